@@ -1,0 +1,65 @@
+"""The metadata that makes one model definition serve training, prefill and decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """Which keys each of T flat query tokens reads: those of its own sequence, at positions up to its own.
+
+    Sequence s owns the flat query tokens `query_start[s]` up to `query_start[s + 1]`; the first of them stands at
+    position `context[s]`. Its key and value at position j lie in slot `block_start[s, j // block_size] + j % block_size`
+    of the key and value stores. Two forms: the trainer's, where the stores are the flat tokens themselves (one block a
+    sequence), and the engine's, where they are a paged cache.
+    """
+
+    query_start: torch.Tensor  # [S + 1] int64
+    context: torch.Tensor  # [S] int64
+    block_start: torch.Tensor  # [S, B] int64
+    block_size: int
+    contiguous: bool  # True: the stores are the flat tokens, and gradients can flow
+
+    @classmethod
+    def of_sequences(cls, lengths: list[int], device: str | torch.device = "cpu") -> AttentionLayout:
+        """Whole sequences laid end to end: the trainer's form."""
+        start = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        start[1:] = torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0)
+        start = start.to(device)
+        return cls(
+            query_start=start,
+            context=torch.zeros(len(lengths), dtype=torch.int64, device=device),
+            block_start=start[:-1, None],
+            block_size=max(lengths, default=1),
+            contiguous=True,
+        )
+
+
+@dataclass(frozen=True)
+class LogitsWarp:
+    """How each of T rows of logits becomes the distribution sampled from; see `rlloop.SamplingParams` for the order.
+
+    `None` in place of a tensor means that no row uses that step. Temperature 0 is greedy: the token is the lowest-id
+    argmax, and its logprob is the raw one (temperature 1, nothing banned, nothing truncated).
+    """
+
+    temperature: torch.Tensor | None = None  # [T] float32
+    top_k: torch.Tensor | None = None  # [T] int64, 0 is off
+    top_p: torch.Tensor | None = None  # [T] float32, 1 is off
+    min_p: torch.Tensor | None = None  # [T] float32, 0 is off
+    banned_start: torch.Tensor | None = None  # [T + 1] int64: row t may not take banned_ids[start[t]:start[t + 1]]
+    banned_ids: torch.Tensor | None = None  # [N] int64
+
+    def rows(self, begin: int, end: int) -> LogitsWarp:
+        """The same for the rows `begin` up to `end`."""
+        cut = {
+            name: None if value is None else value[begin:end]
+            for name, value in vars(self).items()
+            if name not in ("banned_start", "banned_ids")
+        }
+        if self.banned_start is None:
+            return LogitsWarp(**cut)
+        return LogitsWarp(**cut, banned_start=self.banned_start[begin : end + 1], banned_ids=self.banned_ids)

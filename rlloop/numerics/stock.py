@@ -1,0 +1,105 @@
+"""What PyTorch does by default: fast, and not invariant. The stock twin of each operation, for contrast and for faults.
+
+Every function is differentiable through ordinary autograd. Shapes are those of `rlloop.numerics.ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    stream = x if residual is None else x + residual
+    wide = stream.to(torch.promote_types(stream.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * weight).to(stream.dtype), stream
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    c, s = (table[positions][:, None, :] for table in (cos, sin))
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * c - high * s, high * c + low * s), dim=-1).to(x.dtype)
+
+
+def slots_of(layout: AttentionLayout, sequence: int, length: int) -> Tensor:
+    """The slots of the first `length` keys of one sequence. [length] int64"""
+    at = torch.arange(length, device=layout.block_start.device)
+    return layout.block_start[sequence, at // layout.block_size] + at % layout.block_size
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+    starts, contexts = layout.query_start.tolist(), layout.context.tolist()
+    outs = []
+    for s, context in enumerate(contexts):
+        rows = slice(starts[s], starts[s + 1])
+        count = rows.stop - rows.start
+        slots = slots_of(layout, s, context + count)
+        mask = torch.ones(count, context + count, dtype=torch.bool, device=q.device).tril(context)
+        out = F.scaled_dot_product_attention(
+            q[rows].transpose(0, 1)[None],
+            k[slots].transpose(0, 1)[None],
+            v[slots].transpose(0, 1)[None],
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=True,
+        )
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def warped(logits: Tensor, warp: LogitsWarp) -> Tensor:
+    """The logits of the distribution sampled from, −inf where a token is impossible. [T, V] float32"""
+    z = logits.clone()
+    greedy = None if warp.temperature is None else warp.temperature == 0
+    if warp.banned_start is not None and warp.banned_ids is not None:
+        starts = warp.banned_start
+        rows = torch.repeat_interleave(torch.arange(len(starts) - 1, device=z.device), starts.diff())
+        z[rows, warp.banned_ids[int(starts[0]) : int(starts[-1])]] = -torch.inf
+    if warp.temperature is not None and greedy is not None:
+        z = z / torch.where(greedy, 1.0, warp.temperature)[:, None]
+    value, index = torch.sort(z, dim=-1, descending=True, stable=True)
+    place = torch.arange(z.shape[-1], device=z.device)
+    drop = torch.zeros_like(value, dtype=torch.bool)
+    if warp.top_k is not None:
+        drop |= (place >= warp.top_k[:, None]) & (warp.top_k[:, None] > 0)
+    if warp.top_p is not None:
+        p = value.masked_fill(drop, -torch.inf).softmax(-1)
+        drop |= (p.cumsum(-1) - p >= warp.top_p[:, None]) & (warp.top_p[:, None] < 1)
+    if warp.min_p is not None:
+        drop |= value.exp() < warp.min_p[:, None] * value[:, :1].exp()
+    z = z.masked_fill(torch.zeros_like(drop).scatter(1, index, drop), -torch.inf)
+    return z if greedy is None else torch.where(greedy[:, None], logits, z)
+
+
+def token_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
+    logits = F.linear(hidden, weight)
+    z = warped(logits.to(torch.promote_types(logits.dtype, torch.float32)), warp)
+    logprobs = z.log_softmax(-1)
+    entropy = -torch.where(logprobs.isinf(), 0.0, logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+
+
+def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logprobs = warped(logits, warp).log_softmax(-1)
+    uniform = torch.empty(len(seeds), 1, dtype=torch.float64)
+    for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + position)
+        uniform[row] = torch.rand(1, dtype=torch.float64, generator=generator)
+    cumulative = logprobs.double().exp().cumsum(-1)
+    ids = (cumulative <= uniform.to(logits.device) * cumulative[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
+    if warp.temperature is not None:
+        ids = torch.where(warp.temperature == 0, logits.argmax(-1), ids)
+    raw = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    return ids, logprobs.gather(-1, ids[:, None])[:, 0], raw

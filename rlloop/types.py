@@ -1,0 +1,103 @@
+"""The nouns of the loop. Light on purpose: numpy, but neither torch, ray nor vllm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from rlloop.errors import ConfigError
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue one prompt.
+
+    The distribution sampled from is: logits, minus the stop tokens while fewer than `min_tokens` were made, divided by
+    `temperature`, cut to `top_k`, then to `top_p` of what is left, then to tokens with at least `min_p` of the top
+    token's probability, and renormalised. Ties are broken by the lower token id everywhere.
+
+    Example: `SamplingParams(max_tokens=64, temperature=0.7, top_p=0.95, seed=1)`.
+    """
+
+    max_tokens: int  # at least 1
+    min_tokens: int = 0  # end-of-sequence and stop tokens are impossible before this many tokens
+    temperature: float = 1.0  # 0 is greedy: the lowest id among the largest logits
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0 switches it off
+    min_p: float = 0.0  # [0, 1]
+    seed: int | None = None  # None: the engine picks one; same seed, same weights, same prompt: same completion
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence ids
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        checks = [
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"from 0 to max_tokens ({self.max_tokens})"),
+            ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or a positive number"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "None or from 0 to 2**63 - 1"),
+        ]
+        for name, good, allowed in checks:
+            if not good:
+                raise ConfigError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {allowed}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens of the vocabulary are impossible (top-k, top-p or min-p)."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine made of one prompt, with the probabilities that it really sampled with."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]  # [T], with the stop token where one ended it
+    logprobs: np.ndarray  # [T] float32, of the distribution sampled from
+    raw_logprobs: np.ndarray  # [T] float32, at temperature 1 without truncation
+    policy_version: int  # the weights that made every token of it
+    finish_reason: FinishReason
+    sampling: SamplingParams  # as used: its seed is always set
+    routed_experts: np.ndarray | None = None  # [tokens, layers, top_k] for mixture-of-experts models
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """A reward with its named parts. `solved` counts towards `reward/solved` and pass@1."""
+
+    reward: float
+    solved: bool = False
+    components: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One problem of a task.
+
+    Example: `Example(id="3-5-7-22", prompt_ids=[4, 6, 8, 23], prompt="3 5 7 -> 22", data={"target": 22, ...})`.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    prompt: str
+    data: dict[str, Any]  # whatever the reward needs; JSON values
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A completion with everything the trainer and the records need to know of it."""
+
+    uid: str  # unique in the run: step/prompt index/group index
+    example: Example
+    completion: Completion
+    text: str  # the completion, decoded
+    result: RewardResult
+    group: int  # samples of one prompt in one step share it
+    advantage: float = 0.0
