@@ -1,7 +1,7 @@
-"""Metrics that carry their reduction.
+"""Metrics that carry their reduction, where they go, and the names under which other frameworks know them.
 
 A metric travels as sums and counts until the step's last merge, over micro-batches, minibatches and ranks, so a mean of
-means cannot happen. A metric that does not apply is absent, never 0.
+means cannot happen. A metric that does not apply is absent, never 0. Names, formulas and signs: docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -119,3 +119,65 @@ def merge(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, Reduction]:
 def values(metrics: Mapping[str, Reduction]) -> dict[str, Any]:
     """What a record holds: name -> number (a histogram: its edges and counts)."""
     return {name: metric.value for name, metric in metrics.items()}
+
+
+def is_timing(name: str) -> bool:
+    """Whether a metric measures the clock, and so differs between two runs of the same bits."""
+    return name.startswith(("time/", "perf/")) or name.rpartition("/")[2].endswith("seconds")
+
+
+class Sink(Protocol):
+    """Where records go besides the run folder (wandb, TensorBoard, ...): fed with the same numbers."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+# Ours -> (theirs, factor): their value is ours times the factor.
+PEER_NAMES: dict[str, dict[str, tuple[str, float]]] = {
+    "verl": {
+        "parity/k1": ("rollout_corr/kl", 1.0),
+        "parity/k3": ("rollout_corr/k3_kl", 1.0),
+        "parity/chi2": ("rollout_corr/chi2_token", 1.0),
+        "parity/ppl_ratio": ("rollout_corr/ppl_ratio", 1.0),
+        "is/ratio_mean": ("rollout_corr/rollout_is_mean", 1.0),
+        "is/ratio_max": ("rollout_corr/rollout_is_max", 1.0),
+        "is/ratio_min": ("rollout_corr/rollout_is_min", 1.0),
+        "is/ess": ("rollout_corr/rollout_is_eff_sample_size", 1.0),
+        "is/truncated_high": ("rollout_corr/rollout_is_ratio_fraction_high", 1.0),
+        "is/truncated_low": ("rollout_corr/rollout_is_ratio_fraction_low", 1.0),
+        "loss/policy": ("actor/pg_loss", 1.0),
+        "loss/clip_high": ("actor/pg_clipfrac", 1.0),
+        "loss/clip_low": ("actor/pg_clipfrac_lower", 1.0),
+        "loss/entropy": ("actor/entropy", 1.0),
+        "loss/grad_norm": ("actor/grad_norm", 1.0),
+        "reward/mean": ("critic/rewards/mean", 1.0),
+        "rollout/length_mean": ("response_length/mean", 1.0),
+        "rollout/truncated": ("response_length/clip_ratio", 1.0),
+    },
+    "torchtitan": {
+        "parity/tokens_different": ("bit_wise/ratio_tokens_different", 1.0),
+        "parity/k1": ("bit_wise/logprob_diff/mean", -1.0),
+        "parity/logprob_diff_max": ("bit_wise/logprob_diff/max", 1.0),
+    },
+    "slime": {"parity/logprob_diff_mean": ("train/train_rollout_logprob_abs_diff", 1.0)},
+    "skyrl": {
+        "parity/logprob_diff_mean": ("policy/rollout_train_logprobs_abs_diff_mean", 1.0),
+        "parity/logprob_diff_max": ("policy/rollout_train_logprobs_abs_diff_max", 1.0),
+    },
+    "prime-rl": {"parity/k3": ("mismatch_kl/mean", 1.0)},
+    "fireworks": {"parity/k3": ("inference_k3", 1.0)},
+    "openrlhf": {"is/truncated_high": ("is_oob_ratio", 1.0)},
+}
+
+
+def as_peer(metrics: Mapping[str, float], peer: str) -> dict[str, float]:
+    """The same numbers under another framework's names and signs; what it does not know is left out.
+
+    Example: `as_peer({"parity/k1": 0.5}, "torchtitan") == {"bit_wise/logprob_diff/mean": -0.5}`.
+    """
+    names = PEER_NAMES.get(peer)
+    if names is None:
+        raise ValueError(f"no metric names are known for {peer!r}; known are {', '.join(sorted(PEER_NAMES))}")
+    return {names[name][0]: names[name][1] * value for name, value in metrics.items() if name in names}

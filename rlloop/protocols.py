@@ -1,20 +1,22 @@
-"""What the loop asks of its parts. `loop.py` depends on these, never on ray, vllm or a concrete engine."""
+"""What the loop asks of its parts. `loop.py` depends on these, never on torch, ray, vllm or a concrete engine."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
+
+from rlloop.metrics import Reduction
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Engine(Protocol):
     """Continues prompts and says with which probabilities."""
 
-    policy_version: int
+    @property
+    def policy_version(self) -> int: ...
 
     def generate(
         self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]
@@ -25,12 +27,36 @@ class Engine(Protocol):
         ...
 
 
+class UpdateResult(Protocol):
+    """What one `forward_backward` saw."""
+
+    @property
+    def logprobs(self) -> Sequence[np.ndarray]:
+        """One float32 [T] a sample of the batch, in its order: recomputed by the update's own forward."""
+        ...
+
+    @property
+    def metrics(self) -> Mapping[str, Reduction]:
+        """`loss/*` and `is/*` of the loss, and what else the trainer measured."""
+        ...
+
+
 class Trainer(Protocol):
     """Owns the masters. The loop's update is `forward_backward`, then `optim_step`."""
 
-    def forward_backward(self, batch: Sequence[Sample], loss: Any) -> Any: ...
+    def forward_backward(
+        self, batch: Sequence[Sample], loss: Callable[..., Any], *, old_logprobs: Sequence[np.ndarray] | None = None
+    ) -> UpdateResult:
+        """`old_logprobs`, [T] a sample, anchor the policy ratio; None: this very forward's, so that it starts at 1."""
+        ...
 
-    def optim_step(self) -> dict[str, float]: ...
+    def optim_step(self) -> Mapping[str, float]:
+        """Applies the gradient. Returns `loss/grad_norm` and the like."""
+        ...
+
+    def logprobs(self, batch: Sequence[Sample]) -> Sequence[np.ndarray]:
+        """What `forward_backward(batch, ...)` would report as logprobs, without a gradient."""
+        ...
 
     def save(self, folder: Path) -> None: ...
 
@@ -42,7 +68,7 @@ class Trainer(Protocol):
 class WeightSync(Protocol):
     """Brings the trainer's weights to the engines and leaves them serving exactly `version`."""
 
-    def publish(self, version: int) -> dict[str, float]:
+    def publish(self, version: int) -> Mapping[str, float]:
         """Returns `sync/*` metrics; empty where nothing has to move."""
         ...
 
@@ -55,11 +81,43 @@ class Reward(Protocol):
     ) -> float | RewardResult | Awaitable[float | RewardResult]: ...
 
 
+class Checkpoint(Protocol):
+    """One whole checkpoint on disk."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """What is wrong with each newer one, where newer ones are damaged."""
+        ...
+
+
+class Checkpoints(Protocol):
+    """Complete or absent, whatever kills the process; the last few are kept."""
+
+    def save(self, step: int, writers: Iterable[Callable[[Path], None]]) -> Path: ...
+
+    def latest(self) -> Checkpoint | None: ...
+
+
 class Task(Protocol):
-    """Where prompts come from. Everything is a function of the seed and the step, so a resumed run repeats it."""
+    """Where prompts come from. Everything is a function of the seed and the step, so a resumed run repeats it.
+
+    `task._target_` is called with the section's other keys, `seed` (the run's) and `model_path` (`model.path`, or None).
+    """
+
+    def model_folder(self) -> Path:
+        """The Hugging Face folder to start from: `model_path`, or the task's own model, made and cached at first use."""
+        ...
 
     def train_examples(self, step: int, count: int) -> list[Example]: ...
 
-    def eval_examples(self, count: int) -> list[Example]: ...
+    def eval_examples(self, count: int) -> list[Example]:
+        """Exactly `count` held-out problems, the same at every call; they repeat where there are fewer."""
+        ...
 
     def decode(self, token_ids: list[int]) -> str: ...
