@@ -1,0 +1,152 @@
+"""Countdown: reach a target with given numbers, each used exactly once, by + - * / and parentheses."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from rlloop.types import Example, RewardResult
+
+MAX_LENGTH = 1000  # characters of an expression; it bounds the digits of every intermediate value too
+MAX_DEPTH = 50  # parentheses inside parentheses
+
+TOKEN = re.compile(r" *(?:(0|[1-9][0-9]*)|([-+*/()]))")
+STEP = re.compile(r" *(0|[1-9][0-9]*) *([-+*/]) *(0|[1-9][0-9]*) *= *(0|[1-9][0-9]*) *")
+PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
+
+
+def verify(expression: str, numbers: list[int], target: int) -> bool:
+    """Whether `expression` uses every one of `numbers` exactly once and equals `target`, in exact fractions.
+
+    The language: decimal integers without leading zeros, binary `+ - * /` with the usual precedence, parentheses and
+    spaces, all ASCII. A sign is no part of it, so `-3+5` is refused. Anything else is False, and nothing raises: other
+    characters, division by zero, other types (a bool is no number here), over 1,000 characters, over 50 nested
+    parentheses.
+
+    >>> verify("(3 + 4) * 5", [5, 3, 4], 35)
+    True
+    >>> verify("3 * 5", [5, 3, 4], 15)
+    False
+    """
+    if not isinstance(expression, str) or not isinstance(numbers, list | tuple) or not _is_int(target):
+        return False
+    if len(numbers) > MAX_LENGTH or not all(map(_is_int, numbers)):
+        return False
+    found = evaluate(expression)
+    return found is not None and found[0] == target and sorted(found[1]) == sorted(numbers)
+
+
+def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
+    """The exact value of an expression and the integers in it, or None where it has no value.
+
+    Two stacks instead of recursion, so that depth costs no interpreter stack.
+    """
+    if len(expression) > MAX_LENGTH:
+        return None
+    values: list[Fraction] = []
+    pending: list[str] = []  # operators and open parentheses, outermost first
+    used: list[int] = []
+    position, depth, operand_next = 0, 0, True
+    expression = expression.rstrip(" ")
+    while position < len(expression):
+        match = TOKEN.match(expression, position)
+        if match is None:
+            return None
+        position = match.end()
+        digits, sign = match.groups()
+        if (digits is not None or sign == "(") != operand_next:
+            return None
+        if digits is not None:
+            used.append(int(digits))
+            values.append(Fraction(used[-1]))
+            operand_next = False
+        elif sign == "(":
+            pending.append(sign)
+            depth += 1
+            if depth > MAX_DEPTH:
+                return None
+        elif sign == ")":
+            if depth == 0 or not _reduce(values, pending, 1):
+                return None
+            pending.pop()
+            depth -= 1
+        else:
+            if not _reduce(values, pending, PRECEDENCE[sign]):
+                return None
+            pending.append(sign)
+            operand_next = True
+    if operand_next or depth or not _reduce(values, pending, 1):
+        return None
+    return values[0], used
+
+
+def _reduce(values: list[Fraction], pending: list[str], precedence: int) -> bool:
+    """Apply the pending operators, back to the last open parenthesis, that bind so tightly. False: division by 0."""
+    while pending and pending[-1] != "(" and PRECEDENCE[pending[-1]] >= precedence:
+        operator, right, left = pending.pop(), values.pop(), values.pop()
+        if operator == "/" and right == 0:
+            return False
+        values.append(_apply(operator, left, right))
+    return True
+
+
+def _apply(operator: str, left: Fraction, right: Fraction) -> Fraction:
+    match operator:
+        case "+":
+            return left + right
+        case "-":
+            return left - right
+        case "*":
+            return left * right
+        case _:
+            return left / right
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def compose(trace: str, numbers: list[int]) -> str | None:
+    """The expression behind a worked trace `3 + 4 = 7 , 7 * 5 = 35`, or None where the trace is not one.
+
+    Each step takes two values out of those at hand (the numbers, and results of earlier steps) and must state its
+    result rightly; the last step's expression is the answer.
+
+    >>> compose("3 + 4 = 7 , 7 * 5 = 35", [5, 3, 4])
+    '((3 + 4) * 5)'
+    """
+    if len(trace) > MAX_LENGTH:
+        return None
+    at_hand = [(number, str(number)) for number in numbers]
+    expression = None
+    for step in trace.split(","):
+        match = STEP.fullmatch(step)
+        if match is None:
+            return None
+        left, operator, right, result = match.groups()
+        parts = []
+        for operand in (left, right):
+            index = next((i for i, (value, _) in enumerate(at_hand) if value == int(operand)), None)
+            if index is None:
+                return None
+            parts.append(at_hand.pop(index)[1])
+        if operator == "/" and int(right) == 0:
+            return None
+        if _apply(operator, Fraction(int(left)), Fraction(int(right))) != int(result):
+            return None
+        expression = f"({parts[0]} {operator} {parts[1]})"
+        at_hand.append((int(result), expression))
+    return expression
+
+
+def countdown_reward(prompt: str, completion: str, example: Example, *, format_credit: float = 0.0) -> RewardResult:
+    """1 for a completion that solves `example.data`'s `numbers` and `target`, else 0.
+
+    The completion is a worked trace (it holds an `=`; see `compose`) or a bare expression. One that fails but is
+    well-formed, with true arithmetic, earns `format_credit`. Component: `well_formed`.
+    """
+    numbers, target = example.data["numbers"], example.data["target"]
+    expression = compose(completion, numbers) if "=" in completion else completion
+    well_formed = expression is not None and evaluate(expression) is not None
+    solved = expression is not None and verify(expression, numbers, target)
+    return RewardResult(1.0 if solved else format_credit * well_formed, solved, {"well_formed": float(well_formed)})
