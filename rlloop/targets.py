@@ -1,4 +1,4 @@
-"""`_target_` of a configuration: a dotted path to a function or class, found, checked against its arguments and bound."""
+"""`_target_` of a configuration: the dotted path of a function or class, found, checked and bound."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def resolve(config: Mapping[str, Any], section: str, called_with: tuple[str, ...
     `called_with` names the positional arguments that rlloop itself will give, now only checked against. Raises
     `ConfigError`, naming `section`, for a path that leads nowhere or arguments that do not fit.
 
-    Example: `resolve({"_target_": "mine.rewards.brevity", "weight": 0.1}, "reward", ("prompt", "completion", "example"))`.
+    Example: `resolve({"_target_": "mine.brevity", "weight": 0.1}, "reward", ("prompt", "completion", "example"))`.
     """
     arguments = {key: value for key, value in config.items() if key != "_target_"}
     path = config.get("_target_")
     if not isinstance(path, str) or not path:
         raise ConfigError(
-            f"{section}._target_ is {path!r}; it must be a dotted path to a function or class, such as package.module.name"
+            f"{section}._target_ is {path!r}; it must be a dotted path to a function or class, as package.module.name"
         )
     target = locate(path, f"{section}._target_")
     if not callable(target):
@@ -43,7 +43,7 @@ def resolve(config: Mapping[str, Any], section: str, called_with: tuple[str, ...
 
 
 def locate(path: str, key: str) -> Any:
-    """The object at the dotted `path`: a module's attribute, or an attribute of that. `key` is for the error message."""
+    """The object at the dotted `path`: a module's attribute, or an attribute of that. `key` is for the error."""
     names = path.split(".")
     if len(names) < 2 or not all(name.isidentifier() for name in names):
         raise ConfigError(f"{key} is {path!r}; it must be a dotted path such as package.module.name")
@@ -61,10 +61,8 @@ def locate(path: str, key: str) -> Any:
         if not hasattr(found, name):
             where = ".".join(names[:position])
             near = difflib.get_close_matches(name, dir(found), n=3)
-            raise ConfigError(
-                f"{key} is {path!r}, and {where} has no {name!r}"
-                + (f"; did you mean {', '.join(near)}?" if near else "")
-            )
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise ConfigError(f"{key} is {path!r}, and {where} has no {name!r}{hint}")
         found = getattr(found, name)
     return found
 
@@ -91,17 +89,14 @@ def _check(
     except ValueError:
         return
     parameters = list(signature.parameters.values())
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        taken = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][
-            : len(positional)
-        ]
-        allowed = [name for name in named if name not in taken]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        by_place = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        allowed = [name for name in by_name if name not in by_place[: len(positional)]]
         for key in keywords:
             if key not in allowed:
-                raise ConfigError(
-                    f"{section}.{key} is no argument of {path}; allowed are {', '.join(allowed) or 'none'}"
-                )
+                names = ", ".join(allowed) or "none"
+                raise ConfigError(f"{section}.{key} is no argument of {path}; allowed are {names}")
     try:
         signature.bind(*positional, **keywords)
     except TypeError as error:
