@@ -1,16 +1,19 @@
 """The configuration of a run, as structured dataclasses. Imports neither torch, ray nor vllm.
 
-Hydra composes a recipe's YAML over these; `OmegaConf.to_object` then builds them, and `__post_init__` refuses what
-cannot work, by name, before anything starts.
+Hydra composes a recipe's YAML over these (`rlloop.compose`); building them then refuses what cannot work, by name, before
+anything starts. Each `__post_init__` checks its own section, `RunConfig`'s what concerns several.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from omegaconf import MISSING
+
+from rlloop.errors import ConfigError
 
 
 class Launch(StrEnum):
@@ -30,14 +33,21 @@ class Schedule(StrEnum):
     cosine = "cosine"
 
 
+class Anchor(StrEnum):
+    """Whose logprobs the policy ratio of a clipped loss divides by; see `rlloop.algorithms.LossBatch`."""
+
+    trainer = "trainer"
+    rollout = "rollout"
+
+
 @dataclass
 class RunSection:
-    dir: str | None = None  # default: runs/<recipe>/<time>
+    dir: str | None = None  # None: runs/<recipe>/<time>. In a multirun: the folder of the jobs' folders
 
 
 @dataclass
 class ProfileConfig:
-    """Mirrors `rlloop.numerics.profile.NumericsProfile`."""
+    """Mirrors `rlloop.numerics.profile.NumericsProfile`: rlloop, stock or reference, an operation each."""
 
     linear: str = "rlloop"
     rms_norm: str = "rlloop"
@@ -46,6 +56,10 @@ class ProfileConfig:
     attention: str = "rlloop"
     token_logprob: str = "rlloop"
 
+    def __post_init__(self) -> None:
+        for op, given in vars(self).items():
+            _check(f"profile.{op}", given, given in ("rlloop", "stock", "reference"), "rlloop, stock or reference")
+
 
 @dataclass
 class ModelSection:
@@ -53,25 +67,41 @@ class ModelSection:
     dtype: str = "float32"  # compute dtype; masters are float32
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
+    def __post_init__(self) -> None:
+        allowed = ("float32", "bfloat16", "float16")
+        _check("model.dtype", self.dtype, self.dtype in allowed, ", ".join(allowed))
+
 
 @dataclass
 class TrainerConfig:
     num_steps: int = 100
     lr: float = 1e-5
     schedule: Schedule = Schedule.constant
-    warmup_steps: int = 0
+    warmup_steps: int = 0  # optimizer steps
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip: float = 1.0  # global norm; 0 switches it off
     max_batch_tokens: int = 16384  # tokens of one micro-batch (one forward and backward)
-    num_minibatches: int = 1  # optimizer steps a rollout batch is split into
+    num_minibatches: int = 1  # optimizer steps a rollout batch is split into, whole groups in each
+
+    def __post_init__(self) -> None:
+        self.betas = (self.betas[0], self.betas[1])  # OmegaConf hands over a list
+        _check("trainer.num_steps", self.num_steps, self.num_steps >= 1, "at least 1")
+        _check("trainer.lr", self.lr, 0 <= self.lr < math.inf, "0 or a positive number")
+        _check("trainer.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 (off) or a positive number")
+        _check("trainer.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers, from 0 to below 1")
+        _check("trainer.eps", self.eps, 0 < self.eps < math.inf, "a positive number")
+        _check("trainer.weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "0 or a positive number")
+        _check("trainer.grad_clip", self.grad_clip, 0 <= self.grad_clip < math.inf, "0 (off) or a positive number")
+        _check("trainer.max_batch_tokens", self.max_batch_tokens, self.max_batch_tokens >= 2, "at least 2")
+        _check("trainer.num_minibatches", self.num_minibatches, self.num_minibatches >= 1, "at least 1")
 
 
 @dataclass
 class RolloutConfig:
     num_prompts: int = 32
-    group_size: int = 16
+    group_size: int = 16  # completions of each prompt
     max_tokens: int = 256
     min_tokens: int = 0
     temperature: float = 1.0
@@ -84,6 +114,27 @@ class RolloutConfig:
     prefix_caching: bool = True
     profile: ProfileConfig | None = None  # None: the model's own. Another one is an honest drift, for experiments
 
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "group_size", "max_tokens", "page_size", "max_batch_tokens"):
+            value = getattr(self, name)
+            _check(f"rollout.{name}", value, value >= 1, "at least 1")
+        _check(
+            "rollout.min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens,
+            f"from 0 to rollout.max_tokens ({self.max_tokens})",
+        )  # fmt: skip
+        _check(
+            "rollout.temperature", self.temperature, 0 < self.temperature < math.inf,
+            "a positive number (what is drawn greedily teaches nothing; eval.temperature may be 0)",
+        )  # fmt: skip
+        _check("rollout.top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
+        _check("rollout.top_k", self.top_k, self.top_k >= 0, "0 (off) or a positive number")
+        _check("rollout.min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
+        if self.max_cache_tokens is not None:
+            _check(
+                "rollout.max_cache_tokens", self.max_cache_tokens, self.max_cache_tokens >= self.max_tokens,
+                f"at least rollout.max_tokens ({self.max_tokens}), or null for as many as fit",
+            )  # fmt: skip
+
 
 @dataclass
 class AlgorithmConfig:
@@ -93,6 +144,19 @@ class AlgorithmConfig:
     advantage: str = MISSING
     loss_args: dict[str, Any] = field(default_factory=dict)
     advantage_args: dict[str, Any] = field(default_factory=dict)
+    anchor: Anchor = Anchor.trainer
+
+
+@dataclass
+class ScoringConfig:
+    """How a reward is run; its own arguments stand in `reward`."""
+
+    timeout: float = 60.0  # seconds a sample; a sample that takes longer is rejected, with that reason
+    concurrency: int = 64  # samples at a time, for an async reward
+
+    def __post_init__(self) -> None:
+        _check("scoring.timeout", self.timeout, 0 < self.timeout < math.inf, "a positive number of seconds")
+        _check("scoring.concurrency", self.concurrency, self.concurrency >= 1, "at least 1")
 
 
 @dataclass
@@ -105,12 +169,21 @@ class CheckpointConfig:
     every: int = 50  # steps; the last step is always saved. 0: only the last
     keep: int = 2
 
+    def __post_init__(self) -> None:
+        _check("checkpoint.every", self.every, self.every >= 0, "0 (only the last step) or a positive number")
+        _check("checkpoint.keep", self.keep, self.keep >= 1, "at least 1")
+
 
 @dataclass
 class EvalConfig:
     every: int = 50  # steps; before the first update and after the last always. 0: only those two
     num_draws: int = 1000  # held-out completions
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check("eval.every", self.every, self.every >= 0, "0 (only first and last) or a positive number")
+        _check("eval.num_draws", self.num_draws, self.num_draws >= 1, "at least 1")
+        _check("eval.temperature", self.temperature, 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
 
 
 @dataclass
@@ -121,10 +194,53 @@ class RunConfig:
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
     task: dict[str, Any] = field(default_factory=dict)  # `_target_` and its arguments
+    data: dict[str, Any] = field(default_factory=dict)  # free: for recipes whose task reads files
     reward: dict[str, Any] = field(default_factory=dict)  # `_target_` and its arguments
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = MISSING
     parity: ParityConfig = field(default_factory=ParityConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        _check("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
+        _check(
+            "trainer.max_batch_tokens", self.trainer.max_batch_tokens,
+            self.trainer.max_batch_tokens > self.rollout.max_tokens,
+            f"above rollout.max_tokens ({self.rollout.max_tokens}): one sequence with its prompt must fit a micro-batch",
+        )  # fmt: skip
+        _check(
+            "trainer.num_minibatches", self.trainer.num_minibatches,
+            self.trainer.num_minibatches <= self.rollout.num_prompts,
+            f"at most rollout.num_prompts ({self.rollout.num_prompts}): groups stay whole",
+        )  # fmt: skip
+        self._check_parity()
+
+    def _check_parity(self) -> None:
+        if self.parity.mode is not ParityMode.require:
+            return
+        for op, trained in asdict(self.model.profile).items():
+            sampled = trained if self.rollout.profile is None else getattr(self.rollout.profile, op)
+            if sampled != trained:
+                raise ConfigError(
+                    f"rollout.profile.{op} is {sampled} and model.profile.{op} is {trained}: engine and trainer would "
+                    "differ, which parity.mode=require refuses; set parity.mode=observe to measure the difference"
+                )
+            if trained != "rlloop":
+                raise ConfigError(
+                    f"model.profile.{op} is {trained}, whose bits vary with the batch, so parity.mode=require cannot hold; "
+                    "leave it at rlloop, or set parity.mode=observe"
+                )
+
+
+def _check(key: str, given: object, good: bool, allowed: str) -> None:
+    if not good:
+        raise ConfigError(f"{key} is {given!r}; it must be {allowed}")
+
+
+ALGORITHMS: dict[str, AlgorithmConfig] = {
+    "grpo": AlgorithmConfig(loss="grpo", advantage="group"),
+}
+"""Entries of the `algorithm` group: `algorithm=NAME` takes one, `algorithm.loss_args.KEY=...` adjusts it."""

@@ -1,0 +1,65 @@
+"""On-policy reinforcement learning for language models with zero train-inference KL, bit for bit.
+
+    model = rlloop.load_model("path/to/a/hugging-face-folder")
+    engine = rlloop.Engine(model)
+    [completion] = engine.generate([[1, 2, 3]], rlloop.SamplingParams(max_tokens=32, seed=0))
+    [logprobs] = rlloop.token_logprobs(model, [(completion.prompt_ids, completion.token_ids)])
+    assert (logprobs.detach().numpy() == completion.raw_logprobs).all()
+
+Names are imported when first used, so that `import rlloop` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlloop.errors import ConfigError, ModelError, ParityError, RlloopError, RunError
+    from rlloop.models import Model, load_model, save_model
+    from rlloop.models.scoring import token_logprobs
+    from rlloop.numerics.profile import NumericsProfile
+    from rlloop.rollout import Engine
+    from rlloop.types import Completion, Example, RewardResult, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "rlloop.errors": ("ConfigError", "ModelError", "ParityError", "RlloopError", "RunError"),
+    "rlloop.models": ("Model", "load_model", "save_model"),
+    "rlloop.models.scoring": ("token_logprobs",),
+    "rlloop.numerics.profile": ("NumericsProfile",),
+    "rlloop.rollout": ("Engine",),
+    "rlloop.types": ("Completion", "Example", "RewardResult", "SamplingParams"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Completion",
+    "ConfigError",
+    "Engine",
+    "Example",
+    "Model",
+    "ModelError",
+    "NumericsProfile",
+    "ParityError",
+    "RewardResult",
+    "RlloopError",
+    "RunError",
+    "SamplingParams",
+    "load_model",
+    "save_model",
+    "token_logprobs",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rlloop' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
