@@ -7,7 +7,7 @@ anything starts. Each `__post_init__` checks its own section, `RunConfig`'s what
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -58,7 +58,28 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         for op, given in vars(self).items():
-            _check(f"profile.{op}", given, given in ("rlloop", "stock", "reference"), "rlloop, stock or reference")
+            _check(f"model.profile.{op}", given, given in ("rlloop", "stock", "reference"), "rlloop, stock or reference")
+
+
+@dataclass
+class RolloutProfile:
+    """Where the engine's arithmetic departs from the model's, on purpose; null: it does not. For experiments."""
+
+    linear: str | None = None
+    rms_norm: str | None = None
+    activation: str | None = None
+    rope: str | None = None
+    attention: str | None = None
+    token_logprob: str | None = None
+
+    def __post_init__(self) -> None:
+        for op, given in vars(self).items():
+            good = given in (None, "rlloop", "stock", "reference")
+            _check(f"rollout.profile.{op}", given, good, "null (the model's own), rlloop, stock or reference")
+
+    def over(self, model: ProfileConfig) -> ProfileConfig:
+        """The engine's whole profile, given the model's."""
+        return ProfileConfig(**{op: given or getattr(model, op) for op, given in vars(self).items()})
 
 
 @dataclass
@@ -86,6 +107,7 @@ class TrainerConfig:
     num_minibatches: int = 1  # optimizer steps a rollout batch is split into, whole groups in each
 
     def __post_init__(self) -> None:
+        _check("trainer.betas", self.betas, len(self.betas) == 2, "two numbers")
         self.betas = (self.betas[0], self.betas[1])  # OmegaConf hands over a list
         _check("trainer.num_steps", self.num_steps, self.num_steps >= 1, "at least 1")
         _check("trainer.lr", self.lr, 0 <= self.lr < math.inf, "0 or a positive number")
@@ -112,7 +134,7 @@ class RolloutConfig:
     max_batch_tokens: int = 8192  # tokens of one engine step
     max_cache_tokens: int | None = None  # None: what fits the batch and the model's context
     prefix_caching: bool = True
-    profile: ProfileConfig | None = None  # None: the model's own. Another one is an honest drift, for experiments
+    profile: RolloutProfile = field(default_factory=RolloutProfile)
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "group_size", "max_tokens", "page_size", "max_batch_tokens"):
@@ -145,6 +167,14 @@ class AlgorithmConfig:
     loss_args: dict[str, Any] = field(default_factory=dict)
     advantage_args: dict[str, Any] = field(default_factory=dict)
     anchor: Anchor = Anchor.trainer
+    correction: dict[str, Any] = field(default_factory=dict)  # name -> its arguments; several multiply
+    dynamic_sampling: bool = False  # do not train on groups whose rewards are all equal
+    overlong_buffer: int = 0  # the last tokens of rollout.max_tokens, over which a penalty grows to its full. 0: none
+    overlong_penalty: float = 1.0  # taken from the reward of a completion that fills its budget
+
+    def __post_init__(self) -> None:
+        _check("algorithm.overlong_buffer", self.overlong_buffer, self.overlong_buffer >= 0, "0 (off) or more tokens")
+        _check("algorithm.overlong_penalty", self.overlong_penalty, self.overlong_penalty >= 0, "0 or more")
 
 
 @dataclass
@@ -221,8 +251,8 @@ class RunConfig:
     def _check_parity(self) -> None:
         if self.parity.mode is not ParityMode.require:
             return
-        for op, trained in asdict(self.model.profile).items():
-            sampled = trained if self.rollout.profile is None else getattr(self.rollout.profile, op)
+        for op, sampled in vars(self.rollout.profile.over(self.model.profile)).items():
+            trained = getattr(self.model.profile, op)
             if sampled != trained:
                 raise ConfigError(
                     f"rollout.profile.{op} is {sampled} and model.profile.{op} is {trained}: engine and trainer would "

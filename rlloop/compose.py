@@ -1,0 +1,181 @@
+"""From a recipe's name and Hydra overrides to a checked `RunConfig`.
+
+A recipe's YAML begins with
+
+    defaults:
+      - rlloop               # every key with its default: rlloop.config.RunConfig
+      - algorithm: grpo      # an entry of the algorithm group
+      - _self_
+
+and Hydra composes it, groups beside it and overrides included. What Hydra or OmegaConf refuse becomes a `ConfigError` of
+one or two lines that names the key, what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from rlloop import recipes
+from rlloop.config import ALGORITHMS, RunConfig
+from rlloop.errors import ConfigError
+
+_store = ConfigStore.instance()
+_store.store(name="rlloop", node=RunConfig)
+for _name, _algorithm in ALGORITHMS.items():
+    _store.store(group="algorithm", name=_name, node=_algorithm)
+
+
+def find_recipe(name: str) -> tuple[Path, str]:
+    """The folder and file stem of `NAME` or `NAME/VARIANT`. Raises `ConfigError` that lists what there is."""
+    found = recipes.find(name)
+    if found is not None:
+        return found
+    have = recipes.available()
+    near = difflib.get_close_matches(name, have, n=1)
+    listed = "\n".join(f"  {known}  ({file})" for known, file in have.items()) or "  (none)"
+    looked = " and ".join(map(str, recipes.folders()))
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"there is no recipe {name!r}{hint} Recipes are looked for in {looked}. There are:\n{listed}")
+
+
+def compose_recipe(name: str, overrides: Sequence[str]) -> DictConfig:
+    """The composed configuration, not yet checked."""
+    folder, stem = find_recipe(name)
+    for override in overrides:
+        _refuse_malformed(override)
+    try:
+        return _compose(folder, stem, overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, folder, stem, overrides)) from error
+
+
+def expand_sweep(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The jobs of a multirun: (name of the job by what it sweeps, such as `seed=1,trainer.lr=0.001`; its overrides)."""
+    parsed = _parse(overrides)
+    swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
+    (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    named = []
+    for index, job in enumerate(jobs):
+        parts = [text.lstrip("+").replace("/", "-") for text in job if text.partition("=")[0] in swept]
+        named.append((",".join(parts) or str(index), list(job)))
+    return named
+
+
+def build(composed: DictConfig) -> RunConfig:
+    """Check everything and make plain dataclasses of it. Raises `ConfigError`."""
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} must be given: the recipe leaves it to you, as in {missing[0]}=...")
+    try:
+        return cast(RunConfig, OmegaConf.to_object(composed))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_first_lines(error)) from error
+
+
+def as_container(config: DictConfig) -> dict[str, Any]:
+    """Plain JSON values, interpolations resolved, enums by name."""
+    return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+
+
+def _compose(folder: Path, stem: str, overrides: Sequence[str]) -> DictConfig:
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        composed = compose(stem, list(overrides))
+    if OmegaConf.get_type(composed) is not RunConfig:
+        raise ConfigError(f"{folder / stem}.yaml does not begin with `defaults: [rlloop, ...]`, so its keys are not rlloop's")
+    return composed
+
+
+def _parse(overrides: Sequence[str]) -> list[Any]:
+    return OverridesParser.create().parse_overrides(list(overrides))
+
+
+def _refuse_malformed(override: str) -> None:
+    try:
+        [parsed] = _parse([override])
+    except OverrideParseException as error:
+        raise ConfigError(
+            f"{override!r} is not an override; write key=value, +key=value or ~key ({_first_lines(error, 1)})"
+        ) from error
+    if override.lstrip("+~").startswith(("hydra.", "hydra/")):
+        raise ConfigError(f"{override!r}: rlloop composes with Hydra but runs the jobs itself; hydra.* has no effect here")
+    if parsed.is_sweep_override():
+        raise ConfigError(f"{override!r} names several values; add -m to run each, or quote it: {_quoted(override)}")
+
+
+def _quoted(override: str) -> str:
+    key, _, value = override.partition("=")
+    return f"'{key}=\"{value}\"'"
+
+
+def _explain(error: Exception, folder: Path, stem: str, overrides: Sequence[str]) -> str:
+    """One or two lines: which key, what was given, what is allowed."""
+    if isinstance(error, MissingConfigException):
+        return _explain_missing(error, folder)
+    cause = error.__cause__ or error
+    key = getattr(cause, "full_key", None)
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and key:
+        return _explain_key(str(key), folder, stem, overrides)
+    override = next((text for text in overrides if key and text.lstrip("+").startswith(f"{key}=")), None)
+    given = override or f"{folder / stem}.yaml, {key}"
+    return f"{given}: {_first_lines(cause, 1)}"
+
+
+def _explain_missing(error: MissingConfigException, folder: Path) -> str:
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    options = list(error.options or [])
+    if not group or not options:
+        return _first_lines(error)
+    near = difflib.get_close_matches(name, options, n=1)
+    return f"{group} is {name!r}; it must be one of {', '.join(options)}" + (f" (did you mean {near[0]}?)" if near else "")
+
+
+def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) -> str:
+    override = next((text for text in overrides if f"{text.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.")), None)
+    if override is None:
+        return f"{folder / stem}.yaml: there is no key {key}" + _nearest(key, _flat_keys(OmegaConf.structured(RunConfig)))
+    known = _flat_keys(_compose(folder, stem, []))
+    parent = key.rpartition(".")[0]
+    free = next((k for k in ("task", "data", "reward", "algorithm.loss_args", "algorithm.advantage_args") if parent == k), None)
+    if free:
+        return f"{override!r}: the recipe has no key {key}; {free} is free, so add it by +{override}"
+    return f"{override!r}: there is no key {key}" + _nearest(key, known)
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    by_leaf = {name.rpartition(".")[2]: name for name in reversed(known)}
+    near = difflib.get_close_matches(key, known, n=3, cutoff=0.75) or [
+        by_leaf[leaf] for leaf in difflib.get_close_matches(key.rpartition(".")[2], by_leaf, n=3, cutoff=0.75)
+    ]
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    parent = key.rpartition(".")[0]
+    beside = [name for name in known if name.rpartition(".")[0] == parent]
+    return f"; there are {', '.join(beside or sorted({name.partition('.')[0] for name in known}))}"
+
+
+def _flat_keys(config: DictConfig, prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name in config:
+        path = f"{prefix}{name}"
+        node = None if OmegaConf.is_missing(config, name) else config._get_node(str(name))
+        keys.append(path)
+        if isinstance(node, DictConfig) and not node._is_none():
+            keys += _flat_keys(node, f"{path}.")
+    return keys
+
+
+def _first_lines(error: BaseException, count: int = 2) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return re.sub(r"\s+", " ", "; ".join(lines[:count]))
