@@ -23,7 +23,7 @@ class Reduction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """`total / count`, both summed over parts. `count` is whatever the metric is a mean over: tokens, sequences, groups.
+    """`total / count`, both summed over parts. The count is of whatever it is a mean over: tokens, sequences, groups.
 
     Example: `Mean(3.0, 4) + Mean(1.0, 1)` is `Mean(4.0, 5)`, of value 0.8.
     """
@@ -93,7 +93,7 @@ class EffectiveSampleSize:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts between fixed edges, open at both ends: `counts[i]` of edges[i-1] <= x < edges[i]. Only equal edges merge."""
+    """Counts between fixed edges, open at both ends: `counts[i]` is of edges[i-1] <= x < edges[i]."""
 
     edges: tuple[float, ...]  # ascending
     counts: tuple[int, ...]  # one more than edges

@@ -1,0 +1,96 @@
+"""Advantages, losses and importance corrections: pure functions, each named after its paper.
+
+    from rlloop.algorithms import get_advantage, get_loss
+    advantages = get_advantage("group_norm")(rewards, groups)
+    output = get_loss("dapo", clip_high=0.3)(batch)
+    output.loss.backward()
+
+Names load on first use, so that importing this package (and `presets`, the config group) imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlloop.algorithms.advantages import (
+        batch_norm,
+        global_norm,
+        group_mean,
+        group_norm,
+        leave_one_out,
+        raw,
+    )
+    from rlloop.algorithms.batch import Loss, LossBatch, LossOutput
+    from rlloop.algorithms.corrections import clip, corrected, icepop, mask, measured, mis, ratio_metrics, tis, veto
+    from rlloop.algorithms.kl import kl_estimate, kl_in_reward
+    from rlloop.algorithms.losses import (
+        cispo,
+        dapo,
+        dr_grpo,
+        dro,
+        grpo,
+        gspo,
+        importance_sampling,
+        ppo,
+        reinforce,
+        reinforce_pp,
+        rloo,
+        sft,
+    )
+    from rlloop.algorithms.registry import advantages_for, get_advantage, get_correction, get_loss, loss_for
+    from rlloop.algorithms.shaping import groups_with_signal, overlong_penalty
+
+__all__ = [
+    "Loss",
+    "LossBatch",
+    "LossOutput",
+    "advantages_for",
+    "batch_norm",
+    "cispo",
+    "clip",
+    "corrected",
+    "dapo",
+    "dr_grpo",
+    "dro",
+    "get_advantage",
+    "get_correction",
+    "get_loss",
+    "global_norm",
+    "group_mean",
+    "group_norm",
+    "groups_with_signal",
+    "grpo",
+    "gspo",
+    "icepop",
+    "importance_sampling",
+    "kl_estimate",
+    "kl_in_reward",
+    "leave_one_out",
+    "loss_for",
+    "mask",
+    "measured",
+    "mis",
+    "overlong_penalty",
+    "ppo",
+    "ratio_metrics",
+    "raw",
+    "reinforce",
+    "reinforce_pp",
+    "rloo",
+    "sft",
+    "tis",
+    "veto",
+]
+
+_HOMES = ("advantages", "batch", "corrections", "kl", "losses", "registry", "shaping")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(f"{__name__}.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

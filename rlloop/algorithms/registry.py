@@ -1,0 +1,135 @@
+"""Losses, estimators and corrections by name, with their arguments checked before any work starts."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
+from operator import mul
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rlloop.algorithms.advantages import ADVANTAGES
+from rlloop.algorithms.batch import Loss
+from rlloop.algorithms.corrections import CORRECTIONS, WEIGHING, Correction, corrected, measured
+from rlloop.algorithms.losses import LOSSES
+from rlloop.algorithms.shaping import groups_with_signal, overlong_penalty
+from rlloop.config import AlgorithmConfig, Anchor
+from rlloop.errors import ConfigError
+
+# What an argument of this name may be, in every function that takes it; its type comes from the annotation.
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "clip_low": (lambda x: 0 <= x <= 1, "from 0 to 1"),
+    "clip_high": (lambda x: x >= 0, "0 or more"),
+    "dual_clip": (lambda x: x is None or x > 1, "above 1, or null for none"),
+    "kl_coef": (lambda x: x >= 0, "0 or more"),
+    "entropy_coef": (lambda x: x >= 0, "0 or more"),
+    "max_tokens": (lambda x: x >= 1, "1 or more"),
+    "beta": (lambda x: x >= 0, "0 or more"),
+    "eps": (lambda x: x >= 0, "0 or more"),
+    "cap": (lambda x: x > 0, "above 0"),
+    "low": (lambda x: x >= 0, "0 or more"),
+    "high": (lambda x: x > 0, "above 0"),
+}
+
+
+def get_loss(name: str, **args: Any) -> Loss:
+    """A loss by its name, with arguments other than its defaults: `get_loss("dapo", clip_high=0.3)`."""
+    return _get("loss", LOSSES, name, args)
+
+
+def get_advantage(name: str, **args: Any) -> Callable[[ArrayLike, ArrayLike], NDArray[np.float64]]:
+    """An estimator by its name: `get_advantage("group_norm", eps=1e-4)(rewards, groups)`."""
+    return _get("advantage", ADVANTAGES, name, args)
+
+
+def get_correction(corrections: Mapping[str, Mapping[str, Any] | None]) -> Correction:
+    """Named corrections as one, their factors multiplied: `get_correction({"tis": {"cap": 3.0}, "veto": {}})`."""
+    if not corrections:
+        raise ConfigError(f"no correction is named; there are {', '.join(CORRECTIONS)}")
+    parts = [_get("correction", CORRECTIONS, name, dict(args or {})) for name, args in corrections.items()]
+    weighing = [name for name in corrections if name in WEIGHING]
+    if len(weighing) > 1:
+        raise ConfigError(
+            f"corrections {' and '.join(weighing)} both weigh tokens by the ratio, which counts it twice; keep one of "
+            "them (mask and veto combine with any)"
+        )
+    return lambda batch: reduce(mul, [part(batch) for part in parts])
+
+
+def loss_for(algorithm: AlgorithmConfig) -> Loss:
+    """The configured loss with its correction, and with the `is/*` statistics where the ratio is known."""
+    loss = get_loss(algorithm.loss, **algorithm.loss_args)
+    if algorithm.correction:
+        correction = get_correction(algorithm.correction)
+        if algorithm.anchor is Anchor.rollout:
+            raise ConfigError(
+                "a correction weighs the trainer's logprobs against the engine's; with algorithm.anchor=rollout both "
+                "are the engine's, and it would do nothing. Set algorithm.anchor=trainer, or drop the correction"
+            )
+        weighing = [name for name in algorithm.correction if name in WEIGHING]
+        if algorithm.loss == "importance_sampling" and weighing:
+            raise ConfigError(
+                f"loss importance_sampling already weighs by the ratio that correction {weighing[0]} would multiply "
+                "again; use mask or veto with it, or another loss"
+            )
+        loss = corrected(loss, correction)
+    return measured(loss) if algorithm.anchor is Anchor.trainer else loss
+
+
+def advantages_for(
+    algorithm: AlgorithmConfig, max_tokens: int
+) -> Callable[[ArrayLike, ArrayLike, ArrayLike], tuple[NDArray[np.float64], NDArray[np.bool_]]]:
+    """The configured way from rewards to advantages, as `(rewards, groups, lengths) -> (advantages, keep)`, each [n].
+
+    `lengths` are the completions' tokens and `max_tokens` their budget (`rollout.max_tokens`). Samples with keep False
+    are not trained on: dynamic sampling found no signal in their group. Advantages are estimated over all samples.
+    """
+    estimator = get_advantage(algorithm.advantage, **algorithm.advantage_args)
+    if algorithm.overlong_buffer:
+        overlong_penalty([], max_tokens=max_tokens, buffer=algorithm.overlong_buffer)
+
+    def estimate(
+        rewards: ArrayLike, groups: ArrayLike, lengths: ArrayLike
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        shaped = np.asarray(rewards, dtype=np.float64)
+        keep = groups_with_signal(shaped, groups) if algorithm.dynamic_sampling else np.ones(len(shaped), dtype=bool)
+        if algorithm.overlong_buffer:
+            penalty = overlong_penalty(lengths, max_tokens=max_tokens, buffer=algorithm.overlong_buffer)
+            shaped = shaped + algorithm.overlong_penalty * penalty
+        return estimator(shaped, groups), keep
+
+    return estimate
+
+
+def _get(kind: str, registry: Mapping[str, Callable[..., Any]], name: str, args: dict[str, Any]) -> Any:
+    if name not in registry:
+        raise ConfigError(f"there is no {kind} {name!r}; there are {', '.join(registry)}")
+    function = registry[name]
+    allowed = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    hints = get_type_hints(function)
+    for key, value in args.items():
+        if key not in allowed:
+            raise ConfigError(f"{kind} {name} has no argument {key!r}; it has {', '.join(allowed) or 'none'}")
+        _check(f"{kind} {name}: {key}", key, value, hints[key])
+    if args.get("low", 0) >= args.get("high", math.inf):
+        raise ConfigError(f"{kind} {name}: low ({args['low']}) must be below high ({args['high']})")
+    return partial(function, **args)
+
+
+def _check(where: str, key: str, value: Any, hint: Any) -> None:
+    if get_origin(hint) is Literal:
+        good, allowed = value in get_args(hint), f"one of {', '.join(get_args(hint))}"
+    else:
+        in_range, allowed = _RANGES[key]
+        kinds = (hint,) if isinstance(hint, type) else get_args(hint)
+        typed = any(
+            isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool) for kind in kinds
+        )
+        good = typed and not (isinstance(value, float) and math.isnan(value)) and in_range(value)
+        allowed = f"a whole number, {allowed}" if hint is int else f"a number {allowed}"
+    if not good:
+        raise ConfigError(f"{where} is {value!r}; it must be {allowed}")
