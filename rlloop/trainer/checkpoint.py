@@ -1,0 +1,140 @@
+"""Checkpoints that are complete or absent: a temporary folder, digests, fsync, one rename. Knows no torch.
+
+    checkpoints/step_40/manifest.json      {"format": 1, "step": 40, "files": {name: {"blake3": ..., "bytes": ...}}}
+    checkpoints/step_40/...                whatever the writers put there
+    checkpoints/tmp_...                    left by a killed process; the next save removes it
+
+A kill at any moment leaves each `step_N` either whole or not there, and what storage damages later shows in the digests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from rlloop.errors import ConfigError, RunError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+Writer = Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One whole checkpoint. `skipped` says, for each newer one that is damaged, what is wrong with it."""
+
+    step: int
+    path: Path
+    skipped: tuple[str, ...] = ()
+
+
+class CheckpointStore:
+    """The `step_N` folders under `root`, of which the last `keep` stay."""
+
+    def __init__(self, root: Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise ConfigError(f"checkpoint.keep is {keep}; it must be at least 1")
+        self.root = Path(root)
+        self.keep = keep
+
+    def save(self, step: int, writers: Iterable[Writer]) -> Path:
+        """Let every writer put its files into a fresh folder, seal it, name it `step_N`, and prune.
+
+        Folders of this or a later step go too: they are damaged ones, or of a history that this run does not continue.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        for leftover in self.root.glob("tmp_*"):
+            shutil.rmtree(leftover)
+        folder = self.root / f"tmp_{step}"
+        folder.mkdir()
+        for write in writers:
+            write(folder)
+        _seal(folder, step)
+        for abandoned in (other for other in self.steps() if other >= step):
+            self._remove(self.root / f"step_{abandoned}")
+        final = folder.rename(self.root / f"step_{step}")
+        _fsync(self.root)
+        for old in self.steps()[: -self.keep]:
+            self._remove(self.root / f"step_{old}")
+        return final
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder, ascending; their digests are not looked at."""
+        found = (re.fullmatch(r"step_(\d+)", path.name) for path in self.root.glob("step_*"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest whole checkpoint; None where none was ever saved.
+
+        Raises `RunError` where there are checkpoints and every one is damaged: starting over must be a person's choice.
+        """
+        skipped: list[str] = []
+        for step in reversed(self.steps()):
+            path = self.root / f"step_{step}"
+            damage = find_damage(path)
+            if damage is None:
+                return Checkpoint(step, path, tuple(skipped))
+            skipped.append(f"{path}: {damage}")
+        if skipped:
+            raise RunError(
+                f"no checkpoint under {self.root} is whole ({'; '.join(skipped)}); "
+                "restore the files from a copy, or remove these folders to start over"
+            )
+        return None
+
+    def _remove(self, folder: Path) -> None:
+        """Delete through a temporary name, so that a kill on the way leaves no half `step_N`."""
+        doomed = folder.rename(self.root / f"tmp_old_{folder.name}")
+        _fsync(self.root)
+        shutil.rmtree(doomed)
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a sealed folder, naming the file; None when every byte is as it was written."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            return f"{MANIFEST} has format {manifest['format']}, this version reads {FORMAT}"
+        expected = {name: entry["blake3"] for name, entry in manifest["files"].items()}
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not readable"
+    for name, digest in expected.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if _digest(folder / name) != digest:
+            return f"{name} is not what was written (its digest differs)"
+    return None
+
+
+def _seal(folder: Path, step: int) -> None:
+    """Write the manifest, then force every file and folder to the disk."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    entries = {
+        path.relative_to(folder).as_posix(): {"blake3": _digest(path), "bytes": path.stat().st_size} for path in files
+    }
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": entries}, indent=1) + "\n")
+    for path in [*files, manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        _fsync(path)
+
+
+def _digest(path: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
