@@ -1,0 +1,69 @@
+"""Code that must pass tests, run in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from typing import Any
+
+from rlloop.errors import ConfigError
+from rlloop.rewards.sandbox import Limits, run_program
+from rlloop.types import Example, RewardResult
+
+FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def extract_code(completion: str) -> str:
+    """The last fenced block of a completion, or all of it where it has none."""
+    blocks = FENCE.findall(completion)
+    return blocks[-1] if blocks else completion
+
+
+class CodeReward:
+    """The fraction of `example.data[tests_key]` that the completion's program passes (`partial=False`: 1 or 0).
+
+    A test is either `{"input": str, "output": str}` (standard input and output, compared without trailing white space)
+    or `{"assert": str}` (Python code run after the program). Components: `passed`, `timeouts`. A program that crashes,
+    loops or overflows fails its tests: that is the policy's doing, not a failure of the reward.
+    """
+
+    def __init__(
+        self,
+        *,
+        tests_key: str = "tests",
+        partial: bool = True,
+        seconds: float = 5.0,
+        memory_mb: int = 512,
+        output_bytes: int = 65536,
+        processes: int | None = None,
+    ) -> None:
+        if processes is not None and processes < 1:
+            raise ConfigError(f"reward.processes is {processes}; it must be at least 1 (or null: one a core)")
+        self.tests_key, self.partial = tests_key, partial
+        self.limits = Limits(seconds, memory_mb, output_bytes)
+        self._places = asyncio.Semaphore(processes or os.cpu_count() or 1)
+
+    async def _passes(self, program: str, test: dict[str, Any]) -> tuple[bool, bool]:
+        async with self._places:
+            if "assert" in test:
+                # The marker is printed last: a program that exits early with status 0 has not passed.
+                marker = f"rlloop-passed-{os.urandom(8).hex()}"
+                source = f"{program}\n\n{test['assert']}\nprint({marker!r})"
+                result = await run_program(source, limits=self.limits)
+                good = result.status == "ok" and result.stdout.rstrip().endswith(marker)
+            else:
+                result = await run_program(program, test["input"], self.limits)
+                good = result.status == "ok" and result.stdout.rstrip() == str(test["output"]).rstrip()
+        return good, result.status == "timeout"
+
+    async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
+        tests = example.data.get(self.tests_key)
+        if not tests:
+            raise ValueError(f"example {example.id!r} has no tests under {self.tests_key!r}")
+        program = extract_code(completion)
+        outcomes = await asyncio.gather(*(self._passes(program, test) for test in tests))
+        passed = sum(good for good, _ in outcomes) / len(tests)
+        solved = passed == 1.0
+        components = {"passed": passed, "timeouts": float(sum(late for _, late in outcomes))}
+        return RewardResult(passed if self.partial else float(solved), solved, components)

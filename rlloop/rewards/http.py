@@ -1,0 +1,73 @@
+"""A reward behind HTTP: a judge model, a grader, anything that answers JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import Any
+
+import httpx
+import tenacity
+
+from rlloop.errors import ConfigError
+from rlloop.types import Example, RewardResult
+
+RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
+
+
+def _worth_another_try(error: BaseException) -> bool:
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code in RETRIED_STATUS
+    return isinstance(error, httpx.TransportError)
+
+
+class HttpReward:
+    """POSTs `{"prompt", "completion", "example": {"id", "data"}}`; the answer is `{"reward": number, "solved": bool,
+    "components": {name: number}}`, the last two optional.
+
+    Every try of one sample carries the same `Idempotency-Key` (SHA-256 of the body), so a server that already judged it
+    may answer from memory. Transport errors and statuses 408, 425, 429 and 5xx are tried again with exponential
+    backoff, randomised; what still fails is that sample's failure. `token_env` names an environment variable whose
+    value is sent as a bearer token; it never stands in a configuration or a record.
+    """
+
+    def __init__(
+        self, url: str, *, timeout: float = 30.0, retries: int = 3, backoff: float = 0.2, token_env: str | None = None
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"reward.url is {url!r}; it must begin with http:// or https://")
+        if retries < 0:
+            raise ConfigError(f"reward.retries is {retries}; it must be 0 or more")
+        if token_env is not None and token_env not in os.environ:
+            raise ConfigError(f"reward.token_env names {token_env!r}, and that environment variable is not set")
+        self.url, self.timeout, self.retries, self.backoff = url, timeout, retries, backoff
+        self._headers = {"authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
+        self._client: httpx.AsyncClient | None = None
+
+    async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
+        if self._client is None:
+            self._client = httpx.AsyncClient(timeout=self.timeout, headers=self._headers)
+        payload = {"prompt": prompt, "completion": completion, "example": {"id": example.id, "data": example.data}}
+        body = json.dumps(payload, sort_keys=True).encode()
+        headers = {"content-type": "application/json", "idempotency-key": hashlib.sha256(body).hexdigest()}
+        tries = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(_worth_another_try),
+            stop=tenacity.stop_after_attempt(self.retries + 1),
+            wait=tenacity.wait_random_exponential(multiplier=self.backoff, max=10.0),
+            reraise=True,
+        )
+        answer = await tries(self._post, self._client, body, headers)
+        if not isinstance(answer, dict) or not isinstance(answer.get("reward"), int | float):
+            raise ValueError(f"{self.url} answered {answer!r}; expected a JSON object with a number under 'reward'")
+        reward = float(answer["reward"])
+        return RewardResult(reward, bool(answer.get("solved", reward >= 1.0)), answer.get("components", {}))
+
+    async def _post(self, client: httpx.AsyncClient, body: bytes, headers: dict[str, str]) -> Any:
+        response = await client.post(self.url, content=body, headers=headers)
+        return response.raise_for_status().json()
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None

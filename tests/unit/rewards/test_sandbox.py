@@ -1,0 +1,114 @@
+"""What a program may not do, and that the sandbox outlives every attempt."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from rlloop.errors import ConfigError
+from rlloop.rewards.code import CodeReward, extract_code
+from rlloop.rewards.sandbox import Limits, run_program
+from rlloop.types import Example
+
+LIMITS = Limits(seconds=4.0, memory_mb=256, output_bytes=4096)
+
+
+def run(source, stdin="", limits=LIMITS):
+    return asyncio.run(run_program(source, stdin, limits))
+
+
+def test_a_program_reads_prints_and_imports_the_standard_library():
+    result = run("import math, heapq, re, fractions\nprint(int(input()) + math.isqrt(16))", "38\n")
+    assert (result.status, result.stdout) == ("ok", "42\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "status"),
+    [
+        ("import os\nwhile True: os.fork()", "error"),
+        ("import subprocess; subprocess.run(['true'])", "error"),
+        ("import os; os.execv('/bin/true', ['true'])", "error"),
+        ("9**9**9**9", "timeout"),
+        ("while True: pass", "timeout"),
+        ("import time; time.sleep(60)", "timeout"),
+        ("x = bytearray(10 * 2**30)", "memory"),
+        ("x = []\nwhile True: x.append(bytearray(2**20))", "memory"),
+        ("while True: print('x' * 1000)", "output"),
+        ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output"),
+        ("import sys; sys.exit(3)", "error"),
+        ("def (", "error"),
+    ],
+)
+def test_what_ends_a_program(source, status):
+    start = time.monotonic()
+    assert run(source).status == status
+    assert time.monotonic() - start < LIMITS.seconds + 5
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import socket; socket.socket()",
+        "import os; os.kill(os.getppid(), 9)",
+        "import os; open(f'/proc/{os.getppid()}/environ').read()",
+        "open('/tmp/rlloop-escape', 'w')",
+        "import os; os.mkdir('/tmp/rlloop-escape')",
+        "import os; os.unlink(__import__('sys').executable)",
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (10**6, 10**6))",
+    ],
+)
+def test_what_is_denied(source):
+    result = run(source)
+    assert result.status == "error"
+    assert "PermissionError" in result.stderr or "not allowed" in result.stderr
+    assert not os.path.exists("/tmp/rlloop-escape")  # noqa: PTH110
+
+
+def test_the_environment_stays_outside(monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "hush")
+    assert "hush" not in run("import os; print(dict(os.environ))").stdout
+
+
+def test_impossible_limits_are_refused():
+    with pytest.raises(ConfigError, match="memory_mb is 1; it must be at least 64"):
+        Limits(memory_mb=1)
+
+
+def test_code_reward_counts_tests_and_survives_hostile_programs():
+    reward = CodeReward(seconds=1.0)
+    tests = [{"input": "1 2", "output": "3"}, {"input": "5 6", "output": "11"}]
+    example = Example("sum", [1], "add", {"tests": tests})
+
+    async def score(*programs):
+        return await asyncio.gather(*(reward("", program, example) for program in programs))
+
+    good, half, loop, bomb = asyncio.run(
+        score(
+            "Sure:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nDone.",
+            "print(3)",
+            "while True: pass",
+            "import os\nwhile True: os.fork()",
+        )
+    )
+    assert (good.reward, good.solved) == (1.0, True)
+    assert (half.reward, half.solved) == (0.5, False)
+    assert (loop.reward, loop.components["timeouts"]) == (0.0, 2.0)
+    assert (bomb.reward, bomb.components["timeouts"]) == (0.0, 0.0)
+
+
+def test_an_early_exit_does_not_pass_an_assertion():
+    reward = CodeReward(seconds=2.0, partial=False)
+    example = Example("f", [1], "", {"tests": [{"assert": "assert f(2) == 4"}]})
+
+    async def score(program):
+        return (await reward("", program, example)).reward
+
+    assert asyncio.run(score("def f(x): return x * x")) == 1.0
+    assert asyncio.run(score("def f(x): return x")) == 0.0
+    assert asyncio.run(score("import sys; sys.exit(0)")) == 0.0
+
+
+def test_the_last_fenced_block_is_the_program():
+    assert extract_code("```python\na\n```\ntext\n```py\nb\n```") == "b\n"
+    assert extract_code("print(1)") == "print(1)"
