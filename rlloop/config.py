@@ -167,6 +167,14 @@ class AlgorithmConfig:
     loss_args: dict[str, Any] = field(default_factory=dict)
     advantage_args: dict[str, Any] = field(default_factory=dict)
     anchor: Anchor = Anchor.trainer
+    correction: dict[str, Any] = field(default_factory=dict)  # name -> arguments; see rlloop.algorithms.corrections
+    dynamic_sampling: bool = False  # drop the samples of groups whose rewards are all equal
+    overlong_buffer: int = 0  # the last so many of max_tokens cost reward, growing linearly; 0 switches it off
+    overlong_penalty: float = 1.0  # what a completion of max_tokens loses
+
+    def __post_init__(self) -> None:
+        _check("algorithm.overlong_buffer", self.overlong_buffer, self.overlong_buffer >= 0, "0 (off) or tokens")
+        _check("algorithm.overlong_penalty", self.overlong_penalty, self.overlong_penalty >= 0, "0 or a positive number")
     correction: dict[str, Any] = field(default_factory=dict)  # name -> its arguments; several multiply
     dynamic_sampling: bool = False  # do not train on groups whose rewards are all equal
     overlong_buffer: int = 0  # the last tokens of rollout.max_tokens, over which a penalty grows to its full. 0: none
@@ -192,6 +200,10 @@ class ScoringConfig:
 @dataclass
 class ParityConfig:
     mode: ParityMode = ParityMode.require
+    max_k3: float = 0.1  # fallback: the train-inference KL above which no correction is trusted and the run stops
+
+    def __post_init__(self) -> None:
+        _check("parity.max_k3", self.max_k3, self.max_k3 > 0, "a positive number")
 
 
 @dataclass
@@ -268,9 +280,3 @@ class RunConfig:
 def _check(key: str, given: object, good: bool, allowed: str) -> None:
     if not good:
         raise ConfigError(f"{key} is {given!r}; it must be {allowed}")
-
-
-ALGORITHMS: dict[str, AlgorithmConfig] = {
-    "grpo": AlgorithmConfig(loss="grpo", advantage="group"),
-}
-"""Entries of the `algorithm` group: `algorithm=NAME` takes one, `algorithm.loss_args.KEY=...` adjusts it."""
