@@ -1,0 +1,267 @@
+"""The embedded engine: schedule, run, postprocess.
+
+It samples with the very model object that is trained, so its logprobs are the trainer's bits: alone or among hundreds
+of other requests, at any page size, chunk size, cache state or preemption.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlloop.errors import ConfigError
+from rlloop.models.warp import warp_for
+from rlloop.numerics.layout import AttentionLayout
+from rlloop.rollout.kv_cache import BlockManager, PagedCache, bytes_per_token
+from rlloop.rollout.request import Request
+from rlloop.rollout.scheduler import EngineStats, Scheduler, StepBatch
+from rlloop.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from rlloop.models import Model
+
+DEFAULT_CACHE_BYTES = 4 << 30
+LOGITS_AT_ONCE = 1 << 25  # elements; rows are independent, so cutting them changes no bits
+
+
+class Engine:
+    """Continues prompts with `model`. One caller at a time: it is not thread-safe.
+
+    - `page_size`: tokens of a cache block; prefixes are shared in whole blocks.
+    - `max_batch_tokens`: tokens computed in one step; longer prompts are cut into chunks.
+    - `max_cache_tokens`: tokens of the key-value cache. None: `max_running` whole contexts, or 4 GiB if that is less.
+    - `prefix_caching`: keep the blocks of finished requests for others that begin alike, until the policy changes.
+    - `max_running`: requests in one step.
+    - `seed`: of the stream that requests without a seed of their own draw theirs from.
+
+    None of these decides a completion's bits, `seed` apart.
+
+    The model's parameters may change in place (they do, in training); call `set_version` after.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        page_size: int = 16,
+        max_batch_tokens: int = 8192,
+        max_cache_tokens: int | None = None,
+        prefix_caching: bool = True,
+        max_running: int = 512,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (
+            ("page_size", page_size),
+            ("max_batch_tokens", max_batch_tokens),
+            ("max_running", max_running),
+        ):
+            if value < 1:
+                raise ConfigError(f"Engine's {name} is {value}; it must be at least 1")
+        self.model = model
+        self.policy_version = 0
+        self.page_size = page_size
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+        self._prefix_caching = prefix_caching
+        self._seed = seed
+        self._next_id = 0
+        self._stats = EngineStats()
+        self._device = model.head.device
+        spec, dtype = model.cache_spec(), model.head.dtype
+        if max_cache_tokens is None:
+            whole = max_running * -(-model.max_positions // page_size) * page_size
+            max_cache_tokens = max(page_size, min(whole, DEFAULT_CACHE_BYTES // bytes_per_token(spec, dtype)))
+        if max_cache_tokens < page_size:
+            raise ConfigError(
+                f"Engine's max_cache_tokens is {max_cache_tokens}; it must be at least one page ({page_size} tokens)"
+            )
+        self._num_blocks = max_cache_tokens // page_size
+        self._cache = PagedCache(spec, self._num_blocks * page_size, dtype, self._device)
+        self._scheduler = self._new_scheduler()
+
+    # ---------------------------------------------------------------------------------------------- whole batches
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams | list[SamplingParams],
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Completion]:
+        """Continue every prompt; completions come in the order of the prompts.
+
+        `sampling` is one for all, or a list with one for each. `on_progress(finished, tokens)` is called after each
+        step with the number of finished completions and of tokens made so far.
+        """
+        if self.has_work:
+            raise ConfigError("Engine.generate was called while requests are in flight; step() until has_work is False")
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or as many")
+        for prompt, params in zip(prompts, each, strict=True):
+            self._check(prompt, params)
+        done: dict[int, Completion] = {}
+        made = self._stats.made_tokens
+        try:
+            ids = [self._add(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+            while self.has_work:
+                done.update(self.step())
+                if on_progress is not None:
+                    on_progress(len(done), self._stats.made_tokens - made)
+        finally:
+            self.abort_all()  # nothing is left unless an exception or an interrupt passes through
+        return [done[id] for id in ids]
+
+    # ---------------------------------------------------------------------------------------------- step by step
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
+        """Queue one prompt; returns the id under which `step` will hand out its completion."""
+        self._check(prompt_ids, sampling)
+        return self._add(prompt_ids, sampling)
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.num_requests > 0
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Compute one batch of tokens; returns the requests that it finished.
+
+        If it raises, every request in flight is dropped and the engine is ready for new ones.
+        """
+        if not self.has_work:
+            return []
+        try:
+            batch = self._scheduler.schedule()
+            ended = self._scheduler.postprocess(batch, *self._run(batch))
+        except BaseException:
+            # Blocks are named when they are scheduled; after a step that did not finish, they may hold anything.
+            self._scheduler = self._new_scheduler()
+            raise
+        return [
+            (request.id, request.completion(self.policy_version, "stop" if stopped else "length"))
+            for request, stopped in ended
+        ]
+
+    def abort(self, request_id: int) -> Completion | None:
+        """End one request now; returns what it has, or None if it is not in flight."""
+        request = self._scheduler.remove(request_id)
+        return None if request is None else request.completion(self.policy_version, "abort")
+
+    def abort_all(self) -> list[tuple[int, Completion]]:
+        """End every request now; returns what each has."""
+        return [(request.id, request.completion(self.policy_version, "abort")) for request in self._scheduler.drain()]
+
+    # ---------------------------------------------------------------------------------------------- weights and facts
+
+    def set_version(self, version: int) -> None:
+        """The model's weights are now those of `version`: forget everything computed with others."""
+        if self.has_work:
+            raise ConfigError(
+                f"Engine.set_version({version}) came while {self._scheduler.num_requests} requests are in flight; "
+                "a completion has one version, so finish them or call abort_all() first"
+            )
+        self.policy_version = version
+        self._scheduler.blocks.forget(version)
+
+    def stats(self) -> EngineStats:
+        return dataclasses.replace(self._stats)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that decides the bits. The engine's own settings do not, so they are not in it."""
+        return self.model.fingerprint()
+
+    # ---------------------------------------------------------------------------------------------- one step
+
+    @torch.inference_mode()
+    def _run(self, batch: StepBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Compute the batch's tokens and draw the next one for each request that emits: ids, logprobs, raw logprobs."""
+        table = self._scheduler.table
+        end = np.cumsum(batch.counts)
+        query_start = np.concatenate(([0], end))
+        sequence = np.repeat(np.arange(len(batch.rows)), batch.counts)  # [T] which request each flat token is of
+        positions = np.arange(end[-1]) - query_start[sequence] + batch.context[sequence]
+        blocks = -(-int((batch.context + batch.counts).max()) // self.page_size)
+        block_start = table.blocks[batch.rows, :blocks] * self.page_size
+        self._cache.slots = self._tensor(
+            block_start[sequence, positions // self.page_size] + positions % self.page_size
+        )
+        layout = AttentionLayout(
+            query_start=self._tensor(query_start),
+            context=self._tensor(batch.context),
+            block_start=self._tensor(block_start),
+            block_size=self.page_size,
+            contiguous=False,
+        )
+        tokens = self._tensor(table.tokens[batch.rows[sequence], positions])
+        hidden = self.model.hidden(tokens, self._tensor(positions), layout, self._cache)
+        return self._sample(hidden[self._tensor(end[batch.emits] - 1)], batch.rows[batch.emits])
+
+    def _sample(self, hidden: Tensor, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        table, ops = self._scheduler.table, self.model.ops
+        made = table.length[rows] - table.prompt_length[rows]
+        sampling = [table.request(row).sampling for row in rows.tolist()]
+        warp = warp_for(sampling, made.tolist(), self.model.eos_token_ids)
+        seeds, positions = self._tensor(table.seed[rows]), self._tensor(table.length[rows])
+        at_once = max(1, LOGITS_AT_ONCE // len(self.model.head))
+        parts = []
+        for begin in range(0, len(rows), at_once):
+            cut = slice(begin, min(begin + at_once, len(rows)))
+            logits = ops.logits(hidden[cut], self.model.head)
+            parts.append(ops.sample(logits, warp.rows(cut.start, cut.stop), seeds[cut], positions[cut]))
+        if not parts:
+            return np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32)
+        ids, logprobs, raw = (torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True))
+        return ids, logprobs, raw
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+    # ---------------------------------------------------------------------------------------------- requests
+
+    def _new_scheduler(self) -> Scheduler:
+        blocks = BlockManager(
+            self._num_blocks,
+            self.page_size,
+            prefix_caching=self._prefix_caching,
+            policy_version=self.policy_version,
+        )
+        return Scheduler(blocks, self._stats, max_batch_tokens=self._max_batch_tokens, max_running=self._max_running)
+
+    def _check(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
+        vocabulary, limit = len(self.model.head), self.model.max_positions
+        if len(prompt_ids) == 0:
+            raise ConfigError("a prompt is empty; it must have at least one token")
+        for what, ids in (("prompt", prompt_ids), ("stop_token_ids", sampling.stop_token_ids)):
+            if ids and (min(ids) < 0 or max(ids) >= vocabulary):
+                wrong = next(id for id in ids if not 0 <= id < vocabulary)
+                raise ConfigError(f"token id {wrong} in {what} is not in the vocabulary; ids are 0 to {vocabulary - 1}")
+        total = len(prompt_ids) + sampling.max_tokens
+        if total > limit:
+            raise ConfigError(
+                f"a prompt of {len(prompt_ids)} tokens with max_tokens={sampling.max_tokens} takes {total} positions; "
+                f"the model has {limit}. Shorten the prompt or lower max_tokens"
+            )
+        room = self._num_blocks * self.page_size
+        if total - 1 > room:  # the last token is never read
+            raise ConfigError(
+                f"a prompt of {len(prompt_ids)} tokens with max_tokens={sampling.max_tokens} needs {total - 1} cached "
+                f"tokens; the cache holds {room}. Raise max_cache_tokens or lower max_tokens"
+            )
+
+    def _add(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
+        id = self._next_id
+        self._next_id += 1
+        if sampling.seed is None:
+            sampling = dataclasses.replace(sampling, seed=self._drawn_seed(id))
+        self._scheduler.add(Request.of(id, list(prompt_ids), sampling, self.model.eos_token_ids))
+        return id
+
+    def _drawn_seed(self, counter: int) -> int:
+        """The `counter`-th number, below 2**63, of the stream that the engine's own seed names."""
+        digest = blake2b(b"%d/%d" % (self._seed, counter), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1

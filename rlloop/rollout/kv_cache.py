@@ -1,0 +1,154 @@
+"""The paged key-value cache: who owns which block, and the tensors behind the blocks.
+
+A block is `page_size` consecutive slots; a slot holds one token's keys and values in every layer. Full blocks are named
+by a hash chained over all tokens up to their end and salted by the policy version, so equal names mean equal contents
+and a block can be shared by any request that starts with those tokens.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import OrderedDict
+from hashlib import blake2b
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class BlockManager:
+    """Hands out blocks, counts their users and remembers full ones after the last user left.
+
+    A block is in exactly one of three states: in use (references > 0), free but remembered (its name can still be
+    matched; the least recently freed is evicted first) or blank.
+    """
+
+    def __init__(self, num_blocks: int, page_size: int, *, prefix_caching: bool, policy_version: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self.page_size = page_size
+        self.prefix_caching = prefix_caching
+        self.references = [0] * num_blocks
+        self.evictions = 0
+        self._blank = list(range(num_blocks))[::-1]
+        self._remembered: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._block_of: dict[bytes, int] = {}
+        self._name_of: dict[int, bytes] = {}
+        self.forget(policy_version)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out, remembered ones included."""
+        return len(self._blank) + len(self._remembered)
+
+    def chain(self, hashes: list[bytes], token_ids: np.ndarray, count: int) -> list[bytes]:
+        """Extend `hashes`, in place, to the names of the first `count` blocks of `token_ids`."""
+        size = self.page_size
+        for block in range(len(hashes), count):
+            parent = hashes[-1] if hashes else self._salt
+            tokens = np.ascontiguousarray(token_ids[block * size : (block + 1) * size])
+            hashes.append(blake2b(tokens.tobytes(), digest_size=16, key=parent).digest())
+        return hashes
+
+    def match(self, hashes: list[bytes]) -> list[int]:
+        """The longest run of leading blocks that are still there."""
+        found = []
+        for name in hashes if self.prefix_caching else ():
+            block = self._block_of.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def can_allocate(self, shared: list[int], count: int) -> bool:
+        """Whether `allocate` of the same would succeed. Shared blocks nobody uses stop being free when they are."""
+        revived = sum(self.references[block] == 0 for block in shared)
+        return count + revived <= self.num_free
+
+    def allocate(self, shared: list[int], count: int) -> list[int]:
+        """Take the matched blocks `shared` once more, and `count` new ones after them."""
+        for block in shared:
+            if self.references[block] == 0:
+                del self._remembered[block]
+            self.references[block] += 1
+        return shared + [self._take() for _ in range(count)]
+
+    def may_append(self, count: int) -> bool:
+        """Whether `count` running requests can each get one more block."""
+        return count <= self.num_free
+
+    def append(self) -> int:
+        """One more block for a running request."""
+        return self._take()
+
+    def deallocate(self, blocks: list[int]) -> None:
+        """Let go of one request's blocks. The last ones are evicted first: a chain is of no use without its head."""
+        for block in reversed(blocks):
+            self.references[block] -= 1
+            assert self.references[block] >= 0, f"block {block} was let go more often than taken"
+            if self.references[block] == 0:
+                if block in self._name_of:
+                    self._remembered[block] = None
+                else:
+                    self._blank.append(block)
+
+    def remember(self, block: int, name: bytes) -> None:
+        """The block is full, or will be before anyone reads it. If another one has that name, it stays unnamed."""
+        if self.prefix_caching and name not in self._block_of:
+            self._block_of[name] = block
+            self._name_of[block] = name
+
+    def forget(self, policy_version: int) -> None:
+        """Drop every name: what was computed is not what `policy_version` would compute."""
+        self._salt = blake2b(b"policy version %d" % policy_version, digest_size=16).digest()
+        self._block_of.clear()
+        self._name_of.clear()
+        self._blank.extend(reversed(self._remembered))
+        self._remembered.clear()
+
+    def _take(self) -> int:
+        if self._blank:
+            block = self._blank.pop()
+        else:
+            block, _ = self._remembered.popitem(last=False)
+            del self._block_of[self._name_of.pop(block)]
+            self.evictions += 1
+        self.references[block] = 1
+        return block
+
+
+class PagedCache:
+    """The stores of all layers. `slots` says where the tokens of the current step go.
+
+    Built from `Model.cache_spec()`, so it holds keys and values, latents, or whatever a layer declares per token.
+    """
+
+    def __init__(
+        self, spec: list[dict[str, tuple[int, ...]]], num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.stores = [
+            {name: _zeros((num_slots, *shape), dtype, device) for name, shape in layer.items()} for layer in spec
+        ]
+        self.slots = torch.empty(0, dtype=torch.int64, device=device)
+
+    def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:
+        """Store this step's tensors [T, ...] of one layer into their slots; returns the whole stores, in that order."""
+        stores = self.stores[layer]
+        for name, tensor in tensors.items():
+            store = stores[name]
+            # Flat rows: twice as fast as the same copy with three dimensions.
+            store.view(len(store), -1).index_copy_(0, self.slots, tensor.reshape(len(tensor), -1))
+        return tuple(stores[name] for name in tensors)
+
+
+def bytes_per_token(spec: list[dict[str, tuple[int, ...]]], dtype: torch.dtype) -> int:
+    return sum(prod(shape) for layer in spec for shape in layer.values()) * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Fresh anonymous pages are zero and cost nothing until they are written, so a large cache starts at once. Zeros
+    # matter: a kernel may multiply a masked slot by 0, and 0 x NaN is NaN.
+    count = prod(shape)
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(shape)

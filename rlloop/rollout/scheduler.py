@@ -1,0 +1,187 @@
+"""Which tokens the next step computes, and what becomes of the tokens that it made.
+
+First come, first served. Running requests go first, in the order of admission; what is left of the token budget goes to
+waiting ones, long prompts in chunks. When blocks run out, the request admitted last gives way: it waits again, first in
+the queue, keeps its tokens, and computes their keys and values anew later. None of this can be seen in a completion:
+the bits of a token depend on its own sequence alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlloop.rollout.kv_cache import BlockManager
+from rlloop.rollout.request import Request, RequestTable
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step's work: S requests, T tokens laid end to end. `emits` marks requests that get a new token from it."""
+
+    rows: np.ndarray  # [S] rows of the request table
+    context: np.ndarray  # [S] tokens of each request that are in the cache already
+    counts: np.ndarray  # [S] tokens of each request to compute now, at least 1
+    emits: np.ndarray  # [S] bool: the last known token is among them
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was made."""
+
+    steps: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    made_tokens: int = 0
+    computed_tokens: int = 0  # that went through the model: all but cache hits, and again after a preemption
+    cached_tokens: int = 0  # that admissions found in the prefix cache
+    preemptions: int = 0
+
+
+class Scheduler:
+    def __init__(self, blocks: BlockManager, stats: EngineStats, *, max_batch_tokens: int, max_running: int) -> None:
+        self.blocks = blocks
+        self.stats = stats
+        self.max_batch_tokens = max_batch_tokens
+        self.table = RequestTable(max_running, blocks.page_size)
+        self.waiting: deque[Request] = deque()
+        self.running = np.zeros(0, dtype=np.int64)  # rows, in order of admission
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+        self.stats.requests += 1
+        self.stats.prompt_tokens += len(request.prompt_ids)
+
+    def remove(self, request_id: int) -> Request | None:
+        """Take a request out, wherever it is; None if it is not here."""
+        for request in self.waiting:
+            if request.id == request_id:
+                self.waiting.remove(request)
+                return request
+        for row in self.running.tolist():
+            if self.table.request(row).id == request_id:
+                self.running = self.running[self.running != row]
+                return self._release(row)
+        return None
+
+    def drain(self) -> list[Request]:
+        """Take every request out."""
+        requests = [self._release(row) for row in self.running.tolist()] + list(self.waiting)
+        self.running = self.running[:0]
+        self.waiting.clear()
+        return requests
+
+    def schedule(self) -> StepBatch:
+        """Choose the step's tokens and see that each has a slot. Empty only when there are no requests."""
+        preempted = self._make_room()
+        table, rows = self.table, self.running
+        context = table.computed[rows]
+        pending = table.length[rows] - context
+        counts = np.clip(self.max_batch_tokens - (np.cumsum(pending) - pending), 0, pending)
+        chosen = counts > 0
+        rows, context, counts = rows[chosen], context[chosen], counts[chosen]
+        self._remember(rows, context + counts)
+        if self.waiting and not preempted:
+            admitted = self._admit(self.max_batch_tokens - int(counts.sum()))
+            if admitted:
+                rows = np.concatenate((rows, np.array([row for row, _ in admitted])))
+                counts = np.concatenate((counts, np.array([count for _, count in admitted])))
+                context = table.computed[rows]
+        return StepBatch(rows, context, counts, emits=context + counts == table.length[rows])
+
+    def postprocess(
+        self, batch: StepBatch, token_ids: np.ndarray, logprobs: np.ndarray, raw_logprobs: np.ndarray
+    ) -> list[tuple[Request, bool]]:
+        """Record one new token for each request that emits; returns those it ends, and whether a stop token did."""
+        table, rows = self.table, batch.rows[batch.emits]
+        self.stats.steps += 1
+        self.stats.computed_tokens += int(batch.counts.sum())
+        self.stats.made_tokens += len(rows)
+        table.computed[batch.rows] += batch.counts
+        at = table.length[rows]
+        table.tokens[rows, at] = token_ids
+        table.logprobs[rows, at] = logprobs
+        table.raw_logprobs[rows, at] = raw_logprobs
+        table.length[rows] = at + 1
+        stopped = (table.stop_ids[rows] == token_ids[:, None]).any(1)
+        ended = stopped | (at + 1 == table.max_length[rows])
+        if not ended.any():
+            return []
+        self.running = self.running[~np.isin(self.running, rows[ended])]
+        ends = zip(rows[ended].tolist(), stopped[ended].tolist(), strict=True)
+        return [(self._release(row), stop) for row, stop in ends]
+
+    def _make_room(self) -> bool:
+        """A block for each running request that outgrew its own; preempts the last admitted until there are enough."""
+        table, size, preempted = self.table, self.blocks.page_size, False
+        needy = self._without_slot()
+        while not self.blocks.may_append(len(needy)):
+            self._preempt(int(self.running[-1]))
+            preempted = True
+            needy = self._without_slot()
+        for row in needy.tolist():
+            table.blocks[row, table.num_blocks[row]] = self.blocks.append()
+            table.num_blocks[row] += 1
+        assert (table.length[self.running] <= table.num_blocks[self.running] * size).all()
+        return preempted
+
+    def _without_slot(self) -> np.ndarray:
+        table = self.table
+        return self.running[table.length[self.running] > table.num_blocks[self.running] * self.blocks.page_size]
+
+    def _admit(self, budget: int) -> list[tuple[int, int]]:
+        """Move waiting requests into rows while tokens, blocks and rows last. Returns (row, tokens to compute now)."""
+        admitted = []
+        while self.waiting and budget > 0 and self.table.num_free:
+            request = self.waiting[0]
+            known = len(request.token_ids)
+            # The last known token is always computed: its hidden state is what the next token is drawn from.
+            shared = self._cached_blocks(request, (known - 1) // self.blocks.page_size)
+            fresh = -(-known // self.blocks.page_size) - len(shared)
+            # Leave each running request room to grow by a block, or the newcomer would soon be preempted for it.
+            if not self.blocks.can_allocate(shared, fresh + len(self.running)):
+                break
+            self.waiting.popleft()
+            computed = len(shared) * self.blocks.page_size
+            row = self.table.load(request, self.blocks.allocate(shared, fresh), computed)
+            self.running = np.append(self.running, row)
+            count = min(budget, known - computed)
+            budget -= count
+            self.stats.cached_tokens += computed
+            # At once, so that the next request of the same group shares blocks that this very step fills.
+            self._remember(np.array([row]), np.array([computed + count]))
+            admitted.append((row, count))
+        return admitted
+
+    def _cached_blocks(self, request: Request, count: int) -> list[int]:
+        if not self.blocks.prefix_caching:
+            return []
+        return self.blocks.match(self.blocks.chain(request.block_hashes, request.token_ids, count)[:count])
+
+    def _remember(self, rows: np.ndarray, computed: np.ndarray) -> None:
+        """Name the blocks that this step fills; `computed` counts each request's cached tokens after it."""
+        if not self.blocks.prefix_caching:
+            return
+        full = computed // self.blocks.page_size
+        for index in np.flatnonzero(full > self.table.computed[rows] // self.blocks.page_size).tolist():
+            row, end = int(rows[index]), int(full[index])
+            names = self.table.request(row).block_hashes
+            self.blocks.chain(names, self.table.tokens[row], end)
+            for block in range(int(self.table.computed[row]) // self.blocks.page_size, end):
+                self.blocks.remember(int(self.table.blocks[row, block]), names[block])
+
+    def _preempt(self, row: int) -> None:
+        self.running = self.running[:-1]
+        self.waiting.appendleft(self._release(row))
+        self.stats.preemptions += 1
+
+    def _release(self, row: int) -> Request:
+        request, blocks = self.table.unload(row)
+        self.blocks.deallocate(blocks)
+        return request

@@ -1,0 +1,129 @@
+"""A scheduler driven by a pretend model, with a shadow of the cache that knows what every slot holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from rlloop.rollout.kv_cache import BlockManager
+from rlloop.rollout.request import Request
+from rlloop.rollout.scheduler import EngineStats, Scheduler
+from rlloop.types import SamplingParams
+
+VOCABULARY = 31
+EOS = 0
+
+
+def next_token(tokens: tuple[int, ...]) -> int:
+    """The pretend model: a token is a function of everything before it."""
+    return sum((i + 1) * t for i, t in enumerate(tokens)) * 7 % VOCABULARY
+
+
+def expected(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(tuple(tokens)))
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+class Simulation:
+    def __init__(
+        self, *, num_blocks: int, page_size: int, max_batch_tokens: int, max_running: int, prefix_caching: bool = True
+    ) -> None:
+        self.blocks = BlockManager(num_blocks, page_size, prefix_caching=prefix_caching)
+        self.stats = EngineStats()
+        self.scheduler = Scheduler(self.blocks, self.stats, max_batch_tokens=max_batch_tokens, max_running=max_running)
+        self.max_batch_tokens = max_batch_tokens
+        self.max_running = max_running
+        self.version = 0
+        self.slots: dict[int, tuple[int, tuple[int, ...]]] = {}  # slot -> (version, the tokens up to its own)
+        self.requests: dict[int, tuple[list[int], int]] = {}
+        self.finished: dict[int, list[int]] = {}
+        self.next_id = 0
+
+    def fits(self, prompt: list[int], max_tokens: int) -> bool:
+        return len(prompt) + max_tokens - 1 <= self.blocks.num_blocks * self.blocks.page_size
+
+    def add(self, prompt: list[int], max_tokens: int) -> int:
+        id = self.next_id
+        self.next_id += 1
+        self.requests[id] = (prompt, max_tokens)
+        self.scheduler.add(Request.of(id, prompt, SamplingParams(max_tokens=max_tokens, seed=id), (EOS,)))
+        return id
+
+    def step(self) -> None:
+        table, size = self.scheduler.table, self.blocks.page_size
+        batch = self.scheduler.schedule()
+        assert len(batch.rows) > 0
+        assert len(set(batch.rows.tolist())) == len(batch.rows) <= self.max_running
+        assert (batch.counts > 0).all()
+        assert batch.counts.sum() <= self.max_batch_tokens
+        slots_of = {
+            row: [int(table.blocks[row, p // size]) * size + p % size for p in range(context + count)]
+            for row, context, count in zip(
+                batch.rows.tolist(), batch.context.tolist(), batch.counts.tolist(), strict=True
+            )
+        }
+        tokens_of = {row: tuple(table.tokens[row, : len(slots)].tolist()) for row, slots in slots_of.items()}
+        written: list[int] = []
+        for row, context in zip(batch.rows.tolist(), batch.context.tolist(), strict=True):
+            for p in range(context, len(slots_of[row])):
+                self.slots[slots_of[row][p]] = (self.version, tokens_of[row][: p + 1])
+                written.append(slots_of[row][p])
+        assert len(written) == len(set(written)), "two tokens were written to one slot"
+        for row, slots in slots_of.items():  # as attention does: all writes of the step, then all reads
+            for p, slot in enumerate(slots):
+                assert self.slots[slot] == (self.version, tokens_of[row][: p + 1]), "a request reads another's slot"
+        made = np.array([next_token(tokens_of[row]) for row in batch.rows[batch.emits].tolist()], dtype=np.int64)
+        scores = made.astype(np.float32)
+        for request, stopped in self.scheduler.postprocess(batch, made, scores, -scores):
+            completion = request.completion(self.version, "stop" if stopped else "length")
+            prompt, max_tokens = self.requests.pop(request.id)
+            assert completion.token_ids == expected(prompt, max_tokens)
+            assert stopped == (completion.token_ids[-1] == EOS)
+            assert completion.logprobs.tolist() == completion.token_ids
+            assert completion.raw_logprobs.tolist() == [-t for t in completion.token_ids]
+            self.finished[request.id] = completion.token_ids
+
+    def abort(self, id: int) -> None:
+        request = self.scheduler.remove(id)
+        assert request is not None
+        prompt, max_tokens = self.requests.pop(id)
+        made = request.completion(self.version, "abort").token_ids
+        assert made == expected(prompt, max_tokens)[: len(made)]
+
+    def new_version(self) -> None:
+        self.scheduler.drain()
+        self.requests.clear()
+        self.version += 1
+        self.blocks.forget(self.version)
+
+    def finish(self) -> None:
+        steps = 0
+        while self.scheduler.num_requests:
+            self.step()
+            self.check()
+            steps += 1
+            assert steps < 10_000, "no progress"
+        assert not self.requests
+        assert self.blocks.num_free == self.blocks.num_blocks, "a block leaked"
+
+    def check(self) -> None:
+        """Every block is in one state, and its references are its users."""
+        table, blocks = self.scheduler.table, self.blocks
+        users = Counter(
+            block
+            for row in self.scheduler.running.tolist()
+            for block in table.blocks[row, : table.num_blocks[row]].tolist()
+        )
+        assert [users[block] for block in range(blocks.num_blocks)] == blocks.references
+        free = blocks._blank + list(blocks._remembered)
+        assert len(free) == len(set(free)) == blocks.num_free
+        assert set(free) == {block for block in range(blocks.num_blocks) if blocks.references[block] == 0}
+        assert {block: name for name, block in blocks._block_of.items()} == blocks._name_of
+        assert set(blocks._remembered) <= set(blocks._name_of)
+        assert not set(blocks._blank) & set(blocks._name_of)
+        assert len(self.scheduler.running) + table.num_free == self.max_running

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rlloop.rollout.kv_cache import BlockManager
+from tests.unit.rollout.simulation import Simulation
+
+TOKENS = st.integers(1, 2)  # few, so that prefixes are shared
+
+
+class AnyTraffic(RuleBasedStateMachine):
+    """Whatever comes, in whatever order: the checks are those of `Simulation`."""
+
+    @initialize(
+        num_blocks=st.integers(3, 12),
+        page_size=st.sampled_from([1, 2, 4]),
+        max_batch_tokens=st.integers(1, 20),
+        max_running=st.integers(1, 6),
+        prefix_caching=st.booleans(),
+    )
+    def start(self, **settings) -> None:
+        self.simulation = Simulation(**settings)
+
+    @rule(prompt=st.lists(TOKENS, min_size=1, max_size=12), max_tokens=st.integers(1, 12))
+    def add(self, prompt: list[int], max_tokens: int) -> None:
+        if self.simulation.fits(prompt, max_tokens):
+            self.simulation.add(prompt, max_tokens)
+
+    @rule(prompt=st.lists(TOKENS, min_size=1, max_size=6), count=st.integers(2, 4))
+    def add_group(self, prompt: list[int], count: int) -> None:
+        for _ in range(count):
+            self.add(prompt, 4)
+
+    @precondition(lambda self: self.simulation.scheduler.num_requests)
+    @rule(times=st.integers(1, 5))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            if self.simulation.scheduler.num_requests:
+                self.simulation.step()
+
+    @precondition(lambda self: self.simulation.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.simulation.abort(data.draw(st.sampled_from(sorted(self.simulation.requests))))
+
+    @rule()
+    def new_version(self) -> None:
+        self.simulation.new_version()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "simulation"):
+            self.simulation.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "simulation"):
+            self.simulation.finish()
+
+
+AnyTraffic.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestAnyTraffic = AnyTraffic.TestCase
+
+
+def test_a_full_cache_preempts_and_everything_still_finishes():
+    simulation = Simulation(num_blocks=6, page_size=2, max_batch_tokens=64, max_running=8)
+    for first in (1, 2, 3, 4):
+        simulation.add([first, 3, 3], 8)
+    simulation.finish()
+    assert simulation.stats.preemptions > 0
+    assert len(simulation.finished) == 4
+
+
+def test_a_group_shares_its_prompt_within_one_step():
+    simulation = Simulation(num_blocks=64, page_size=4, max_batch_tokens=64, max_running=8)
+    for _ in range(4):
+        simulation.add([1, 2, 3, 4, 4, 3, 2, 1, 1], 2)
+    simulation.step()
+    assert simulation.stats.computed_tokens == 9 + 3 * 1
+    assert simulation.stats.cached_tokens == 3 * 8
+
+
+def test_the_last_prompt_token_is_computed_even_when_all_of_it_is_cached():
+    simulation = Simulation(num_blocks=64, page_size=4, max_batch_tokens=64, max_running=8)
+    for _ in range(2):
+        simulation.add([1, 2, 3, 4], 1)
+        simulation.finish()
+    assert simulation.stats.computed_tokens == 8
+
+
+def test_finished_blocks_serve_a_longer_prompt_until_the_version_changes():
+    simulation = Simulation(num_blocks=64, page_size=2, max_batch_tokens=64, max_running=8)
+    simulation.add([1, 2, 3, 4, 1], 1)
+    simulation.finish()
+    simulation.add([1, 2, 3, 4, 2, 2], 1)
+    simulation.finish()
+    assert simulation.stats.cached_tokens == 4
+    simulation.new_version()
+    simulation.add([1, 2, 3, 4, 2, 2], 1)
+    simulation.finish()
+    assert simulation.stats.cached_tokens == 4
+
+
+def test_long_prompts_are_cut_and_running_requests_go_on_meanwhile():
+    simulation = Simulation(num_blocks=64, page_size=4, max_batch_tokens=5, max_running=8)
+    simulation.add([1], 12)
+    simulation.step()
+    simulation.add([2] * 20, 1)
+    batch = simulation.scheduler.schedule()
+    assert batch.counts.tolist() == [1, 4]
+    assert batch.emits.tolist() == [True, False]
+
+
+def test_least_recently_freed_blocks_are_evicted_first_and_tails_before_heads():
+    blocks = BlockManager(4, 1, prefix_caching=True)
+    old, new = blocks.allocate([], 2), blocks.allocate([], 2)
+    for name, block in zip((b"old0", b"old1", b"new0", b"new1"), old + new, strict=True):
+        blocks.remember(block, name)
+    blocks.deallocate(old)
+    blocks.deallocate(new)
+    assert blocks.match([b"old0", b"old1"]) == old
+    blocks.allocate([], 1)
+    assert blocks.match([b"old0", b"old1"]) == old[:1]
+    blocks.allocate([], 1)
+    assert blocks.match([b"old0"]) == []
+    assert blocks.match([b"new0", b"new1"]) == new
+    assert blocks.evictions == 2
+
+
+def test_matched_blocks_nobody_uses_are_not_counted_as_free_twice():
+    blocks = BlockManager(3, 1, prefix_caching=True)
+    taken = blocks.allocate([], 2)
+    for name, block in zip((b"a", b"b"), taken, strict=True):
+        blocks.remember(block, name)
+    blocks.deallocate(taken)
+    assert blocks.num_free == 3
+    assert blocks.can_allocate(taken, 1)
+    assert not blocks.can_allocate(taken, 2)
+
+
+def test_a_preempted_request_waits_in_front_and_the_oldest_is_never_preempted():
+    simulation = Simulation(num_blocks=5, page_size=2, max_batch_tokens=64, max_running=3)
+    for first in (1, 2, 3):
+        simulation.add([first, 3], 8)
+    while not simulation.stats.preemptions:
+        simulation.step()
+    table, scheduler = simulation.scheduler.table, simulation.scheduler
+    assert table.request(int(scheduler.running[0])).id == 0
+    assert [request.id for request in scheduler.waiting] == sorted(request.id for request in scheduler.waiting)
+    simulation.finish()
+    assert list(simulation.finished) == [0, 1, 2]
