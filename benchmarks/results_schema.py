@@ -1,0 +1,127 @@
+"""The one schema of recorded figures: `benchmarks/results/<name>.json` is a list of what `Figure.record` returns.
+
+    figures = [Figure(name="decode", unit="tokens/s", value=5100.0, peer="transformers", peer_value=3300.0, aim=1.5)]
+    report("decode", figures)  # prints a table and writes benchmarks/results/decode.json
+
+Keys: name, gpu, versions, commit, command, unit, peer, peer_value, value, ratio, aim, date. `gpu` names the device that
+did the work, a CPU too; `ratio` is better when larger, whatever the unit.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One measured number, beside the same work done by a peer in the same run."""
+
+    name: str  # what was measured, with the shape or setting that tells it from its neighbours
+    unit: str  # e.g. tokens/s, ms, GB/s
+    value: float
+    peer: str | None = None
+    peer_value: float | None = None
+    aim: float | None = None  # the ratio to reach
+    lower_is_better: bool = False
+
+    @property
+    def ratio(self) -> float | None:
+        if self.peer_value is None:
+            return None
+        return self.peer_value / self.value if self.lower_is_better else self.value / self.peer_value
+
+    def record(self, *, device: str, versions: dict[str, str], commit: str, command: str) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "gpu": device,
+            "versions": versions,
+            "commit": commit,
+            "command": command,
+            "unit": self.unit,
+            "peer": self.peer,
+            "peer_value": _rounded(self.peer_value),
+            "value": _rounded(self.value),
+            "ratio": _rounded(self.ratio),
+            "aim": self.aim,
+            "date": datetime.now(UTC).date().isoformat(),
+        }
+
+
+def report(name: str, figures: list[Figure], *, packages: tuple[str, ...] = (), device: str | None = None) -> Path:
+    """Print the figures and write them to `results/<name>.json`; `packages` are the peers whose versions matter."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    script = Path(sys.argv[0]).resolve()
+    command = ["python", str(script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name), *sys.argv[1:]]
+    records = [
+        figure.record(
+            device=device or device_name(),
+            versions=versions(*packages),
+            commit=commit.stdout.strip(),
+            command=" ".join(command),
+        )
+        for figure in figures
+    ]
+    print(table(figures))
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(records, indent=2) + "\n")
+    print(f"written to {path.relative_to(ROOT)}")
+    return path
+
+
+def table(figures: list[Figure]) -> str:
+    """The figures as a table of plain text."""
+    rows = [("what", "value", "peer", "its value", "ratio", "aim")]
+    for figure in figures:
+        rows.append(
+            (
+                figure.name,
+                f"{_show(figure.value)} {figure.unit}",
+                figure.peer or "",
+                _show(figure.peer_value),
+                _show(figure.ratio),
+                _show(figure.aim),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Python's version, those of torch, numpy and numba, and of `packages`."""
+    names = dict.fromkeys(("torch", "numpy", "numba", *packages))
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
+
+
+def device_name() -> str:
+    """The GPU if there is one; else the processor and the number of threads that torch uses."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"CPU {model}, {torch.get_num_threads()} threads"
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def _show(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
