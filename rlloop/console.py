@@ -1,0 +1,107 @@
+"""What a person sees while a run goes: one live panel on a terminal, plain lines elsewhere, a summary at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+PLAIN_EVERY = 2.0  # seconds between plain lines, evaluations aside
+LIVE_EVERY = 0.1
+
+
+class Progress:
+    """Observes a loop. Use as a context, so that the terminal is given back whatever happens."""
+
+    def __init__(self, console: Console, title: str, num_steps: int, start: int) -> None:
+        self.console, self.title, self.num_steps = console, title, num_steps
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._first, self._began = start, time.monotonic()
+        self._shown = 0.0
+        self._tokens = self._different = 0
+        self._eval: list[float] = []
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if "eval/solved" in metrics:
+            self._eval.append(metrics["eval/solved"])
+        tokens = metrics.get("parity/tokens", 0)
+        self._tokens += tokens
+        self._different += round(tokens * metrics.get("parity/tokens_different", 0.0))
+        now = time.monotonic()
+        urgent = "eval/solved" in metrics or step == self.num_steps
+        if not urgent and now - self._shown < (PLAIN_EVERY if self._live is None else LIVE_EVERY):
+            return
+        self._shown = now
+        if self._live is None:
+            self.note(f"step {step}/{self.num_steps}  {'  '.join(self._facts(step, metrics))}")
+        else:
+            self._live.update(self._panel(step, metrics), refresh=True)
+
+    def _facts(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
+        facts = []
+        if "reward/mean" in metrics:
+            facts += [f"reward {metrics['reward/mean']:.3f}", f"pass@1 {metrics['reward/solved']:.3f}"]
+        if self._eval:
+            facts.append(f"held-out {self._eval[0]:.3f}" + (f" -> {self._eval[-1]:.3f}" if len(self._eval) > 1 else ""))
+        if "parity/k3" in metrics:
+            facts.append(f"KL {short(metrics['parity/k3'])} ({self._different:,} of {self._tokens:,} tokens differ)")
+        if "perf/rollout_tokens_per_s" in metrics:
+            facts.append(f"{metrics['perf/rollout_tokens_per_s']:,.0f} tokens/s")
+        if step > self._first:
+            left = (time.monotonic() - self._began) / (step - self._first) * (self.num_steps - step)
+            facts.append(f"eta {clock(left)}")
+        return facts
+
+    def _panel(self, step: int, metrics: Mapping[str, Any]) -> Group:
+        head = Text(f"{self.title}  step {step}/{self.num_steps}", style="bold")
+        return Group(head, ProgressBar(total=self.num_steps, completed=step), Text("  ".join(self._facts(step, metrics))))
+
+
+def print_summary(console: Console, folder: Path, summary: Mapping[str, Any], picture: Path) -> None:
+    """One screen: what was learned, at which KL, and where everything lies."""
+    table = Table(title=f"{folder}: {summary['status']} at step {summary['step']}", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    for name, label in (("eval/solved", "pass@1, held-out"), ("reward/mean", "reward")):
+        if summary[name]:
+            table.add_row(label, "{first:.3f} -> {last:.3f} (best {best:.3f})".format(**summary[name]))
+    parity, ledger = summary["parity"], summary["ledger"]
+    table.add_row("train-inference KL", f"at most {short(parity['k3_max'])} in any step")
+    table.add_row("tokens that differ", f"{parity['tokens_different']:,} of {parity['tokens']:,}")
+    table.add_row("completions", ", ".join(f"{count:,} {name}" for name, count in ledger.items() if count))
+    table.add_row("time in steps", clock(summary["seconds"]))
+    table.add_row("curve", str(picture))
+    table.add_row("records", f"{folder / 'metrics.jsonl'}, {folder / 'parity.jsonl'}, {folder / 'rollouts'}")
+    console.print(table)
+
+
+def short(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,362 @@
+"""The loop: sync -> rollout -> reward -> advantage -> update -> record.
+
+Step k (from 1) samples with the weights of version k − 1 and makes version k. Everything random is a function of
+(run seed, what for, step, prompt, place in the group), so a resumed run, another launch mode or another number of engines
+repeats it. The loop knows protocols only: neither torch, ray, vllm nor a concrete engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlloop.config import Anchor, RunConfig
+from rlloop.errors import ParityError, RlloopError, RunError
+from rlloop.metrics import Mean, Reduction, merge, values
+from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
+from rlloop.protocols import Checkpoints, Engine, Task, Trainer, WeightSync
+from rlloop.records import RunFolder, rollout_row
+from rlloop.types import Example, RewardResult, Sample, SamplingParams
+
+Advantages = Callable[[Sequence[float], Sequence[int], Sequence[int]], tuple[Sequence[float], Sequence[bool]]]
+Failed = tuple[Sample, str]  # a sample that is not trained, and why
+
+
+class Scorer(Protocol):
+    """Judges a batch: one outcome a request, a `RewardResult` or a failure with `kind` and `message`."""
+
+    def score(self, requests: Sequence[tuple[str, str, Example]]) -> Sequence[Any]: ...
+
+
+class Observer(Protocol):
+    """Whoever watches: the console, sinks."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop drives. `launch` builds it; tests use the fakes of `rlloop.testing`."""
+
+    task: Task
+    engine: Engine
+    eval_engine: Engine  # the policy that is reported; `engine` itself, unless that one's numerics differ on purpose
+    trainer: Trainer
+    sync: WeightSync
+    scorer: Scorer
+    advantages: Advantages  # (rewards, groups, lengths) -> (advantages, keep), [n] each
+    loss: Callable[..., Any]
+    checkpoints: Checkpoints
+    doctor: Callable[[Sample, TokenDifference], Finding | None] | None = None
+
+
+class Loop:
+    def __init__(
+        self, config: RunConfig, parts: Parts, folder: RunFolder, monitor: ParityMonitor, observers: Sequence[Observer] = ()
+    ) -> None:
+        self.config, self.parts, self.folder, self.monitor, self.observers = config, parts, folder, monitor, observers
+        self._published: int | None = None
+        self._clock: dict[str, float] = {}
+
+    def run(self, start: int, should_stop: Callable[[], bool] = lambda: False) -> int:
+        """Take the steps after `start` (0: a new run). Returns the last step taken, with a checkpoint behind it."""
+        last, every = self.config.trainer.num_steps, self.config.checkpoint.every
+        if start == 0:
+            self._record(0, self.evaluate(version=0))
+        for step in range(start + 1, last + 1):
+            began = time.perf_counter()
+            metrics = self.step(step)
+            if step == last or _due(step, self.config.eval.every):
+                metrics |= self.evaluate(version=step)
+            self._record(step, {**metrics, "time/step": time.perf_counter() - began})
+            stopping = should_stop()
+            if step == last or stopping or _due(step, every):
+                self.save(step)
+            if stopping:
+                return step
+        return max(start, last)
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One update of the policy; returns its metrics."""
+        version = step - 1
+        with self._timed("sync"):
+            metrics = self._sync(version)
+        with self._timed("rollout"):
+            samples = self.rollout(step, version)
+        with self._timed("reward"):
+            accepted, rejected = self.judge(samples)
+        with self._timed("advantage"):
+            trained, dropped = self.weigh(accepted)
+        with self._timed("update"):
+            metrics |= self.update(step, version, trained, rejected + dropped)
+        return metrics | _rollout_metrics(samples, version) | _reward_metrics(accepted) | self._speed(samples, trained) | {
+            "ledger/sampled": len(samples),
+            "ledger/accepted": len(accepted),
+            "ledger/rejected": len(rejected),
+            "ledger/dropped": len(dropped),
+            "ledger/trained": len(trained),
+        }  # fmt: skip
+
+    def rollout(self, step: int, version: int) -> list[Sample]:
+        """`num_prompts` x `group_size` completions; their rewards are still to come."""
+        config, seed = self.config.rollout, self.config.seed
+        examples = self.parts.task.train_examples(step, config.num_prompts)
+        assert len(examples) == config.num_prompts, f"the task gave {len(examples)} of {config.num_prompts} prompts"
+        places = [(p, g) for p in range(config.num_prompts) for g in range(config.group_size)]
+        completions = self.parts.engine.generate(
+            [examples[p].prompt_ids for p, _ in places],
+            [
+                SamplingParams(
+                    max_tokens=config.max_tokens,
+                    min_tokens=config.min_tokens,
+                    temperature=config.temperature,
+                    top_p=config.top_p,
+                    top_k=config.top_k,
+                    min_p=config.min_p,
+                    seed=completion_seed(seed, "train", step, p, g),
+                )
+                for p, g in places
+            ],
+        )
+        samples = []
+        for (p, g), completion in zip(places, completions, strict=True):
+            assert completion.policy_version == version, f"asked for version {version}, got {completion.policy_version}"
+            text = self.parts.task.decode(completion.token_ids)
+            samples.append(Sample(f"{step}/{p}/{g}", examples[p], completion, text, RewardResult(0.0), group=p))
+        return samples
+
+    def judge(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Failed]]:
+        """Score every sample. One whose reward failed is rejected with the reason, never a silent 0."""
+        outcomes = self.parts.scorer.score([(sample.example.prompt, sample.text, sample.example) for sample in samples])
+        accepted: list[Sample] = []
+        rejected: list[Failed] = []
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            if isinstance(outcome, RewardResult):
+                accepted.append(dataclasses.replace(sample, result=outcome))
+            else:
+                rejected.append((sample, f"rejected: reward {outcome.kind}: {outcome.message}"))
+        if rejected:
+            self.folder.log(f"{len(rejected)} of {len(samples)} rewards failed, first {rejected[0][0].uid}: {rejected[0][1]}")
+        if not accepted:
+            raise RewardsFailed(f"the reward failed on every one of {len(samples)} samples; first {rejected[0][1]}")
+        return accepted, rejected
+
+    def weigh(self, accepted: Sequence[Sample]) -> tuple[list[Sample], list[Failed]]:
+        """Advantages over all accepted samples, then without those that cannot teach anything."""
+        advantages, keep = self.parts.advantages(
+            [sample.result.reward for sample in accepted],
+            [sample.group for sample in accepted],
+            [len(sample.completion.token_ids) for sample in accepted],
+        )
+        weighed = [
+            dataclasses.replace(sample, advantage=float(advantage))
+            for sample, advantage in zip(accepted, advantages, strict=True)
+        ]
+        trained = [sample for sample, kept in zip(weighed, keep, strict=True) if kept]
+        return trained, [
+            (sample, "dropped: no signal in its group") for sample, kept in zip(weighed, keep, strict=True) if not kept
+        ]
+
+    def update(self, step: int, version: int, trained: Sequence[Sample], rest: Sequence[Failed]) -> dict[str, Any]:
+        """Compare every trained token, record, and only then move the weights.
+
+        One minibatch: the comparison is with the logprobs that the loss itself was computed from. Several: with a
+        separate forward before the first of them, which then anchors their ratios.
+        """
+        if not trained:
+            return self._compare(step, version, [], [], rest)
+        trainer, count = self.parts.trainer, self.config.trainer.num_minibatches
+        at_rollout = self.config.algorithm.anchor is Anchor.rollout
+        merged: dict[str, Reduction] = {}
+        metrics: dict[str, Any] = {}
+        before = None if count == 1 else trainer.logprobs(trained)
+        if before is not None:
+            metrics = self._compare(step, version, trained, before, rest)
+        for chosen in _minibatches(trained, count):
+            batch = [trained[i] for i in chosen]
+            old = None if before is None else [before[i] for i in chosen]
+            if at_rollout:
+                old = [sample.completion.logprobs for sample in batch]
+            result = trainer.forward_backward(batch, self.parts.loss, old_logprobs=old)
+            if before is None:
+                metrics = self._compare(step, version, trained, result.logprobs, rest)
+            stepped = {name: Mean(value, 1) for name, value in trainer.optim_step().items()}
+            merged = merge([merged, result.metrics, stepped])
+        return {**metrics, **values(merged)}
+
+    def evaluate(self, version: int) -> dict[str, Any]:
+        """`eval/*` of held-out problems under the weights of `version`. The same problems and seeds at every step."""
+        config, seed = self.config.eval, self.config.seed
+        self._sync(version)
+        with self._timed("eval"):
+            examples = self.parts.task.eval_examples(config.num_draws)
+            sampling = [
+                SamplingParams(
+                    max_tokens=self.config.rollout.max_tokens,
+                    min_tokens=self.config.rollout.min_tokens,
+                    temperature=config.temperature,
+                    seed=completion_seed(seed, "eval", 0, i, 0),
+                )
+                for i in range(len(examples))
+            ]
+            completions = self.parts.eval_engine.generate([example.prompt_ids for example in examples], sampling)
+            texts = [self.parts.task.decode(completion.token_ids) for completion in completions]
+            outcomes = self.parts.scorer.score(
+                [(example.prompt, text, example) for example, text in zip(examples, texts, strict=True)]
+            )
+        results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
+        failed = [outcome for outcome in outcomes if not isinstance(outcome, RewardResult)]
+        if not results:
+            raise RewardsFailed(
+                f"the reward failed on every one of {len(failed)} held-out samples; first: reward {failed[0].kind}: "
+                f"{failed[0].message}"
+            )
+        metrics = {
+            "eval/solved": float(np.mean([result.solved for result in results])),
+            "eval/reward": float(np.mean([result.reward for result in results])),
+            "eval/draws": len(results),
+        }
+        return metrics | ({"eval/rejected": len(failed)} if failed else {})
+
+    def save(self, step: int) -> None:
+        """A checkpoint, with the records before it safely on the disk."""
+        self.folder.metrics.sync()
+        self.folder.parity.sync()
+        state = {"step": step, "certificate": self.monitor.certificate.previous}
+
+        def write_state(folder: Path) -> None:
+            (folder / "loop.json").write_text(json.dumps(state) + "\n")
+
+        self.parts.checkpoints.save(step, [self.parts.trainer.save, write_state])
+
+    def restore(self) -> int:
+        """Load the newest whole checkpoint and set later records aside. Returns its step; 0: start anew."""
+        checkpoint = self.parts.checkpoints.latest()
+        if checkpoint is None:
+            self.folder.rewind(None)
+            self.monitor.certificate.reload()
+            return 0
+        for damage in checkpoint.skipped:
+            self.folder.log(f"skipped a damaged checkpoint: {damage}")
+        self.folder.rewind(checkpoint.step)
+        state = json.loads((checkpoint.path / "loop.json").read_text())
+        self.monitor.certificate.reload()
+        if self.monitor.certificate.previous != state["certificate"]:
+            raise RunError(
+                f"{self.folder.parity.path} is not the certificate that {checkpoint.path} continues; restore the file "
+                "from a copy, or start a new run in another run.dir"
+            )
+        self.parts.trainer.restore(checkpoint.path)
+        return checkpoint.step
+
+    def _sync(self, version: int) -> dict[str, Any]:
+        if self._published == version:
+            return {}
+        metrics = dict(self.parts.sync.publish(version))
+        self._published = version
+        return metrics
+
+    def _compare(
+        self, step: int, version: int, trained: Sequence[Sample], logprobs: Sequence[np.ndarray], rest: Sequence[Failed]
+    ) -> dict[str, Any]:
+        engine = self.monitor.fingerprints["engine"]
+        with self._timed("parity"):
+            comparison = self.monitor.compare(step, version, trained, logprobs)
+        with self._timed("record"):
+            rows = [rollout_row(sample, "trained", scored, engine) for sample, scored in zip(trained, logprobs, strict=True)]
+            self.folder.write_rollouts(step, rows + [rollout_row(sample, why, None, engine) for sample, why in rest])
+        objection = self.monitor.objection(comparison)
+        if objection is not None:
+            raise self._parity_error(step, comparison, objection, trained)
+        return dict(comparison.metrics)
+
+    def _parity_error(
+        self, step: int, comparison: Comparison, objection: str, trained: Sequence[Sample]
+    ) -> ParityError:
+        """Writes the report, with the doctor's finding where there is a doctor."""
+        assert comparison.first is not None
+        sample = next(sample for sample in trained if sample.uid == comparison.first.uid)
+        finding = None if self.parts.doctor is None else self.parts.doctor(sample, comparison.first)
+        file = self.folder.write_json("parity_report.json", report(step, objection, comparison, finding))
+        lines = [f"step {step}: {objection}", *([finding.text] if finding else []), f"The report: {file}"]
+        return ParityError("\n".join(lines))
+
+    def _record(self, step: int, metrics: Mapping[str, Any]) -> None:
+        whole = {**metrics, **{f"time/{phase}": seconds for phase, seconds in self._clock.items()}}
+        self._clock = {}
+        self.folder.metrics.append({"step": step, **dict(sorted(whole.items()))})
+        for observer in self.observers:
+            observer.log(step, whole)
+
+    def _speed(self, samples: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, float]:
+        made = sum(len(sample.completion.token_ids) for sample in samples)
+        forward = sum(len(sample.completion.prompt_ids) + len(sample.completion.token_ids) for sample in trained)
+        return {
+            "perf/rollout_tokens_per_s": made / self._clock["rollout"],
+            "perf/trainer_tokens_per_s": forward / self._clock["update"],
+        }
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """A second counts for the innermost phase that it is spent in."""
+        began, inside = time.perf_counter(), sum(self._clock.values())
+        yield
+        inner = sum(self._clock.values()) - inside
+        self._clock[phase] = self._clock.get(phase, 0.0) + time.perf_counter() - began - inner
+
+
+class RewardsFailed(RlloopError):
+    """No sample of a batch could be judged: there is nothing to learn from."""
+
+
+def completion_seed(run_seed: int, purpose: str, step: int, prompt: int, place: int) -> int:
+    """The seed of one completion, below 2**63: a hash of its coordinates, so that no order of work can change it."""
+    name = f"{run_seed}/{purpose}/{step}/{prompt}/{place}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _minibatches(samples: Sequence[Sample], count: int) -> list[list[int]]:
+    """Indices of `samples`, cut into `count` parts of whole groups, as equal as groups allow; empty parts are left out."""
+    groups = list(dict.fromkeys(sample.group for sample in samples))
+    part_of = {group: index * count // len(groups) for index, group in enumerate(groups)}
+    parts: list[list[int]] = [[] for _ in range(count)]
+    for index, sample in enumerate(samples):
+        parts[part_of[sample.group]].append(index)
+    return [part for part in parts if part]
+
+
+def _rollout_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
+    return {
+        "rollout/length_mean": float(np.mean([len(sample.completion.token_ids) for sample in samples])),
+        "rollout/truncated": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
+        "rollout/version_lag": float(np.mean([version - sample.completion.policy_version for sample in samples])),
+    }
+
+
+def _reward_metrics(accepted: Sequence[Sample]) -> dict[str, float]:
+    rewards = np.array([sample.result.reward for sample in accepted])
+    by_group: dict[int, set[float]] = {}
+    components: dict[str, list[float]] = {}
+    for sample in accepted:
+        by_group.setdefault(sample.group, set()).add(sample.result.reward)
+        for name, value in sample.result.components.items():
+            components.setdefault(f"reward/{name}", []).append(value)
+    return {name: float(np.mean(parts)) for name, parts in components.items()} | {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/solved": float(np.mean([sample.result.solved for sample in accepted])),
+        "reward/groups_without_signal": float(np.mean([len(seen) == 1 for seen in by_group.values()])),
+    }

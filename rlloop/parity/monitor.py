@@ -1,0 +1,237 @@
+"""The live check: what the engine sampled with against what the trainer recomputes, bit by bit, each step.
+
+Notation of docs/metrics.md, for a token: mu = the engine's logprob, pi = the trainer's before the update, d = pi − mu,
+r = exp(d). Sums are float64, and k3 is expm1(d) − d, so that a drift of 1e-9 is not lost in a rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rlloop.config import ParityConfig, ParityMode
+from rlloop.errors import ConfigError
+from rlloop.parity.certificate import Certificate, bits_digest, content_digest
+from rlloop.types import Sample
+
+
+@dataclass(frozen=True)
+class TokenDifference:
+    """One trained token whose two logprobs have different bits."""
+
+    uid: str  # of the sequence
+    index: int  # of the token in the completion
+    position: int  # of the token in prompt + completion
+    token_id: int
+    engine: float
+    engine_bits: str  # the float32, as hexadecimal
+    trainer: float
+    trainer_bits: str
+
+    def __str__(self) -> str:
+        return (
+            f"sequence {self.uid}, token {self.index} of the completion (id {self.token_id}): "
+            f"engine {self.engine:.9g} ({self.engine_bits}), trainer {self.trainer:.9g} ({self.trainer_bits})"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One step's tokens, compared."""
+
+    tokens: int
+    tokens_different: int
+    sequences_different: int
+    first: TokenDifference | None
+    worst: TokenDifference | None  # of the largest absolute difference
+    engine_digest: str
+    trainer_digest: str
+    metrics: dict[str, float]  # parity/* and is/*
+
+    @property
+    def equal(self) -> bool:
+        return self.tokens_different == 0
+
+
+def compare(samples: Sequence[Sample], trainer_logprobs: Sequence[np.ndarray]) -> Comparison:
+    """Compare each sample's sampled logprobs [T] float32 with the trainer's of the same tokens."""
+    engine_logprobs = [sample.completion.logprobs for sample in samples]
+    counts = [len(array) for array in engine_logprobs]
+    assert counts == [len(array) for array in trainer_logprobs], "the trainer scored other tokens than were sampled"
+    mu, pi = (
+        np.concatenate([np.zeros(0, np.float32), *arrays]).astype(np.float32, copy=False)
+        for arrays in (engine_logprobs, trainer_logprobs)
+    )
+    different = mu.view(np.int32) != pi.view(np.int32)
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    first = worst = None
+    if different.any():
+        starts = np.cumsum([0, *counts])
+        gap = np.where(different, np.abs(pi.astype(np.float64) - mu), -1.0)
+        places = (int(different.argmax()), int(np.nan_to_num(gap, nan=np.inf).argmax()))
+        first, worst = (_token(samples, sequence, starts, mu, pi, at) for at in places)
+    return Comparison(
+        tokens=len(mu),
+        tokens_different=int(different.sum()),
+        sequences_different=len(np.unique(sequence[different])),
+        first=first,
+        worst=worst,
+        engine_digest=bits_digest([mu]),
+        trainer_digest=bits_digest([pi]),
+        metrics=_metrics(mu.astype(np.float64), pi.astype(np.float64), different, sequence, counts) if len(mu) else {},
+    )
+
+
+def _token(
+    samples: Sequence[Sample], sequence: np.ndarray, starts: np.ndarray, mu: np.ndarray, pi: np.ndarray, at: int
+) -> TokenDifference:
+    sample = samples[sequence[at]]
+    index = int(at - starts[sequence[at]])
+    return TokenDifference(
+        uid=sample.uid,
+        index=index,
+        position=len(sample.completion.prompt_ids) + index,
+        token_id=int(sample.completion.token_ids[index]),
+        engine=float(mu[at]),
+        engine_bits=f"0x{mu.view(np.uint32)[at]:08x}",
+        trainer=float(pi[at]),
+        trainer_bits=f"0x{pi.view(np.uint32)[at]:08x}",
+    )
+
+
+def _metrics(
+    mu: np.ndarray, pi: np.ndarray, different: np.ndarray, sequence: np.ndarray, counts: Sequence[int]
+) -> dict[str, float]:
+    with np.errstate(all="ignore"):  # a collapsed or broken pair may hold infinities; they are to be seen, not warned of
+        d = pi - mu
+        r = np.exp(d)
+        gap = np.abs(d)
+        means = np.bincount(sequence, -d, len(counts)) / np.maximum(counts, 1)  # [S] mean mu − mean pi
+        return {
+            "parity/tokens": len(mu),
+            "parity/tokens_different": float(different.mean()),
+            "parity/logprob_diff_max": float(gap.max()),
+            "parity/logprob_diff_mean": float(gap.mean()),
+            "parity/logprob_diff_p999": float(np.quantile(gap, 0.999)),
+            "parity/k1": 0.0 - float(d.mean()),
+            "parity/k3": float((np.expm1(d) - d).mean()),
+            "parity/chi2": float((r * r).mean() - 1.0),
+            "parity/ppl_ratio": float(np.exp(means).mean()),
+            "is/ratio_mean": float(r.mean()),
+            "is/ratio_max": float(r.max()),
+            "is/ratio_min": float(r.min()),
+            "is/ess": float(r.sum() ** 2 / (len(r) * (r * r).sum())),
+        }
+
+
+class ParityMonitor:
+    """Compares each step, writes the certificate, and judges by `parity.mode`."""
+
+    def __init__(
+        self,
+        config: ParityConfig,
+        certificate: Certificate,
+        engine_fingerprint: Mapping[str, Any],
+        trainer_fingerprint: Mapping[str, Any],
+    ) -> None:
+        """Raises `ConfigError` where the two fingerprints differ and the mode is `require`."""
+        self.config = config
+        self.certificate = certificate
+        self.fingerprints = {"engine": content_digest(engine_fingerprint), "trainer": content_digest(trainer_fingerprint)}
+        if config.mode is ParityMode.require:
+            refuse_different_fingerprints(engine_fingerprint, trainer_fingerprint)
+
+    @property
+    def rung(self) -> str:
+        """Where the run stands on the ladder: bitwise, or correction after a step down."""
+        return self.certificate.rung
+
+    def compare(self, step: int, version: int, samples: Sequence[Sample], trainer: Sequence[np.ndarray]) -> Comparison:
+        """Compare, step down the ladder where that is due, and certify. `objection` judges, after records are written."""
+        comparison = compare(samples, trainer)
+        if self.config.mode is ParityMode.fallback and not comparison.equal:
+            self.certificate.rung = "correction"
+        self.certificate.append(
+            {
+                "step": step,
+                "version": version,
+                "tokens": comparison.tokens,
+                "tokens_different": comparison.tokens_different,
+                "engine": comparison.engine_digest,
+                "trainer": comparison.trainer_digest,
+                "fingerprints": self.fingerprints,
+            }
+        )
+        return comparison
+
+    def objection(self, comparison: Comparison) -> str | None:
+        """Why the run must not go on; None where it may."""
+        if comparison.equal or self.config.mode is ParityMode.observe:
+            return None
+        if self.config.mode is ParityMode.require:
+            return describe(comparison)
+        k3 = comparison.metrics["parity/k3"]
+        if k3 <= self.config.max_k3:
+            return None
+        return (
+            f"train-inference KL (k3) is {k3:.3g}, above parity.max_k3={self.config.max_k3:g}, so the last rung of "
+            f"parity.mode=fallback is to stop; {describe(comparison)}"
+        )
+
+
+def describe(comparison: Comparison) -> str:
+    return (
+        f"{comparison.tokens_different} of {comparison.tokens} trained tokens, in {comparison.sequences_different} "
+        f"sequences, have other bits in the trainer than in the engine. First: {comparison.first}"
+    )
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the doctor found: the first place where engine and trainer part."""
+
+    text: str  # one line for people
+    details: dict[str, Any]  # JSON values for the report
+
+
+def report(step: int, objection: str, comparison: Comparison, finding: Finding | None) -> dict[str, Any]:
+    """What `parity_report.json` holds."""
+    assert comparison.first is not None and comparison.worst is not None
+    return {
+        "step": step,
+        "objection": objection,
+        "tokens": comparison.tokens,
+        "tokens_different": comparison.tokens_different,
+        "sequences_different": comparison.sequences_different,
+        "first": asdict(comparison.first),
+        "worst": asdict(comparison.worst),
+        "metrics": comparison.metrics,
+        "doctor": finding and {"text": finding.text, **finding.details},
+    }
+
+
+def refuse_different_fingerprints(engine: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
+    differ = fingerprint_differences(engine, trainer)
+    if differ:
+        listed = "\n".join(f"  {key}: engine {mine!r}, trainer {theirs!r}" for key, (mine, theirs) in differ.items())
+        raise ConfigError(
+            f"engine and trainer would not compute the same numbers:\n{listed}\n"
+            "parity.mode=require refuses that; make them equal, or set parity.mode=observe to measure the difference"
+        )
+
+
+def fingerprint_differences(
+    engine: Mapping[str, Any], trainer: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (engine's, trainer's), where they are not equal; None stands for absent."""
+    differ: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(engine.keys() | trainer.keys()):
+        mine, theirs = engine.get(key), trainer.get(key)
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            differ |= fingerprint_differences(mine, theirs, f"{prefix}{key}.")
+        elif mine != theirs:
+            differ[f"{prefix}{key}"] = (mine, theirs)
+    return differ

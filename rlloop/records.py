@@ -1,0 +1,336 @@
+"""A run's folder: what is written, that it can be read while it grows, and that one history stays.
+
+    config.yaml                      resolved
+    metrics.jsonl                    one object a step; step 0 is the evaluation before the first update
+    parity.jsonl                     the certificate (rlloop.parity.certificate)
+    rollouts/step_00000012.jsonl.zst every completion of a step, one JSON object each
+    checkpoints/step_12/             complete or absent (rlloop.trainer.checkpoint)
+    fingerprints.json                what decides the bits of engine and trainer, by digest
+    summary.json                     written at the end
+    curve.png                        drawn at the end
+    run.log                          what happened, with times
+    orphaned/1/...                   records that the first resume set aside: steps past its checkpoint
+
+Records are only ever appended and flushed line by line, so a killed process leaves at most one torn last line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+import yaml
+import zstandard
+
+from rlloop.errors import RunError
+from rlloop.types import Sample, SamplingParams
+
+# Keys that say where, how long and how often, but do not reach a weight or a record: a resumed run may change them.
+RESUMABLE = ("run.dir", "launch", "trainer.num_steps", "checkpoint.every", "checkpoint.keep", "eval.every", "scoring.")
+# What shapes the engine's work but not its bits, as long as the contract is enforced.
+RESUMABLE_UNDER_CONTRACT = tuple(
+    f"rollout.{key}" for key in ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")
+)
+
+
+class Journal:
+    """An append-only JSONL file, each line flushed to the operating system."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[bytes] | None = None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Numbers that are not finite become null: JSON has none."""
+        if self._file is None:
+            self._file = self.path.open("ab")
+        self._file.write(msgspec.json.encode(record) + b"\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Force everything to the disk: before a checkpoint that counts on it."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class RunFolder:
+    """One run's folder, held by one process."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens `path`, creating it where it is new. Raises `RunError` where another process works in it."""
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = (path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise RunError(f"another process is running in {path}; wait for it, or choose another run.dir") from None
+        self.metrics = Journal(path / "metrics.jsonl")
+        self.parity = Journal(path / "parity.jsonl")
+        self.rollouts = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.parity.close()
+        self._lock.close()
+
+    def adopt(self, config: Mapping[str, Any]) -> None:
+        """Write the configuration of a new run, or check that it is the one this folder's run was started with.
+
+        Raises `RunError` naming every key that differs and would make another run of it.
+        """
+        file = self.path / "config.yaml"
+        if file.exists():
+            refuse_other_run(self.path, yaml.safe_load(file.read_text()), config)
+        write_whole(file, yaml.safe_dump(dict(config), sort_keys=False).encode())
+
+    def is_finished(self, num_steps: int) -> bool:
+        """Whether the run's last step, of `num_steps`, is behind it."""
+        summary = read_summary(self.path)
+        return summary is not None and summary["status"] == "finished" and summary["step"] >= num_steps
+
+    def rewind(self, step: int | None) -> int:
+        """Set aside every record past `step` (None: every record). Returns how many steps' metrics that were.
+
+        May itself be killed anywhere: what is to be set aside is copied before it is cut.
+        """
+        keep = -1 if step is None else step
+        aside = self.path / "orphaned" / str(1 + sum(1 for _ in (self.path / "orphaned").glob("*")))
+        moved = 0
+        for name in ("metrics.jsonl", "parity.jsonl"):
+            file = self.path / name
+            if not file.exists():
+                continue
+            kept, rest = _split_records(file.read_bytes(), keep)
+            if rest:
+                aside.mkdir(parents=True, exist_ok=True)
+                write_whole(aside / name, rest)
+                os.truncate(file, len(kept))
+                moved += rest.count(b"\n") if name == "metrics.jsonl" else 0
+        for file in sorted(self.rollouts.glob("*")) if self.rollouts.exists() else ():
+            if file.name.endswith(".tmp"):
+                file.unlink()
+            elif step_of(file) > keep:
+                (aside / "rollouts").mkdir(parents=True, exist_ok=True)
+                file.rename(aside / "rollouts" / file.name)
+        for name in ("summary.json", "curve.png", "parity_report.json"):
+            if (self.path / name).exists() and moved:
+                (self.path / name).rename(aside / name)
+        return moved
+
+    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        self.rollouts.mkdir(exist_ok=True)
+        lines = b"\n".join(map(msgspec.json.encode, rows)) + b"\n"
+        write_whole(self.rollouts / f"step_{step:08d}.jsonl.zst", zstandard.compress(lines, 3), durable=False)
+
+    def note_fingerprint(self, digest: str, fingerprint: Mapping[str, Any]) -> None:
+        file = self.path / "fingerprints.json"
+        known = json.loads(file.read_text()) if file.exists() else {}
+        if digest not in known:
+            write_whole(file, json.dumps({**known, digest: fingerprint}, indent=1, sort_keys=True).encode())
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> Path:
+        write_whole(self.path / name, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+        return self.path / name
+
+    def log(self, text: str) -> None:
+        with (self.path / "run.log").open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+
+def write_whole(file: Path, content: bytes, *, durable: bool = True) -> None:
+    """The file has all of `content`, or what it had before. `durable`: also if the machine, not only we, dies."""
+    temporary = file.with_name(file.name + ".tmp")
+    with temporary.open("wb") as handle:
+        handle.write(content)
+        if durable:
+            handle.flush()
+            os.fsync(handle.fileno())
+    temporary.replace(file)
+
+
+def refuse_other_run(path: Path, have: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises `RunError` where `given` would not continue the run that `have` configured."""
+    old, new = flatten(have), flatten(given)
+    allowed = RESUMABLE + (RESUMABLE_UNDER_CONTRACT if new.get("parity.mode") == "require" else ())
+    if new.get("trainer.schedule") != "constant":
+        allowed = tuple(key for key in allowed if key != "trainer.num_steps")  # the schedule ends at the last step
+    differ = [
+        key
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+        and not any(key == free or (free.endswith(".") and key.startswith(free)) for free in allowed)
+    ]
+    if differ:
+        listed = "\n".join(f"  {key}: the run has {old.get(key)!r}, given is {new.get(key)!r}" for key in differ)
+        raise RunError(
+            f"{path} holds a run with another configuration:\n{listed}\n"
+            "Give the run's own values to resume it, or another run.dir to start a new one"
+        )
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` -> `{"a.b": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+# ------------------------------------------------------------------------------------------------ rollouts
+
+
+def rollout_row(
+    sample: Sample, outcome: str, trainer_logprobs: np.ndarray | None, engine: str
+) -> dict[str, Any]:
+    """One completion, as its JSON object.
+
+    `outcome`: trained, or "rejected: ..." or "dropped: ..." with the reason. `trainer_logprobs` stand there only where a
+    bit differs; `raw_logprobs` only where they differ from `logprobs`. `engine`: digest of its fingerprint.
+    """
+    made = sample.completion
+    row: dict[str, Any] = {
+        "uid": sample.uid,
+        "example": sample.example.id,
+        "group": sample.group,
+        "policy_version": made.policy_version,
+        "engine": engine,
+        "outcome": outcome,
+        "reward": sample.result.reward,
+        "solved": sample.result.solved,
+        "components": sample.result.components,
+        "advantage": sample.advantage,
+        "prompt": sample.example.prompt,
+        "text": sample.text,
+        "finish_reason": made.finish_reason,
+        "sampling": {key: value for key, value in vars(made.sampling).items() if value != _DEFAULTS.get(key)},
+        "prompt_ids": made.prompt_ids,
+        "token_ids": made.token_ids,
+        "logprobs": _floats(made.logprobs),
+    }
+    if not same_bits(made.raw_logprobs, made.logprobs):
+        row["raw_logprobs"] = _floats(made.raw_logprobs)
+    if trainer_logprobs is not None and not same_bits(trainer_logprobs, made.logprobs):
+        row["trainer_logprobs"] = _floats(trainer_logprobs)
+    return row
+
+
+_DEFAULTS = {key: value for key, value in vars(SamplingParams(max_tokens=1)).items() if key != "max_tokens"}
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equal as integers, so that −0 and NaN count as what they are. float32."""
+    return a.shape == b.shape and bool((a.view(np.int32) == b.view(np.int32)).all())
+
+
+def _floats(array: np.ndarray) -> msgspec.Raw:
+    """float32 as JSON, 9 significant digits so that they round-trip."""
+    text = ",".join(["%.9g"] * len(array)) % tuple(array.tolist())
+    if not np.isfinite(array).all():
+        text = ",".join("null" if "n" in part else part for part in text.split(","))
+    return msgspec.Raw(f"[{text}]".encode())
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def require_run(path: Path) -> Path:
+    """Raises `RunError` where `path` is not a run's folder."""
+    if not path.is_dir():
+        raise RunError(f"there is no run {path}: no such folder")
+    if not (path / "config.yaml").is_file():
+        inside = sorted(file.parent for file in path.glob("*/config.yaml"))
+        hint = f"; it holds the runs {', '.join(run.name for run in inside)}" if inside else ""
+        raise RunError(f"{path} is not a run's folder: it has no config.yaml{hint}")
+    return path
+
+
+def read_records(file: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file that may be growing: a torn last line is not yet one."""
+    if not file.exists():
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield msgspec.json.decode(line)
+            except msgspec.DecodeError as error:
+                raise RunError(f"{file}, line {number}, is damaged: {error}") from error
+
+
+def read_rollouts(file: Path) -> list[dict[str, Any]]:
+    with file.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as stream:
+        return [msgspec.json.decode(line) for line in io.BufferedReader(stream)]
+
+
+def rollout_files(path: Path) -> list[Path]:
+    return sorted((path / "rollouts").glob("step_*.jsonl.zst"))
+
+
+def step_of(file: Path) -> int:
+    """Of a rollout file, by its name."""
+    return int(file.name.partition("_")[2].partition(".")[0])
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    return yaml.safe_load((path / "config.yaml").read_text())
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    file = path / "summary.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def _split_records(content: bytes, keep: int) -> tuple[bytes, bytes]:
+    """The lines up to step `keep`, and everything after them."""
+    end = 0
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"\n") or msgspec.json.decode(line)["step"] > keep:
+            break
+        end += len(line)
+    return content[:end], content[end:]
+
+
+def summarize(metrics: Sequence[Mapping[str, Any]], status: str) -> dict[str, Any]:
+    """What `summary.json` says, from the run's own records, so that a resumed run says the same as an unbroken one."""
+
+    def series(name: str) -> list[float]:
+        return [record[name] for record in metrics if record.get(name) is not None]
+
+    evals, rewards, k3 = series("eval/solved"), series("reward/mean"), series("parity/k3")
+    tokens = series("parity/tokens")
+    different = [record["parity/tokens_different"] * record["parity/tokens"] for record in metrics if "parity/tokens" in record]
+    return {
+        "status": status,
+        "step": metrics[-1]["step"] if metrics else 0,
+        "eval/solved": {"first": evals[0], "last": evals[-1], "best": max(evals)} if evals else {},
+        "reward/mean": {"first": rewards[0], "last": rewards[-1], "best": max(rewards)} if rewards else {},
+        "parity": {
+            "tokens": int(sum(tokens)),
+            "tokens_different": round(sum(different)),
+            "k3_max": max(k3, key=abs, default=0.0),
+        },
+        "ledger": {
+            name: int(sum(series(f"ledger/{name}"))) for name in ("sampled", "accepted", "rejected", "dropped", "trained")
+        },
+        "seconds": sum(series("time/step")),
+    }

@@ -1,0 +1,232 @@
+"""Fakes of every part, for tests of loops and tools without a model, and a planted fault for tests with one.
+
+    policy = FakePolicy(vocabulary=8)
+    parts = fake_parts(policy)                # an engine, a trainer, a task and a reward that work together
+    engine = FakeEngine(policy, drift=1e-6)   # one whose numerics differ from the trainer's
+
+The fakes learn for real, by REINFORCE on one vector of logits, so a loop over them has a curve to go up.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlloop.loop import Parts
+from rlloop.metrics import Mean, Reduction
+from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
+
+
+@dataclass
+class FakePolicy:
+    """One distribution over `vocabulary` tokens, the same at every position; token 0 ends a completion."""
+
+    vocabulary: int = 8
+    logits: np.ndarray = field(init=False)  # [V] float64
+
+    def __post_init__(self) -> None:
+        self.logits = np.zeros(self.vocabulary)
+
+    def logprobs(self) -> np.ndarray:
+        """[V] float32"""
+        shifted = self.logits - self.logits.max()
+        return (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
+
+
+class FakeEngine:
+    """Samples from a `FakePolicy`. `drift` is added to every logprob that it reports, as another arithmetic would."""
+
+    def __init__(self, policy: FakePolicy, *, drift: float = 0.0) -> None:
+        self.policy = policy
+        self.drift = drift
+        self.policy_version = 0
+        self.generated = 0  # completions made so far
+
+    def set_version(self, version: int) -> None:
+        self.policy_version = version
+
+    def generate(
+        self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]
+    ) -> list[Completion]:
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        self.generated += len(prompts)
+        return [self._complete(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+
+    def _complete(self, prompt: list[int], params: SamplingParams) -> Completion:
+        table = self.policy.logprobs()
+        uniform = np.random.Generator(np.random.Philox(key=params.seed or 0)).random(params.max_tokens)
+        drawn = np.searchsorted(np.exp(table.astype(np.float64)).cumsum(), uniform).clip(max=len(table) - 1).tolist()
+        stop = next((i for i, token in enumerate(drawn) if token == 0 and i >= params.min_tokens), None)
+        tokens = drawn if stop is None else drawn[: stop + 1]
+        logprobs = (table[tokens] + np.float32(self.drift)).astype(np.float32)
+        reason = "length" if stop is None else "stop"
+        return Completion(prompt, tokens, logprobs, logprobs, self.policy_version, reason, params)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"fake": True}
+
+
+@dataclass
+class FakeUpdate:
+    logprobs: list[np.ndarray]
+    metrics: dict[str, Reduction]
+
+
+class FakeTrainer:
+    """REINFORCE with momentum on a `FakePolicy`'s logits. Its `loss` argument is called with nothing and not used."""
+
+    def __init__(self, policy: FakePolicy, lr: float = 0.5) -> None:
+        self.policy = policy
+        self.lr = lr
+        self.momentum = np.zeros(policy.vocabulary)
+        self.gradient = np.zeros(policy.vocabulary)
+        self.anchors: list[Sequence[np.ndarray] | None] = []  # the old_logprobs of each call
+
+    def logprobs(self, batch: Sequence[Sample]) -> list[np.ndarray]:
+        table = self.policy.logprobs()
+        return [table[sample.completion.token_ids] for sample in batch]
+
+    def forward_backward(
+        self, batch: Sequence[Sample], loss: Callable[..., Any], *, old_logprobs: Sequence[np.ndarray] | None = None
+    ) -> FakeUpdate:
+        self.anchors.append(old_logprobs)
+        logprobs = self.logprobs(batch)
+        tokens = sum(map(len, logprobs))
+        probabilities = np.exp(self.policy.logprobs().astype(np.float64))
+        for sample in batch:
+            made = sample.completion.token_ids
+            counts = np.bincount(made, minlength=self.policy.vocabulary)
+            self.gradient += sample.advantage * (counts - len(made) * probabilities) / tokens
+        total = sum(-sample.advantage * float(scored.sum()) for sample, scored in zip(batch, logprobs, strict=True))
+        return FakeUpdate(logprobs, {"loss/policy": Mean(total, tokens)})
+
+    def optim_step(self) -> dict[str, float]:
+        norm = float(np.linalg.norm(self.gradient))
+        self.momentum = 0.9 * self.momentum + self.gradient
+        self.policy.logits = self.policy.logits + self.lr * self.momentum
+        self.gradient = np.zeros_like(self.gradient)
+        return {"loss/grad_norm": norm}
+
+    def save(self, folder: Path) -> None:
+        state = {"logits": self.policy.logits.tolist(), "momentum": self.momentum.tolist()}
+        (folder / "fake.json").write_text(json.dumps(state))
+
+    def restore(self, folder: Path) -> None:
+        state = json.loads((folder / "fake.json").read_text())
+        self.policy.logits, self.momentum = np.array(state["logits"]), np.array(state["momentum"])
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"fake": True}
+
+
+class FakeSync:
+    """Engines share the trainer's policy, so only the version has to be told."""
+
+    def __init__(self, *engines: FakeEngine) -> None:
+        self.engines = engines
+        self.published: list[int] = []
+
+    def publish(self, version: int) -> dict[str, float]:
+        self.published.append(version)
+        for engine in self.engines:
+            engine.set_version(version)
+        return {}
+
+
+class FakeTask:
+    """Problem i: say token `target` as often as possible."""
+
+    def __init__(self, vocabulary: int = 8, seed: int = 0, model_path: str | None = None) -> None:
+        self.vocabulary = vocabulary
+        self.seed = seed
+        self.model_path = model_path
+
+    def model_folder(self) -> Path:
+        assert self.model_path is not None, "a fake task has no model of its own"
+        return Path(self.model_path)
+
+    def train_examples(self, step: int, count: int) -> list[Example]:
+        return [self._example(f"train-{step}-{i}", i) for i in range(count)]
+
+    def eval_examples(self, count: int) -> list[Example]:
+        return [self._example(f"eval-{i}", i) for i in range(count)]
+
+    def _example(self, name: str, index: int) -> Example:
+        return Example(id=name, prompt_ids=[1 + index % (self.vocabulary - 1)], prompt=name, data={"target": 3})
+
+    def decode(self, token_ids: list[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def fake_reward(prompt: str, completion: str, example: Example) -> RewardResult:
+    """The fraction of tokens that are the target."""
+    tokens = completion.split()
+    hits = tokens.count(str(example.data["target"]))
+    return RewardResult(hits / len(tokens), solved=2 * hits >= len(tokens), components={"tokens": float(len(tokens))})
+
+
+class FakeScorer:
+    """Calls a sync reward, one sample after the other. A reward may return a failure (with `kind` and `message`) itself."""
+
+    def __init__(self, reward: Callable[[str, str, Example], Any] = fake_reward) -> None:
+        self.reward = reward
+
+    def score(self, requests: Sequence[tuple[str, str, Example]]) -> list[Any]:
+        return [self.reward(*request) for request in requests]
+
+
+@dataclass(frozen=True)
+class FakeCheckpoint:
+    step: int
+    path: Path
+    skipped: tuple[str, ...] = ()
+
+
+class FakeCheckpoints:
+    """The plainest store that is complete or absent: a temporary folder and one rename."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def save(self, step: int, writers: Iterable[Callable[[Path], None]]) -> Path:
+        temporary, final = self.root / "tmp", self.root / f"step_{step}"
+        for folder in (temporary, final):
+            shutil.rmtree(folder, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for write in writers:
+            write(temporary)
+        return temporary.rename(final)
+
+    def latest(self) -> FakeCheckpoint | None:
+        steps = sorted(int(path.name[5:]) for path in self.root.glob("step_*"))
+        return FakeCheckpoint(steps[-1], self.root / f"step_{steps[-1]}") if steps else None
+
+
+def centred(rewards: Sequence[float], groups: Sequence[int], lengths: Sequence[int]) -> tuple[list[float], list[bool]]:
+    """Rewards less their mean; every sample is kept."""
+    mean = float(np.mean(rewards))
+    return [reward - mean for reward in rewards], [True] * len(rewards)
+
+
+def fake_parts(checkpoints: Path, *, policy: FakePolicy | None = None, **replaced: Any) -> Parts:
+    """A working set of fakes that share one policy; `replaced` puts other parts in place of some."""
+    policy = policy or FakePolicy()
+    engine = replaced.get("engine") or FakeEngine(policy)
+    parts: Mapping[str, Any] = {
+        "task": FakeTask(policy.vocabulary),
+        "engine": engine,
+        "eval_engine": engine,
+        "trainer": FakeTrainer(policy),
+        "sync": FakeSync(engine),
+        "scorer": FakeScorer(),
+        "advantages": centred,
+        "loss": lambda batch: None,
+        "checkpoints": FakeCheckpoints(checkpoints),
+    }
+    return Parts(**{**parts, **replaced})
