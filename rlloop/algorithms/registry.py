@@ -109,14 +109,15 @@ def _get(kind: str, registry: Mapping[str, Callable[..., Any]], name: str, args:
     if name not in registry:
         raise ConfigError(f"there is no {kind} {name!r}; there are {', '.join(registry)}")
     function = registry[name]
-    allowed = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    parameters = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
     hints = get_type_hints(function)
     for key, value in args.items():
-        if key not in allowed:
-            raise ConfigError(f"{kind} {name} has no argument {key!r}; it has {', '.join(allowed) or 'none'}")
+        if key not in parameters:
+            raise ConfigError(f"{kind} {name} has no argument {key!r}; it has {', '.join(parameters) or 'none'}")
         _check(f"{kind} {name}: {key}", key, value, hints[key])
-    if args.get("low", 0) >= args.get("high", math.inf):
-        raise ConfigError(f"{kind} {name}: low ({args['low']}) must be below high ({args['high']})")
+    given = {n: p.default for n, p in parameters.items()} | args
+    if {"low", "high"} <= given.keys() and given["low"] >= given["high"]:
+        raise ConfigError(f"{kind} {name}: low ({given['low']}) must be below high ({given['high']})")
     return partial(function, **args)
 
 

@@ -1,0 +1,171 @@
+"""Names, arguments and their refusals; the config group."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+from batches import random_batch
+from omegaconf import OmegaConf
+
+import rlloop.algorithms
+from rlloop.algorithms import advantages_for, get_advantage, get_correction, get_loss, loss_for
+from rlloop.algorithms.advantages import ADVANTAGES
+from rlloop.algorithms.corrections import CORRECTIONS
+from rlloop.algorithms.losses import LOSSES
+from rlloop.algorithms.presets import PRESETS
+from rlloop.config import AlgorithmConfig, Anchor
+from rlloop.errors import ConfigError
+
+
+def preset(name: str, *overrides: str, max_tokens: int = 100) -> AlgorithmConfig:
+    """As Hydra composes it: a structured node under a root, with overrides."""
+    root = OmegaConf.create({"rollout": {"max_tokens": max_tokens}, "algorithm": OmegaConf.structured(PRESETS[name])})
+    root = OmegaConf.merge(root, OmegaConf.from_dotlist(list(overrides)))
+    config = OmegaConf.to_object(root)["algorithm"]
+    assert isinstance(config, AlgorithmConfig)
+    return config
+
+
+def test_usual_names_import():
+    from rlloop.algorithms import cispo, dapo, grpo, gspo
+
+    assert [f.__name__ for f in (grpo, dapo, gspo, cispo)] == ["grpo", "dapo", "gspo", "cispo"]
+    assert all(getattr(rlloop.algorithms, name) for name in rlloop.algorithms.__all__)
+    assert {*LOSSES, *ADVANTAGES, *CORRECTIONS} <= set(rlloop.algorithms.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'gpro'"):
+        rlloop.algorithms.gpro  # noqa: B018
+
+
+def test_presets_import_no_torch():
+    code = "import sys, rlloop.algorithms.presets; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_arguments_reach_the_loss():
+    batch = random_batch()
+    assert get_loss("dapo")(batch).loss.item() != get_loss("dapo", clip_high=0.01)(batch).loss.item()
+    assert get_advantage("group_norm", eps=1.0)([1.0, -1.0], [0, 0])[0] == pytest.approx(1 / (2**0.5 + 1))
+
+
+@pytest.mark.parametrize(
+    ("get", "name", "args", "message"),
+    [
+        (get_loss, "gpro", {}, "no loss 'gpro'; there are grpo, dr_grpo, dapo"),
+        (get_advantage, "std", {}, "no advantage 'std'; there are group_norm, group_mean"),
+        (get_loss, "grpo", {"clip": 0.2}, "loss grpo has no argument 'clip'; it has clip_low, clip_high"),
+        (get_loss, "sft", {"kl_coef": 0.2}, "loss sft has no argument 'kl_coef'; it has none"),
+        (get_loss, "grpo", {"clip_low": -0.2}, "clip_low is -0.2; it must be a number from 0 to 1"),
+        (get_loss, "grpo", {"clip_low": "0.2"}, "clip_low is '0.2'; it must be a number"),
+        (get_loss, "grpo", {"clip_low": True}, "clip_low is True"),
+        (get_loss, "grpo", {"clip_high": float("nan")}, "clip_high is nan"),
+        (get_loss, "grpo", {"kl": "k4"}, "kl is 'k4'; it must be one of k1, k2, k3"),
+        (get_loss, "dapo", {"dual_clip": 0.5}, "dual_clip is 0.5; it must be a number above 1, or null"),
+        (get_loss, "dr_grpo", {"max_tokens": 2.5}, "max_tokens is 2.5; it must be a whole number"),
+        (get_loss, "dr_grpo", {"max_tokens": 0}, "max_tokens is 0"),
+        (get_loss, "dro", {"level": "geometric"}, "level is 'geometric'; it must be one of sequence, token"),
+        (get_advantage, "group_norm", {"eps": -1}, "eps is -1"),
+        (get_advantage, "group_mean", {"eps": 0.1}, "advantage group_mean has no argument 'eps'; it has none"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(get, name, args, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        get(name, **args)
+
+
+@pytest.mark.parametrize(
+    ("corrections", "message"),
+    [
+        ({"tiss": {}}, "no correction 'tiss'; there are tis, clip, mis"),
+        ({"tis": {"caps": 2}}, "correction tis has no argument 'caps'; it has level, cap"),
+        ({"tis": {"cap": 0}}, "cap is 0; it must be a number above 0"),
+        ({"mask": {"low": 2.0, "high": 1.0}}, r"low \(2.0\) must be below high \(1.0\)"),
+        ({"icepop": {"low": 7.0}}, r"low \(7.0\) must be below high \(5.0\)"),
+        ({"tis": {}, "icepop": {}}, "tis and icepop both weigh tokens"),
+        ({}, "no correction is named"),
+    ],
+)
+def test_corrections_that_cannot_work_are_refused(corrections, message):
+    with pytest.raises(ConfigError, match=message):
+        get_correction(corrections)
+
+
+def test_a_correction_without_arguments_may_be_null():
+    batch = random_batch().unmasked()
+    assert get_correction({"icepop": None})(batch).weights.equal(get_correction({"icepop": {}})(batch).weights)
+
+
+def test_a_dual_clip_of_none_is_allowed():
+    get_loss("dapo", dual_clip=None)
+    get_loss("dapo", dual_clip=3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_the_documented_defaults(name):
+    config = preset(name)
+    for kind, registry in (("loss", LOSSES), ("advantage", ADVANTAGES)):
+        function, args = registry[getattr(config, kind)], getattr(config, f"{kind}_args")
+        parameters = inspect.signature(function).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        if name == "dr_grpo" and kind == "loss":
+            assert args.pop("max_tokens") == 100  # rollout.max_tokens
+            del defaults["max_tokens"]
+        assert args == defaults
+    batch = random_batch()
+    loss_for(config)(batch).loss.backward()
+    assert batch.logprobs.grad is not None
+    assert batch.logprobs.grad.any()
+
+
+def test_presets_cover_every_loss_but_the_supervised_one():
+    assert set(PRESETS) == set(LOSSES) - {"sft"}
+
+
+def test_configured_correction():
+    batch = random_batch()
+    config = preset("grpo", "algorithm.correction.icepop.low=0.9", "algorithm.correction.veto={}")
+    metrics = loss_for(config)(batch).metrics
+    assert {"is/masked", "is/ess", "is/ratio_mean"} <= metrics.keys()
+    assert (
+        metrics["is/masked"].value
+        > loss_for(preset("grpo", "algorithm.correction.icepop={}"))(batch).metrics["is/masked"].value
+    )
+
+
+def test_ratio_statistics_need_the_trainers_logprobs():
+    batch = random_batch()
+    assert "is/ess" in loss_for(preset("grpo"))(batch).metrics
+    assert "is/ess" not in loss_for(preset("grpo", "algorithm.anchor=rollout"))(batch).metrics
+
+
+def test_a_correction_anchored_at_the_rollout_is_refused():
+    config = AlgorithmConfig(loss="grpo", advantage="group_norm", anchor=Anchor.rollout, correction={"tis": {}})
+    with pytest.raises(ConfigError, match=r"algorithm\.anchor=trainer"):
+        loss_for(config)
+
+
+def test_weighing_an_importance_sampled_loss_is_refused():
+    config = AlgorithmConfig(loss="importance_sampling", advantage="group_norm", correction={"tis": {}})
+    with pytest.raises(ConfigError, match="already weighs by the ratio"):
+        loss_for(config)
+    loss_for(AlgorithmConfig(loss="importance_sampling", advantage="group_norm", correction={"veto": {}}))
+
+
+def test_from_rewards_to_advantages():
+    """Dynamic sampling looks at rewards before the length penalty, advantages after it."""
+    config = preset("dapo", "algorithm.overlong_buffer=50", "algorithm.advantage=group_mean")
+    config.advantage_args = {}
+    estimate = advantages_for(config, max_tokens=100)
+    advantages, keep = estimate([1.0, 1.0, 1.0, 0.0], [0, 0, 1, 1], [10, 100, 75, 20])
+    assert keep.tolist() == [False, False, True, True]
+    assert advantages.tolist() == [0.5, -0.5, 0.25, -0.25]  # rewards 1, 0, 0.5, 0
+
+    plain = advantages_for(preset("dr_grpo"), max_tokens=100)
+    advantages, keep = plain([1.0, 1.0, 1.0, 0.0], [0, 0, 1, 1], [10, 100, 75, 20])
+    assert keep.all()
+    assert advantages.tolist() == [0.0, 0.0, 0.5, -0.5]
+
+
+def test_an_overlong_buffer_beyond_the_budget_is_refused_before_any_work():
+    with pytest.raises(ConfigError, match="overlong buffer is 500"):
+        advantages_for(preset("grpo", "algorithm.overlong_buffer=500"), max_tokens=100)
