@@ -1,0 +1,7 @@
+"""The update: masters, batches under a token budget, schedules, checkpoints."""
+
+from rlloop.trainer.batching import TrainSequence
+from rlloop.trainer.checkpoint import Checkpoint, CheckpointStore
+from rlloop.trainer.trainer import Trainer, UpdateResult
+
+__all__ = ["Checkpoint", "CheckpointStore", "TrainSequence", "Trainer", "UpdateResult"]

@@ -4,7 +4,7 @@
     checkpoints/step_40/...                whatever the writers put there
     checkpoints/tmp_...                    left by a killed process; the next save removes it
 
-A kill at any moment leaves each `step_N` either whole or not there, and what storage damages later shows in the digests.
+A kill at any moment leaves each `step_N` whole or not there; what storage damages later shows in the digests.
 """
 
 from __future__ import annotations

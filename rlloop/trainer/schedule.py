@@ -11,7 +11,7 @@ def learning_rate(update: int, config: TrainerConfig) -> float:
     """The rate of update `update` (from 0) of `num_steps * num_minibatches`.
 
     It climbs linearly over the first `warmup_steps` updates, the last of which already has the full rate. Then it stays
-    (`constant`), or falls to 0 (`linear`, `cosine`), which it would reach one update after the last: no update is wasted.
+    (`constant`), or falls (`linear`, `cosine`) to 0, which it would reach one update after the last: none is wasted.
     """
     if update < config.warmup_steps:
         return config.lr * (update + 1) / config.warmup_steps

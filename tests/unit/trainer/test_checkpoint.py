@@ -95,7 +95,10 @@ def test_a_kill_while_pruning_leaves_whole_folders(tmp_path: Path, monkeypatch) 
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda folder: (folder / "weights.bin").write_bytes(bytes([2]) * 999 + b"\x03"), "weights.bin is not what was"),
+        (
+            lambda folder: (folder / "weights.bin").write_bytes(bytes([2]) * 999 + b"\x03"),
+            "weights.bin is not what was",
+        ),
         (lambda folder: (folder / "sub" / "state.json").unlink(), "sub/state.json is missing"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json is not readable"),

@@ -1,0 +1,167 @@
+"""From samples to micro-batches: whole sequences laid end to end under a token budget, nothing padded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlloop.algorithms import LossBatch
+from rlloop.errors import ConfigError
+from rlloop.models.scoring import ScoreRow
+from rlloop.types import Sample, SamplingParams
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """Tokens, and which of them are learned from. P of them are predicted: scored, and trained where `mask` says so.
+
+    Example: `TrainSequence.supervised([4, 6, 8, 23], [5, 9, 2])` for a demonstration.
+    """
+
+    token_ids: list[int]  # the whole sequence: prompt, completion, and in time further turns
+    predict: Sequence[int]  # [P] ascending positions, 1 or more: the token there is predicted from those before it
+    advantages: np.ndarray  # [P] float32
+    rollout_logprobs: np.ndarray | None = None  # [P] float32, as the engine sampled; None: not from an engine
+    sampling: SamplingParams | None = None  # the distribution to score under; None: temperature 1, nothing truncated
+    mask: np.ndarray | None = None  # [P] bool; False: scored, compared and recorded, but not trained. None: all trained
+
+    @classmethod
+    def of_sample(cls, sample: Sample) -> TrainSequence:
+        """A completion: its tokens are predicted, each with the sample's advantage."""
+        made = sample.completion
+        prompt, count = len(made.prompt_ids), len(made.token_ids)
+        return cls(
+            token_ids=made.prompt_ids + made.token_ids,
+            predict=range(prompt, prompt + count),
+            advantages=np.full(count, sample.advantage, np.float32),
+            rollout_logprobs=made.logprobs,
+            sampling=made.sampling,
+        )
+
+    @classmethod
+    def supervised(cls, prompt_ids: list[int], target_ids: list[int]) -> TrainSequence:
+        """A demonstration: its target tokens are to become likely. For the `sft` loss."""
+        prompt, count = len(prompt_ids), len(target_ids)
+        return cls(
+            token_ids=prompt_ids + target_ids,
+            predict=range(prompt, prompt + count),
+            advantages=np.ones(count, np.float32),
+        )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The sequences and the flat predicted tokens of one forward and backward, as ranges of the step's."""
+
+    sequences: slice
+    tokens: slice
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """All sequences of one `forward_backward`, flat: N predicted tokens in batch order, cut into micro-batches.
+
+    The denominators are those of the whole step, so neither the loss nor its gradient knows how it was cut.
+    """
+
+    rows: list[ScoreRow]
+    micro_batches: list[MicroBatch]
+    counts: list[int]  # predicted tokens of each sequence
+    sequence: Tensor  # [N] int64
+    advantages: Tensor  # [N] float32
+    rollout_logprobs: Tensor | None  # [N] float32
+    old_logprobs: Tensor | None  # [N] float32
+    mask: Tensor  # [N] bool
+    total_tokens: int  # trained tokens: those that `mask` keeps
+    total_sequences: int  # sequences with at least one trained token
+
+    def loss_batch(self, part: MicroBatch, logprobs: Tensor, entropy: Tensor, ref: Tensor | None) -> LossBatch:
+        """What a loss sees of one micro-batch. logprobs, entropy, ref: [n], of its tokens.
+
+        Without given old logprobs, this very forward is the old policy (ratios are 1); without an engine's, as for
+        demonstrations, it stands in for the rollout too.
+        """
+        old, rollout = self.old_logprobs, self.rollout_logprobs
+        here = logprobs.detach()
+        return LossBatch(
+            logprobs=logprobs,
+            entropy=entropy,
+            old_logprobs=here if old is None else old[part.tokens],
+            rollout_logprobs=here if rollout is None else rollout[part.tokens],
+            ref_logprobs=ref,
+            advantages=self.advantages[part.tokens],
+            sequence=self.sequence[part.tokens] - part.sequences.start,
+            mask=self.mask[part.tokens],
+            total_tokens=self.total_tokens,
+            total_sequences=self.total_sequences,
+        )
+
+    @property
+    def whole(self) -> MicroBatch:
+        return MicroBatch(slice(0, len(self.rows)), slice(0, sum(self.counts)))
+
+    def split(self, flat: Tensor) -> list[np.ndarray]:
+        """[N] -> one [P] float32 array a sequence."""
+        return [part.numpy() for part in flat.detach().cpu().split(self.counts)]
+
+
+def make_step_batch(
+    batch: Sequence[Sample | TrainSequence],
+    *,
+    max_batch_tokens: int,
+    old_logprobs: Sequence[np.ndarray] | None = None,
+    device: torch.device | str = "cpu",
+) -> StepBatch:
+    """Flatten a batch. Refuses, by name, what cannot be trained: no token, or one sequence above the budget."""
+    sequences = [item if isinstance(item, TrainSequence) else TrainSequence.of_sample(item) for item in batch]
+    counts = [len(item.predict) for item in sequences]
+    masks = [np.ones(n, bool) if item.mask is None else item.mask for item, n in zip(sequences, counts, strict=True)]
+    kept = [int(mask.sum()) for mask in masks]
+    if sum(kept) == 0:
+        raise ConfigError(f"a batch of {len(sequences)} sequences has no token to train; skip the update instead")
+    known = [item.rollout_logprobs for item in sequences if item.rollout_logprobs is not None]
+    if known and len(known) < len(sequences):
+        raise ConfigError(
+            f"{len(known)} of {len(sequences)} sequences carry rollout logprobs; give all of them or none in one batch"
+        )
+
+    def flat(parts: Sequence[np.ndarray] | None) -> Tensor | None:
+        return torch.from_numpy(np.concatenate(parts).astype(np.float32, copy=False)).to(device) if parts else None
+
+    advantages = flat([item.advantages for item in sequences])
+    assert advantages is not None
+    return StepBatch(
+        rows=[ScoreRow(item.token_ids, item.predict, item.sampling) for item in sequences],
+        micro_batches=_cut([len(item.token_ids) for item in sequences], counts, max_batch_tokens),
+        counts=counts,
+        sequence=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device),
+        advantages=advantages,
+        rollout_logprobs=flat(known),
+        old_logprobs=flat(old_logprobs),
+        mask=torch.from_numpy(np.concatenate(masks)).to(device),
+        total_tokens=sum(kept),
+        total_sequences=sum(count > 0 for count in kept),
+    )
+
+
+def _cut(lengths: list[int], counts: list[int], budget: int) -> list[MicroBatch]:
+    """Fill each micro-batch in batch order up to `budget` tokens: nothing but the lengths decides."""
+    if max(lengths) > budget:
+        raise ConfigError(
+            f"trainer.max_batch_tokens is {budget}, and a sequence of {max(lengths)} tokens does not fit; "
+            f"set it to at least {max(lengths)}, or make prompts or rollout.max_tokens shorter"
+        )
+    cuts, filled = [0], 0
+    for index, length in enumerate(lengths):
+        if filled + length > budget:
+            cuts.append(index)
+            filled = 0
+        filled += length
+    cuts.append(len(lengths))
+    offset = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    return [MicroBatch(slice(a, b), slice(offset[a], offset[b])) for a, b in pairwise(cuts)]

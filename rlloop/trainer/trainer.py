@@ -1,0 +1,223 @@
+"""The update, as verbs: `forward_backward(batch, loss)`, `optim_step()`, `save(folder)`, `restore(folder)`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from rlloop.algorithms import Loss, LossOutput
+from rlloop.config import TrainerConfig
+from rlloop.errors import ConfigError, RunError
+from rlloop.metrics import Reduction, Sum, merge
+from rlloop.models import Model, save_model
+from rlloop.models.scoring import score
+from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
+from rlloop.trainer.masters import Masters
+from rlloop.trainer.schedule import learning_rate
+from rlloop.types import Sample
+
+Batch = Sequence[Sample | TrainSequence]
+
+OPTIMIZER, STATE, FORMAT = "optimizer.safetensors", "trainer.json", 1
+ADAM = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one tensor
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one `forward_backward` saw."""
+
+    logprobs: list[np.ndarray]  # [P] float32 a sequence, in batch order: recomputed before the update
+    metrics: dict[str, Reduction]  # the loss's own and `loss/total`, over the whole step
+    tokens: int  # trained
+    sequences: int  # with at least one trained token
+    forward_tokens: int  # of all sequences, prompts included
+    micro_batches: int
+
+
+class Trainer:
+    """Owns the masters of `model`, whose parameters (the compute copy) an engine may share.
+
+    A gradient is a function of the batch alone: the denominators are those of the whole `forward_backward`, so
+    `max_batch_tokens` changes memory and speed, and of the gradient no more than the order of float32 sums.
+    Gradients of several `forward_backward` calls add up until `optim_step`, each under its own denominators.
+    """
+
+    def __init__(self, model: Model, config: TrainerConfig, *, reference: Model | None = None) -> None:
+        """`reference`, for losses with a KL term to it, is only scored; its weights are its own."""
+        self.model = model
+        self.config = config
+        self.reference = reference
+        self.updates = 0  # optimizer steps taken or refused
+        self._masters = Masters(model)
+        self._optimizer = _adamw(self._masters.tensors, config)
+        self._has_gradient = False
+
+    @property
+    def masters(self) -> Mapping[str, torch.nn.Parameter]:
+        """The weights that learn, float32, by Hugging Face name."""
+        return self._masters.tensors
+
+    def load_masters(self, state: Mapping[str, Tensor]) -> None:
+        """Start from other weights of these names and shapes.
+
+        For low-precision compute, where the masters would begin at the rounded weights that `model` was loaded with:
+        `trainer.load_masters(load_model(path).state_dict())` gives them the checkpoint's own float32 ones.
+        """
+        self._masters.load(state)
+
+    def logprobs(self, batch: Batch) -> list[np.ndarray]:
+        """[P] float32 a sequence, without learning: the bits that `forward_backward` would report now."""
+        step = self._flatten(batch)
+        return step.split(_score(self.model, step, step.micro_batches)[0])
+
+    def forward_backward(
+        self, batch: Batch, loss: Loss, *, old_logprobs: Sequence[np.ndarray] | None = None
+    ) -> UpdateResult:
+        """One forward and one backward a micro-batch, the loss computed with the logprobs of that same forward.
+
+        `old_logprobs`, [P] a sequence, anchor the policy ratio; None: this very forward's, so that it starts at 1.
+        """
+        step = self._flatten(batch, old_logprobs)
+        self._begin()
+        scored, metrics = [], []
+        for part in step.micro_batches:
+            logprobs, entropy = score(self.model, step.rows[part.sequences])
+            out = loss(step.loss_batch(part, logprobs, entropy, self._reference_logprobs(step, [part])))
+            out.loss.backward()
+            self._masters.collect()
+            scored.append(logprobs.detach())
+            metrics.append(_metrics(out))
+        return _result(step, torch.cat(scored), merge(metrics))
+
+    def forward_backward_custom(
+        self, batch: Batch, fn: Loss, *, old_logprobs: Sequence[np.ndarray] | None = None
+    ) -> UpdateResult:
+        """The same for any Python function of the whole step's logprobs, at the price of a second forward.
+
+        `fn` sees one `LossBatch` with every token of the step, however many micro-batches that is, so it may do what a
+        micro-batch's loss cannot: rank all sequences, say. A pass without a graph scores the tokens; the gradient of
+        `fn` by each logprob (and entropy) is what a second, differentiable pass is weighted with:
+        d loss / d theta = sum over tokens of (d loss / d logprob) (d logprob / d theta).
+        """
+        step = self._flatten(batch, old_logprobs)
+        self._begin()
+        leaves = [flat.requires_grad_() for flat in _score(self.model, step, step.micro_batches)]
+        out = fn(step.loss_batch(step.whole, *leaves, self._reference_logprobs(step, step.micro_batches)))
+        out.loss.backward()
+        for part in step.micro_batches:
+            again = score(self.model, step.rows[part.sequences])
+            used = [(output, leaf.grad) for output, leaf in zip(again, leaves, strict=True) if leaf.grad is not None]
+            torch.autograd.backward([output for output, _ in used], [grad[part.tokens] for _, grad in used])
+            self._masters.collect()
+        return _result(step, leaves[0], _metrics(out))
+
+    def optim_step(self) -> dict[str, float]:
+        """Clip, update the masters, and round them into the live parameters.
+
+        Returns `loss/grad_norm` (before clipping), `trainer/lr` and `trainer/refused`: 1 where the norm was not finite.
+        Then weights and optimizer stay as they were and the gradient is dropped; the schedule goes on.
+        """
+        if not self._has_gradient:
+            raise ConfigError("optim_step has no gradient to apply; call forward_backward first")
+        gradients = [tensor.grad for tensor in self.masters.values() if tensor.grad is not None]
+        norm = get_total_norm(gradients)
+        finite = math.isfinite(norm)
+        lr = learning_rate(self.updates, self.config)
+        if finite:
+            if self.config.grad_clip > 0:
+                clip_grads_with_norm_(self.masters.values(), self.config.grad_clip, norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self._masters.publish()
+        self._masters.zero_grad()
+        self._has_gradient = False
+        self.updates += 1
+        return {"loss/grad_norm": float(norm), "trainer/lr": lr, "trainer/refused": float(not finite)}
+
+    def save(self, folder: Path) -> None:
+        """Masters as a Hugging Face folder that `load_model` and others read, and beside them what training needs."""
+        save_model({name: tensor.detach() for name, tensor in self.masters.items()}, folder, self.model.source_path)
+        optimizer = {
+            f"{key}.{name}": self._optimizer.state[tensor][key].cpu()
+            for name, tensor in self.masters.items()
+            for key in ADAM
+        }
+        save_file(optimizer, folder / OPTIMIZER)
+        (folder / STATE).write_text(json.dumps({"format": FORMAT, "updates": self.updates}, indent=1) + "\n")
+
+    def restore(self, folder: Path) -> None:
+        """Go on from what `save` wrote, bit for bit. An engine that shares the parameters has the weights at once."""
+        state = json.loads((folder / STATE).read_text())
+        if state["format"] != FORMAT:
+            raise RunError(f"{folder / STATE} has format {state['format']}; this version reads {FORMAT}")
+        self._masters.load(load_file(folder / "model.safetensors"))
+        optimizer = load_file(folder / OPTIMIZER)
+        for name, tensor in self.masters.items():
+            for key in ADAM:
+                self._optimizer.state[tensor][key].copy_(optimizer[f"{key}.{name}"])
+        self._masters.zero_grad()
+        self._has_gradient = False
+        self.updates = state["updates"]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that decides the bits of the trainer's logprobs; equal to its engine's where they agree."""
+        return self.model.fingerprint()
+
+    def _flatten(self, batch: Batch, old_logprobs: Sequence[np.ndarray] | None = None) -> StepBatch:
+        budget, device = self.config.max_batch_tokens, self.model.head.device
+        return make_step_batch(batch, max_batch_tokens=budget, old_logprobs=old_logprobs, device=device)
+
+    def _begin(self) -> None:
+        if not self._has_gradient:
+            self._masters.zero_grad()  # whatever else was differentiated through the shared model is not ours
+        self._has_gradient = True
+
+    def _reference_logprobs(self, step: StepBatch, parts: Sequence[MicroBatch]) -> Tensor | None:
+        return None if self.reference is None else _score(self.reference, step, parts)[0]
+
+
+@torch.no_grad()
+def _score(model: Model, step: StepBatch, parts: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies of the predicted tokens of some micro-batches, without a graph."""
+    scored = [score(model, step.rows[part.sequences]) for part in parts]
+    return torch.cat([logprobs for logprobs, _ in scored]), torch.cat([entropy for _, entropy in scored])
+
+
+def _metrics(out: LossOutput) -> dict[str, Reduction]:
+    return {**out.metrics, "loss/total": Sum(out.loss.item())}
+
+
+def _result(step: StepBatch, logprobs: Tensor, metrics: dict[str, Reduction]) -> UpdateResult:
+    return UpdateResult(
+        logprobs=step.split(logprobs),
+        metrics=metrics,
+        tokens=step.total_tokens,
+        sequences=step.total_sequences,
+        forward_tokens=sum(len(row.token_ids) for row in step.rows),
+        micro_batches=len(step.micro_batches),
+    )
+
+
+def _adamw(masters: Mapping[str, torch.nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
+    """AdamW whose decay spares norms and biases, with its state in place from the start."""
+    groups = [
+        {"params": [tensor for tensor in masters.values() if tensor.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [tensor for tensor in masters.values() if tensor.ndim < 2], "weight_decay": 0.0},
+    ]
+    beta1, beta2 = config.betas
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+    for tensor in masters.values():
+        moments = {key: torch.zeros_like(tensor, requires_grad=False) for key in ADAM[1:]}
+        optimizer.state[tensor] = {"step": torch.zeros((), device=tensor.device), **moments}
+    return optimizer

@@ -1,0 +1,23 @@
+import numpy as np
+
+from rlloop.trainer import TrainSequence
+
+VOCAB = 61
+
+
+def make_batch(count: int = 9, seed: int = 0) -> list[TrainSequence]:
+    """Ragged sequences as an engine might have made them, each token with its own advantage and some masked."""
+    rng = np.random.default_rng(seed)
+    batch = []
+    for _ in range(count):
+        prompt, made = (int(n) for n in rng.integers(1, 12, 2))
+        batch.append(
+            TrainSequence(
+                token_ids=rng.integers(1, VOCAB, prompt + made).tolist(),
+                predict=range(prompt, prompt + made),
+                advantages=rng.normal(size=made).astype(np.float32),
+                rollout_logprobs=rng.normal(-4.0, 0.3, made).astype(np.float32),
+                mask=rng.random(made) < 0.8,
+            )
+        )
+    return batch

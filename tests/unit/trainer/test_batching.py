@@ -1,0 +1,85 @@
+import numpy as np
+import pytest
+import torch
+from sequences import make_batch
+
+from rlloop.errors import ConfigError
+from rlloop.trainer import TrainSequence
+from rlloop.trainer.batching import make_step_batch
+from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
+
+
+def sample(prompt: list[int], made: list[int], advantage: float) -> Sample:
+    sampling = SamplingParams(max_tokens=8, temperature=0.5, seed=1)
+    logprobs = -np.arange(1, len(made) + 1, dtype=np.float32)
+    completion = Completion(prompt, made, logprobs, logprobs, 0, "stop", sampling)
+    example = Example(id="e", prompt_ids=prompt, prompt="", data={})
+    return Sample("u", example, completion, "", RewardResult(0.0), group=0, advantage=advantage)
+
+
+def test_a_sample_becomes_a_sequence() -> None:
+    item = TrainSequence.of_sample(sample([5, 6], [7, 8, 9], 0.25))
+    assert item.token_ids == [5, 6, 7, 8, 9]
+    assert list(item.predict) == [2, 3, 4]
+    assert item.advantages.tolist() == [0.25] * 3
+    assert item.rollout_logprobs is not None
+    assert item.rollout_logprobs.tolist() == [-1.0, -2.0, -3.0]
+    assert item.sampling is not None
+    assert item.sampling.temperature == 0.5
+
+
+def test_micro_batches_hold_whole_sequences_in_order_under_the_budget() -> None:
+    batch = [sample([1] * prompt, [2] * made, 1.0) for prompt, made in [(2, 3), (4, 1), (1, 5), (3, 3), (1, 1)]]
+    step = make_step_batch(batch, max_batch_tokens=10)
+    assert [(part.sequences.start, part.sequences.stop) for part in step.micro_batches] == [(0, 2), (2, 3), (3, 5)]
+    assert [(part.tokens.start, part.tokens.stop) for part in step.micro_batches] == [(0, 4), (4, 9), (9, 13)]
+    assert step.sequence.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 3, 4]
+    part = step.micro_batches[2]
+    flat = torch.zeros(4)
+    seen = step.loss_batch(part, flat, flat, None)
+    assert seen.sequence.tolist() == [0, 0, 0, 1]
+    assert seen.rollout_logprobs.tolist() == [-1.0, -2.0, -3.0, -1.0]
+    assert (seen.total_tokens, seen.total_sequences) == (13, 5)
+
+
+def test_what_is_masked_is_not_counted() -> None:
+    batch = make_batch()
+    silent = TrainSequence([1, 2, 3], [1, 2], np.ones(2, np.float32), np.zeros(2, np.float32), mask=np.zeros(2, bool))
+    step = make_step_batch([*batch, silent], max_batch_tokens=1000)
+    masks = [item.mask for item in batch if item.mask is not None]
+    assert step.total_tokens == sum(int(mask.sum()) for mask in masks) == int(step.mask.sum())
+    assert step.total_sequences == sum(bool(mask.any()) for mask in masks)
+
+
+def test_split_undoes_the_flattening() -> None:
+    batch = make_batch()
+    step = make_step_batch(batch, max_batch_tokens=30)
+    assert step.rollout_logprobs is not None
+    for part, item in zip(step.split(step.rollout_logprobs), batch, strict=True):
+        assert (part == item.rollout_logprobs).all()
+
+
+def test_anchors() -> None:
+    here = torch.tensor([-1.0, -2.0], requires_grad=True)
+    unknown = make_step_batch([TrainSequence.supervised([1], [2, 3])], max_batch_tokens=9)
+    seen = unknown.loss_batch(unknown.whole, here, here, None)
+    assert torch.equal(seen.old_logprobs, here)
+    assert torch.equal(seen.rollout_logprobs, here)
+    assert not seen.old_logprobs.requires_grad
+    given = make_step_batch(
+        [sample([1], [2, 3], 1.0)], max_batch_tokens=9, old_logprobs=[np.array([-7.0, -8.0], np.float32)]
+    )
+    seen = given.loss_batch(given.whole, here, here, None)
+    assert seen.old_logprobs.tolist() == [-7.0, -8.0]
+    assert seen.rollout_logprobs.tolist() == [-1.0, -2.0]
+
+
+def test_what_cannot_be_trained_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"max_batch_tokens is 4, and a sequence of 5 tokens.*at least 5"):
+        make_step_batch([sample([1, 2], [3, 4, 5], 1.0)], max_batch_tokens=4)
+    with pytest.raises(ConfigError, match="no token to train"):
+        make_step_batch([TrainSequence([1, 2], [1], np.ones(1), mask=np.zeros(1, bool))], max_batch_tokens=4)
+    with pytest.raises(ConfigError, match="no token to train"):
+        make_step_batch([], max_batch_tokens=4)
+    with pytest.raises(ConfigError, match="1 of 2 sequences carry rollout logprobs"):
+        make_step_batch([sample([1], [2], 1.0), TrainSequence.supervised([1], [2])], max_batch_tokens=9)

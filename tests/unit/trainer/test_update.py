@@ -1,0 +1,359 @@
+"""The update on a small model: what it must equal, and what must not change it."""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sequences import make_batch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlloop.algorithms import LossBatch, LossOutput, get_loss
+from rlloop.config import Schedule, TrainerConfig
+from rlloop.errors import ConfigError, ModelError
+from rlloop.metrics import Mean
+from rlloop.models import load_model
+from rlloop.trainer import Trainer, TrainSequence
+from rlloop.types import SamplingParams
+
+
+def make_trainer(folder: Path, dtype: str = "float32", **settings) -> Trainer:
+    return Trainer(load_model(folder, dtype=dtype), TrainerConfig(**{"lr": 1e-2, **settings}))
+
+
+def gradients(trainer: Trainer) -> dict[str, Tensor]:
+    found = {name: tensor.grad for name, tensor in trainer.masters.items()}
+    return {name: grad.clone() for name, grad in found.items() if grad is not None}
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.masters.items()}
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name].view(torch.int32), b[name].view(torch.int32)) for name in a)
+
+
+def policy_gradient(batch: LossBatch) -> LossOutput:
+    kept = (batch.logprobs * batch.advantages)[batch.mask]
+    return LossOutput(-kept.sum() / batch.total_tokens, {"loss/policy": Mean(-kept.sum().item(), len(kept))})
+
+
+def test_gradient_and_updates_equal_a_plain_torch_loop(folder: Path) -> None:
+    trainer = make_trainer(folder, weight_decay=0.1, grad_clip=0.5, schedule=Schedule.linear, num_steps=4)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    matrices = [p for p in theirs.parameters() if p.ndim == 2]
+    vectors = [p for p in theirs.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    for step, lr in enumerate([1e-2, 7.5e-3, 5e-3]):
+        batch = make_batch(seed=step)
+        trained = sum(int(item.mask.sum()) for item in batch if item.mask is not None)
+        loss = torch.zeros(())
+        for item in batch:
+            logits = theirs(torch.tensor([item.token_ids])).logits[0]
+            at = torch.tensor(list(item.predict))
+            logprobs = logits.log_softmax(-1)[at - 1, torch.tensor(item.token_ids)[at]]
+            loss = loss - (logprobs * torch.tensor(item.advantages))[torch.tensor(item.mask)].sum() / trained
+        loss.backward()
+        result = trainer.forward_backward(batch, policy_gradient)
+        assert result.metrics["loss/total"].value == pytest.approx(loss.item(), abs=1e-6)
+        if step == 0:
+            for name, parameter in theirs.named_parameters():
+                torch.testing.assert_close(gradients(trainer)[name], parameter.grad, atol=1e-6, rtol=1e-4)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics = trainer.optim_step()
+        assert metrics == {
+            "loss/grad_norm": pytest.approx(norm.item(), rel=1e-4),
+            "trainer/lr": lr,
+            "trainer/refused": 0.0,
+        }
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(trainer.masters[name].detach(), parameter.detach(), atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo", "sft"])
+def test_packing_changes_neither_logprobs_nor_gradient(folder: Path, loss: str) -> None:
+    batch = make_batch()
+    results = []
+    for budget in (10_000, 60, 25):
+        trainer = make_trainer(folder, max_batch_tokens=budget)
+        results.append((trainer.forward_backward(batch, get_loss(loss)), gradients(trainer)))
+    (whole, grads), *others = results
+    assert [result.micro_batches for result, _ in results] == [1, 3, 9]
+    for result, other in others:
+        assert all(
+            (a.view(np.int32) == b.view(np.int32)).all() for a, b in zip(whole.logprobs, result.logprobs, strict=True)
+        )
+        for name, metric in whole.metrics.items():
+            assert result.metrics[name].value == pytest.approx(metric.value, rel=1e-6, abs=1e-9)
+        for name, grad in grads.items():
+            assert float(grad.abs().max()) > 0
+            torch.testing.assert_close(other[name], grad, atol=1e-7, rtol=1e-5)
+
+
+def test_the_same_update_twice_is_the_same_bits(folder: Path) -> None:
+    def run() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        trainer = make_trainer(folder, max_batch_tokens=60)
+        for step in range(3):
+            trainer.forward_backward(make_batch(seed=step), get_loss("grpo"))
+            before = gradients(trainer)
+            trainer.optim_step()
+        return before, weights(trainer)
+
+    (grads, masters), (grads_again, masters_again) = run(), run()
+    assert same_bits(grads, grads_again)
+    assert same_bits(masters, masters_again)
+    assert not same_bits(masters, weights(make_trainer(folder)))
+
+
+def test_a_loss_sees_the_totals_of_the_whole_step(folder: Path) -> None:
+    seen: list[LossBatch] = []
+
+    def spy(batch: LossBatch) -> LossOutput:
+        seen.append(batch)
+        return policy_gradient(batch)
+
+    batch = make_batch()
+    result = make_trainer(folder, max_batch_tokens=25).forward_backward(batch, spy)
+    masks = [item.mask for item in batch if item.mask is not None]
+    trained = sum(int(mask.sum()) for mask in masks)
+    assert sum(not mask.any() for mask in masks) == 1  # a sequence without a trained token does not count
+    assert {(part.total_tokens, part.total_sequences) for part in seen} == {(trained, 8)}
+    assert (result.tokens, result.sequences) == (trained, 8)
+    assert result.forward_tokens == sum(len(item.token_ids) for item in batch)
+    assert sum(int(part.mask.sum()) for part in seen) == trained
+    assert all(torch.equal(part.old_logprobs, part.logprobs) for part in seen)
+
+
+@pytest.mark.parametrize("budget", [10_000, 25])
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "sft"])
+def test_custom_equals_fused(folder: Path, loss: str, budget: int) -> None:
+    batch = make_batch()
+    old = [item.rollout_logprobs for item in batch if item.rollout_logprobs is not None]
+    fused, custom = (make_trainer(folder, max_batch_tokens=budget) for _ in range(2))
+    first = fused.forward_backward(batch, get_loss(loss), old_logprobs=old)
+    second = custom.forward_backward_custom(batch, get_loss(loss), old_logprobs=old)
+    assert all((a == b).all() for a, b in zip(first.logprobs, second.logprobs, strict=True))
+    assert same_bits(gradients(fused), gradients(custom))
+    assert first.metrics["loss/total"].value == pytest.approx(second.metrics["loss/total"].value, rel=1e-9)
+
+
+def test_custom_takes_any_function_of_all_logprobs_and_entropies(folder: Path) -> None:
+    batch = make_batch()
+
+    def pairwise(seen: LossBatch) -> LossOutput:  # a preference between neighbours: no micro-batch could compute it
+        scores = seen.sequence_sum(seen.logprobs.double()) + seen.sequence_sum(seen.entropy.double())
+        return LossOutput(-torch.nn.functional.logsigmoid(scores[:-1] - scores[1:]).mean(), {})
+
+    batch = [dataclasses.replace(item, mask=None) for item in batch]
+    whole, cut = make_trainer(folder), make_trainer(folder, max_batch_tokens=25)
+    fused = whole.forward_backward(batch, pairwise)
+    custom = cut.forward_backward_custom(batch, pairwise)
+    assert custom.micro_batches > fused.micro_batches == 1
+    for name, grad in gradients(whole).items():
+        torch.testing.assert_close(gradients(cut)[name], grad, atol=1e-6, rtol=1e-4)
+
+
+def test_logprobs_are_those_of_the_update_and_leave_no_gradient(folder: Path) -> None:
+    batch = [
+        dataclasses.replace(item, sampling=SamplingParams(max_tokens=20, temperature=0.7)) for item in make_batch()
+    ]
+    trainer = make_trainer(folder, max_batch_tokens=60)
+    before = trainer.logprobs(batch)
+    assert not gradients(trainer)
+    after = trainer.forward_backward(batch, policy_gradient).logprobs
+    assert all(a.dtype == np.float32 and (a == b).all() for a, b in zip(before, after, strict=True))
+    plain = trainer.logprobs(make_batch())
+    assert not any((a == b).all() for a, b in zip(before, plain, strict=True))  # the temperature is in them
+
+
+def test_clipping_scales_the_gradient_and_reports_the_norm_before(folder: Path) -> None:
+    norms, moments = [], []
+    for clip in (0.0, 0.05):
+        trainer = make_trainer(folder, grad_clip=clip, betas=(0.0, 0.0))
+        trainer.forward_backward(make_batch(), policy_gradient)
+        norms.append(trainer.optim_step()["loss/grad_norm"])
+        moments.append(torch.cat([trainer._optimizer.state[p]["exp_avg"].flatten() for p in trainer.masters.values()]))
+    assert norms[0] == norms[1] > 0.05
+    assert moments[0].norm().item() == pytest.approx(norms[0], rel=1e-5)
+    assert moments[1].norm().item() == pytest.approx(0.05, rel=1e-4)
+
+
+def test_decay_spares_norms(folder: Path) -> None:
+    trainer = make_trainer(folder, weight_decay=0.5, lr=0.1)
+    before = weights(trainer)
+    trainer.forward_backward(make_batch(), lambda batch: LossOutput(0.0 * batch.logprobs.sum(), {}))
+    trainer.optim_step()
+    for name, tensor in weights(trainer).items():
+        factor = 0.95 if tensor.ndim == 2 else 1.0
+        torch.testing.assert_close(tensor, before[name] * factor)
+
+
+def test_a_tied_weight_is_one_master(folder: Path) -> None:
+    trainer = make_trainer(folder)
+    assert "lm_head.weight" not in trainer.masters
+    assert trainer.masters["model.embed_tokens.weight"] is trainer.model.head
+
+
+def test_a_gradient_that_is_not_finite_is_refused(folder: Path) -> None:
+    trainer = make_trainer(folder)
+    trainer.forward_backward(make_batch(), policy_gradient)
+    trainer.optim_step()
+    before, moments = weights(trainer), [s["exp_avg"].clone() for s in trainer._optimizer.state.values()]
+    trainer.forward_backward(make_batch(), lambda batch: LossOutput(batch.logprobs.sum() * torch.inf, {}))
+    metrics = trainer.optim_step()
+    assert metrics["trainer/refused"] == 1.0
+    assert not np.isfinite(metrics["loss/grad_norm"])
+    assert same_bits(before, weights(trainer))
+    assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(moments, trainer._optimizer.state.values(), strict=True))
+    trainer.forward_backward(make_batch(), policy_gradient)
+    assert trainer.optim_step()["trainer/refused"] == 0.0
+    assert not same_bits(before, weights(trainer))
+
+
+def test_low_precision_rounds_the_masters_once_and_loses_no_small_update(folder: Path) -> None:
+    trainer = make_trainer(folder, "bfloat16", lr=1e-5)
+    live = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    places = {name: parameter.data_ptr() for name, parameter in trainer.model.named_parameters()}
+    start = weights(trainer)
+    for _ in range(4):
+        trainer.forward_backward(make_batch(), policy_gradient)
+        assert all(grad.dtype == torch.float32 for grad in gradients(trainer).values())
+        trainer.optim_step()
+    for name, parameter in trainer.model.named_parameters():
+        master = trainer.masters[name]
+        assert master.dtype == torch.float32
+        assert parameter.dtype == torch.bfloat16
+        assert parameter.data_ptr() == places[name]  # in place: an engine sees it
+        assert torch.equal(parameter, master.detach().bfloat16())
+        assert not torch.equal(master.detach(), start[name])
+    norm = "model.norm.weight"  # around 1, where a bfloat16 step is 2^-7: four updates of 1e-5 vanish in it
+    assert torch.equal(trainer.model.get_parameter(norm), live[norm])
+
+
+def test_micro_batch_gradients_add_up_in_float32(folder: Path) -> None:
+    batch = make_batch()
+    trainer = make_trainer(folder, "bfloat16", max_batch_tokens=25)
+    trainer.forward_backward(batch, policy_gradient)
+    total = sum(int(item.mask.sum()) for item in batch if item.mask is not None)
+    alone: dict[str, Tensor] = {}
+    for item in (item for item in batch if item.mask is not None and item.mask.any()):
+        single = make_trainer(folder, "bfloat16")
+        single.forward_backward([item], lambda seen: policy_gradient(dataclasses.replace(seen, total_tokens=total)))
+        for name, grad in gradients(single).items():
+            alone[name] = alone[name] + grad if name in alone else grad
+    assert same_bits(gradients(trainer), alone)
+
+
+def test_full_precision_masters_for_a_rounded_model(folder: Path) -> None:
+    trainer = make_trainer(folder, "bfloat16")
+    exact = dict(load_model(folder).named_parameters())
+    trainer.load_masters(exact)
+    assert all(torch.equal(trainer.masters[name], tensor) for name, tensor in exact.items())
+    assert all(torch.equal(live, exact[name].bfloat16()) for name, live in trainer.model.named_parameters())
+    with pytest.raises(ModelError, match=r"missing \['model\.norm\.weight'\]"):
+        trainer.load_masters({name: tensor for name, tensor in exact.items() if name != "model.norm.weight"})
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[3\]; the model's is \[32\]"):
+        trainer.load_masters({**exact, "model.norm.weight": torch.ones(3)})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_save_and_restore_continue_with_the_same_bits(folder: Path, tmp_path: Path, dtype: str) -> None:
+    settings = {"schedule": Schedule.cosine, "num_steps": 6, "warmup_steps": 2, "weight_decay": 0.1}
+
+    def go(trainer: Trainer, steps: range) -> list[dict[str, float]]:
+        metrics = []
+        for step in steps:
+            trainer.forward_backward(make_batch(seed=step), get_loss("grpo"))
+            metrics.append(trainer.optim_step())
+        return metrics
+
+    through = make_trainer(folder, dtype, **settings)
+    whole = go(through, range(6))
+    first = make_trainer(folder, dtype, **settings)
+    half = go(first, range(3))
+    first.save(tmp_path / "a")
+    second = make_trainer(folder, dtype, **settings)
+    go(second, range(1))  # whatever it did before, restore replaces
+    second.restore(tmp_path / "a")
+    assert same_bits(weights(first), weights(second))
+    assert half + go(second, range(3, 6)) == whole
+    assert same_bits(weights(through), weights(second))
+    through.save(tmp_path / "b")
+    second.save(tmp_path / "c")
+    for path in (tmp_path / "b").iterdir():
+        assert path.read_bytes() == (tmp_path / "c" / path.name).read_bytes()
+
+
+def test_a_checkpoint_is_a_hugging_face_folder(folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(folder)
+    trainer.forward_backward(make_batch(), policy_gradient)
+    trainer.optim_step()
+    trainer.save(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ours = load_model(tmp_path)
+    for name, tensor in weights(trainer).items():
+        assert torch.equal(theirs.get_parameter(name), tensor)
+        assert torch.equal(ours.get_parameter(name), tensor)
+
+
+def test_a_reference_is_scored_and_not_trained(folder: Path) -> None:
+    batch = make_batch()
+    reference = load_model(folder)
+    trainer = Trainer(load_model(folder), TrainerConfig(lr=1e-2, max_batch_tokens=60), reference=reference)
+    expected = trainer.logprobs(batch)
+    loss = partial(get_loss("grpo", kl_coef=0.1))
+    assert trainer.forward_backward(batch, loss).metrics["loss/kl_ref"].value == 0.0
+    trainer.optim_step()
+    assert trainer.forward_backward_custom(batch, loss).metrics["loss/kl_ref"].value > 0.0
+    assert all(parameter.grad is None for parameter in reference.parameters())
+    still = Trainer(reference, TrainerConfig()).logprobs(batch)
+    assert all((a == b).all() for a, b in zip(expected, still, strict=True))
+
+
+def test_demonstrations_become_likely(folder: Path) -> None:
+    trainer = make_trainer(folder)
+    batch = [TrainSequence.supervised([3, 4], [5, 6, 0]), TrainSequence.supervised([4, 3], [6, 0])]
+    losses = []
+    for _ in range(20):
+        losses.append(trainer.forward_backward(batch, get_loss("sft")).metrics["loss/total"].value)
+        trainer.optim_step()
+    assert losses[0] == pytest.approx(np.log(61), abs=0.6)
+    assert losses[-1] < 0.1
+
+
+def test_what_others_differentiate_through_the_model_is_not_in_the_update(folder: Path) -> None:
+    clean, touched = make_trainer(folder), make_trainer(folder)
+    for parameter in touched.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for trainer in (clean, touched):
+        trainer.forward_backward(make_batch(), policy_gradient)
+    assert same_bits(gradients(clean), gradients(touched))
+
+
+def test_two_batches_before_one_update_add_up(folder: Path) -> None:
+    trainer, first, second = (make_trainer(folder) for _ in range(3))
+    first.forward_backward(make_batch(seed=1), policy_gradient)
+    second.forward_backward(make_batch(seed=2), policy_gradient)
+    trainer.forward_backward(make_batch(seed=1), policy_gradient)
+    trainer.forward_backward(make_batch(seed=2), policy_gradient)
+    for name, grad in gradients(trainer).items():
+        torch.testing.assert_close(grad, gradients(first)[name] + gradients(second)[name], atol=1e-7, rtol=1e-5)
+
+
+def test_an_update_without_a_gradient_is_refused(folder: Path) -> None:
+    trainer = make_trainer(folder)
+    with pytest.raises(ConfigError, match="call forward_backward first"):
+        trainer.optim_step()
+    trainer.forward_backward(make_batch(), policy_gradient)
+    trainer.optim_step()
+    with pytest.raises(ConfigError, match="call forward_backward first"):
+        trainer.optim_step()
