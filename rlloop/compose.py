@@ -32,6 +32,8 @@ from rlloop.algorithms.presets import PRESETS
 from rlloop.config import RunConfig
 from rlloop.errors import ConfigError
 
+FREE = ("task", "data", "reward", "sinks", "algorithm.loss_args", "algorithm.advantage_args", "algorithm.correction")
+
 _store = ConfigStore.instance()
 _store.store(name="rlloop", node=RunConfig)
 for _name, _algorithm in PRESETS.items():
@@ -148,9 +150,8 @@ def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) ->
         return f"{folder / stem}.yaml: there is no key {key}" + _nearest(key, _flat_keys(OmegaConf.structured(RunConfig)))
     known = _flat_keys(_compose(folder, stem, []))
     parent = key.rpartition(".")[0]
-    free = next((k for k in ("task", "data", "reward", "algorithm.loss_args", "algorithm.advantage_args", "algorithm.correction") if parent == k), None)
-    if free:
-        return f"{override!r}: the recipe has no key {key}; {free} is free, so add it by +{override}"
+    if parent in FREE:
+        return f"{override!r}: the recipe has no key {key}; {parent} is free, so add it by +{override}"
     return f"{override!r}: there is no key {key}" + _nearest(key, known)
 
 

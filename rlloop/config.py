@@ -85,6 +85,7 @@ class RolloutProfile:
 @dataclass
 class ModelSection:
     path: str | None = None  # a Hugging Face folder; None: the recipe makes its own
+    reference_path: str | None = None  # for losses with kl_coef > 0; None: the weights that the run starts from
     dtype: str = "float32"  # compute dtype; masters are float32
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
@@ -245,6 +246,7 @@ class RunConfig:
     parity: ParityConfig = field(default_factory=ParityConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    sinks: dict[str, Any] = field(default_factory=dict)  # name -> options; see rlloop.sinks
 
     def __post_init__(self) -> None:
         _check("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")

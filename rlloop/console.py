@@ -41,7 +41,7 @@ class Progress:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if "eval/solved" in metrics:
@@ -79,7 +79,7 @@ class Progress:
         return Group(head, ProgressBar(total=self.num_steps, completed=step), Text("  ".join(self._facts(step, metrics))))
 
 
-def print_summary(console: Console, folder: Path, summary: Mapping[str, Any], picture: Path) -> None:
+def print_summary(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
     """One screen: what was learned, at which KL, and where everything lies."""
     table = Table(title=f"{folder}: {summary['status']} at step {summary['step']}", show_header=False, title_justify="left")
     table.add_column(style="bold")
@@ -92,7 +92,7 @@ def print_summary(console: Console, folder: Path, summary: Mapping[str, Any], pi
     table.add_row("tokens that differ", f"{parity['tokens_different']:,} of {parity['tokens']:,}")
     table.add_row("completions", ", ".join(f"{count:,} {name}" for name, count in ledger.items() if count))
     table.add_row("time in steps", clock(summary["seconds"]))
-    table.add_row("curve", str(picture))
+    table.add_row("curve", str(folder / "curve.png"))
     table.add_row("records", f"{folder / 'metrics.jsonl'}, {folder / 'parity.jsonl'}, {folder / 'rollouts'}")
     console.print(table)
 

@@ -34,7 +34,7 @@ from rlloop.errors import RunError
 from rlloop.types import Sample, SamplingParams
 
 # Keys that say where, how long and how often, but do not reach a weight or a record: a resumed run may change them.
-RESUMABLE = ("run.dir", "launch", "trainer.num_steps", "checkpoint.every", "checkpoint.keep", "eval.every", "scoring.")
+RESUMABLE = ("run.dir", "launch", "trainer.num_steps", "checkpoint.every", "checkpoint.keep", "eval.every", "scoring.", "sinks.")
 # What shapes the engine's work but not its bits, as long as the contract is enforced.
 RESUMABLE_UNDER_CONTRACT = tuple(
     f"rollout.{key}" for key in ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")
@@ -84,7 +84,10 @@ class RunFolder:
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
 
-    def close(self) -> None:
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self.metrics.close()
         self.parity.close()
         self._lock.close()
@@ -138,11 +141,15 @@ class RunFolder:
         lines = b"\n".join(map(msgspec.json.encode, rows)) + b"\n"
         write_whole(self.rollouts / f"step_{step:08d}.jsonl.zst", zstandard.compress(lines, 3), durable=False)
 
-    def note_fingerprint(self, digest: str, fingerprint: Mapping[str, Any]) -> None:
+    def note_fingerprints(self, by_digest: Mapping[str, Mapping[str, Any]]) -> None:
+        """Keep what the digests in the records stand for. A new one in an old run is logged: its bits may be others."""
         file = self.path / "fingerprints.json"
         known = json.loads(file.read_text()) if file.exists() else {}
-        if digest not in known:
-            write_whole(file, json.dumps({**known, digest: fingerprint}, indent=1, sort_keys=True).encode())
+        new = {digest: fingerprint for digest, fingerprint in by_digest.items() if digest not in known}
+        if new:
+            write_whole(file, json.dumps({**known, **new}, indent=1, sort_keys=True).encode())
+        if new and known:
+            self.log(f"the numerics are not those that the run began with: see {', '.join(new)} in {file.name}")
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> Path:
         write_whole(self.path / name, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
@@ -174,7 +181,7 @@ def refuse_other_run(path: Path, have: Mapping[str, Any], given: Mapping[str, An
         key
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
-        and not any(key == free or (free.endswith(".") and key.startswith(free)) for free in allowed)
+        and not any(key == free.rstrip(".") or (free.endswith(".") and key.startswith(free)) for free in allowed)
     ]
     if differ:
         listed = "\n".join(f"  {key}: the run has {old.get(key)!r}, given is {new.get(key)!r}" for key in differ)

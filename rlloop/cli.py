@@ -1,0 +1,209 @@
+"""The `rlloop` command. Imports nothing heavy until a command needs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlloop import __version__
+from rlloop.errors import ConfigError, RlloopError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rlloop.launch import Job
+
+OVERVIEW = """\
+On-policy reinforcement learning for language models with zero train-inference KL, bit for bit.
+
+commands:
+  train     run, resume or sweep a recipe
+  verify    check a run's records: ledger, certificate, checkpoints
+  compare   lay two runs side by side: outcomes, and the keys that differ
+"""
+
+EXAMPLES = """\
+examples:
+  rlloop train --config-name countdown
+  rlloop train --config-name countdown trainer.num_steps=200 seed=1 run.dir=runs/mine
+  rlloop train --config-name countdown -m seed=0,1,2        one run after the other
+  rlloop train --config-name countdown --cfg job            the whole configuration, and stop
+"""
+
+TRAIN = """\
+Run a recipe. Any key of its configuration is set by key=value (Hydra's override grammar: +key=value adds, ~key removes,
+GROUP=NAME picks another entry, such as algorithm=dapo).
+
+The same command with the same run.dir resumes, bit for bit; Ctrl-C leaves a run that can be resumed. Exit codes: 0 done,
+2 something that was asked for cannot work, 3 engine and trainer disagree (parity.mode=require), 130 interrupted.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # a user's own rewards and tasks, by dotted path
+    full_error = "--full-error" in arguments or os.environ.get("RLLOOP_TRACEBACK") == "1"
+    try:
+        return _dispatch([text for text in arguments if text != "--full-error"])
+    except RlloopError as error:
+        if full_error:
+            traceback.print_exc()
+        print(f"rlloop: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("rlloop: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `rlloop ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="rlloop",
+        description=OVERVIEW,
+        epilog=EXAMPLES + "\n`rlloop COMMAND --help` says more. --full-error (or RLLOOP_TRACEBACK=1) shows a traceback.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"rlloop {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=" | ".join(COMMANDS))
+    if not arguments:
+        parser.print_help()
+        return 2
+    chosen = parser.parse_args(arguments[:1])
+    return COMMANDS[chosen.command](arguments[1:])
+
+
+def _parser(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"rlloop {command}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ train
+
+
+def _train(arguments: list[str]) -> int:
+    parser = _parser("train", TRAIN, EXAMPLES + "\n" + _listed_recipes())
+    parser.add_argument("--config-name", "-cn", metavar="NAME", help="the recipe: NAME, or NAME/VARIANT")
+    parser.add_argument("--multirun", "-m", action="store_true", help="run every combination of key=a,b,c")
+    parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed configuration, and stop")
+    parser.add_argument("--resolve", action="store_true", help="with --cfg: resolve interpolations")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    given = parser.parse_intermixed_args(arguments)
+    if given.config_name is None:
+        raise ConfigError(f"which recipe? Name one by --config-name NAME\n{_listed_recipes()}")
+
+    from rlloop.compose import compose_recipe, expand_sweep
+
+    jobs = expand_sweep(given.overrides) if given.multirun else [("", given.overrides)]
+    if given.cfg:
+        from omegaconf import OmegaConf
+
+        for name, overrides in jobs:
+            print(f"# {name}\n" if name else "", end="")
+            print(OmegaConf.to_yaml(compose_recipe(given.config_name, overrides), resolve=given.resolve), end="")
+        return 0
+    return _run_jobs(_make_jobs(given.config_name, jobs))
+
+
+def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]:
+    """Every job of a sweep, composed and checked before the first one starts."""
+    from rlloop.compose import as_container, build, compose_recipe
+
+    default = Path("runs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
+    checked = []
+    for name, overrides in sweep:
+        composed = compose_recipe(recipe, overrides)
+        folder = (Path(composed.run.dir) if composed.run.dir is not None else default) / name
+        composed.run.dir = str(folder)
+        again = [text for text in overrides if not text.startswith("run.dir=")]
+        command = shlex.join(["rlloop", "train", "--config-name", recipe, *again, f"run.dir={folder}"])
+        checked.append((recipe, build(composed), as_container(composed), folder, command))
+
+    from rlloop.launch import Job  # brings torch, which no mistake in a configuration should have to wait for
+
+    return [Job(*fields) for fields in checked]
+
+
+def _run_jobs(jobs: Sequence[Job]) -> int:
+    """One after the other. A job that fails does not keep the others from running; an interrupt ends the sweep."""
+    from rich.console import Console
+
+    from rlloop.launch import INTERRUPTED, train
+
+    console = Console()
+    code = 0
+    for index, job in enumerate(jobs, start=1):
+        if len(jobs) > 1:
+            console.rule(f"{index}/{len(jobs)}  {job.folder.name}")
+        try:
+            ended = train(job, console)
+        except RlloopError as error:
+            if len(jobs) == 1:
+                raise
+            print(f"rlloop: {error}", file=sys.stderr)
+            ended = error.exit_code
+        if ended == INTERRUPTED:
+            return ended
+        code = code or ended
+    return code
+
+
+def _listed_recipes() -> str:
+    from rlloop import recipes
+
+    have = recipes.available()
+    return "recipes:\n" + ("\n".join(f"  {name}  ({file})" for name, file in have.items()) or "  (none found)")
+
+
+# ------------------------------------------------------------------------------------------------ looking at runs
+
+
+def _verify(arguments: list[str]) -> int:
+    parser = _parser("verify", "Check a run's records against each other. Exit code 1 where something does not hold.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    given = parser.parse_args(arguments)
+
+    from rlloop.verify import verify
+
+    problems = 0
+    for check in verify(given.run):
+        print(f"{'ok ' if not check.problems else 'BAD'} {check.name}: {check.found}")
+        for problem in check.problems:
+            print(f"      {problem}")
+        problems += len(check.problems)
+    return 1 if problems else 0
+
+
+def _compare(arguments: list[str]) -> int:
+    parser = _parser("compare", "Lay two runs side by side: outcomes, and which keys of their configurations differ.")
+    parser.add_argument("run_a", type=Path, metavar="RUN_A")
+    parser.add_argument("run_b", type=Path, metavar="RUN_B")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write a report: .html, or .png (curves only)")
+    given = parser.parse_args(arguments)
+
+    from rlloop.compare import compare
+
+    compare(given.run_a, given.run_b, given.output)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "verify": _verify, "compare": _compare}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""Builds a run's parts, drives the loop, and owns what has to be torn down: locks, signals, the terminal.
+
+The only place that knows where things run. What can be refused is refused before anything slow starts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from rlloop.algorithms import advantages_for, loss_for
+from rlloop.config import Launch, ParityMode, ProfileConfig, RunConfig
+from rlloop.console import Progress, print_summary
+from rlloop.errors import ConfigError, ModelError, ParityError
+from rlloop.loop import Advantages, Loop, Parts
+from rlloop.models import Model, load_model
+from rlloop.numerics.profile import NumericsProfile
+from rlloop.parity.certificate import Certificate
+from rlloop.parity.monitor import ParityMonitor
+from rlloop.protocols import Task
+from rlloop.records import RunFolder, read_records, summarize
+from rlloop.rewards import resolve_reward
+from rlloop.rewards.runner import RewardRunner
+from rlloop.rollout import Engine
+from rlloop.sinks import check_sinks, make_sinks
+from rlloop.sync.colocated import ColocatedSync
+from rlloop.targets import resolve
+from rlloop.trainer import CheckpointStore, Trainer
+
+INTERRUPTED = 130  # exit code
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run as it was asked for."""
+
+    recipe: str
+    config: RunConfig
+    plain: Mapping[str, Any]  # the configuration as JSON values: what config.yaml holds
+    folder: Path
+    command: str  # what resumes it
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a configuration names, found and checked, before a model is loaded."""
+
+    task: Task
+    scorer: RewardRunner
+    advantages: Advantages
+    loss: Callable[..., Any]
+
+
+Builder = Callable[[RunConfig, Prepared, RunFolder], AbstractContextManager[Parts]]
+
+
+def train(job: Job, console: Console) -> int:
+    """Run or resume to the last step. Returns the exit code: 0, or 130 for a run that was interrupted."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    with ExitStack() as stack:
+        prepared = prepare(job.config)
+        stack.callback(prepared.scorer.close)
+        folder = stack.enter_context(RunFolder(job.folder))
+        folder.adopt(job.plain)
+        if folder.is_finished(job.config.trainer.num_steps):
+            say(f"{job.folder} is finished: nothing to do. Raise trainer.num_steps to go on, or choose another run.dir")
+            return 0
+        interrupts = stack.enter_context(Interrupts(say))
+        try:
+            finished = _drive(job, prepared, folder, interrupts, console)
+        except KeyboardInterrupt:
+            finished = False
+        except ParityError as error:
+            folder.log(f"stopped: {error}")
+            _conclude(folder, "parity broken")
+            raise
+        if not finished:
+            folder.log("interrupted")
+            _conclude(folder, "interrupted")
+            say(f"Interrupted. To resume: {job.command}")
+            return INTERRUPTED
+        summary = _conclude(folder, "finished")
+        print_summary(console, folder.path, summary)
+        return 0
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Find everything that `config` names. Raises within seconds for what is not there or cannot work."""
+    algorithm = config.algorithm
+    if config.parity.mode is ParityMode.fallback and not algorithm.correction:
+        # The rung under bitwise. Its weights are exactly 1 as long as engine and trainer agree, so it may always be on.
+        algorithm = replace(algorithm, correction={"tis": {}})
+    reward = resolve_reward(config.reward)
+    advantages, loss = advantages_for(algorithm, config.rollout.max_tokens), loss_for(algorithm)
+    groups = [p for p in range(config.rollout.num_prompts) for _ in range(config.rollout.group_size)]
+    advantages([0.0] * len(groups), groups, [1] * len(groups))  # refuses a batch of this shape, if it has to, now
+    check_sinks(config.sinks)
+    if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
+        raise ModelError(
+            f"model.path is {config.model.path!r}, which has no config.json; it must be a Hugging Face checkpoint folder"
+        )
+    if config.device != "cpu" and not (config.device.startswith("cuda") and torch.cuda.is_available()):
+        have = "cpu, cuda" if torch.cuda.is_available() else "cpu (torch sees no CUDA device here)"
+        raise ConfigError(f"device is {config.device!r}; it must be one of {have}")
+    task = resolve({"seed": config.seed, "model_path": config.model.path, **config.task}, "task")
+    missing = [name for name in vars(Task) if not name.startswith("_") and not hasattr(task, name)]
+    if missing:
+        raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
+    scorer = RewardRunner(reward, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
+    return Prepared(task, scorer, advantages, loss)
+
+
+@contextmanager
+def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
+    """Trainer and engine in this process, sharing one model's parameters."""
+    path = prepared.task.model_folder()
+
+    def load(source: str | Path) -> Model:
+        profile = NumericsProfile(**vars(config.model.profile))
+        return load_model(source, dtype=config.model.dtype, device=config.device, profile=profile)
+
+    model = load(path)
+    reference = None
+    if config.algorithm.loss_args.get("kl_coef"):
+        reference = load(config.model.reference_path or path)
+    trainer = Trainer(model, config.trainer, reference=reference)
+    sampled = config.rollout.profile.over(config.model.profile)
+    engine = make_engine(model, sampled, config)
+    eval_engine = engine if sampled == config.model.profile else make_engine(model, config.model.profile, config)
+    yield Parts(
+        task=prepared.task,
+        engine=engine,
+        eval_engine=eval_engine,
+        trainer=trainer,
+        sync=ColocatedSync(*{id(each): each for each in (engine, eval_engine)}.values()),
+        scorer=prepared.scorer,
+        advantages=prepared.advantages,
+        loss=prepared.loss,
+        checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+    )
+
+
+BUILDERS: dict[Launch, Builder] = {Launch.local: local_parts}
+
+
+def make_engine(model: Model, profile: ProfileConfig, config: RunConfig) -> Engine:
+    """An engine over `model`'s own parameters, under `profile`."""
+    return Engine(
+        model.with_profile(NumericsProfile(**vars(profile))),
+        page_size=config.rollout.page_size,
+        max_batch_tokens=config.rollout.max_batch_tokens,
+        max_cache_tokens=config.rollout.max_cache_tokens,
+        prefix_caching=config.rollout.prefix_caching,
+    )
+
+
+def _drive(job: Job, prepared: Prepared, folder: RunFolder, interrupts: Interrupts, console: Console) -> bool:
+    """Returns whether the last step was reached."""
+    config = job.config
+    if config.launch not in BUILDERS:
+        raise ConfigError(f"launch is {config.launch}; this version has {', '.join(BUILDERS)}")
+    with ExitStack() as stack:
+        parts = stack.enter_context(BUILDERS[config.launch](config, prepared, folder))
+        engine, trainer = parts.engine.fingerprint(), parts.trainer.fingerprint()
+        monitor = ParityMonitor(config.parity, Certificate(folder.parity), engine, trainer)
+        folder.note_fingerprints({monitor.fingerprints["engine"]: engine, monitor.fingerprints["trainer"]: trainer})
+        observers: list[Any] = make_sinks(config.sinks, folder.path, job.plain)
+        for sink in observers:
+            stack.callback(sink.close)
+        loop = Loop(config, parts, folder, monitor, observers)
+        start = loop.restore()
+        folder.log(f"{job.recipe}: starting after step {start} of {config.trainer.num_steps}, process {os.getpid()}")
+        progress = stack.enter_context(Progress(console, job.recipe, config.trainer.num_steps, start))
+        progress.note(f"{folder.path}: " + (f"resuming after step {start}" if start else "a new run"))
+        observers.append(progress)
+        with interrupts.held_back():
+            last = loop.run(start, interrupts.asked)
+    return last >= config.trainer.num_steps
+
+
+def _conclude(folder: RunFolder, status: str) -> dict[str, Any]:
+    """summary.json and curve.png, from the records."""
+    from rlloop.plots import draw  # matplotlib takes a second to import: not at start-up
+
+    metrics = list(read_records(folder.metrics.path))
+    summary = summarize(metrics, status)
+    if metrics:
+        draw({folder.path.name: metrics}, folder.path / "curve.png")
+    folder.write_json("summary.json", summary)
+    return summary
+
+
+class Interrupts(AbstractContextManager["Interrupts"]):
+    """SIGINT and SIGTERM. While held back, the first one waits for the end of the step; a second one stops at once."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._held_back = self._asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def asked(self) -> bool:
+        return self._asked
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        self._held_back = True
+        try:
+            yield
+        finally:
+            self._held_back = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._held_back or self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        self._say("Stopping after this step; press Ctrl-C again to stop at once")
