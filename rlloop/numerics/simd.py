@@ -1,0 +1,282 @@
+"""Sixteen float32 lanes as a numba type, so that kernels can say in which order they add.
+
+A plain loop leaves the order of a sum to the compiler's vectoriser, and with it the bits. Here the lanes are explicit: a
+kernel adds into sixteen of them and ends with `reduce_sum`, whose tree is fixed. LLVM maps the vector to what the CPU
+has (two AVX2 registers, one AVX-512 register, four NEON ones), which cannot change a bit: every operation is IEEE per
+lane, and `fma` is fused by definition. Arrays are flat and of float32, or of uint16 for bfloat16 bits and int16 for
+float16 bits: loading widens, storing rounds once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.extending import intrinsic, register_model
+
+LANES = 16
+
+_FLOAT, _INT = ir.FloatType(), ir.IntType(32)
+_VECTOR, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
+
+
+class F32x16(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="f32x16")
+
+
+f32x16 = F32x16()
+
+
+@register_model(F32x16)
+class _Model(models.PrimitiveModel):
+    def __init__(self, manager: Any, front_end_type: Any) -> None:
+        super().__init__(manager, front_end_type, _VECTOR)
+
+
+def _constant(value: float) -> ir.Constant:
+    return ir.Constant(_VECTOR, [value] * LANES)
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, lanes: int = LANES) -> Any:
+    data = cgutils.create_struct_proxy(array_type)(context, builder, value=array).data
+    address = builder.gep(data, [index])
+    return builder.bitcast(address, ir.VectorType(address.type.pointee, lanes).as_pointer())
+
+
+def _widen(builder: Any, array_type: Any, value: Any) -> Any:
+    """A loaded vector as float32: uint16 holds bfloat16 bits, int16 float16 ones."""
+    wide = ir.VectorType(_FLOAT, value.type.count)
+    if array_type.dtype == types.uint16:
+        ints = ir.VectorType(_INT, value.type.count)
+        bits = builder.shl(builder.zext(value, ints), ir.Constant(ints, [16] * ints.count))
+        return builder.bitcast(bits, wide)
+    if array_type.dtype == types.int16:
+        return builder.fpext(builder.bitcast(value, ir.VectorType(ir.HalfType(), value.type.count)), wide)
+    return value
+
+
+def _narrow(builder: Any, array_type: Any, value: Any) -> Any:
+    """A float32 vector as what the array holds, rounded once to nearest, ties to even."""
+    shorts = ir.VectorType(ir.IntType(16), LANES)
+    if array_type.dtype == types.uint16:
+        bits = builder.bitcast(value, _INTS)
+        last = builder.and_(builder.lshr(bits, ir.Constant(_INTS, [16] * LANES)), ir.Constant(_INTS, [1] * LANES))
+        rounded = builder.add(bits, builder.add(last, ir.Constant(_INTS, [0x7FFF] * LANES)))
+        quiet = builder.or_(bits, ir.Constant(_INTS, [0x400000] * LANES))  # a NaN must not round to infinity
+        bits = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
+        return builder.trunc(builder.lshr(bits, ir.Constant(_INTS, [16] * LANES)), shorts)
+    if array_type.dtype == types.int16:
+        return builder.bitcast(builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES)), shorts)
+    return value
+
+
+def _splat(builder: Any, scalar: Any, kind: ir.VectorType = _VECTOR) -> Any:
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_INT, 0))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
+
+
+def _mask(builder: Any, count: Any) -> Any:
+    """<16 x i1>, true in the first `count` lanes."""
+    lanes = _splat(builder, builder.trunc(count, _INT), _INTS)
+    return builder.icmp_signed("<", ir.Constant(_INTS, list(range(LANES))), lanes)
+
+
+@intrinsic
+def splat(typing, value):
+    """All lanes `value`."""
+    return f32x16(types.float32), lambda context, builder, signature, args: _splat(builder, args[0])
+
+
+@intrinsic
+def load(typing, array, index):
+    """Sixteen numbers of a flat array from `index` on."""
+
+    def generate(context, builder, signature, args):
+        kind = signature.args[0]
+        return _widen(builder, kind, builder.load(_address(context, builder, kind, *args), align=2))
+
+    return f32x16(array, types.intp), generate
+
+
+@intrinsic
+def broadcast(typing, array, index):
+    """All lanes the number at `index` of a flat array."""
+
+    def generate(context, builder, signature, args):
+        kind = signature.args[0]
+        one = _widen(builder, kind, builder.load(_address(context, builder, kind, *args, lanes=1), align=2))
+        return _splat(builder, builder.extract_element(one, ir.Constant(_INT, 0)))
+
+    return f32x16(array, types.intp), generate
+
+
+@intrinsic
+def store(typing, array, index, vector):
+    """Sixteen numbers to a flat array from `index` on, rounded once to what it holds."""
+
+    def generate(context, builder, signature, args):
+        kind = signature.args[0]
+        builder.store(_narrow(builder, kind, args[2]), _address(context, builder, kind, *args[:2]), align=2)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), generate
+
+
+def _masked(builder: Any, address: Any, what: str, result: ir.Type, *args: Any) -> Any:
+    vector = address.type.pointee
+    name = {16: "i16", 32: "f32"}[16 if isinstance(vector.element, ir.IntType) else 32]
+    function = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, function, f"llvm.masked.{what}.v16{name}.p0"), args
+    )
+
+
+@intrinsic
+def load_part(typing, array, index, count):
+    """`count` numbers (at most 16) from `index` on, and +0 in the other lanes, whose memory is not touched."""
+
+    def generate(context, builder, signature, args):
+        kind = signature.args[0]
+        address = _address(context, builder, kind, *args[:2])
+        vector = address.type.pointee
+        zeros = ir.Constant(vector, None)
+        loaded = _masked(
+            builder, address, "load", vector, address, ir.Constant(_INT, 2), _mask(builder, args[2]), zeros
+        )
+        return _widen(builder, kind, loaded)
+
+    return f32x16(array, types.intp, types.intp), generate
+
+
+@intrinsic
+def store_part(typing, array, index, count, vector):
+    """The first `count` lanes to a flat array from `index` on; other memory is not touched."""
+
+    def generate(context, builder, signature, args):
+        kind = signature.args[0]
+        value = _narrow(builder, kind, args[3])
+        address = _address(context, builder, kind, *args[:2])
+        _masked(builder, address, "store", ir.VoidType(), value, address, ir.Constant(_INT, 2), _mask(builder, args[2]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, f32x16), generate
+
+
+def _elementwise(operation: Callable[[Any, Any, Any], Any]) -> Any:
+    @intrinsic
+    def binary(typing, left, right):
+        return f32x16(f32x16, f32x16), lambda context, builder, signature, args: operation(builder, *args)
+
+    return binary
+
+
+def _call(name: str, arguments: int) -> Callable[..., Any]:
+    def call(builder: Any, *args: Any) -> Any:
+        kind = ir.FunctionType(_VECTOR, [_VECTOR] * arguments)
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v16f32"), args)
+
+    return call
+
+
+add = _elementwise(lambda builder, left, right: builder.fadd(left, right))
+sub = _elementwise(lambda builder, left, right: builder.fsub(left, right))
+mul = _elementwise(lambda builder, left, right: builder.fmul(left, right))
+div = _elementwise(lambda builder, left, right: builder.fdiv(left, right))
+maximum = _elementwise(lambda builder, left, right: builder.select(builder.fcmp_ordered(">", left, right), left, right))
+
+
+@intrinsic
+def fma(typing, left, right, addend):
+    """`left * right + addend` with one rounding."""
+    call = _call("fma", 3)
+    return f32x16(f32x16, f32x16, f32x16), lambda context, builder, signature, args: call(builder, *args)
+
+
+@intrinsic
+def _nearest(typing, vector):
+    call = _call("rint", 1)
+    return f32x16(f32x16), lambda context, builder, signature, args: call(builder, *args)
+
+
+@intrinsic
+def _times_power_of_two(typing, vector, exponent):
+    """`vector * 2 ** exponent` for whole exponents of -126 to 127."""
+
+    def generate(context, builder, signature, args):
+        bias = ir.Constant(_INTS, [127] * LANES)
+        bits = builder.shl(builder.add(builder.fptosi(args[1], _INTS), bias), ir.Constant(_INTS, [23] * LANES))
+        return builder.fmul(args[0], builder.bitcast(bits, _VECTOR))
+
+    return f32x16(f32x16, f32x16), generate
+
+
+@intrinsic
+def zero_below(typing, vector, key, floor):
+    """`vector`, with +0 in lanes whose key is below `floor` (float32) or NaN."""
+
+    def generate(context, builder, signature, args):
+        keep = builder.fcmp_ordered(">=", args[1], _splat(builder, args[2]))
+        return builder.select(keep, args[0], _constant(0.0))
+
+    return f32x16(f32x16, f32x16, types.float32), generate
+
+
+def _reduction(combine: Callable[[Any, Any, Any], Any]) -> Any:
+    @intrinsic
+    def reduce(typing, vector):
+        def generate(context, builder, signature, args):
+            value, width = args[0], LANES
+            while width > 1:
+                width //= 2
+                low, high = (
+                    builder.shuffle_vector(
+                        value,
+                        ir.Constant(value.type, ir.Undefined),
+                        ir.Constant(ir.VectorType(_INT, width), list(range(start, start + width))),
+                    )
+                    for start in (0, width)
+                )
+                value = combine(builder, low, high)
+            return builder.extract_element(value, ir.Constant(_INT, 0))
+
+        return types.float32(f32x16), generate
+
+    return reduce
+
+
+# Halves are combined lane by lane, then quarters, ...: lane 0 with 8, 4, 2, 1.
+reduce_sum = _reduction(lambda builder, low, high: builder.fadd(low, high))
+reduce_max = _reduction(lambda builder, low, high: builder.select(builder.fcmp_ordered(">", low, high), low, high))
+
+LOG2_E = np.float32(1.44269504088896341)
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+EXP_LOW, EXP_HIGH = np.float32(-87.3), np.float32(88.3)
+_C = [np.float32(c) for c in (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)]
+C7, C6, C5, C4, C3, C2, C1, C0 = _C
+
+
+@njit(inline="always")
+def exp(x):
+    """e ** x, for x up to 88.3; +0 below -87.3. Largest error 1.2 units in the last place.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2, the Taylor polynomial of degree 7 in r, scaled by 2 ** n. The compiler's own exp
+    is another function in a vector body than in its tail; this one is the same everywhere.
+    """
+    bounded = maximum(x, splat(EXP_LOW))
+    n = _nearest(mul(bounded, splat(LOG2_E)))
+    r = fma(n, splat(-LN2_HIGH), bounded)
+    r = fma(n, splat(-LN2_LOW), r)
+    p = fma(splat(C7), r, splat(C6))
+    p = fma(p, r, splat(C5))
+    p = fma(p, r, splat(C4))
+    p = fma(p, r, splat(C3))
+    p = fma(p, r, splat(C2))
+    p = fma(p, r, splat(C1))
+    p = fma(p, r, splat(C0))
+    return zero_below(_times_power_of_two(p, n), x, EXP_LOW)
