@@ -16,8 +16,6 @@ from rlloop import __version__
 from rlloop.errors import ConfigError, RlloopError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from rlloop.launch import Job
 
 OVERVIEW = """\
@@ -41,16 +39,17 @@ TRAIN = """\
 Run a recipe. Any key of its configuration is set by key=value (Hydra's override grammar: +key=value adds, ~key removes,
 GROUP=NAME picks another entry, such as algorithm=dapo).
 
-The same command with the same run.dir resumes, bit for bit; Ctrl-C leaves a run that can be resumed. Exit codes: 0 done,
-2 something that was asked for cannot work, 3 engine and trainer disagree (parity.mode=require), 130 interrupted.
+The same command with the same run.dir resumes, bit for bit; Ctrl-C leaves a run that can be resumed. Exit codes:
+0 done, 2 something asked for cannot work, 3 engine and trainer disagree (parity.mode=require), 130 interrupted.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # a user's own rewards and tasks, by dotted path
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # a user's own rewards and tasks, by dotted path
     full_error = "--full-error" in arguments or os.environ.get("RLLOOP_TRACEBACK") == "1"
     try:
         return _dispatch([text for text in arguments if text != "--full-error"])
@@ -71,7 +70,8 @@ def _dispatch(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="rlloop",
         description=OVERVIEW,
-        epilog=EXAMPLES + "\n`rlloop COMMAND --help` says more. --full-error (or RLLOOP_TRACEBACK=1) shows a traceback.",
+        epilog=EXAMPLES
+        + "\n`rlloop COMMAND --help` says more. --full-error (or RLLOOP_TRACEBACK=1) shows a traceback.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"rlloop {__version__}")
@@ -193,7 +193,9 @@ def _compare(arguments: list[str]) -> int:
     parser = _parser("compare", "Lay two runs side by side: outcomes, and which keys of their configurations differ.")
     parser.add_argument("run_a", type=Path, metavar="RUN_A")
     parser.add_argument("run_b", type=Path, metavar="RUN_B")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write a report: .html, or .png (curves only)")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="also write a report: .html, or .png (curves only)"
+    )
     given = parser.parse_args(arguments)
 
     from rlloop.compare import compare

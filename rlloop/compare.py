@@ -66,7 +66,11 @@ def _outcomes(a: dict[str, Any], b: dict[str, Any]) -> Rows:
 
 def _differences(a: dict[str, Any], b: dict[str, Any]) -> Rows:
     keys = sorted(a.keys() | b.keys())
-    return [(key, str(a.get(key, "-")), str(b.get(key, "-"))) for key in keys if a.get(key) != b.get(key) and key != "run.dir"]
+    return [
+        (key, str(a.get(key, "-")), str(b.get(key, "-")))
+        for key in keys
+        if a.get(key) != b.get(key) and key != "run.dir"
+    ]
 
 
 def _page(runs: list[Path], outcomes: Rows, differences: Rows, picture: bytes) -> str:

@@ -7,8 +7,8 @@ A recipe's YAML begins with
       - algorithm: grpo      # an entry of the algorithm group
       - _self_
 
-and Hydra composes it, groups beside it and overrides included. What Hydra or OmegaConf refuse becomes a `ConfigError` of
-one or two lines that names the key, what was given and what is allowed.
+and Hydra composes it, groups beside it and overrides included. What Hydra or OmegaConf refuse becomes a `ConfigError`
+of one or two lines that names the key, what was given and what is allowed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def _compose(folder: Path, stem: str, overrides: Sequence[str]) -> DictConfig:
     with initialize_config_dir(str(folder), version_base="1.3"):
         composed = compose(stem, list(overrides))
     if OmegaConf.get_type(composed) is not RunConfig:
-        raise ConfigError(f"{folder / stem}.yaml does not begin with `defaults: [rlloop, ...]`, so its keys are not rlloop's")
+        raise ConfigError(
+            f"{folder / stem}.yaml does not begin with `defaults: [rlloop, ...]`, so its keys are not rlloop's"
+        )
     return composed
 
 
@@ -112,7 +114,9 @@ def _refuse_malformed(override: str) -> None:
             f"{override!r} is not an override; write key=value, +key=value or ~key ({_first_lines(error, 1)})"
         ) from error
     if override.lstrip("+~").startswith(("hydra.", "hydra/")):
-        raise ConfigError(f"{override!r}: rlloop composes with Hydra but runs the jobs itself; hydra.* has no effect here")
+        raise ConfigError(
+            f"{override!r}: rlloop composes with Hydra but runs the jobs itself; hydra.* has no effect here"
+        )
     if parsed.is_sweep_override():
         raise ConfigError(f"{override!r} names several values; add -m to run each, or quote it: {_quoted(override)}")
 
@@ -141,13 +145,19 @@ def _explain_missing(error: MissingConfigException, folder: Path) -> str:
     if not group or not options:
         return _first_lines(error)
     near = difflib.get_close_matches(name, options, n=1)
-    return f"{group} is {name!r}; it must be one of {', '.join(options)}" + (f" (did you mean {near[0]}?)" if near else "")
+    return f"{group} is {name!r}; it must be one of {', '.join(options)}" + (
+        f" (did you mean {near[0]}?)" if near else ""
+    )
 
 
 def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) -> str:
-    override = next((text for text in overrides if f"{text.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.")), None)
+    override = next(
+        (text for text in overrides if f"{text.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.")), None
+    )
     if override is None:
-        return f"{folder / stem}.yaml: there is no key {key}" + _nearest(key, _flat_keys(OmegaConf.structured(RunConfig)))
+        return f"{folder / stem}.yaml: there is no key {key}" + _nearest(
+            key, _flat_keys(OmegaConf.structured(RunConfig))
+        )
     known = _flat_keys(_compose(folder, stem, []))
     parent = key.rpartition(".")[0]
     if parent in FREE:

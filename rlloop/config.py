@@ -1,7 +1,7 @@
 """The configuration of a run, as structured dataclasses. Imports neither torch, ray nor vllm.
 
-Hydra composes a recipe's YAML over these (`rlloop.compose`); building them then refuses what cannot work, by name, before
-anything starts. Each `__post_init__` checks its own section, `RunConfig`'s what concerns several.
+Hydra composes a recipe's YAML over these (`rlloop.compose`); building them then refuses what cannot work, by name,
+before anything starts. Each `__post_init__` checks its own section, `RunConfig`'s what concerns several.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         for op, given in vars(self).items():
-            _check(f"model.profile.{op}", given, given in ("rlloop", "stock", "reference"), "rlloop, stock or reference")
+            _check(
+                f"model.profile.{op}", given, given in ("rlloop", "stock", "reference"), "rlloop, stock or reference"
+            )
 
 
 @dataclass
@@ -168,14 +170,6 @@ class AlgorithmConfig:
     loss_args: dict[str, Any] = field(default_factory=dict)
     advantage_args: dict[str, Any] = field(default_factory=dict)
     anchor: Anchor = Anchor.trainer
-    correction: dict[str, Any] = field(default_factory=dict)  # name -> arguments; see rlloop.algorithms.corrections
-    dynamic_sampling: bool = False  # drop the samples of groups whose rewards are all equal
-    overlong_buffer: int = 0  # the last so many of max_tokens cost reward, growing linearly; 0 switches it off
-    overlong_penalty: float = 1.0  # what a completion of max_tokens loses
-
-    def __post_init__(self) -> None:
-        _check("algorithm.overlong_buffer", self.overlong_buffer, self.overlong_buffer >= 0, "0 (off) or tokens")
-        _check("algorithm.overlong_penalty", self.overlong_penalty, self.overlong_penalty >= 0, "0 or a positive number")
     correction: dict[str, Any] = field(default_factory=dict)  # name -> its arguments; several multiply
     dynamic_sampling: bool = False  # do not train on groups whose rewards are all equal
     overlong_buffer: int = 0  # the last tokens of rollout.max_tokens, over which a penalty grows to its full. 0: none
@@ -226,7 +220,9 @@ class EvalConfig:
     def __post_init__(self) -> None:
         _check("eval.every", self.every, self.every >= 0, "0 (only first and last) or a positive number")
         _check("eval.num_draws", self.num_draws, self.num_draws >= 1, "at least 1")
-        _check("eval.temperature", self.temperature, 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
+        _check(
+            "eval.temperature", self.temperature, 0 <= self.temperature < math.inf, "0 (greedy) or a positive number"
+        )
 
 
 @dataclass
@@ -253,7 +249,7 @@ class RunConfig:
         _check(
             "trainer.max_batch_tokens", self.trainer.max_batch_tokens,
             self.trainer.max_batch_tokens > self.rollout.max_tokens,
-            f"above rollout.max_tokens ({self.rollout.max_tokens}): one sequence with its prompt must fit a micro-batch",
+            f"above rollout.max_tokens ({self.rollout.max_tokens}): a sequence with its prompt must fit a micro-batch",
         )  # fmt: skip
         _check(
             "trainer.num_minibatches", self.trainer.num_minibatches,
@@ -274,7 +270,7 @@ class RunConfig:
                 )
             if trained != "rlloop":
                 raise ConfigError(
-                    f"model.profile.{op} is {trained}, whose bits vary with the batch, so parity.mode=require cannot hold; "
+                    f"model.profile.{op} is {trained}, so bits vary with the batch: parity.mode=require cannot hold; "
                     "leave it at rlloop, or set parity.mode=observe"
                 )
 

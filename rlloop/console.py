@@ -76,12 +76,16 @@ class Progress:
 
     def _panel(self, step: int, metrics: Mapping[str, Any]) -> Group:
         head = Text(f"{self.title}  step {step}/{self.num_steps}", style="bold")
-        return Group(head, ProgressBar(total=self.num_steps, completed=step), Text("  ".join(self._facts(step, metrics))))
+        return Group(
+            head, ProgressBar(total=self.num_steps, completed=step), Text("  ".join(self._facts(step, metrics)))
+        )
 
 
 def print_summary(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
     """One screen: what was learned, at which KL, and where everything lies."""
-    table = Table(title=f"{folder}: {summary['status']} at step {summary['step']}", show_header=False, title_justify="left")
+    table = Table(
+        title=f"{folder}: {summary['status']} at step {summary['step']}", show_header=False, title_justify="left"
+    )
     table.add_column(style="bold")
     table.add_column()
     for name, label in (("eval/solved", "pass@1, held-out"), ("reward/mean", "reward")):

@@ -110,7 +110,7 @@ def prepare(config: RunConfig) -> Prepared:
     check_sinks(config.sinks)
     if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
         raise ModelError(
-            f"model.path is {config.model.path!r}, which has no config.json; it must be a Hugging Face checkpoint folder"
+            f"model.path is {config.model.path!r}, without a config.json; it must be a Hugging Face checkpoint folder"
         )
     if config.device != "cpu" and not (config.device.startswith("cuda") and torch.cuda.is_available()):
         have = "cpu, cuda" if torch.cuda.is_available() else "cpu (torch sees no CUDA device here)"

@@ -1,8 +1,8 @@
 """The loop: sync -> rollout -> reward -> advantage -> update -> record.
 
 Step k (from 1) samples with the weights of version k − 1 and makes version k. Everything random is a function of
-(run seed, what for, step, prompt, place in the group), so a resumed run, another launch mode or another number of engines
-repeats it. The loop knows protocols only: neither torch, ray, vllm nor a concrete engine.
+(run seed, what for, step, prompt, place in the group), so a resumed run, another launch mode or another number of
+engines repeats it. The loop knows protocols only: neither torch, ray, vllm nor a concrete engine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,12 @@ class Parts:
 
 class Loop:
     def __init__(
-        self, config: RunConfig, parts: Parts, folder: RunFolder, monitor: ParityMonitor, observers: Sequence[Observer] = ()
+        self,
+        config: RunConfig,
+        parts: Parts,
+        folder: RunFolder,
+        monitor: ParityMonitor,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.config, self.parts, self.folder, self.monitor, self.observers = config, parts, folder, monitor, observers
         self._published: int | None = None
@@ -98,13 +103,17 @@ class Loop:
             trained, dropped = self.weigh(accepted)
         with self._timed("update"):
             metrics |= self.update(step, version, trained, rejected + dropped)
-        return metrics | _rollout_metrics(samples, version) | _reward_metrics(accepted) | self._speed(samples, trained) | {
+        return {
+            **metrics,
+            **_rollout_metrics(samples, version),
+            **_reward_metrics(accepted),
+            **self._speed(samples, trained),
             "ledger/sampled": len(samples),
             "ledger/accepted": len(accepted),
             "ledger/rejected": len(rejected),
             "ledger/dropped": len(dropped),
             "ledger/trained": len(trained),
-        }  # fmt: skip
+        }
 
     def rollout(self, step: int, version: int) -> list[Sample]:
         """`num_prompts` x `group_size` completions; their rewards are still to come."""
@@ -145,7 +154,9 @@ class Loop:
             else:
                 rejected.append((sample, f"rejected: reward {outcome.kind}: {outcome.message}"))
         if rejected:
-            self.folder.log(f"{len(rejected)} of {len(samples)} rewards failed, first {rejected[0][0].uid}: {rejected[0][1]}")
+            self.folder.log(
+                f"{len(rejected)} of {len(samples)} rewards failed, first {rejected[0][0].uid}: {rejected[0][1]}"
+            )
         if not accepted:
             raise RewardsFailed(f"the reward failed on every one of {len(samples)} samples; first {rejected[0][1]}")
         return accepted, rejected
@@ -272,7 +283,9 @@ class Loop:
         with self._timed("parity"):
             comparison = self.monitor.compare(step, version, trained, logprobs)
         with self._timed("record"):
-            rows = [rollout_row(sample, "trained", scored, engine) for sample, scored in zip(trained, logprobs, strict=True)]
+            rows = [
+                rollout_row(sample, "trained", scored, engine) for sample, scored in zip(trained, logprobs, strict=True)
+            ]
             self.folder.write_rollouts(step, rows + [rollout_row(sample, why, None, engine) for sample, why in rest])
         objection = self.monitor.objection(comparison)
         if objection is not None:
@@ -329,7 +342,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _minibatches(samples: Sequence[Sample], count: int) -> list[list[int]]:
-    """Indices of `samples`, cut into `count` parts of whole groups, as equal as groups allow; empty parts are left out."""
+    """Indices of `samples`, cut into `count` parts of whole groups, about equal; empty parts are left out."""
     groups = list(dict.fromkeys(sample.group for sample in samples))
     part_of = {group: index * count // len(groups) for index, group in enumerate(groups)}
     parts: list[list[int]] = [[] for _ in range(count)]

@@ -107,11 +107,11 @@ class Checkpoints(Protocol):
 class Task(Protocol):
     """Where prompts come from. Everything is a function of the seed and the step, so a resumed run repeats it.
 
-    `task._target_` is called with the section's other keys, `seed` (the run's) and `model_path` (`model.path`, or None).
+    `task._target_` is called with the section's other keys, the run's `seed`, and `model_path` (`model.path` or None).
     """
 
     def model_folder(self) -> Path:
-        """The Hugging Face folder to start from: `model_path`, or the task's own model, made and cached at first use."""
+        """The Hugging Face folder to start from: `model_path`, or the task's own model, made once and cached."""
         ...
 
     def train_examples(self, step: int, count: int) -> list[Example]: ...

@@ -34,7 +34,16 @@ from rlloop.errors import RunError
 from rlloop.types import Sample, SamplingParams
 
 # Keys that say where, how long and how often, but do not reach a weight or a record: a resumed run may change them.
-RESUMABLE = ("run.dir", "launch", "trainer.num_steps", "checkpoint.every", "checkpoint.keep", "eval.every", "scoring.", "sinks.")
+RESUMABLE = (
+    "run.dir",
+    "launch",
+    "trainer.num_steps",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "eval.every",
+    "scoring.",
+    "sinks.",
+)
 # What shapes the engine's work but not its bits, as long as the contract is enforced.
 RESUMABLE_UNDER_CONTRACT = tuple(
     f"rollout.{key}" for key in ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")
@@ -205,13 +214,11 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ rollouts
 
 
-def rollout_row(
-    sample: Sample, outcome: str, trainer_logprobs: np.ndarray | None, engine: str
-) -> dict[str, Any]:
+def rollout_row(sample: Sample, outcome: str, trainer_logprobs: np.ndarray | None, engine: str) -> dict[str, Any]:
     """One completion, as its JSON object.
 
-    `outcome`: trained, or "rejected: ..." or "dropped: ..." with the reason. `trainer_logprobs` stand there only where a
-    bit differs; `raw_logprobs` only where they differ from `logprobs`. `engine`: digest of its fingerprint.
+    `outcome`: trained, or "rejected: ..." or "dropped: ..." with the reason. `trainer_logprobs` stand there only where
+    a bit differs; `raw_logprobs` only where they differ from `logprobs`. `engine`: digest of its fingerprint.
     """
     made = sample.completion
     row: dict[str, Any] = {
@@ -325,7 +332,9 @@ def summarize(metrics: Sequence[Mapping[str, Any]], status: str) -> dict[str, An
 
     evals, rewards, k3 = series("eval/solved"), series("reward/mean"), series("parity/k3")
     tokens = series("parity/tokens")
-    different = [record["parity/tokens_different"] * record["parity/tokens"] for record in metrics if "parity/tokens" in record]
+    different = [
+        record["parity/tokens_different"] * record["parity/tokens"] for record in metrics if "parity/tokens" in record
+    ]
     return {
         "status": status,
         "step": metrics[-1]["step"] if metrics else 0,
@@ -337,7 +346,8 @@ def summarize(metrics: Sequence[Mapping[str, Any]], status: str) -> dict[str, An
             "k3_max": max(k3, key=abs, default=0.0),
         },
         "ledger": {
-            name: int(sum(series(f"ledger/{name}"))) for name in ("sampled", "accepted", "rejected", "dropped", "trained")
+            name: int(sum(series(f"ledger/{name}")))
+            for name in ("sampled", "accepted", "rejected", "dropped", "trained")
         },
         "seconds": sum(series("time/step")),
     }

@@ -51,9 +51,7 @@ class FakeEngine:
     def set_version(self, version: int) -> None:
         self.policy_version = version
 
-    def generate(
-        self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]
-    ) -> list[Completion]:
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         self.generated += len(prompts)
         return [self._complete(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
@@ -172,7 +170,7 @@ def fake_reward(prompt: str, completion: str, example: Example) -> RewardResult:
 
 
 class FakeScorer:
-    """Calls a sync reward, one sample after the other. A reward may return a failure (with `kind` and `message`) itself."""
+    """Calls a sync reward, sample after sample. A reward may return a failure (with `kind` and `message`) itself."""
 
     def __init__(self, reward: Callable[[str, str, Example], Any] = fake_reward) -> None:
         self.reward = reward

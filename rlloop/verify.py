@@ -58,7 +58,9 @@ def _check_certificate(lines: Sequence[Mapping[str, Any]], metrics: Mapping[int,
     for line in lines:
         known = metrics.get(line["step"])
         if known is not None and known.get("parity/tokens", 0) != line["tokens"]:
-            problems.append(f"step {line['step']}: {line['tokens']} tokens certified, {known['parity/tokens']} in its metrics")
+            problems.append(
+                f"step {line['step']}: {line['tokens']} tokens certified, {known['parity/tokens']} in its metrics"
+            )
         if (line["engine"] == line["trainer"]) != (line["tokens_different"] == 0):
             problems.append(f"step {line['step']}: its digests and its count of different tokens contradict each other")
     tokens, different = (sum(line[key] for line in lines) for key in ("tokens", "tokens_different"))
@@ -93,7 +95,9 @@ def _check_bits(name: str, trained: Sequence[Mapping[str, Any]], line: Mapping[s
         return bits_digest([np.array(values, dtype=np.float32) for values in stored])
 
     pairs = {"engine": digest("logprobs"), "trainer": digest("trainer_logprobs", "logprobs")}
-    return [f"{name}: its logprobs are not those certified ({side})" for side, found in pairs.items() if found != line[side]]
+    return [
+        f"{name}: its logprobs are not those certified ({side})" for side, found in pairs.items() if found != line[side]
+    ]
 
 
 def _check_checkpoints(run: Path) -> Check:

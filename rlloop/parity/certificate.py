@@ -1,9 +1,11 @@
 """The certificate: one line a step that says which bits were compared, chained by hash to the line before.
 
     {"step": 12, "version": 11, "tokens": 5632, "tokens_different": 0, "engine": "1f0c...", "trainer": "1f0c...",
-     "fingerprints": {"engine": "9a41...", "trainer": "9a41..."}, "rung": "bitwise", "previous": "77d2...", "hash": "03be..."}
+     "fingerprints": {"engine": "9a41...", "trainer": "9a41..."}, "rung": "bitwise",
+     "previous": "77d2...", "hash": "03be..."}
 
-`engine` and `trainer` are digests of all logprob bits of the step, in sample order; at zero KLD they are equal. A line's
+`engine` and `trainer` are digests of all logprob bits of the step, in sample order; at zero KLD they are equal. `rung`
+is where the run stands on the ladder of `parity.mode=fallback`: bitwise, or correction after a step down. A line's
 `hash` covers the rest of it, so a line that was changed, added or taken out breaks the chain.
 """
 

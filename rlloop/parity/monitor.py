@@ -105,7 +105,9 @@ def _token(
 def _metrics(
     mu: np.ndarray, pi: np.ndarray, different: np.ndarray, sequence: np.ndarray, counts: Sequence[int]
 ) -> dict[str, float]:
-    with np.errstate(all="ignore"):  # a collapsed or broken pair may hold infinities; they are to be seen, not warned of
+    with np.errstate(
+        all="ignore"
+    ):  # a collapsed or broken pair may hold infinities; they are to be seen, not warned of
         d = pi - mu
         r = np.exp(d)
         gap = np.abs(d)
@@ -140,7 +142,10 @@ class ParityMonitor:
         """Raises `ConfigError` where the two fingerprints differ and the mode is `require`."""
         self.config = config
         self.certificate = certificate
-        self.fingerprints = {"engine": content_digest(engine_fingerprint), "trainer": content_digest(trainer_fingerprint)}
+        self.fingerprints = {
+            "engine": content_digest(engine_fingerprint),
+            "trainer": content_digest(trainer_fingerprint),
+        }
         if config.mode is ParityMode.require:
             refuse_different_fingerprints(engine_fingerprint, trainer_fingerprint)
 
@@ -150,7 +155,7 @@ class ParityMonitor:
         return self.certificate.rung
 
     def compare(self, step: int, version: int, samples: Sequence[Sample], trainer: Sequence[np.ndarray]) -> Comparison:
-        """Compare, step down the ladder where that is due, and certify. `objection` judges, after records are written."""
+        """Compare, step down the ladder where that is due, and certify. Whether to go on is `objection`'s to say."""
         comparison = compare(samples, trainer)
         if self.config.mode is ParityMode.fallback and not comparison.equal:
             self.certificate.rung = "correction"
@@ -199,7 +204,8 @@ class Finding:
 
 def report(step: int, objection: str, comparison: Comparison, finding: Finding | None) -> dict[str, Any]:
     """What `parity_report.json` holds."""
-    assert comparison.first is not None and comparison.worst is not None
+    assert comparison.first is not None
+    assert comparison.worst is not None
     return {
         "step": step,
         "objection": objection,
