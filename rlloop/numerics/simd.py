@@ -1,7 +1,7 @@
 """Sixteen float32 lanes as a numba type, so that kernels can say in which order they add.
 
-A plain loop leaves the order of a sum to the compiler's vectoriser, and with it the bits. Here the lanes are explicit: a
-kernel adds into sixteen of them and ends with `reduce_sum`, whose tree is fixed. LLVM maps the vector to what the CPU
+A plain loop leaves the order of a sum to the compiler's vectoriser, and with it the bits. Here the lanes are explicit:
+a kernel adds into sixteen of them and ends with `reduce_sum`, whose tree is fixed. LLVM maps the vector to what the CPU
 has (two AVX2 registers, one AVX-512 register, four NEON ones), which cannot change a bit: every operation is IEEE per
 lane, and `fma` is fused by definition. Arrays are flat and of float32, or of uint16 for bfloat16 bits and int16 for
 float16 bits: loading widens, storing rounds once.
@@ -265,8 +265,8 @@ C7, C6, C5, C4, C3, C2, C1, C0 = _C
 def exp(x):
     """e ** x, for x up to 88.3; +0 below -87.3. Largest error 1.2 units in the last place.
 
-    x = n ln 2 + r with |r| <= ln 2 / 2, the Taylor polynomial of degree 7 in r, scaled by 2 ** n. The compiler's own exp
-    is another function in a vector body than in its tail; this one is the same everywhere.
+    x = n ln 2 + r with |r| <= ln 2 / 2, the Taylor polynomial of degree 7 in r, scaled by 2 ** n. A library's exp is
+    often another function in a vector body than in its tail; this one is the same everywhere.
     """
     bounded = maximum(x, splat(EXP_LOW))
     n = _nearest(mul(bounded, splat(LOG2_E)))

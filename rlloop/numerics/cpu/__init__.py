@@ -1,0 +1,1 @@
+"""The contracts as CPU kernels: numba with explicit lanes, no C compiler needed. `contract.py` wraps them for torch."""
