@@ -177,8 +177,8 @@ def test_ratio_metrics_count_unmasked_tokens_only():
 
 
 def test_histogram_tells_rounding_from_collapse():
-    drifts = [0.0, 3e-7, 2e-6, -2e-6, 0.02, 20.0, -math.inf]
-    batch = make_batch([drifts], rollout=[[0.0] * 7], advantages=[[0.0] * 7])
+    drifts = [0.0, 3e-7, 2e-6, -2e-6, 0.02, 10.0, 20.0, -math.inf]  # 10 is an edge
+    batch = make_batch([drifts], rollout=[[0.0] * 8], advantages=[[0.0] * 8])
     counts = ratio_metrics(batch)["is/log_ratio_histogram"].value["counts"]
     edges = (-math.inf, *LOG_RATIO_EDGES, math.inf)
     for (low, high), count in zip(pairwise(edges), counts, strict=True):
