@@ -25,7 +25,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from rlloop import recipes
 from rlloop.algorithms.presets import PRESETS
@@ -131,12 +131,12 @@ def _explain(error: Exception, folder: Path, stem: str, overrides: Sequence[str]
     if isinstance(error, MissingConfigException):
         return _explain_missing(error, folder)
     cause = error.__cause__ or error
-    key = getattr(cause, "full_key", None)
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and key:
-        return _explain_key(str(key), folder, stem, overrides)
+    at = re.search(r"full_key: (\S+)", str(cause))
+    key = at[1] if at else ""
+    if key and re.search(r"Key '[^']*' (is )?not in", str(cause)):
+        return _explain_key(key, folder, stem, overrides)
     override = next((text for text in overrides if key and text.lstrip("+").startswith(f"{key}=")), None)
-    given = override or f"{folder / stem}.yaml, {key}"
-    return f"{given}: {_first_lines(cause, 1)}"
+    return f"{override or folder / f'{stem}.yaml'}: {_first_lines(cause)}"
 
 
 def _explain_missing(error: MissingConfigException, folder: Path) -> str:
@@ -166,15 +166,15 @@ def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) ->
 
 
 def _nearest(key: str, known: list[str]) -> str:
-    by_leaf = {name.rpartition(".")[2]: name for name in reversed(known)}
-    near = difflib.get_close_matches(key, known, n=3, cutoff=0.75) or [
-        by_leaf[leaf] for leaf in difflib.get_close_matches(key.rpartition(".")[2], by_leaf, n=3, cutoff=0.75)
-    ]
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
-    parent = key.rpartition(".")[0]
+    """Suggests what is spelled alike beside the key, else anywhere; else says what stands beside it."""
+    parent, _, leaf = key.rpartition(".")
     beside = [name for name in known if name.rpartition(".")[0] == parent]
-    return f"; there are {', '.join(beside or sorted({name.partition('.')[0] for name in known}))}"
+    for names in (beside, known):
+        by_leaf = {name.rpartition(".")[2]: name for name in reversed(names)}
+        near = [by_leaf[found] for found in difflib.get_close_matches(leaf, by_leaf, n=2)]
+        if near:
+            return f"; did you mean {' or '.join(near)}?"
+    return f"; there are {', '.join(beside)}"
 
 
 def _flat_keys(config: DictConfig, prefix: str = "") -> list[str]:

@@ -23,7 +23,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -51,28 +51,20 @@ RESUMABLE_UNDER_CONTRACT = tuple(
 
 
 class Journal:
-    """An append-only JSONL file, each line flushed to the operating system."""
+    """An append-only JSONL file. Each line is with the operating system when `append` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[bytes] | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Numbers that are not finite become null: JSON has none."""
-        if self._file is None:
-            self._file = self.path.open("ab")
-        self._file.write(msgspec.json.encode(record) + b"\n")
-        self._file.flush()
+        with self.path.open("ab") as file:
+            file.write(msgspec.json.encode(record) + b"\n")
 
     def sync(self) -> None:
         """Force everything to the disk: before a checkpoint that counts on it."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self.path.open("ab") as file:
+            os.fsync(file.fileno())
 
 
 class RunFolder:
@@ -97,8 +89,6 @@ class RunFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.metrics.close()
-        self.parity.close()
         self._lock.close()
 
     def adopt(self, config: Mapping[str, Any]) -> None:

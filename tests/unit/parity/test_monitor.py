@@ -1,0 +1,167 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from rlloop.config import ParityConfig, ParityMode
+from rlloop.errors import ConfigError
+from rlloop.parity.certificate import Certificate, find_breaks
+from rlloop.parity.monitor import ParityMonitor, compare
+from rlloop.records import Journal, read_records
+from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
+
+
+def sample(uid: str, logprobs: list[float]) -> Sample:
+    array = np.array(logprobs, dtype=np.float32)
+    made = Completion([7, 8], [3] * len(array), array, array, 0, "stop", SamplingParams(max_tokens=9, seed=0))
+    return Sample(uid, Example(uid, [7, 8], "", {}), made, "", RewardResult(0.0), group=0)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def test_equal_bits_are_exactly_zero_everywhere():
+    result = compare([sample("a", [-0.1, -2.0]), sample("b", [-3.0])], [floats(-0.1, -2.0), floats(-3.0)])
+    assert result.equal
+    assert result.engine_digest == result.trainer_digest
+    assert result.metrics == {
+        "parity/tokens": 3,
+        "parity/tokens_different": 0.0,
+        "parity/logprob_diff_max": 0.0,
+        "parity/logprob_diff_mean": 0.0,
+        "parity/logprob_diff_p999": 0.0,
+        "parity/k1": 0.0,
+        "parity/k3": 0.0,
+        "parity/chi2": 0.0,
+        "parity/ppl_ratio": 1.0,
+        "is/ratio_mean": 1.0,
+        "is/ratio_max": 1.0,
+        "is/ratio_min": 1.0,
+        "is/ess": 1.0,
+    }
+
+
+def test_formulas_and_signs_by_hand():
+    mu, pi = [-1.0, -2.0, -0.5], [floats(-1.5, -1.75), floats(-0.5)]
+    found = compare([sample("a", mu[:2]), sample("b", mu[2:])], pi).metrics
+    d = np.array([-0.5, 0.25, 0.0])
+    r = np.exp(d)
+    assert found["parity/tokens_different"] == pytest.approx(2 / 3)
+    assert found["parity/k1"] == pytest.approx(0.25 / 3)  # mean(mu − pi): the engine finds its own tokens likelier
+    assert found["parity/k3"] == pytest.approx((r - 1 - d).mean())
+    assert found["parity/chi2"] == pytest.approx((r**2).mean() - 1)
+    assert found["parity/logprob_diff_max"] == 0.5
+    assert found["parity/logprob_diff_mean"] == 0.25
+    assert found["parity/ppl_ratio"] == pytest.approx((np.exp((-1.5 + 1.625)) + 1) / 2)
+    assert found["is/ess"] == pytest.approx(r.sum() ** 2 / (3 * (r**2).sum()))
+    assert (found["is/ratio_max"], found["is/ratio_min"]) == (pytest.approx(r.max()), pytest.approx(r.min()))
+
+
+def test_k3_of_a_tiny_drift_is_not_lost_in_rounding():
+    a = np.float32(-1.0)
+    b = np.nextafter(a, np.float32(0))
+    d = float(b) - float(a)
+    assert compare([sample("a", [a])], [floats(b)]).metrics["parity/k3"] == pytest.approx(d * d / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(("mine", "theirs", "different"), [(0.0, -0.0, 1), (np.nan, np.nan, 0), (-1.0, -1.0000001, 1)])
+def test_bits_are_compared_not_values(mine, theirs, different):
+    assert compare([sample("a", [mine])], [floats(theirs)]).tokens_different == different
+
+
+def test_first_and_worst_difference_are_named_with_their_bits():
+    engine = [sample("1/0/0", [-1.0, -2.0]), sample("1/0/1", [-3.0, -4.0])]
+    result = compare(engine, [floats(-1.0, -2.5), floats(-3.0, -9.0)])
+    assert (result.tokens_different, result.sequences_different) == (2, 2)
+    assert result.first is not None
+    assert result.worst is not None
+    assert (result.first.uid, result.first.index, result.first.position, result.first.token_id) == ("1/0/0", 1, 3, 3)
+    assert (result.first.engine_bits, result.first.trainer_bits) == ("0xc0000000", "0xc0200000")
+    assert (result.worst.uid, result.worst.trainer) == ("1/0/1", -9.0)
+    for part in ("1/0/0", "token 1", "id 3", "-2 (0xc0000000)", "-2.5 (0xc0200000)"):
+        assert part in str(result.first)
+
+
+def test_a_trainer_that_scored_other_tokens_is_a_broken_invariant():
+    with pytest.raises(AssertionError, match="other tokens"):
+        compare([sample("a", [-1.0])], [floats(-1.0, -1.0)])
+
+
+def monitor(tmp_path, mode: ParityMode, **options) -> ParityMonitor:
+    certificate = Certificate(Journal(tmp_path / "parity.jsonl"))
+    return ParityMonitor(ParityConfig(mode=mode, **options), certificate, {"cpu": "x"}, {"cpu": "x"})
+
+
+def test_modes_judge_the_same_difference_differently(tmp_path):
+    for index, (mode, stops) in enumerate([("require", True), ("fallback", False), ("observe", False)]):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        judge = monitor(folder, ParityMode(mode))
+        same = judge.compare(1, 0, [sample("a", [-1.0])], [floats(-1.0)])
+        assert judge.objection(same) is None
+        other = judge.compare(2, 1, [sample("a", [-1.0])], [floats(-1.001)])
+        assert (judge.objection(other) is not None) is stops
+
+
+def test_fallback_steps_down_once_stays_there_and_stops_above_its_limit(tmp_path):
+    judge = monitor(tmp_path, ParityMode.fallback, max_k3=0.01)
+    rungs = []
+    for step, theirs in enumerate([-1.0, -1.001, -1.0], start=1):
+        result = judge.compare(step, step - 1, [sample("a", [-1.0])], [floats(theirs)])
+        assert judge.objection(result) is None
+        rungs.append(judge.rung)
+    assert rungs == ["bitwise", "correction", "correction"]
+    assert [line["rung"] for line in read_records(tmp_path / "parity.jsonl")] == rungs
+    far = judge.compare(4, 3, [sample("a", [-1.0])], [floats(-2.0)])
+    assert "max_k3=0.01" in (judge.objection(far) or "")
+    nothing = judge.compare(5, 4, [sample("a", [-1.0])], [floats(np.nan)])
+    assert judge.objection(nothing) is not None  # not a number is not below the limit
+
+
+def test_differing_fingerprints_are_refused_by_require_only(tmp_path):
+    mine, theirs = {"cpu": "avx2", "profile": {"linear": "stock"}}, {"cpu": "avx2", "profile": {"linear": "rlloop"}}
+    certificate = Certificate(Journal(tmp_path / "parity.jsonl"))
+    with pytest.raises(ConfigError, match=r"profile\.linear: engine 'stock', trainer 'rlloop'"):
+        ParityMonitor(ParityConfig(), certificate, mine, theirs)
+    ParityMonitor(ParityConfig(mode=ParityMode.observe), certificate, mine, theirs)
+
+
+def test_a_step_without_tokens_is_certified_too(tmp_path):
+    judge = monitor(tmp_path, ParityMode.require)
+    result = judge.compare(1, 0, [], [])
+    assert result.equal
+    assert result.metrics == {}  # absent, never 0
+    assert find_breaks(read_records(tmp_path / "parity.jsonl")) == []
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        lambda lines: [lines[0], lines[2]],
+        lambda lines: [lines[0], {**lines[1], "tokens_different": 0}, lines[2]],
+        lambda lines: [lines[1], lines[0], lines[2]],
+        lambda lines: lines[1:],
+    ],
+    ids=["taken out", "changed", "swapped", "beginning cut"],
+)
+def test_the_chain_shows_tampering(tmp_path, tamper):
+    judge = monitor(tmp_path, ParityMode.observe)
+    for step in (1, 2, 3):
+        judge.compare(step, step - 1, [sample("a", [-1.0])], [floats(-1.0 - step)])
+    lines = list(read_records(tmp_path / "parity.jsonl"))
+    assert find_breaks(lines) == []
+    assert find_breaks(tamper(lines)) != []
+
+
+def test_a_reopened_certificate_goes_on_with_the_chain(tmp_path):
+    for step in (1, 2):
+        judge = monitor(tmp_path, ParityMode.observe)
+        judge.compare(step, step - 1, [sample("a", [-1.0])], [floats(-1.0)])
+    assert find_breaks(read_records(tmp_path / "parity.jsonl")) == []
+
+
+def test_comparisons_are_plain_json(tmp_path):
+    result = compare([sample("a", [-1.0])], [floats(-2.0)])
+    json.dumps(dataclasses.asdict(result))

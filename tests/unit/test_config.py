@@ -1,0 +1,207 @@
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from rlloop import recipes
+from rlloop.compose import as_container, build, compose_recipe, expand_sweep
+from rlloop.config import AlgorithmConfig, ParityMode, ProfileConfig, RolloutProfile, RunConfig, TrainerConfig
+from rlloop.errors import ConfigError
+from rlloop.numerics.profile import NumericsProfile
+
+RECIPE = """\
+defaults:
+  - rlloop
+  - algorithm: grpo
+  - _self_
+task: {_target_: rlloop.testing.FakeTask}
+reward: {_target_: rlloop.testing.fake_reward}
+trainer: {num_steps: 5}
+"""
+VARIANT = """\
+defaults:
+  - config
+  - _self_
+trainer: {lr: 0.5}
+"""
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "recipes" / "toy"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(RECIPE)
+    (folder / "variant.yaml").write_text(VARIANT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def configured(*overrides: str, name: str = "toy") -> RunConfig:
+    return build(compose_recipe(name, overrides))
+
+
+def test_a_recipe_and_overrides_become_plain_dataclasses():
+    config = configured("trainer.lr=3e-4", "algorithm=dapo", "algorithm.loss_args.clip_high=0.3")
+    assert (config.trainer.num_steps, config.trainer.lr, config.trainer.betas) == (5, 3e-4, (0.9, 0.95))
+    assert (config.algorithm.loss, config.algorithm.loss_args["clip_high"]) == ("dapo", 0.3)
+    assert config.parity.mode is ParityMode.require
+
+
+def test_a_variant_is_another_file_of_the_recipe():
+    assert configured(name="toy/variant").trainer == TrainerConfig(num_steps=5, lr=0.5)
+
+
+def test_the_working_folder_comes_before_what_ships(working_folder, monkeypatch):
+    shipped = working_folder / "shipped"
+    for name in ("toy", "other"):
+        (shipped / name).mkdir(parents=True)
+        (shipped / name / "config.yaml").write_text(RECIPE.replace("num_steps: 5", "num_steps: 77"))
+    monkeypatch.setattr(recipes, "SHIPPED", shipped)
+    assert configured(name="toy").trainer.num_steps == 5
+    assert configured(name="other").trainer.num_steps == 77
+    assert list(recipes.available()) == ["other", "toy", "toy/variant"]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.lrr=1", "no key trainer.lrr; did you mean trainer.lr"),
+        ("lr=1", "no key lr; did you mean trainer.lr?"),
+        ("rollout.groupsize=4", "did you mean rollout.group_size"),
+        ("rewards._target_=x", "no key rewards; did you mean reward?"),
+        ("reward.weight=1", "add it by +reward.weight=1"),
+        ("trainer.zzz=1", "there are trainer.num_steps, trainer.lr"),
+        ("trainer.lr=fast", "trainer.lr=fast: Value 'fast'"),
+        ("trainer.schedule=wavy", "expected one of [constant, linear, cosine]"),
+        ("parity.mode=strict", "expected one of [require, fallback, observe]"),
+        ("launch=slurm", "expected one of [local, ray]"),
+        ("algorithm=grppo", "it must be one of cispo, dapo"),
+        ("algorithm=grppo", "did you mean grpo?"),
+        ("seed=0,1", "add -m"),
+        ("seed", "write key=value"),
+        ("hydra.run.dir=x", "has no effect"),
+        ("algorithm.loss=???", "algorithm.loss must be given"),
+    ],
+)
+def test_what_does_not_compose_is_refused_by_name_in_a_line(override, says):
+    with pytest.raises(ConfigError) as caught:
+        configured(override)
+    assert says in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.lr=-1", "trainer.lr is -1.0; it must be 0 or a positive number"),
+        ("trainer.lr=nan", "trainer.lr is nan"),
+        ("trainer.num_steps=0", "trainer.num_steps is 0; it must be at least 1"),
+        ("trainer.betas=[0.9]", "trainer.betas is [0.9]; it must be two numbers"),
+        ("rollout.num_prompts=0", "rollout.num_prompts is 0; it must be at least 1"),
+        ("rollout.min_tokens=300", "from 0 to rollout.max_tokens (256)"),
+        ("rollout.temperature=0", "teaches nothing"),
+        ("rollout.top_p=0", "rollout.top_p is 0.0"),
+        ("rollout.max_cache_tokens=10", "at least rollout.max_tokens (256)"),
+        ("trainer.max_batch_tokens=100", "above rollout.max_tokens (256)"),
+        ("trainer.num_minibatches=33", "at most rollout.num_prompts (32)"),
+        ("rollout.profile.linear=stock", "set parity.mode=observe"),
+        ("model.profile.linear=stock", "parity.mode=require cannot hold"),
+        ("rollout.profile.linear=stok", "null (the model's own), rlloop, stock or reference"),
+        ("model.dtype=int8", "float32, bfloat16, float16"),
+        ("seed=-1", "seed is -1"),
+        ("checkpoint.keep=0", "checkpoint.keep is 0; it must be at least 1"),
+        ("eval.num_draws=0", "eval.num_draws is 0"),
+        ("scoring.timeout=0", "scoring.timeout is 0.0"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(override, says):
+    algorithm = OmegaConf.structured(AlgorithmConfig(loss="grpo", advantage="group_norm"))
+    composed = OmegaConf.merge(OmegaConf.structured(RunConfig), {"algorithm": algorithm}, from_override(override))
+    assert isinstance(composed, DictConfig)
+    with pytest.raises(ConfigError) as caught:
+        build(composed)
+    assert says in str(caught.value)
+
+
+def from_override(override: str) -> DictConfig:
+    return OmegaConf.from_dotlist([override])
+
+
+def test_a_missing_recipe_lists_what_there_is(working_folder):
+    with pytest.raises(ConfigError, match="did you mean toy") as caught:
+        configured(name="toyy")
+    for part in ("toy/variant", str(working_folder / "recipes")):
+        assert part in str(caught.value)
+
+
+def test_a_mistake_in_the_recipe_itself_names_its_file(working_folder):
+    file = working_folder / "recipes" / "toy" / "config.yaml"
+    file.write_text(RECIPE + "rolout: {num_prompts: 3}\n")
+    with pytest.raises(ConfigError, match=rf"{file}.*rolout.*did you mean rollout"):
+        configured()
+    file.write_text("trainer: {lr: 1}\n")
+    with pytest.raises(ConfigError, match="defaults: "):
+        configured()
+
+
+def test_an_honest_drift_is_allowed_under_observe():
+    config = configured("parity.mode=observe", "rollout.profile.linear=stock")
+    assert config.rollout.profile.over(config.model.profile) == ProfileConfig(linear="stock")
+
+
+def test_a_sweep_is_every_combination_named_by_what_it_sweeps():
+    jobs = expand_sweep(["seed=0,1", "trainer.lr=1e-3", "algorithm=grpo,dapo"])
+    assert [name for name, _ in jobs] == [
+        "seed=0,algorithm=grpo",
+        "seed=0,algorithm=dapo",
+        "seed=1,algorithm=grpo",
+        "seed=1,algorithm=dapo",
+    ]
+    assert jobs[3][1] == ["seed=1", "trainer.lr=0.001", "algorithm=dapo"]
+
+
+def test_the_resolved_configuration_is_plain_and_whole():
+    plain = as_container(compose_recipe("toy", ["algorithm=dr_grpo"]))
+    assert plain["parity"]["mode"] == "require"
+    assert plain["algorithm"]["loss_args"]["max_tokens"] == plain["rollout"]["max_tokens"]  # an interpolation
+    assert set(plain) == {field.name for field in dataclasses.fields(RunConfig)}
+
+
+def test_every_preset_composes_and_is_found():
+    from rlloop.algorithms import advantages_for, loss_for
+    from rlloop.algorithms.presets import PRESETS
+
+    for name in PRESETS:
+        algorithm = configured(f"algorithm={name}").algorithm
+        assert isinstance(algorithm, AlgorithmConfig)
+        loss_for(algorithm)
+        advantages_for(algorithm, 256)
+
+
+def test_profiles_mirror_the_numerics():
+    ops = [field.name for field in dataclasses.fields(NumericsProfile)]
+    assert [field.name for field in dataclasses.fields(ProfileConfig)] == ops
+    assert [field.name for field in dataclasses.fields(RolloutProfile)] == ops
+    assert vars(ProfileConfig()) == NumericsProfile().as_dict()
+
+
+def test_configuration_and_command_line_are_light():
+    heavy = ("torch", "ray", "vllm", "transformers", "matplotlib", "numba")
+    code = (
+        "import sys, rlloop, rlloop.cli, rlloop.compose, rlloop.config, rlloop.types, rlloop.protocols, rlloop.loop\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_needs_neither_hydra_nor_numpy():
+    code = (
+        "import sys\nfrom rlloop.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit: pass\n"
+        "print([name for name in ('hydra', 'omegaconf', 'numpy', 'rich') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,44 @@
+import math
+
+import pytest
+
+from rlloop.metrics import PEER_NAMES, Max, Mean, Min, Sum, as_peer, is_timing, merge, values
+
+
+def test_merged_mean_is_the_mean_of_everything_not_of_means():
+    parts = [{"a": Mean(10.0, 1)}, {"a": Mean(0.0, 9)}]
+    assert values(merge(parts)) == {"a": 1.0}  # the mean of means would be 5
+
+
+def test_each_reduction_merges_in_its_own_way():
+    parts = [
+        {"mean": Mean(1, 2), "sum": Sum(1), "max": Max(1), "min": Min(1)},
+        {"sum": Sum(5), "max": Max(5), "min": Min(5)},
+    ]
+    assert values(merge(parts)) == {"mean": 0.5, "sum": 6, "max": 5, "min": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "timing"),
+    [("time/step", True), ("perf/mfu", True), ("sync/pause_seconds", True), ("sync/wire_bytes", False), ("loss/total", False)],
+)
+def test_only_clocks_count_as_timing(name, timing):
+    assert is_timing(name) is timing
+
+
+def test_a_peer_with_the_other_sign_gets_the_other_sign():
+    ours = {"parity/k1": 0.25, "parity/tokens_different": 0.5, "parity/tokens": 10}
+    assert as_peer(ours, "torchtitan") == {"bit_wise/logprob_diff/mean": -0.25, "bit_wise/ratio_tokens_different": 0.5}
+    assert as_peer(ours, "verl") == {"rollout_corr/kl": 0.25}
+
+
+def test_an_unknown_peer_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"'nobody'.*torchtitan"):
+        as_peer({}, "nobody")
+
+
+def test_no_peer_knows_two_of_ours_by_one_name():
+    for peer, names in PEER_NAMES.items():
+        theirs = [name for name, _ in names.values()]
+        assert len(set(theirs)) == len(theirs), peer
+        assert all(math.isfinite(factor) for _, factor in names.values())

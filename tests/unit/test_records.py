@@ -1,0 +1,178 @@
+import numpy as np
+import pytest
+
+from rlloop.errors import RunError
+from rlloop.records import (
+    Journal,
+    RunFolder,
+    read_records,
+    read_rollouts,
+    refuse_other_run,
+    require_run,
+    rollout_files,
+    rollout_row,
+    summarize,
+)
+from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
+
+CONFIG = {"seed": 0, "trainer": {"lr": 0.1, "num_steps": 5, "schedule": "constant"}, "parity": {"mode": "require"}}
+
+
+def steps(path) -> list[int]:
+    return [record["step"] for record in read_records(path)]
+
+
+def filled(tmp_path, last: int) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    for step in range(last + 1):
+        folder.metrics.append({"step": step})
+        if step:
+            folder.parity.append({"step": step})
+            folder.write_rollouts(step, [{"uid": f"{step}/0/0"}])
+    return folder
+
+
+def test_a_torn_last_line_is_not_a_record(tmp_path):
+    journal = Journal(tmp_path / "metrics.jsonl")
+    journal.append({"step": 0})
+    journal.append({"step": 1})
+    content = journal.path.read_bytes()
+    for cut in range(len(content) // 2 + 1, len(content)):
+        journal.path.write_bytes(content[:cut])
+        assert steps(journal.path) == [0]
+
+
+def test_a_damaged_line_inside_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"st\n{"step": 2}\n')
+    with pytest.raises(RunError, match="line 2"):
+        list(read_records(tmp_path / "metrics.jsonl"))
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path):
+    journal = Journal(tmp_path / "metrics.jsonl")
+    journal.append({"step": 1, "loss": float("nan"), "k3": float("inf")})
+    assert list(read_records(journal.path)) == [{"step": 1, "loss": None, "k3": None}]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 6, "rew'])
+def test_rewind_leaves_one_history_and_keeps_the_other(tmp_path, torn):
+    with filled(tmp_path, last=5) as folder:
+        with folder.metrics.path.open("ab") as file:
+            file.write(torn)
+        assert folder.rewind(3) == 2
+        assert steps(folder.metrics.path) == [0, 1, 2, 3]
+        assert steps(folder.parity.path) == [1, 2, 3]
+        assert [file.name for file in rollout_files(folder.path)] == [f"step_0000000{i}.jsonl.zst" for i in (1, 2, 3)]
+        aside = folder.path / "orphaned" / "1"
+        assert steps(aside / "metrics.jsonl") == [4, 5]
+        assert steps(aside / "parity.jsonl") == [4, 5]
+        assert [file.name for file in rollout_files(aside)] == ["step_00000004.jsonl.zst", "step_00000005.jsonl.zst"]
+        assert (aside / "metrics.jsonl").read_bytes().endswith(torn or b"}\n")
+        folder.metrics.append({"step": 4})
+        assert steps(folder.metrics.path) == [0, 1, 2, 3, 4]
+
+
+def test_rewind_to_nothing_and_again(tmp_path):
+    with filled(tmp_path, last=2) as folder:
+        folder.rewind(None)
+        assert steps(folder.metrics.path) == []
+        folder.metrics.append({"step": 0})
+        folder.rewind(None)
+        assert steps(folder.path / "orphaned" / "2" / "metrics.jsonl") == [0]
+        assert folder.rewind(None) == 0
+        assert len(list((folder.path / "orphaned").iterdir())) == 2
+
+
+def test_rewind_does_nothing_to_a_clean_history(tmp_path):
+    with filled(tmp_path, last=3) as folder:
+        assert folder.rewind(3) == 0
+        assert not (folder.path / "orphaned").exists()
+        assert steps(folder.metrics.path) == [0, 1, 2, 3]
+
+
+def test_two_processes_cannot_hold_one_folder(tmp_path):
+    with RunFolder(tmp_path / "run"), pytest.raises(RunError, match="another process"):
+        RunFolder(tmp_path / "run")
+    RunFolder(tmp_path / "run").__exit__()
+
+
+def changed(**sections) -> dict:
+    return {key: {**value, **sections.get(key, {})} if isinstance(value, dict) else value for key, value in CONFIG.items()}
+
+
+def test_another_meaning_is_refused_by_key(tmp_path):
+    with RunFolder(tmp_path / "run") as folder:
+        folder.adopt(CONFIG)
+        with pytest.raises(RunError, match=r"trainer\.lr: the run has 0\.1, given is 0\.2"):
+            folder.adopt(changed(trainer={"lr": 0.2}))
+        with pytest.raises(RunError, match="seed"):
+            folder.adopt({**CONFIG, "seed": 1})
+        folder.adopt(CONFIG)
+
+
+def test_only_a_constant_schedule_may_grow():
+    refuse_other_run("run", CONFIG, changed(trainer={"num_steps": 9}))  # pyright: ignore[reportArgumentType]
+    falling = changed(trainer={"schedule": "linear"})
+    with pytest.raises(RunError, match=r"trainer\.num_steps"):
+        refuse_other_run("run", falling, changed(trainer={"schedule": "linear", "num_steps": 9}))  # pyright: ignore[reportArgumentType]
+
+
+def test_engine_sizes_may_change_while_the_contract_is_enforced():
+    small, large = ({**CONFIG, "rollout": {"page_size": size}} for size in (16, 64))
+    refuse_other_run("run", small, large)  # pyright: ignore[reportArgumentType]
+    observed = {"parity": {"mode": "observe"}}
+    with pytest.raises(RunError, match=r"rollout\.page_size"):
+        refuse_other_run("run", {**small, **observed}, {**large, **observed})  # pyright: ignore[reportArgumentType]
+
+
+def sample(logprobs: np.ndarray, raw: np.ndarray) -> Sample:
+    params = SamplingParams(max_tokens=400, temperature=0.5, seed=3)
+    made = Completion([1], list(range(len(logprobs))), logprobs, raw, 4, "stop", params)
+    return Sample("5/0/1", Example("p", [1], "one", {}), made, "text", RewardResult(1.0, True, {"part": 0.5}), 0, 0.25)
+
+
+def test_stored_logprobs_round_trip_to_the_bit(tmp_path):
+    bits = np.random.default_rng(0).integers(0, 2**31, 300, dtype=np.int32)
+    values = -np.abs(bits.view(np.float32))
+    values = values[np.isfinite(values)]
+    other = np.nextafter(values, np.float32(-np.inf))
+    with RunFolder(tmp_path / "run") as folder:
+        rows = [rollout_row(sample(values, values), "trained", values, "e"), rollout_row(sample(values, other), "x", other, "e")]
+        folder.write_rollouts(5, rows)
+        same, differing = read_rollouts(folder.path / "rollouts" / "step_00000005.jsonl.zst")
+    assert np.array_equal(np.array(same["logprobs"], dtype=np.float32).view(np.int32), values.view(np.int32))
+    assert "trainer_logprobs" not in same
+    assert "raw_logprobs" not in same
+    for key in ("trainer_logprobs", "raw_logprobs"):
+        assert np.array_equal(np.array(differing[key], dtype=np.float32).view(np.int32), other.view(np.int32))
+    assert same["sampling"] == {"max_tokens": 400, "temperature": 0.5, "seed": 3}
+    assert (same["uid"], same["policy_version"], same["solved"], same["components"]) == ("5/0/1", 4, True, {"part": 0.5})
+
+
+def test_a_logprob_that_is_not_finite_is_null(tmp_path):
+    values = np.array([-1.0, -np.inf, np.nan], dtype=np.float32)
+    with RunFolder(tmp_path / "run") as folder:
+        folder.write_rollouts(1, [rollout_row(sample(values, values), "trained", None, "e")])
+        assert read_rollouts(rollout_files(folder.path)[0])[0]["logprobs"] == [-1.0, None, None]
+
+
+def test_what_is_no_run_is_refused_by_name(tmp_path):
+    with pytest.raises(RunError, match="nosuch"):
+        require_run(tmp_path / "nosuch")
+    with RunFolder(tmp_path / "sweep" / "seed=0") as folder:
+        folder.adopt(CONFIG)
+    with pytest.raises(RunError, match="seed=0"):
+        require_run(tmp_path / "sweep")
+    assert require_run(tmp_path / "sweep" / "seed=0")
+
+
+def test_summary_counts_different_tokens_over_all_steps():
+    metrics = [
+        {"step": 0, "eval/solved": 0.2},
+        {"step": 1, "parity/tokens": 100, "parity/tokens_different": 0.01, "parity/k3": 1e-9, "ledger/sampled": 4},
+        {"step": 2, "parity/tokens": 300, "parity/tokens_different": 0.0, "parity/k3": 0.0, "eval/solved": 0.5},
+    ]
+    summary = summarize(metrics, "finished")
+    assert summary["parity"] == {"tokens": 400, "tokens_different": 1, "k3_max": 1e-9}
+    assert summary["eval/solved"] == {"first": 0.2, "last": 0.5, "best": 0.5}
+    assert (summary["status"], summary["step"]) == ("finished", 2)
