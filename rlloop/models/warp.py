@@ -1,0 +1,64 @@
+"""From sampling parameters to the rows of a `LogitsWarp`: the one place, for the engine and the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rlloop.numerics.layout import LogitsWarp
+from rlloop.types import SamplingParams
+
+
+def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end a completion: its own stop tokens and, unless it ignores them, the model's."""
+    return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
+
+
+def warp_for(
+    sampling: Sequence[SamplingParams | None],
+    made: Sequence[int] | np.ndarray,
+    eos_token_ids: tuple[int, ...],
+    *,
+    device: str | torch.device = "cpu",
+    counts: Sequence[int] | None = None,
+) -> LogitsWarp:
+    """The warp of N rows. `sampling[i]` is row i's; with `counts`, that of the next `counts[i]` rows.
+
+    `made` [N] is how many tokens the completion had before each row's token. None as parameters: temperature 1, nothing
+    truncated, nothing banned.
+    """
+    params = [item if item is not None and _warps(item) else None for item in sampling]
+    if not any(params):
+        return LogitsWarp()
+
+    def column(name: str, default: float, dtype: type) -> torch.Tensor | None:
+        values = np.array([default if item is None else getattr(item, name) for item in params], dtype)
+        if (values == default).all():
+            return None
+        return torch.from_numpy(values if counts is None else np.repeat(values, counts)).to(device)
+
+    banned_start = banned_ids = None
+    if any(item is not None and item.min_tokens for item in params):
+        rows = params if counts is None else [item for item, n in zip(params, counts, strict=True) for _ in range(n)]
+        banned = [
+            stop_ids(item, eos_token_ids) if item is not None and done < item.min_tokens else ()
+            for item, done in zip(rows, np.asarray(made).tolist(), strict=True)
+        ]
+        if any(banned):
+            starts = np.cumsum([0, *map(len, banned)])
+            banned_start = torch.from_numpy(starts.astype(np.int64)).to(device)
+            banned_ids = torch.tensor([token for ids in banned for token in ids], dtype=torch.int64, device=device)
+    return LogitsWarp(
+        temperature=column("temperature", 1.0, np.float32),
+        top_k=column("top_k", 0, np.int64),
+        top_p=column("top_p", 1.0, np.float32),
+        min_p=column("min_p", 0.0, np.float32),
+        banned_start=banned_start,
+        banned_ids=banned_ids,
+    )
+
+
+def _warps(params: SamplingParams) -> bool:
+    return params.temperature != 1.0 or params.truncates or params.min_tokens > 0
