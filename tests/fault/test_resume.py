@@ -1,0 +1,86 @@
+"""Kill -9 at any moment, resume, and nothing shows it: weights, optimizer and records are those of an unbroken run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rlloop.metrics import is_timing
+from rlloop.records import read_records, read_rollouts, rollout_files
+
+STEPS = 60
+
+# A run over fakes whose steps take about a millisecond, so that many kills fit into a second.
+RUN = f"""
+import sys
+from pathlib import Path
+from rlloop.config import *
+from rlloop.loop import Loop
+from rlloop.parity.certificate import Certificate
+from rlloop.parity.monitor import ParityMonitor
+from rlloop.records import RunFolder
+from rlloop.testing import fake_parts
+
+config = RunConfig(
+    algorithm=AlgorithmConfig(loss="grpo", advantage="group_norm"),
+    trainer=TrainerConfig(num_steps={STEPS}),
+    rollout=RolloutConfig(num_prompts=4, group_size=4, max_tokens=6),
+    eval=EvalConfig(every=10, num_draws=8),
+    checkpoint=CheckpointConfig(every=3),
+)
+with RunFolder(Path(sys.argv[1])) as folder:
+    parts = fake_parts(folder.checkpoints)
+    loop = Loop(config, parts, folder, ParityMonitor(config.parity, Certificate(folder.parity), {{}}, {{}}))
+    start = loop.restore()
+    print(start, flush=True)
+    loop.run(start)
+    print(parts.trainer.policy.logits.tolist(), parts.trainer.momentum.tolist(), flush=True)
+"""
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", RUN, str(folder)], stdout=subprocess.PIPE, text=True)
+
+
+def finish(folder: Path) -> tuple[int, str]:
+    """(step it began after, weights and optimizer state at the end)"""
+    process = start(folder)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    began, weights = output.splitlines()
+    return int(began), weights
+
+
+def history(folder: Path) -> list[object]:
+    metrics = [
+        {name: value for name, value in record.items() if not is_timing(name)}
+        for record in read_records(folder / "metrics.jsonl")
+    ]
+    return [metrics, list(read_records(folder / "parity.jsonl")), [read_rollouts(file) for file in rollout_files(folder)]]
+
+
+def kill_after(folder: Path, records: int) -> None:
+    """Start, wait until the run has written so many records of steps, and kill it wherever it is then."""
+    process = start(folder)
+    metrics = folder / "metrics.jsonl"
+    while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < records):
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it ended by itself before it could be killed"
+
+
+def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    _, expected = finish(whole)
+    for records in (1, 3, 9, 20, 41):
+        kill_after(broken, records)
+    began, weights = finish(broken)
+    assert began >= 36
+    assert began % 3 == 0
+    assert weights == expected
+    assert history(broken) == history(whole)
+    assert [record["step"] for record in read_records(broken / "metrics.jsonl")] == list(range(STEPS + 1))
+    assert not list((broken / "checkpoints").glob("tmp*"))
