@@ -104,9 +104,8 @@ def prepare(config: RunConfig) -> Prepared:
         # The rung under bitwise. Its weights are exactly 1 as long as engine and trainer agree, so it may always be on.
         algorithm = replace(algorithm, correction={"tis": {}})
     reward = resolve_reward(config.reward)
-    advantages, loss = advantages_for(algorithm, config.rollout.max_tokens), loss_for(algorithm)
-    groups = [p for p in range(config.rollout.num_prompts) for _ in range(config.rollout.group_size)]
-    advantages([0.0] * len(groups), groups, [1] * len(groups))  # refuses a batch of this shape, if it has to, now
+    advantages = advantages_for(algorithm, config.rollout.max_tokens, config.rollout.group_size)
+    loss = loss_for(algorithm)
     check_sinks(config.sinks)
     if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
         raise ModelError(

@@ -7,16 +7,13 @@ whole step, so an estimator runs before the step is split into minibatches. Each
 normalises again.
 
 A group whose rewards are all equal gets exactly 0 from every group-relative estimator, not a rounding error that a
-division by a tiny std would turn into a signal. So does a group of one: it has no baseline. Where *every* group is of
-one, a group-relative estimator could never teach anything, and is refused.
+division by a tiny std would turn into a signal. So does a group of one: it has no baseline.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-from rlloop.errors import ConfigError
 
 Array = NDArray[np.float64]
 
@@ -27,14 +24,14 @@ def group_norm(rewards: ArrayLike, groups: ArrayLike, *, eps: float = 1e-6) -> A
     The std is the sample's (n − 1), as in `torch.std` and so in most frameworks; `eps` 1e-6 is common, and shrinks only
     groups that hardly vary.
     """
-    centred, members, index = _centre(rewards, groups, "group_norm")
+    centred, members, index = _centre(rewards, groups)
     deviations = np.sqrt(np.bincount(index, centred**2) / np.maximum(members - 1, 1))
     return centred / (deviations[index] + eps)
 
 
 def group_mean(rewards: ArrayLike, groups: ArrayLike) -> Array:
     """R_i − mean of its group: Dr. GRPO (2503.20783). In units of reward."""
-    return _centre(rewards, groups, "group_mean")[0]
+    return _centre(rewards, groups)[0]
 
 
 def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> Array:
@@ -42,7 +39,7 @@ def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> Array:
 
     It is `group_mean` times n / (n − 1), which makes the baseline independent of the sample it is taken from.
     """
-    centred, members, index = _centre(rewards, groups, "leave_one_out")
+    centred, members, index = _centre(rewards, groups)
     return centred * (members / np.maximum(members - 1, 1))[index]
 
 
@@ -52,7 +49,7 @@ def batch_norm(rewards: ArrayLike, groups: ArrayLike, *, eps: float = 1e-6) -> A
     REINFORCE++ with baseline (2501.03262). One scale for all prompts: easy and hard ones keep
     their proportions, as with `group_mean`, but the size of the rewards does not matter. The std is the sample's.
     """
-    centred, _, _ = _centre(rewards, groups, "batch_norm")
+    centred, _, _ = _centre(rewards, groups)
     return centred / (_std(centred) + eps)
 
 
@@ -62,7 +59,7 @@ def global_norm(rewards: ArrayLike, groups: ArrayLike, *, eps: float = 1e-6) -> 
     Works with one sample a prompt. The baseline does not know the prompt: a hard prompt's samples are all pushed down.
     """
     flat = np.asarray(rewards, dtype=np.float64)
-    centred, _, _ = _centre(flat, np.zeros(len(flat), dtype=np.int64), "global_norm")
+    centred, _, _ = _centre(flat, np.zeros(len(flat), dtype=np.int64))
     return centred / (_std(centred) + eps)
 
 
@@ -79,17 +76,13 @@ ADVANTAGES = {
     "global_norm": global_norm,
     "raw": raw,
 }
+GROUP_RELATIVE = ("group_norm", "group_mean", "leave_one_out", "batch_norm")
 
 
-def _centre(rewards: ArrayLike, groups: ArrayLike, name: str) -> tuple[Array, NDArray[np.int64], NDArray[np.int64]]:
+def _centre(rewards: ArrayLike, groups: ArrayLike) -> tuple[Array, NDArray[np.int64], NDArray[np.int64]]:
     """R_i − mean of its group [n], members of each group [G], each sample's group as an index [n]."""
     flat = np.asarray(rewards, dtype=np.float64)
     _, first, index, members = np.unique(np.asarray(groups), return_index=True, return_inverse=True, return_counts=True)
-    if len(flat) and members.max() == 1:
-        raise ConfigError(
-            f"advantage {name} compares samples with each other, but each of the {len(flat)} stands alone; "
-            "set rollout.group_size to 2 or more, or use advantage global_norm (more than one prompt) or raw"
-        )
     shifted = flat - flat[first][index]  # equal rewards become exact zeros before anything is rounded
     return shifted - (np.bincount(index, shifted) / members)[index], members, index
 

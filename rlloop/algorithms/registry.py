@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from operator import mul
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -12,13 +12,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlloop.algorithms.advantages import ADVANTAGES
+from rlloop.algorithms.advantages import ADVANTAGES, GROUP_RELATIVE
 from rlloop.algorithms.batch import Loss
 from rlloop.algorithms.corrections import CORRECTIONS, WEIGHING, Correction, corrected, measured
 from rlloop.algorithms.losses import LOSSES
 from rlloop.algorithms.shaping import groups_with_signal, overlong_penalty
 from rlloop.config import AlgorithmConfig, Anchor
 from rlloop.errors import ConfigError
+
+StepAdvantages = Callable[[Sequence[float], Sequence[int], Sequence[int]], tuple[list[float], list[bool]]]
 
 # What an argument of this name may be, in every function that takes it; its type comes from the annotation.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -80,27 +82,35 @@ def loss_for(algorithm: AlgorithmConfig) -> Loss:
     return measured(loss) if algorithm.anchor is Anchor.trainer else loss
 
 
-def advantages_for(
-    algorithm: AlgorithmConfig, max_tokens: int
-) -> Callable[[ArrayLike, ArrayLike, ArrayLike], tuple[NDArray[np.float64], NDArray[np.bool_]]]:
+def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int) -> StepAdvantages:
     """The configured way from rewards to advantages, as `(rewards, groups, lengths) -> (advantages, keep)`, each [n].
 
     `lengths` are the completions' tokens and `max_tokens` their budget (`rollout.max_tokens`). Samples with keep False
     are not trained on: dynamic sampling found no signal in their group. Advantages are estimated over all samples.
     """
     estimator = get_advantage(algorithm.advantage, **algorithm.advantage_args)
+    if group_size == 1 and algorithm.advantage in GROUP_RELATIVE:
+        raise ConfigError(
+            f"rollout.group_size is 1, but advantage {algorithm.advantage} compares samples of one prompt with each "
+            "other; set rollout.group_size to 2 or more, or algorithm.advantage to global_norm or raw"
+        )
+    if group_size == 1 and algorithm.dynamic_sampling:
+        raise ConfigError(
+            "rollout.group_size is 1, and algorithm.dynamic_sampling drops groups whose rewards are all equal, so "
+            "nothing would be left; set rollout.group_size to 2 or more, or algorithm.dynamic_sampling to false"
+        )
     if algorithm.overlong_buffer:
         overlong_penalty([], max_tokens=max_tokens, buffer=algorithm.overlong_buffer)
 
     def estimate(
-        rewards: ArrayLike, groups: ArrayLike, lengths: ArrayLike
-    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        rewards: Sequence[float], groups: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[list[float], list[bool]]:
         shaped = np.asarray(rewards, dtype=np.float64)
         keep = groups_with_signal(shaped, groups) if algorithm.dynamic_sampling else np.ones(len(shaped), dtype=bool)
         if algorithm.overlong_buffer:
             penalty = overlong_penalty(lengths, max_tokens=max_tokens, buffer=algorithm.overlong_buffer)
             shaped = shaped + algorithm.overlong_penalty * penalty
-        return estimator(shaped, groups), keep
+        return estimator(shaped, groups).tolist(), keep.tolist()
 
     return estimate
 

@@ -178,7 +178,7 @@ def test_every_preset_composes_and_is_found():
         algorithm = configured(f"algorithm={name}").algorithm
         assert isinstance(algorithm, AlgorithmConfig)
         loss_for(algorithm)
-        advantages_for(algorithm, 256)
+        advantages_for(algorithm, 256, 8)
 
 
 def test_profiles_mirror_the_numerics():

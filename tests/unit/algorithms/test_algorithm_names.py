@@ -155,17 +155,29 @@ def test_from_rewards_to_advantages():
     """Dynamic sampling looks at rewards before the length penalty, advantages after it."""
     config = preset("dapo", "algorithm.overlong_buffer=50", "algorithm.advantage=group_mean")
     config.advantage_args = {}
-    estimate = advantages_for(config, max_tokens=100)
+    estimate = advantages_for(config, max_tokens=100, group_size=2)
     advantages, keep = estimate([1.0, 1.0, 1.0, 0.0], [0, 0, 1, 1], [10, 100, 75, 20])
-    assert keep.tolist() == [False, False, True, True]
-    assert advantages.tolist() == [0.5, -0.5, 0.25, -0.25]  # rewards 1, 0, 0.5, 0
+    assert keep == [False, False, True, True]
+    assert advantages == [0.5, -0.5, 0.25, -0.25]  # rewards 1, 0, 0.5, 0
 
-    plain = advantages_for(preset("dr_grpo"), max_tokens=100)
+    plain = advantages_for(preset("dr_grpo"), max_tokens=100, group_size=2)
     advantages, keep = plain([1.0, 1.0, 1.0, 0.0], [0, 0, 1, 1], [10, 100, 75, 20])
-    assert keep.all()
-    assert advantages.tolist() == [0.0, 0.0, 0.5, -0.5]
+    assert all(keep)
+    assert advantages == [0.0, 0.0, 0.5, -0.5]
 
 
 def test_an_overlong_buffer_beyond_the_budget_is_refused_before_any_work():
     with pytest.raises(ConfigError, match="overlong buffer is 500"):
-        advantages_for(preset("grpo", "algorithm.overlong_buffer=500"), max_tokens=100)
+        advantages_for(preset("grpo", "algorithm.overlong_buffer=500"), max_tokens=100, group_size=2)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "rloo"])
+def test_a_group_of_one_is_refused_where_samples_are_compared(name):
+    with pytest.raises(ConfigError, match="compares samples of one prompt"):
+        advantages_for(preset(name), max_tokens=100, group_size=1)
+    advantages_for(preset("reinforce_pp"), max_tokens=100, group_size=1)
+
+
+def test_dynamic_sampling_of_groups_of_one_is_refused():
+    with pytest.raises(ConfigError, match="nothing would be left"):
+        advantages_for(preset("ppo", "algorithm.dynamic_sampling=true"), max_tokens=100, group_size=1)
