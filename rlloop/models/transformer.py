@@ -199,8 +199,9 @@ class Model(nn.Module):
 def rope_table(rope: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin [positions, head_dim / 2] in float32, with transformers' order of operations.
 
-    Llama 3's scaling divides frequencies of wavelengths above `original_positions / low_freq_factor` by `factor`, leaves
-    those below `original_positions / high_freq_factor`, and blends between (Meta's llama-models, `apply_scaling`).
+    Llama 3's scaling divides frequencies of wavelengths above `original_positions / low_freq_factor` by `factor`,
+    leaves those below `original_positions / high_freq_factor`, and blends between (Meta's llama-models,
+    `apply_scaling`).
     """
     device = torch.device("cpu")  # also where modules are being made on the meta device
     steps = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim

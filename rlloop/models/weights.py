@@ -125,7 +125,7 @@ def read_state(folder: str | Path) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for path in _files(Path(folder)):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118: not a mapping
+            for name in file.offset_keys():
                 if name in state:
                     raise ModelError(f"{name} stands in two shards of {folder}")
                 state[name] = file.get_tensor(name)

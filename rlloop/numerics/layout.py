@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -22,6 +23,18 @@ class AttentionLayout:
     block_start: torch.Tensor  # [S, B] int64
     block_size: int
     contiguous: bool  # True: the stores are the flat tokens, and gradients can flow
+
+    @cached_property
+    def sequences(self) -> torch.Tensor:
+        """Which sequence each query token belongs to. [T] int64"""
+        counts = self.query_start.diff()
+        return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Where each query token stands in its sequence. [T] int64"""
+        offset = self.context - self.query_start[:-1]
+        return torch.arange(len(self.sequences), device=offset.device) + offset[self.sequences]
 
     @classmethod
     def of_sequences(cls, lengths: list[int], device: str | torch.device = "cpu") -> AttentionLayout:

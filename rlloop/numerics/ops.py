@@ -12,13 +12,21 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlloop.numerics import stock
+from rlloop.numerics import logprob, reference, stock
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.profile import NumericsProfile
 
 
 def _backend(name: str) -> ModuleType:
-    return stock  # interim
+    if name == "rlloop":
+        from rlloop.numerics.cpu import contract
+
+        return contract
+    return {"stock": stock, "reference": reference}[name]
+
+
+def _logprob_backend(name: str) -> ModuleType:
+    return logprob if name == "rlloop" else _backend(name)
 
 
 class Ops:
@@ -31,8 +39,8 @@ class Ops:
         self._silu_mul = _backend(profile.activation).silu_mul
         self._rope = _backend(profile.rope).rope
         self._attention = _backend(profile.attention).attention
-        self._token_logprob = _backend(profile.token_logprob).token_logprob
-        self._sample = _backend(profile.token_logprob).sample
+        self._token_logprob = _logprob_backend(profile.token_logprob).token_logprob
+        self._sample = _logprob_backend(profile.token_logprob).sample
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias`. x [T, K], weight [N, K], bias [N] -> [T, N]."""
@@ -65,7 +73,9 @@ class Ops:
         """
         return self._token_logprob(hidden, weight, targets, warp)
 
-    def sample(self, logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def sample(
+        self, logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw one token a row with the random number that (seed, position) names.
 
         logits [T, V] float32, seeds and positions [T] int64 -> (ids [T] int64, logprobs [T], raw logprobs [T] float32).
