@@ -1,0 +1,5 @@
+"""Engines: what continues prompts and says with which probabilities."""
+
+from rlloop.rollout.engine import Engine
+
+__all__ = ["Engine"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models.warp import warp_for
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.rollout.kv_cache import BlockManager, PagedCache, bytes_per_token
 from rlloop.rollout.request import Request
 from rlloop.rollout.scheduler import EngineStats, Scheduler, StepBatch
@@ -84,6 +84,7 @@ class Engine:
         self._num_blocks = max_cache_tokens // page_size
         self._cache = PagedCache(spec, self._num_blocks * page_size, dtype, self._device)
         self._scheduler = self._new_scheduler()
+        self._last_warp: tuple[list[SamplingParams], LogitsWarp] = ([], LogitsWarp())
 
     # ---------------------------------------------------------------------------------------------- whole batches
 
@@ -203,9 +204,7 @@ class Engine:
 
     def _sample(self, hidden: Tensor, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         table, ops = self._scheduler.table, self.model.ops
-        made = table.length[rows] - table.prompt_length[rows]
-        sampling = [table.request(row).sampling for row in rows.tolist()]
-        warp = warp_for(sampling, made.tolist(), self.model.eos_token_ids)
+        warp = self._warp(rows)
         seeds, positions = self._tensor(table.seed[rows]), self._tensor(table.length[rows])
         at_once = max(1, LOGITS_AT_ONCE // len(self.model.head))
         parts = []
@@ -217,6 +216,17 @@ class Engine:
             return np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32)
         ids, logprobs, raw = (torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True))
         return ids, logprobs, raw
+
+    def _warp(self, rows: np.ndarray) -> LogitsWarp:
+        """The rows' warp: the last step's where nothing changed, since building one is a loop over the requests."""
+        table = self._scheduler.table
+        sampling = [table.request(row).sampling for row in rows.tolist()]
+        banning = bool((table.length[rows] < table.min_length[rows]).any())
+        if banning or sampling != self._last_warp[0]:
+            made = table.length[rows] - table.prompt_length[rows]
+            warp = warp_for(sampling, made, self.model.eos_token_ids, device=self._device)
+            self._last_warp = ([] if banning else sampling, warp)
+        return self._last_warp[1]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

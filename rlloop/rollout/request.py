@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlloop.models.warp import stop_ids
 from rlloop.types import Completion, FinishReason, SamplingParams
 
 
@@ -32,9 +33,16 @@ class Request:
 
     @classmethod
     def of(cls, id: int, prompt_ids: list[int], sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> Request:
-        stops = sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)
         zeros = np.zeros(len(prompt_ids), dtype=np.float32)
-        return cls(id, prompt_ids, sampling, stops, np.array(prompt_ids, dtype=np.int64), zeros, zeros)
+        return cls(
+            id,
+            prompt_ids,
+            sampling,
+            stop_ids(sampling, eos_token_ids),
+            np.array(prompt_ids, dtype=np.int64),
+            zeros,
+            zeros,
+        )
 
     def completion(self, policy_version: int, reason: FinishReason) -> Completion:
         """What was made so far; for a request that is not running."""
@@ -68,6 +76,7 @@ class RequestTable:
         self.length = np.zeros(max_rows, dtype=np.int64)  # tokens known, prompt included
         self.computed = np.zeros(max_rows, dtype=np.int64)  # of these, tokens whose keys and values are in the cache
         self.prompt_length = np.zeros(max_rows, dtype=np.int64)
+        self.min_length = np.zeros(max_rows, dtype=np.int64)  # prompt and min_tokens
         self.max_length = np.zeros(max_rows, dtype=np.int64)  # prompt and max_tokens
         self.seed = np.zeros(max_rows, dtype=np.int64)
         self._free = list(range(max_rows))[::-1]
@@ -85,6 +94,7 @@ class RequestTable:
         """Give the request a row: it holds `blocks`, and `computed` of its tokens are cached already."""
         known, limit = len(request.token_ids), len(request.prompt_ids) + request.sampling.max_tokens
         self._widen(limit, len(request.stop_ids))
+        assert request.sampling.seed is not None, "the engine draws the seeds that callers leave out"
         row = self._free.pop()
         self.requests[row] = request
         self.tokens[row, :known] = request.token_ids
@@ -96,6 +106,7 @@ class RequestTable:
         self.num_blocks[row] = len(blocks)
         self.length[row], self.computed[row] = known, computed
         self.prompt_length[row], self.max_length[row] = len(request.prompt_ids), limit
+        self.min_length[row] = len(request.prompt_ids) + request.sampling.min_tokens
         self.seed[row] = request.sampling.seed
         return row
 

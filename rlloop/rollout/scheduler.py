@@ -86,12 +86,15 @@ class Scheduler:
         counts = np.clip(self.max_batch_tokens - (np.cumsum(pending) - pending), 0, pending)
         chosen = counts > 0
         rows, context, counts = rows[chosen], context[chosen], counts[chosen]
-        self._remember(rows, context + counts)
+        after, size = context + counts, self.blocks.page_size
+        for index in np.flatnonzero(after // size > context // size).tolist():
+            self._remember(int(rows[index]), int(context[index]), int(after[index]))
         if self.waiting and not preempted:
             admitted = self._admit(self.max_batch_tokens - int(counts.sum()))
             if admitted:
-                rows = np.concatenate((rows, np.array([row for row, _ in admitted])))
-                counts = np.concatenate((counts, np.array([count for _, count in admitted])))
+                new_rows, new_counts = np.array(admitted).T
+                self.running = np.concatenate((self.running, new_rows))
+                rows, counts = np.concatenate((rows, new_rows)), np.concatenate((counts, new_counts))
                 context = table.computed[rows]
         return StepBatch(rows, context, counts, emits=context + counts == table.length[rows])
 
@@ -145,17 +148,16 @@ class Scheduler:
             shared = self._cached_blocks(request, (known - 1) // self.blocks.page_size)
             fresh = -(-known // self.blocks.page_size) - len(shared)
             # Leave each running request room to grow by a block, or the newcomer would soon be preempted for it.
-            if not self.blocks.can_allocate(shared, fresh + len(self.running)):
+            if not self.blocks.can_allocate(shared, fresh + len(self.running) + len(admitted)):
                 break
             self.waiting.popleft()
             computed = len(shared) * self.blocks.page_size
             row = self.table.load(request, self.blocks.allocate(shared, fresh), computed)
-            self.running = np.append(self.running, row)
             count = min(budget, known - computed)
             budget -= count
             self.stats.cached_tokens += computed
             # At once, so that the next request of the same group shares blocks that this very step fills.
-            self._remember(np.array([row]), np.array([computed + count]))
+            self._remember(row, computed, computed + count)
             admitted.append((row, count))
         return admitted
 
@@ -164,16 +166,12 @@ class Scheduler:
             return []
         return self.blocks.match(self.blocks.chain(request.block_hashes, request.token_ids, count)[:count])
 
-    def _remember(self, rows: np.ndarray, computed: np.ndarray) -> None:
-        """Name the blocks that this step fills; `computed` counts each request's cached tokens after it."""
-        if not self.blocks.prefix_caching:
-            return
-        full = computed // self.blocks.page_size
-        for index in np.flatnonzero(full > self.table.computed[rows] // self.blocks.page_size).tolist():
-            row, end = int(rows[index]), int(full[index])
-            names = self.table.request(row).block_hashes
-            self.blocks.chain(names, self.table.tokens[row], end)
-            for block in range(int(self.table.computed[row]) // self.blocks.page_size, end):
+    def _remember(self, row: int, computed: int, after: int) -> None:
+        """Name the blocks that this step fills, by taking the row's cached tokens from `computed` to `after`."""
+        size = self.blocks.page_size
+        if self.blocks.prefix_caching and after // size > computed // size:
+            names = self.blocks.chain(self.table.request(row).block_hashes, self.table.tokens[row], after // size)
+            for block in range(computed // size, after // size):
                 self.blocks.remember(int(self.table.blocks[row, block]), names[block])
 
     def _preempt(self, row: int) -> None:

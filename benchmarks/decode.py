@@ -1,0 +1,158 @@
+"""Tokens per second of sampling, on a 3M-parameter float32 Qwen3: 256 distinct prompts of 12 to 20 tokens, 64 new each.
+
+    python benchmarks/decode.py            # the engine, its stock twin in a child process, transformers' generate
+    python benchmarks/decode.py --quick    # 32 requests of 16 tokens, one round, nothing recorded
+
+The engine keeps every parity guarantee and returns logprobs; transformers decodes the same prompts as one padded batch
+with its key-value cache, and returns none. The stock twin is the same engine on PyTorch's own operations: the price of
+invariance is its figure over ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import rlloop
+from benchmarks.results_schema import Figure, report, table
+from rlloop.models import Model, new_model, save_model
+from rlloop.numerics.profile import NumericsProfile
+
+VOCABULARY = 512
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, VOCABULARY, rng.integers(12, 21)).tolist() for _ in range(count)]
+
+
+def engine_runner(model: Model, prompts: list[list[int]], new_tokens: int) -> Callable[[], None]:
+    engine = rlloop.Engine(model, prefix_caching=False)
+    sampling = [rlloop.SamplingParams(new_tokens, seed=i, ignore_eos=True) for i in range(len(prompts))]
+
+    def run() -> None:
+        completions = engine.generate(prompts, sampling)
+        assert all(len(completion.token_ids) == new_tokens for completion in completions)
+
+    return run
+
+
+def transformers_runner(folder: Path, prompts: list[list[int]], new_tokens: int) -> Callable[[], None]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+
+    def run() -> None:
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            use_cache=True,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        assert out.shape == (len(prompts), width + new_tokens)
+
+    return run
+
+
+def tokens_per_second(runners: dict[str, Callable[[], None]], tokens: int, rounds: int) -> dict[str, float]:
+    """Median of `rounds`, after one to warm up; the runners take turns, so that a busy moment hits all of them."""
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for index in range(rounds + 1):
+        for name, run in runners.items():
+            begin = time.perf_counter()
+            run()
+            if index:
+                times[name].append(time.perf_counter() - begin)
+    return {name: tokens / statistics.median(each) for name, each in times.items()}
+
+
+def stock_in_child(folder: Path, arguments: argparse.Namespace) -> float:
+    """The stock profile in a process of its own, without MKL's strict mode."""
+    environment = {key: value for key, value in os.environ.items() if key != "MKL_CBWR"}
+    command = [sys.executable, __file__, "--stock", str(folder), *(["--quick"] if arguments.quick else [])]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small run that records nothing")
+    parser.add_argument("--stock", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    count, new_tokens, rounds = (32, 16, 1) if arguments.quick else (256, 64, 3)
+    prompts = prompts_of(count)
+    if arguments.stock:
+        model = rlloop.load_model(arguments.stock, profile=NumericsProfile.preset("stock"))
+        runners = {"stock": engine_runner(model, prompts, new_tokens)}
+        print(json.dumps(tokens_per_second(runners, count * new_tokens, rounds)["stock"]))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_model(new_model(CONFIG, seed=0), folder)
+        stock = stock_in_child(folder, arguments)
+        runners = {
+            "rlloop": engine_runner(rlloop.load_model(folder), prompts, new_tokens),
+            "transformers": transformers_runner(folder, prompts, new_tokens),
+        }
+        speed = tokens_per_second(runners, count * new_tokens, rounds)
+    work = f"decode, {count} x {new_tokens} tokens, Qwen3 3M float32"
+    figures = [
+        Figure(
+            name=work,
+            unit="tokens/s",
+            value=speed["rlloop"],
+            peer="transformers generate",
+            peer_value=speed["transformers"],
+            aim=1.5,
+        ),
+        Figure(
+            name=f"price of invariance: {work}",
+            unit="tokens/s",
+            value=speed["rlloop"],
+            peer="the same engine on stock operations",
+            peer_value=stock,
+            aim=0.77,
+        ),
+    ]
+    if arguments.quick:
+        print(table(figures))
+    else:
+        report("decode", figures, packages=("transformers",))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Needles: a request's bits, alone and hidden among many, whatever the engine does around it.
+
+"The same" means token ids equal and logprobs equal through their integer views.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlloop.models import Model, token_logprobs
+from rlloop.numerics.profile import NumericsProfile
+from rlloop.rollout.engine import Engine
+from rlloop.types import Completion, SamplingParams
+from tests.parity.models import tiny_qwen3
+
+VOCABULARY = 300
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)  # around the edges of pages and of attention's tiles
+SAMPLINGS = (
+    {"temperature": 1.0},
+    {"temperature": 0.7},
+    {"temperature": 0.0},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 1.1, "min_p": 0.05},
+    {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 1.0, "stop_token_ids": (7, 8, 9), "min_tokens": 6},
+    {"temperature": 0.6, "ignore_eos": True},
+)
+NEEDLES = (0, 7, 23, 40, 58, 95)  # of the traffic; between them most lengths and samplings
+
+
+def traffic(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Mixed requests. Some prompts begin alike, and every fifth one repeats another, so that prefixes are shared."""
+    rng = np.random.default_rng(11)
+    preamble = rng.integers(3, VOCABULARY, 70).tolist()
+    prompts, sampling = [], []
+    for i in range(count):
+        length = LENGTHS[i % len(LENGTHS)]
+        own = rng.integers(3, VOCABULARY, length).tolist()
+        prompts.append(prompts[i - 5] if i % 5 == 4 and i > 5 else preamble[: length // 2] + own[length // 2 :])
+        sampling.append(SamplingParams(max_tokens=8 + 7 * (i % 4), seed=1000 + i, **SAMPLINGS[i % len(SAMPLINGS)]))
+    return prompts, sampling
+
+
+def bits(completion: Completion) -> tuple[list[int], list[int], list[int]]:
+    return (
+        completion.token_ids,
+        completion.logprobs.view(np.int32).tolist(),
+        completion.raw_logprobs.view(np.int32).tolist(),
+    )
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_qwen3(vocab_size=VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def hidden_among_many(model) -> list[Completion]:
+    return Engine(model).generate(*traffic(96))
+
+
+def test_the_traffic_is_worth_its_name(hidden_among_many):
+    assert {c.finish_reason for c in hidden_among_many} == {"stop", "length"}
+    assert sum(len(c.token_ids) for c in hidden_among_many) > 1200
+    assert any((c.logprobs != c.raw_logprobs).any() for c in hidden_among_many)
+
+
+@pytest.mark.parametrize("needle", NEEDLES)
+def test_a_request_alone_has_the_bits_it_has_among_many(model, hidden_among_many, needle):
+    prompts, sampling = traffic(96)
+    (alone,) = Engine(model).generate([prompts[needle]], [sampling[needle]])
+    assert bits(alone) == bits(hidden_among_many[needle])
+
+
+@pytest.mark.parametrize(
+    ("count", "settings"),
+    [
+        (96, {"page_size": 64}),
+        (48, {"page_size": 1}),
+        (96, {"page_size": 16, "prefix_caching": False}),
+        (96, {"max_batch_tokens": 64}),
+        (24, {"max_batch_tokens": 7, "page_size": 64}),
+        (96, {"max_running": 5}),
+        (24, {"max_batch_tokens": 64, "prefix_caching": False, "page_size": 1}),
+    ],
+    ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
+)
+def test_settings_leave_no_trace(model, hidden_among_many, count, settings):
+    completions = Engine(model, **settings).generate(*traffic(count))
+    assert [bits(c) for c in completions] == [bits(c) for c in hidden_among_many[:count]]
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_preemption_and_resume_leave_no_trace(model, hidden_among_many, page_size):
+    engine = Engine(model, max_cache_tokens=320, page_size=page_size, max_batch_tokens=64)
+    completions = engine.generate(*traffic(48))
+    assert engine.stats().preemptions > 3
+    assert [bits(c) for c in completions] == [bits(c) for c in hidden_among_many[:48]]
+
+
+def test_a_warm_prefix_cache_leaves_no_trace(model, hidden_among_many):
+    engine = Engine(model)
+    engine.generate(*traffic(48))
+    before = engine.stats().cached_tokens
+    completions = engine.generate(*traffic(48))
+    assert engine.stats().cached_tokens > before
+    assert [bits(c) for c in completions] == [bits(c) for c in hidden_among_many[:48]]
+
+
+def test_order_and_time_of_arrival_leave_no_trace(model, hidden_among_many):
+    prompts, sampling = traffic(48)
+    engine, order, done = Engine(model, max_batch_tokens=128), np.random.default_rng(5).permutation(48).tolist(), {}
+    ids = {}
+    while order or engine.has_work:
+        for index in order[:2]:
+            ids[engine.add_request(prompts[index], sampling[index])] = index
+        order = order[2:]
+        done.update({ids[id]: completion for id, completion in engine.step()})
+    assert [bits(done[index]) for index in range(48)] == [bits(c) for c in hidden_among_many[:48]]
+
+
+def test_the_trainer_recomputes_the_engines_bits(model, hidden_among_many):
+    sequences = [(c.prompt_ids, c.token_ids) for c in hidden_among_many]
+    sampled = token_logprobs(model, sequences, sampling=[c.sampling for c in hidden_among_many])
+    raw = token_logprobs(model, sequences)
+    for completion, s, r in zip(hidden_among_many, sampled, raw, strict=True):
+        assert completion.logprobs.tobytes() == s.detach().numpy().tobytes(), completion.sampling
+        assert completion.raw_logprobs.tobytes() == r.detach().numpy().tobytes(), completion.sampling
+
+
+@pytest.mark.parametrize("op", ["linear", "attention"])
+def test_a_stock_operation_breaks_the_needles(model, op):
+    """The checks above can fail: PyTorch's own matrix product or attention is enough."""
+    stock = model.with_profile(NumericsProfile(**{op: "stock"}))
+    prompts, sampling = traffic(24)
+    together = Engine(stock).generate(prompts, sampling)
+    alone = [Engine(stock).generate([prompts[i]], [sampling[i]])[0] for i in NEEDLES[:3]]
+    chunked = Engine(stock, max_batch_tokens=64, prefix_caching=False).generate(prompts, sampling)
+    assert [bits(c) for c in together] != [bits(c) for c in chunked] or [bits(c) for c in alone] != [
+        bits(together[i]) for i in NEEDLES[:3]
+    ]
