@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import copy
 import math
+import platform
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rlloop import __version__
 from rlloop.models.config import ModelConfig, RopeConfig
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import Ops, ops_for
@@ -129,6 +133,23 @@ class Decoder(nn.Module):
         self.norm = Weight(config.hidden_size)
 
 
+class RopeTable(nn.Module):
+    """cos and sin, [2, positions, head_dim / 2]: float32 whatever the model is cast to, and never in a checkpoint."""
+
+    table: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        table = torch.stack(rope_table(config.rope, config.head_dim, config.max_positions))
+        self.register_buffer("table", table, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        exact = self.table
+        super()._apply(fn, recurse)
+        self.table = exact.to(self.table.device)
+        return self
+
+
 class Model(nn.Module):
     """A decoder of the Qwen3, Qwen2.5 or Llama 3 family. Its own parameters get the gradient.
 
@@ -145,8 +166,7 @@ class Model(nn.Module):
         self.model = Decoder(config)
         self.lm_head = None if config.tied else Weight(config.vocab_size, config.hidden_size)
         self.source_path: Path | None = None  # the folder it was loaded from
-        # float32 whatever the compute type, and never part of a checkpoint.
-        self.rope_cos, self.rope_sin = rope_table(config.rope, config.head_dim, config.max_positions)
+        self.rope = RopeTable(config)
 
     @property
     def head(self) -> nn.Parameter:
@@ -180,12 +200,25 @@ class Model(nn.Module):
         twin.profile, twin.ops = profile, ops_for(profile)
         return twin
 
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that decides the bits, the weights apart. JSON values."""
+        facts = {
+            "architecture": self.config.architecture,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "profile": self.profile.as_dict(),
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
+            "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            "versions": {"rlloop": __version__, **{name: version(name) for name in ("torch", "numba", "llvmlite")}},
+        }
+        # Ours never depend on them; stock operations do.
+        return facts if self.profile.holds_contract else {**facts, "threads": torch.get_num_threads()}
+
     def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout, cache: Cache | None = None) -> Tensor:
         """Last hidden states of flat tokens, normed. tokens and positions [T] int64 -> [T, D].
 
         Without a cache the layout must be the trainer's (`AttentionLayout.of_sequences`).
         """
-        rope = (self.rope_cos, self.rope_sin)
+        rope = (self.rope.table[0], self.rope.table[1])
         delta, stream = nn.functional.embedding(tokens, self.model.embed_tokens.weight), None
         for layer in self.model.layers:
             args = (delta, stream, positions, rope, layout, cache, self.ops)

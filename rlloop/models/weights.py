@@ -96,9 +96,10 @@ def _build(
             raise ModelError(f"{where}: {name} has shape {list(state[name].shape)}; config.json says {list(shape)}")
     for name in expected:
         owner = model.get_submodule(name.rpartition(".")[0])
-        tensor = state.pop(name).to(device=device, dtype=dtype).contiguous()
+        # A copy: what safetensors hands out is the file itself, mapped, and unaligned.
+        tensor = state.pop(name).to(device=device, dtype=dtype, copy=True)
         setattr(owner, name.rpartition(".")[2], nn.Parameter(tensor))
-    model.rope_cos, model.rope_sin = model.rope_cos.to(device), model.rope_sin.to(device)
+    model.rope.to(device)
     model.source_path = source
     return model
 
