@@ -43,6 +43,7 @@ class LossBatch:
     total_sequences: int  # sequences with at least one unmasked token, of the whole optimizer step
     ref_logprobs: Tensor | None = None  # [N] of a frozen reference policy
     weights: Tensor | None = None  # [N] constant factors of the policy term, from a correction; None: 1 everywhere
+    dense: bool = False  # set by `unmasked` alone: no masked token is left, and all is float64
 
     def unmasked(self) -> LossBatch:
         """Only the tokens that count, in float64.
@@ -50,6 +51,9 @@ class LossBatch:
         Masked tokens leave before any arithmetic, so that not even their infinities or NaNs reach a sum or a gradient.
         float64 costs nothing beside a model's forward, and takes the order of summation out of the float32 gradient.
         """
+
+        if self.dense:
+            return self
 
         def keep(values: Tensor) -> Tensor:
             return values[self.mask].double()
@@ -65,6 +69,7 @@ class LossBatch:
             mask=self.mask[self.mask],
             ref_logprobs=None if self.ref_logprobs is None else keep(self.ref_logprobs),
             weights=None if self.weights is None else keep(self.weights),
+            dense=True,
         )
 
     @cached_property

@@ -136,8 +136,9 @@ def measured(loss: Loss) -> Loss:
     """The loss with the statistics of r among its metrics, corrected or not."""
 
     def with_ratio(batch: LossBatch, /) -> LossOutput:
-        output = loss(batch)
-        return LossOutput(output.loss, {**output.metrics, **ratio_metrics(batch)})
+        kept = batch.unmasked()
+        output = loss(kept)
+        return LossOutput(output.loss, {**output.metrics, **ratio_metrics(kept)})
 
     return with_ratio
 
