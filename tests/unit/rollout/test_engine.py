@@ -113,10 +113,10 @@ def test_end_of_sequence_stops_unless_ignored(model):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_min_tokens_puts_off_the_end(model, temperature):
     prompts = [[token] for token in range(3, VOCABULARY)]
-    completions = Engine(model).generate(prompts, SamplingParams(24, min_tokens=20, temperature=temperature, seed=5))
-    assert all(len(c.token_ids) >= 20 for c in completions)
-    assert all(EOS not in c.token_ids[:19] for c in completions)
-    assert any(c.finish_reason == "stop" for c in completions) or temperature == 0
+    completions = Engine(model).generate(prompts, SamplingParams(24, min_tokens=6, temperature=temperature, seed=5))
+    assert all(len(c.token_ids) >= 6 for c in completions)
+    assert all(EOS not in c.token_ids[:5] for c in completions)
+    assert any(c.finish_reason == "stop" for c in completions)
 
 
 def test_requests_can_be_added_while_others_run_and_aborted(model):
