@@ -212,8 +212,8 @@ def centred(rewards: Sequence[float], groups: Sequence[int], lengths: Sequence[i
     return [reward - mean for reward in rewards], [True] * len(rewards)
 
 
-def fake_parts(checkpoints: Path, *, policy: FakePolicy | None = None, **replaced: Any) -> Parts:
-    """A working set of fakes that share one policy; `replaced` puts other parts in place of some."""
+def fake_parts(root: Path, *, policy: FakePolicy | None = None, **replaced: Any) -> Parts:
+    """A working set of fakes that share one policy, with checkpoints under `root`; `replaced` puts others in their place."""
     policy = policy or FakePolicy()
     engine = replaced.get("engine") or FakeEngine(policy)
     parts: Mapping[str, Any] = {
@@ -225,6 +225,6 @@ def fake_parts(checkpoints: Path, *, policy: FakePolicy | None = None, **replace
         "scorer": FakeScorer(),
         "advantages": centred,
         "loss": lambda batch: None,
-        "checkpoints": FakeCheckpoints(checkpoints),
+        "checkpoints": FakeCheckpoints(root),
     }
     return Parts(**{**parts, **replaced})

@@ -58,7 +58,11 @@ def history(folder: Path) -> list[object]:
         {name: value for name, value in record.items() if not is_timing(name)}
         for record in read_records(folder / "metrics.jsonl")
     ]
-    return [metrics, list(read_records(folder / "parity.jsonl")), [read_rollouts(file) for file in rollout_files(folder)]]
+    return [
+        metrics,
+        list(read_records(folder / "parity.jsonl")),
+        [read_rollouts(file) for file in rollout_files(folder)],
+    ]
 
 
 def kill_after(folder: Path, records: int) -> None:

@@ -154,7 +154,12 @@ def test_minibatches_hold_whole_groups_and_all_samples(tmp_path, count, sizes):
             return super().forward_backward(batch, loss, old_logprobs=old_logprobs)
 
     policy = FakePolicy()
-    run = Run(tmp_path, config(trainer=TrainerConfig(num_steps=1, num_minibatches=count)), policy=policy, trainer=Watched(policy))
+    run = Run(
+        tmp_path,
+        config(trainer=TrainerConfig(num_steps=1, num_minibatches=count)),
+        policy=policy,
+        trainer=Watched(policy),
+    )
     run()
     assert sorted(map(len, batches), reverse=True) == sizes
     assert len({sample.uid for batch in batches for sample in batch}) == 12
@@ -177,7 +182,9 @@ def test_later_minibatches_anchor_at_the_trainer_before_the_first(tmp_path):
     sampled = {row["uid"]: row["logprobs"] for row in run.rollouts()[0]}
     assert [len(part) for part in old] == [6, 6]
     given = np.concatenate([array for part in old for array in part])
-    assert np.array_equal(given, np.concatenate(list(sampled.values())).astype(np.float32))  # zero KLD: also the engine's
+    assert np.array_equal(
+        given, np.concatenate(list(sampled.values())).astype(np.float32)
+    )  # zero KLD: also the engine's
 
 
 def test_rollout_anchor_takes_the_engines_logprobs(tmp_path):
@@ -211,7 +218,9 @@ def test_require_stops_before_the_weights_move_and_says_where(tmp_path, minibatc
 
 def test_observe_goes_on_and_measures(tmp_path):
     policy = FakePolicy()
-    run = Run(tmp_path, config(parity=ParityConfig(ParityMode.observe)), policy=policy, engine=FakeEngine(policy, drift=1e-3))
+    run = Run(
+        tmp_path, config(parity=ParityConfig(ParityMode.observe)), policy=policy, engine=FakeEngine(policy, drift=1e-3)
+    )
     assert run() == 4
     for record in run.metrics()[1:]:
         assert record["parity/tokens_different"] == 1.0

@@ -20,7 +20,13 @@ def test_each_reduction_merges_in_its_own_way():
 
 @pytest.mark.parametrize(
     ("name", "timing"),
-    [("time/step", True), ("perf/mfu", True), ("sync/pause_seconds", True), ("sync/wire_bytes", False), ("loss/total", False)],
+    [
+        ("time/step", True),
+        ("perf/mfu", True),
+        ("sync/pause_seconds", True),
+        ("sync/wire_bytes", False),
+        ("loss/total", False),
+    ],
 )
 def test_only_clocks_count_as_timing(name, timing):
     assert is_timing(name) is timing

@@ -97,7 +97,9 @@ def test_two_processes_cannot_hold_one_folder(tmp_path):
 
 
 def changed(**sections) -> dict:
-    return {key: {**value, **sections.get(key, {})} if isinstance(value, dict) else value for key, value in CONFIG.items()}
+    return {
+        key: {**value, **sections.get(key, {})} if isinstance(value, dict) else value for key, value in CONFIG.items()
+    }
 
 
 def test_another_meaning_is_refused_by_key(tmp_path):
@@ -137,7 +139,10 @@ def test_stored_logprobs_round_trip_to_the_bit(tmp_path):
     values = values[np.isfinite(values)]
     other = np.nextafter(values, np.float32(-np.inf))
     with RunFolder(tmp_path / "run") as folder:
-        rows = [rollout_row(sample(values, values), "trained", values, "e"), rollout_row(sample(values, other), "x", other, "e")]
+        rows = [
+            rollout_row(sample(values, values), "trained", values, "e"),
+            rollout_row(sample(values, other), "x", other, "e"),
+        ]
         folder.write_rollouts(5, rows)
         same, differing = read_rollouts(folder.path / "rollouts" / "step_00000005.jsonl.zst")
     assert np.array_equal(np.array(same["logprobs"], dtype=np.float32).view(np.int32), values.view(np.int32))
@@ -146,7 +151,12 @@ def test_stored_logprobs_round_trip_to_the_bit(tmp_path):
     for key in ("trainer_logprobs", "raw_logprobs"):
         assert np.array_equal(np.array(differing[key], dtype=np.float32).view(np.int32), other.view(np.int32))
     assert same["sampling"] == {"max_tokens": 400, "temperature": 0.5, "seed": 3}
-    assert (same["uid"], same["policy_version"], same["solved"], same["components"]) == ("5/0/1", 4, True, {"part": 0.5})
+    assert (same["uid"], same["policy_version"], same["solved"], same["components"]) == (
+        "5/0/1",
+        4,
+        True,
+        {"part": 0.5},
+    )
 
 
 def test_a_logprob_that_is_not_finite_is_null(tmp_path):

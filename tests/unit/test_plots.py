@@ -1,0 +1,35 @@
+import struct
+
+from matplotlib.axes import Axes
+
+from rlloop.plots import LINTHRESH, draw
+
+RECORDS = [
+    {"step": 0, "eval/solved": 0.2},
+    {"step": 1, "reward/mean": 0.3, "reward/solved": 0.25, "parity/k3": 0.0},
+    {"step": 2, "reward/mean": 0.4, "reward/solved": 0.35, "parity/k3": None},
+    {"step": 3, "reward/mean": 0.5, "reward/solved": 0.45, "parity/k3": 1e-3, "eval/solved": 0.5},
+]
+
+
+def test_every_panel_is_drawn_and_zero_has_a_place_on_the_kl_axis(tmp_path, monkeypatch):
+    drawn, limits = [], []
+    plot, set_ylim = Axes.plot, Axes.set_ylim
+    monkeypatch.setattr(Axes, "plot", lambda axes, *args, **style: drawn.append(args[:2]) or plot(axes, *args, **style))
+    monkeypatch.setattr(Axes, "set_ylim", lambda axes, *args, **kw: limits.append(args) or set_ylim(axes, *args, **kw))
+    draw({"run": RECORDS}, tmp_path / "curve.png")
+    assert drawn == [
+        ((1, 2, 3), (0.3, 0.4, 0.5)),
+        ((0, 3), (0.2, 0.5)),
+        ((1, 2, 3), (0.25, 0.35, 0.45)),
+        ((1, 3), (0.0, 1e-3)),
+    ]
+    assert limits[-1] == (-LINTHRESH, 3e-3)
+    width, height = struct.unpack(">II", (tmp_path / "curve.png").read_bytes()[16:24])
+    assert (width, height) == (1440, 432)
+
+
+def test_the_same_records_make_the_same_bytes(tmp_path):
+    for name in ("a.png", "b.png"):
+        draw({"one": RECORDS, "two": RECORDS[:2]}, tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
