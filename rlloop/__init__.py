@@ -12,7 +12,12 @@ Names are imported when first used, so that `import rlloop` costs nothing.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+# Read when torch loads OpenMP. Idle threads that spin instead of sleeping make every kernel wait, many times over,
+# as soon as something else wants a core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from rlloop.errors import ConfigError, ModelError, ParityError, RlloopError, RunError
