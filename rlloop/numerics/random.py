@@ -7,7 +7,8 @@ Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as eas
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from rlloop.numerics.cpu.jit import kernel
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -39,7 +40,7 @@ _W0, _W1 = (np.uint64(w) for w in WEYL)
 _MASK, _32, _26, _6, _5 = (np.uint64(x) for x in (MASK, 32, 26, 6, 5))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def philox_kernel(c0, c1, c2, c3, k0, k1):
     """`philox` for kernels. Words are held in uint64, whose products with the multipliers do not overflow."""
     for _ in range(ROUNDS):
@@ -49,7 +50,7 @@ def philox_kernel(c0, c1, c2, c3, k0, k1):
     return c0, c1, c2, c3
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def uniform_kernel(seed, position, stream):
     """`uniform` for kernels: the same bits."""
     s, p, t = np.uint64(seed), np.uint64(position), np.uint64(stream)

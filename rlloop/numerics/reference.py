@@ -72,6 +72,13 @@ def order(values: list[float]) -> list[int]:
     return sorted(range(len(values)), key=lambda i: (-values[i], i))
 
 
+def banned(warp: LogitsWarp, t: int) -> list[int]:
+    """The tokens that row t may not take."""
+    if warp.banned_start is None or warp.banned_ids is None:
+        return []
+    return warp.banned_ids[int(warp.banned_start[t]) : int(warp.banned_start[t + 1])].tolist()
+
+
 def warped_row(row: Tensor, warp: LogitsWarp, t: int) -> tuple[Tensor, Tensor]:
     """Row t of the logits, as the distribution sampled from sees it.
 
@@ -85,8 +92,7 @@ def warped_row(row: Tensor, warp: LogitsWarp, t: int) -> tuple[Tensor, Tensor]:
     if temperature == 0:
         return row, possible
 
-    if warp.banned_start is not None and warp.banned_ids is not None:
-        possible[warp.banned_ids[int(warp.banned_start[t]) : int(warp.banned_start[t + 1])]] = False
+    possible[banned(warp, t)] = False
     z = row / temperature
     values = z.detach().masked_fill(~possible, -torch.inf)
     ids = [i for i in order(values.tolist()) if possible[i]]
@@ -127,11 +133,11 @@ def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -
     """Inverse of the cumulative distribution in order of token id: the first id whose cumulative mass passes u."""
     ids, logprobs, raw_logprobs = [], [], []
     for t, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
-        if not logits[t].isfinite().any() or logits[t].isnan().any():
+        z, possible = warped_row(logits[t], warp, t)
+        if not z[possible].isfinite().any() or not (z[possible] < torch.inf).all():
             raise ValueError(f"row {t} of the logits holds no distribution")
-        z, _ = warped_row(logits[t], warp, t)
         if warp.temperature is not None and warp.temperature[t] == 0:
-            choice = order(z.tolist())[0]
+            choice = next(i for i in order(z.tolist()) if i not in banned(warp, t))
         else:
             mass = torch.exp(z - z.max()).double()
             cumulative = mass.cumsum(-1)
@@ -139,5 +145,6 @@ def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -
         ids.append(choice)
         logprobs.append(torch.log_softmax(z, -1)[choice])
         raw_logprobs.append(torch.log_softmax(logits[t], -1)[choice])
-    empty = logits.new_zeros(0)
-    return torch.tensor(ids, dtype=torch.int64), *(torch.stack(x) if x else empty for x in (logprobs, raw_logprobs))
+    if not ids:
+        return torch.empty(0, dtype=torch.int64), logits.new_zeros(0), logits.new_zeros(0)
+    return torch.tensor(ids), torch.stack(logprobs), torch.stack(raw_logprobs)

@@ -59,14 +59,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: f
     return torch.cat(outs)
 
 
-def warped(logits: Tensor, warp: LogitsWarp) -> Tensor:
-    """The logits of the distribution sampled from, −inf where a token is impossible. [T, V] float32"""
+def without_banned(logits: Tensor, warp: LogitsWarp) -> Tensor:
+    """The logits, −inf where a token is banned. [T, V]"""
     z = logits.clone()
-    greedy = None if warp.temperature is None else warp.temperature == 0
     if warp.banned_start is not None and warp.banned_ids is not None:
         starts = warp.banned_start
         rows = torch.repeat_interleave(torch.arange(len(starts) - 1, device=z.device), starts.diff())
         z[rows, warp.banned_ids[int(starts[0]) : int(starts[-1])]] = -torch.inf
+    return z
+
+
+def warped(logits: Tensor, warp: LogitsWarp) -> Tensor:
+    """The logits of the distribution sampled from, −inf where a token is impossible. [T, V] float32"""
+    z = without_banned(logits, warp)
+    greedy = None if warp.temperature is None else warp.temperature == 0
     if warp.temperature is not None and greedy is not None:
         z = z / torch.where(greedy, 1.0, warp.temperature)[:, None]
     value, index = torch.sort(z, dim=-1, descending=True, stable=True)
@@ -78,7 +84,7 @@ def warped(logits: Tensor, warp: LogitsWarp) -> Tensor:
         p = value.masked_fill(drop, -torch.inf).softmax(-1)
         drop |= (p.cumsum(-1) - p >= warp.top_p[:, None]) & (warp.top_p[:, None] < 1)
     if warp.min_p is not None:
-        drop |= value.exp() < warp.min_p[:, None] * value[:, :1].exp()
+        drop |= (value - value[:, :1]).exp() < warp.min_p[:, None]
     z = z.masked_fill(torch.zeros_like(drop).scatter(1, index, drop), -torch.inf)
     return z if greedy is None else torch.where(greedy[:, None], logits, z)
 
@@ -87,7 +93,8 @@ def token_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsW
     logits = F.linear(hidden, weight)
     z = warped(logits.to(torch.promote_types(logits.dtype, torch.float32)), warp)
     logprobs = z.log_softmax(-1)
-    entropy = -torch.where(logprobs.isinf(), 0.0, logprobs.exp() * logprobs).sum(-1)
+    finite = logprobs.masked_fill(logprobs.isinf(), 0.0)  # p log p of an impossible token, and its gradient, are 0
+    entropy = -(logprobs.exp() * finite).sum(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0], entropy
 
 
@@ -100,6 +107,6 @@ def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -
     cumulative = logprobs.double().exp().cumsum(-1)
     ids = (cumulative <= uniform.to(logits.device) * cumulative[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
     if warp.temperature is not None:
-        ids = torch.where(warp.temperature == 0, logits.argmax(-1), ids)
+        ids = torch.where(warp.temperature == 0, without_banned(logits, warp).argmax(-1), ids)
     raw = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
     return ids, logprobs.gather(-1, ids[:, None])[:, 0], raw

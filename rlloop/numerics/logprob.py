@@ -1,0 +1,164 @@
+"""`token_logprob` and `sample` by the contract: one distribution of a row, for the trainer and for the sampler.
+
+Logits are the float32 sums of `linear`, never rounded to a narrower type. `token_logprob` never holds more than
+`LOGITS_BYTES` of them: forward and backward go over the rows in chunks, and backward makes each chunk's logits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlloop.numerics.cpu import distribution
+from rlloop.numerics.cpu.contract import linear_out_float32
+from rlloop.numerics.layout import LogitsWarp
+
+LOGITS_BYTES = 64 * 2**20
+
+
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits of the vocabulary, the bits that `token_logprob` uses. hidden [T, K], weight [V, K] -> [T, V] float32."""
+    return linear_out_float32(hidden, weight)
+
+
+def token_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
+    """A target that the warp makes impossible has logprob −inf and sends no gradient.
+
+    A row whose logits hold no distribution (NaN, +inf, all of them −inf) gives NaN.
+    """
+    if len(targets) > 0 and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
+        raise ValueError(
+            f"targets run from {targets.min()} to {targets.max()}; they must be from 0 to {len(weight) - 1}"
+        )
+    return _token_logprob(hidden, weight, targets, *_dense(warp, len(targets), len(weight)))
+
+
+def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Raises ValueError for a row that holds no distribution, as NaN weights make it.
+
+    The token is the first whose cumulative mass, in order of id and in float64, exceeds u times the whole, where u is
+    the number that `random.uniform` gives for (seed, position).
+    """
+    ids, logprobs, raw_logprobs = _sample(logits, seeds, positions, *_dense(warp, *logits.shape))
+    if (ids < 0).any():
+        row = int((ids < 0).nonzero()[0])
+        raise ValueError(
+            f"row {row} of {len(ids)} holds no distribution to sample from: {int(logits[row].isnan().sum())} of its "
+            f"logits are NaN, the largest is {logits[row].max().item()}; they must stay finite when divided by the "
+            "temperature, and one token at least must not be banned; look for weights that are not finite"
+        )
+    return ids, logprobs, raw_logprobs
+
+
+def _dense(warp: LogitsWarp, rows: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The warp as arguments of a custom op: settings [T, 4] float64, which holds them all exactly, and the bans."""
+    settings = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64).repeat(rows, 1)
+    for column, value in enumerate((warp.temperature, warp.top_k, warp.top_p, warp.min_p)):
+        if value is not None:
+            settings[:, column] = value
+    start, ids = warp.banned_start, warp.banned_ids
+    if start is None or ids is None:
+        return settings, torch.zeros(rows + 1, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    if len(ids) > 0 and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError(f"banned ids run from {ids.min()} to {ids.max()}; they must be from 0 to {vocabulary - 1}")
+    return settings, start, ids
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().contiguous().numpy()
+
+
+def _threads(rows: int) -> int:
+    return min(rows, torch.get_num_threads())
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, warp: tuple[Tensor, Tensor, Tensor]
+) -> Iterator[tuple[slice, tuple]]:
+    """(rows, their logits, targets and warps for the kernels), a bounded number of logits at a time."""
+    settings, start, ids = (_array(x) for x in warp)
+    step = max(1, LOGITS_BYTES // (4 * len(weight)))
+    for begin in range(0, len(hidden), step):
+        rows = slice(begin, min(begin + step, len(hidden)))
+        chunk = _array(linear_out_float32(hidden[rows], weight))
+        yield rows, (chunk, _array(targets[rows]), (settings[rows], start[begin : rows.stop + 1], ids))
+
+
+@torch.library.custom_op("rlloop::token_logprob", mutates_args=())
+def _token_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    logprobs, entropies = torch.empty(len(hidden)), torch.empty(len(hidden))
+    for rows, inputs in _chunks(hidden, weight, targets, (settings, banned_start, banned_ids)):
+        threads = _threads(rows.stop - rows.start)
+        distribution.score_rows(threads, *inputs, logprobs[rows].numpy(), entropies[rows].numpy())
+    return logprobs, entropies
+
+
+@torch.library.custom_op("rlloop::token_logprob_backward", mutates_args=())
+def _token_logprob_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    settings: Tensor,
+    banned_start: Tensor,
+    banned_ids: Tensor,
+    entropies: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropies: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of hidden and weight. Products and the sum over rows are in float32, rounded once."""
+    wide, wide_weight = hidden.detach().float(), weight.detach().float()
+    grad_hidden, grad_weight = torch.empty_like(wide), torch.zeros_like(wide_weight)
+    for rows, inputs in _chunks(hidden, weight, targets, (settings, banned_start, banned_ids)):
+        given = (_array(x[rows]) for x in (entropies, grad_logprobs, grad_entropies))
+        distribution.score_rows_backward(_threads(rows.stop - rows.start), *inputs, *given)
+        grad_logits = torch.from_numpy(inputs[0])
+        torch.mm(grad_logits, wide_weight, out=grad_hidden[rows])
+        grad_weight.addmm_(grad_logits.T, wide[rows])
+    return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype)
+
+
+@torch.library.custom_op("rlloop::sample", mutates_args=())
+def _sample(
+    logits: Tensor, seeds: Tensor, positions: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Id −1 where a row holds no distribution."""
+    ids, logprobs, raw_logprobs = torch.empty_like(seeds), torch.empty(len(seeds)), torch.empty(len(seeds))
+    warps = tuple(_array(x) for x in (settings, banned_start, banned_ids))
+    names = _array(seeds), _array(positions)
+    out = ids.numpy(), logprobs.numpy(), raw_logprobs.numpy()
+    distribution.sample_rows(_threads(len(seeds)), _array(logits), warps, *names, *out)
+    return ids, logprobs, raw_logprobs
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_token_logprob_backward(*ctx.saved_tensors, grad_logprobs, grad_entropies), None, None, None, None)
+
+
+_token_logprob.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+@_token_logprob.register_fake
+def _(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    rows = hidden.new_empty(len(hidden), dtype=torch.float32)
+    return rows, torch.empty_like(rows)
+
+
+@_token_logprob_backward.register_fake
+def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(hidden), torch.empty_like(weight)
+
+
+@_sample.register_fake
+def _(logits: Tensor, seeds: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows = logits.new_empty(len(seeds))
+    return torch.empty_like(seeds), rows, torch.empty_like(rows)
