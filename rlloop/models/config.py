@@ -1,54 +1,37 @@
-"""A Hugging Face config.json as the few numbers that the definition needs; anything else that alters it is refused."""
+"""config.json of a Hugging Face folder, read into what the model is built from. What is not understood is refused."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rlloop.errors import ModelError
 
-# architecture -> (q/k norm, bias on q, k and v)
-FAMILIES = {
-    "Qwen3ForCausalLM": (True, False),
-    "Qwen2ForCausalLM": (False, True),
-    "LlamaForCausalLM": (False, False),
-}
 
-# Read by `parse_config`, below.
-_READ = {
-    "architectures", "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
-    "max_position_embeddings", "max_window_layers", "mlp_bias", "num_attention_heads", "num_hidden_layers",
-    "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window",
-    "tie_word_embeddings", "use_sliding_window", "vocab_size", "eos_token_id", "initializer_range",
-    "partial_rotary_factor",
-}  # fmt: skip
-# Of no consequence for what the model computes here.
-_INERT = {
-    "_name_or_path", "attention_dropout", "attn_implementation", "bos_token_id", "chunk_size_feed_forward", "dtype",
-    "id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions", "output_hidden_states",
-    "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "torch_dtype", "transformers_version", "use_cache",
-    "_attn_implementation_autoset", "unsloth_fixed", "auto_map", "tokenizer_class", "finetuning_task",
-}  # fmt: skip
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Rope frequencies stretched for a longer context, as Llama 3.1 does (rope_type `llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base frequency and, for Llama 3, the smoothed stretching of low frequencies."""
-
     theta: float
-    factor: float = 1.0  # 1: no scaling
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_positions: int = 8192
+    scaling: Llama3Scaling | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder: what `transformer.Model` is built from. `raw` is config.json as it was read."""
+    """The shape of a decoder, whatever its family calls it: what `transformer.Model` is built from."""
 
-    architecture: str
+    architecture: str  # Hugging Face's: a key of `FAMILIES`
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -56,107 +39,282 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    max_positions: int
-    tied: bool
-    qk_norm: bool
+    qk_norm: bool  # queries and keys are normed a head at a time, before the rope
     qkv_bias: bool
-    output_bias: bool
+    output_bias: bool  # of the attention's output projection
     mlp_bias: bool
+    rms_norm_eps: float
     rope: RopeConfig
-    initializer_range: float
+    max_positions: int
+    tied: bool  # the output projection is the embedding
+    initializer_range: float  # standard deviation of a new model's matrices
     eos_token_ids: tuple[int, ...]
-    raw: dict[str, Any]
+    raw: Mapping[str, Any] = field(repr=False, compare=False)  # config.json as it was
+
+
+# Known to leave a forward pass and its gradient alone. A key that is neither here nor read below is refused.
+INERT = frozenset(
+    {
+        # what the file says about itself
+        "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "tokenizer_class",
+        "unsloth_fixed", "unsloth_version",
+        # how Hugging Face runs it
+        "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "use_cache", "torchscript",
+        "cache_implementation", "return_dict", "output_attentions", "output_hidden_states", "pretraining_tp",
+        "is_decoder", "use_bfloat16", "gradient_checkpointing",
+        # other heads than the language model's
+        "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "num_labels",
+        # tokens. (A pad token is a token like any other here: Hugging Face alone gives its embedding no gradient.)
+        "bos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix",
+        # generation settings, which older files keep here; `SamplingParams` is what rlloop samples with
+        "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+        "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
+        "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+        "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+    }
+)  # fmt: skip
+
+# Understood with this value only, which is also the one that a missing key means.
+FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_dropout": 0,
+    "partial_rotary_factor": 1,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "chunk_size_feed_forward": 0,
+    "pruned_heads": {},
+}
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The configuration of a Hugging Face folder.
+    """The configuration of a Hugging Face folder; its generation_config.json, if any, says which tokens end a sequence.
 
-    Raises ModelError for a folder or file that is missing, and for whatever this definition does not cover, by name.
+    Raises `ModelError` for a folder or file that is missing, and as `parse_config` does.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ModelError(f"model folder {folder} does not exist; give a Hugging Face folder with config.json")
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{folder} has no config.json; a Hugging Face model folder is needed")
-    try:
-        raw = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from None
-    generation = folder / "generation_config.json"
-    eos = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
-    return parse_config(raw, eos_token_id=eos)
+    path = Path(folder)
+    if not path.is_dir():
+        raise ModelError(f"model folder {path} does not exist; give a Hugging Face checkpoint folder")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} has no config.json; give a Hugging Face checkpoint folder")
+    generation = path / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    return parse_config(read_json(path / "config.json"), eos_token_id=eos)
 
 
-def parse_config(raw: dict[str, Any], *, eos_token_id: int | list[int] | None = None) -> ModelConfig:
-    """config.json's content, checked. `eos_token_id` (of generation_config.json) wins over the one in it."""
-    architectures = raw.get("architectures") or [None]
-    architecture = architectures[0]
-    if architecture not in FAMILIES:
-        raise ModelError(f"architecture {architecture} is not supported; supported are {', '.join(FAMILIES)}")
-    if unknown := sorted(set(raw) - _READ - _INERT):
-        raise ModelError(
-            f"config.json has {', '.join(unknown)}, which rlloop does not know for {architecture}: it may change what the "
-            "model computes, so it is refused rather than ignored"
-        )
-    if (act := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise ModelError(f"hidden_act {act!r} is not supported; only silu is")
-    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
-        raise ModelError("sliding-window attention is not supported; use_sliding_window must be false")
-    if raw.get("sliding_window") and architecture == "LlamaForCausalLM":
-        raise ModelError("sliding_window is not supported for LlamaForCausalLM")
-    qk_norm, qkv_bias = FAMILIES[architecture]
-    attention_bias = bool(raw.get("attention_bias", False))
-    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-    default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
-    head_dim = raw.get("head_dim") or default_head_dim
-    kv_heads = raw.get("num_key_value_heads") or heads
-    if heads % kv_heads or head_dim % 2:
-        raise ModelError(
-            f"{heads} heads of width {head_dim} over {kv_heads} key-value heads: the heads must divide, the width be even"
-        )
-    eos = eos_token_id if eos_token_id is not None else raw.get("eos_token_id")
-    return ModelConfig(
+def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None = None) -> ModelConfig:
+    """The content of a config.json. `eos_token_id`, that of generation_config.json, wins over the one in it.
+
+    Raises `ModelError` naming the key for whatever rlloop would not compute as Hugging Face does.
+    """
+    keys = _Keys(raw)
+    architecture, family = _family(keys)
+    if keys.take("quantization_config", None) is not None:
+        raise ModelError("config.json has a quantization_config; float32, bfloat16 and float16 weights are supported")
+    for name, allowed in FIXED.items():
+        if (given := keys.take(name, None)) not in (allowed, None):
+            keys.refuse(name, given, f"{json.dumps(allowed)}")
+    hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    num_layers, vocab_size = keys.count("num_hidden_layers"), keys.count("vocab_size")
+    max_positions = keys.count("max_position_embeddings")
+    _refuse_sliding_window(keys, num_layers)
+    eos_in_config = keys.take("eos_token_id", None)
+    config = ModelConfig(
         architecture=architecture,
-        vocab_size=raw["vocab_size"],
-        hidden_size=hidden,
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        max_positions=raw.get("max_position_embeddings", 32768 if qk_norm or qkv_bias else 2048),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        qk_norm=qk_norm,
-        qkv_bias=qkv_bias or attention_bias,
-        # Llama and Qwen3 put the bias on the output projection too; Qwen2 never does.
-        output_bias=attention_bias and not qkv_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
-        rope=_parse_rope(raw),
-        initializer_range=raw.get("initializer_range", 0.02),
-        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-        raw=raw,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=keys.count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        **family(keys, hidden_size, num_heads),
+        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
+        rope=_rope(keys, max_positions),
+        max_positions=max_positions,
+        tied=keys.flag("tie_word_embeddings", False),
+        initializer_range=keys.number("initializer_range", 0.02),
+        eos_token_ids=_token_ids(eos_in_config if eos_token_id is None else eos_token_id, vocab_size),
+        raw=dict(raw),
     )
+    keys.refuse_the_rest()
+    if config.num_heads % config.num_kv_heads:
+        keys.refuse("num_key_value_heads", config.num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
+    if config.head_dim % 2:
+        keys.refuse("head_dim", config.head_dim, "an even number")
+    return config
 
 
-def _parse_rope(raw: dict[str, Any]) -> RopeConfig:
-    """transformers 5 writes `rope_parameters`; before, `rope_theta` and `rope_scaling`."""
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ModelError(f"partial_rotary_factor {partial} is not supported; only 1 is")
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "llama3":
-        return RopeConfig(
-            theta,
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_positions=int(rope["original_max_position_embeddings"]),
+# ------------------------------------------------------------------------------------------------------- families
+
+
+def _llama(keys: _Keys, hidden_size: int, num_heads: int) -> dict[str, Any]:
+    bias = keys.flag("attention_bias", False)
+    return {
+        "num_kv_heads": keys.count("num_key_value_heads", num_heads),
+        "head_dim": keys.count("head_dim", hidden_size // num_heads),
+        "qk_norm": False,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": keys.flag("mlp_bias", False),
+    }
+
+
+def _qwen2(keys: _Keys, hidden_size: int, num_heads: int) -> dict[str, Any]:
+    return {
+        "num_kv_heads": keys.count("num_key_value_heads"),
+        "head_dim": keys.count("head_dim", hidden_size // num_heads),
+        "qk_norm": False,
+        "qkv_bias": True,
+        "output_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def _qwen3(keys: _Keys, hidden_size: int, num_heads: int) -> dict[str, Any]:
+    bias = keys.flag("attention_bias", False)
+    return {
+        "num_kv_heads": keys.count("num_key_value_heads"),
+        "head_dim": keys.count("head_dim"),
+        "qk_norm": True,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": False,
+    }
+
+
+Family = Callable[["_Keys", int, int], dict[str, Any]]
+
+FAMILIES: dict[str, tuple[str, Family]] = {  # architecture -> (model_type, what is its own)
+    "LlamaForCausalLM": ("llama", _llama),
+    "Qwen2ForCausalLM": ("qwen2", _qwen2),
+    "Qwen3ForCausalLM": ("qwen3", _qwen3),
+}
+
+
+def _family(keys: _Keys) -> tuple[str, Family]:
+    model_type, architectures = keys.take("model_type", None), keys.take("architectures", None)
+    named = architectures or [name for name, (kind, _) in FAMILIES.items() if kind == model_type]
+    kind, family = FAMILIES.get(named[0], (None, None)) if len(named) == 1 else (None, None)
+    if family is None or model_type not in (kind, None):
+        raise ModelError(
+            f"config.json: architectures {architectures} with model_type {model_type!r} are not supported; supported "
+            f"are {', '.join(f'{name} ({kind})' for name, (kind, _) in FAMILIES.items())}"
         )
-    raise ModelError(f"rope type {kind!r} is not supported; supported are default and llama3")
+    return named[0], family
+
+
+def _refuse_sliding_window(keys: _Keys, num_layers: int) -> None:
+    """A window may be named where no layer uses it, as Qwen's files do."""
+    window, uses = keys.take("sliding_window", None), keys.take("use_sliding_window", None)
+    first, kinds = keys.take("max_window_layers", None), keys.take("layer_types", None)
+    if kinds is not None:
+        other = sorted({kind for kind in kinds if kind != "full_attention"})
+        if other or len(kinds) != num_layers:
+            keys.refuse("layer_types", other or kinds, f"full_attention, once for each of {num_layers} layers")
+    elif window is not None and uses is not False and (first is None or first < num_layers):
+        keys.refuse("sliding_window", window, "null, or any with use_sliding_window false: full attention only")
+
+
+ROPE_KEYS = {
+    "default": set(),
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+
+
+def _rope(keys: _Keys, max_positions: int) -> RopeConfig:
+    """Either spelling: `rope_theta` beside `rope_scaling`, or both inside `rope_parameters` (transformers 5)."""
+    scaling, parameters = keys.take("rope_scaling", None), keys.take("rope_parameters", None)
+    if scaling and parameters and scaling != parameters:
+        raise ModelError("config.json has both rope_scaling and rope_parameters, and they differ; keep one")
+    theta = keys.number("rope_theta", 10000.0)
+    name = "rope_scaling" if scaling else "rope_parameters"
+    rope = _Keys({"rope_type": "default", **(scaling or parameters or {})}, f"{name}.")
+    theta = rope.number("rope_theta", theta)
+    legacy = rope.take("type", None)  # what rope_type was called
+    kind = rope.take("rope_type", "default") if legacy is None else legacy
+    if kind not in ROPE_KEYS:
+        rope.refuse("rope_type", kind, " or ".join(ROPE_KEYS))
+    if (share := rope.take("partial_rotary_factor", None)) not in (1, None):
+        rope.refuse("partial_rotary_factor", share, "1")
+    scaled = None
+    if kind == "llama3":
+        scaled = Llama3Scaling(
+            factor=rope.number("factor"),
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+            original_positions=rope.count("original_max_position_embeddings", max_positions),
+        )
+        if scaled.high_freq_factor <= scaled.low_freq_factor:
+            rope.refuse(
+                "high_freq_factor", scaled.high_freq_factor, f"above low_freq_factor ({scaled.low_freq_factor})"
+            )
+    rope.refuse_the_rest()
+    return RopeConfig(theta, scaled)
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+class _Keys:
+    """A JSON object of which every key has to be taken, known as inert, or null."""
+
+    def __init__(self, raw: Mapping[str, Any], prefix: str = "") -> None:
+        self._left = dict(raw)
+        self._prefix = prefix
+
+    def take(self, name: str, default: Any) -> Any:
+        given = self._left.pop(name, None)
+        return default if given is None else given
+
+    def count(self, name: str, default: int | None = None) -> int:
+        given = self._take_or(name, default)
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            self.refuse(name, given, "a positive whole number")
+        return given
+
+    def number(self, name: str, default: float | None = None) -> float:
+        given = self._take_or(name, default)
+        if not isinstance(given, int | float) or isinstance(given, bool) or given <= 0:
+            self.refuse(name, given, "a positive number")
+        return float(given)
+
+    def flag(self, name: str, default: bool) -> bool:
+        given = self.take(name, default)
+        if not isinstance(given, bool):
+            self.refuse(name, given, "true or false")
+        return given
+
+    def refuse(self, name: str, given: Any, allowed: str) -> NoReturn:
+        raise ModelError(f"config.json: {self._prefix}{name} is {given!r}; supported is {allowed}")
+
+    def refuse_the_rest(self) -> None:
+        unknown = sorted(name for name, given in self._left.items() if given is not None and name not in INERT)
+        if unknown:
+            raise ModelError(
+                f"config.json: rlloop does not know what {', '.join(self._prefix + name for name in unknown)} would "
+                "change; remove it if it changes nothing"
+            )
+
+    def _take_or(self, name: str, default: Any) -> Any:
+        given = self.take(name, default)
+        if given is None:
+            raise ModelError(f"config.json has no {self._prefix}{name}")
+        return given
+
+
+def _token_ids(given: Any, vocab_size: int) -> tuple[int, ...]:
+    ids = () if given is None else tuple(given) if isinstance(given, list) else (given,)
+    for id in ids:
+        if not isinstance(id, int) or not 0 <= id < vocab_size:
+            raise ModelError(f"eos_token_id is {given!r}; ids are whole numbers from 0 to {vocab_size - 1}")
+    return ids
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise ModelError(f"{file} holds {type(read).__name__}, not a JSON object")
+    return read

@@ -138,9 +138,9 @@ class RopeTable(nn.Module):
 
     table: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, device: str | None = None) -> None:
         super().__init__()
-        table = torch.stack(rope_table(config.rope, config.head_dim, config.max_positions))
+        table = torch.stack(rope_table(config.rope, config.head_dim, config.max_positions, device))
         self.register_buffer("table", table, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -152,6 +152,8 @@ class RopeTable(nn.Module):
 
 class Model(nn.Module):
     """A decoder of the Qwen3, Qwen2.5 or Llama 3 family. Its own parameters get the gradient.
+
+    `load_model` and `new_model` make one; here its parameters are empty.
 
     `checkpoint_layers = True` recomputes each layer in the backward pass instead of keeping its activations; the same
     operations run again, so the gradient keeps its bits.
@@ -229,23 +231,22 @@ class Model(nn.Module):
         return self.ops.rms_norm(delta, self.model.norm.weight, self.config.rms_norm_eps, stream)[0]
 
 
-def rope_table(rope: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
+def rope_table(rope: RopeConfig, head_dim: int, positions: int, device: str | None = None) -> tuple[Tensor, Tensor]:
     """cos and sin [positions, head_dim / 2] in float32, with transformers' order of operations.
 
     Llama 3's scaling divides frequencies of wavelengths above `original_positions / low_freq_factor` by `factor`,
     leaves those below `original_positions / high_freq_factor`, and blends between (Meta's llama-models,
     `apply_scaling`).
     """
-    device = torch.device("cpu")  # also where modules are being made on the meta device
     steps = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
     frequency = 1.0 / (rope.theta**steps)
-    if rope.factor != 1.0:
+    if (scaling := rope.scaling) is not None:
         wavelength = 2 * math.pi / frequency
-        ratio = rope.original_positions / wavelength
-        smooth = (ratio - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        blended = (1 - smooth) * frequency / rope.factor + smooth * frequency
-        low = wavelength > rope.original_positions / rope.low_freq_factor
-        high = wavelength < rope.original_positions / rope.high_freq_factor
-        frequency = torch.where(low, frequency / rope.factor, torch.where(high, frequency, blended))
+        ratio = scaling.original_positions / wavelength
+        smooth = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        blended = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+        low = wavelength > scaling.original_positions / scaling.low_freq_factor
+        high = wavelength < scaling.original_positions / scaling.high_freq_factor
+        frequency = torch.where(low, frequency / scaling.factor, torch.where(high, frequency, blended))
     angle = torch.outer(torch.arange(positions, device=device).float(), frequency)
     return angle.cos(), angle.sin()

@@ -5,26 +5,25 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
 from rlloop.models.config import ModelConfig, parse_config, read_config
-from rlloop.models.transformer import Model
+from rlloop.models.stored import StoredWeights, write_single
+from rlloop.models.transformer import Model, RopeTable
 from rlloop.numerics.profile import NumericsProfile
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-HEADER_NAMES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-}  # fmt: skip
-SINGLE, INDEX, HEAD, EMBEDDING = (
-    "model.safetensors", "model.safetensors.index.json", "lm_head.weight", "model.embed_tokens.weight",
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+# What a saved folder takes over from its source, beside config.json and weights.
+COMPANIONS = (
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 
 
@@ -37,175 +36,149 @@ def load_model(
 ) -> Model:
     """The model of a Hugging Face checkpoint folder: Qwen3, Qwen2.5 or Llama 3.
 
-    `dtype` is the compute type; a checkpoint of another type is rounded to it once, to nearest. `profile` says which
-    implementation runs each operation; None: the invariant ones.
+    `dtype` is the compute type; weights of another type are rounded to it once, to nearest (float64 is for the
+    `reference` profile). `profile` says which implementation runs each operation; None: the invariant ones.
 
-    Raises ModelError for a missing folder, an unsupported configuration, and unknown, missing or misshapen tensors;
-    ConfigError for a type or device that this machine lacks.
+    Raises `ModelError` for a missing folder, an unsupported configuration, and unknown, missing or misshapen tensors;
+    `ConfigError` for a type or device that cannot be used.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {str(device)!r}, and this machine has no CUDA device; use device=cpu")
+    compute = _dtype(dtype)
     config = read_config(path)
-    return _build(config, read_state(path), DTYPES[dtype], torch.device(device), profile, Path(path))
+    state = _read(config, Path(path), compute, torch.device(device))
+    return _assemble(config, state, torch.device(device), profile, Path(path))
 
 
 def new_model(
     config: Mapping[str, Any], seed: int, *, dtype: str = "float32", profile: NumericsProfile | None = None
 ) -> Model:
-    """A randomly initialised model for `config` (the content of a config.json); the same seed gives the same bits.
+    """A randomly initialised model for `config`, the content of a config.json; the same seed gives the same bits.
 
     Matrices are normal with the configuration's `initializer_range`, norms 1, biases 0, as transformers does.
     """
-    parsed = parse_config(dict(config))
+    compute = _dtype(dtype)
+    parsed = parse_config(config)
     generator = torch.Generator().manual_seed(seed)
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in Model(parsed).named_parameters()}
     state = {}
-    for name, shape in shapes.items():
+    for name, shape in _shapes(parsed).items():
         if name.endswith("bias"):
-            state[name] = torch.zeros(shape)
+            tensor = torch.zeros(shape)
         elif len(shape) == 1:
-            state[name] = torch.ones(shape)
+            tensor = torch.ones(shape)
         else:
-            state[name] = torch.randn(shape, generator=generator) * parsed.initializer_range
-    return _build(parsed, state, DTYPES[dtype], torch.device("cpu"), profile, None)
+            tensor = torch.randn(shape, generator=generator) * parsed.initializer_range
+        state[name] = tensor.to(compute)
+    return _assemble(parsed, state, torch.device("cpu"), profile, None)
 
 
-def _build(
+def read_state(folder: str | Path) -> dict[str, Tensor]:
+    """The weights of a folder by parameter name, in the types they are stored in, checked against its config.json."""
+    return _read(read_config(folder), Path(folder), None, torch.device("cpu"))
+
+
+def save_model(
+    model: Model | Mapping[str, Tensor],
+    path: str | Path,
+    source_path: str | Path | None = None,
+    *,
+    config: ModelConfig | None = None,
+) -> None:
+    """Write a Hugging Face folder: weights, config.json, and the source's tokenizer and generation files.
+
+    The weights are a model's, or those of a state by parameter name. The files are laid out as those of the source
+    (`source_path`, or the folder that `model` was loaded from): same names, shards, order and metadata, so that
+    weights that did not change come out byte-equal. Without a source there is one model.safetensors, and config.json
+    is `config`'s (or the model's).
+    """
+    if isinstance(model, Model):
+        state = {name: tensor.detach() for name, tensor in model.named_parameters()}
+        source_path, config = source_path or model.source_path, config or model.config
+    else:
+        state = dict(model)
+    folder, source = Path(path), None if source_path is None else Path(source_path)
+    if source is not None:
+        config = read_config(source)
+    if config is None:
+        raise ModelError("weights alone make no model folder; give source_path or config as well")
+    _check(config, {name: tuple(tensor.shape) for name, tensor in state.items()}, "the state to save")
+    folder.mkdir(parents=True, exist_ok=True)
+    if source is None:
+        write_single(folder, state)
+    else:
+        stored = StoredWeights.open(source)
+        if config.tied and HEAD in stored.tensors:
+            state[HEAD] = state[EMBEDDING]
+        stored.write(folder, state)
+        if not folder.samefile(source):
+            for name in COMPANIONS:
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, folder / name)
+    _write_config(folder, config.raw, source, str(state[EMBEDDING].dtype).removeprefix("torch."))
+
+
+def _write_config(folder: Path, raw: Mapping[str, Any], source: Path | None, dtype: str) -> None:
+    """config.json, saying the type that the weights have; the source's own bytes where it does already."""
+    key = "torch_dtype" if "torch_dtype" in raw else "dtype"
+    if source is not None and raw.get(key) in (dtype, None):
+        text = (source / "config.json").read_bytes()
+    else:
+        text = (json.dumps({**raw, key: dtype}, indent=2, sort_keys=True) + "\n").encode()
+    (folder / "config.json").write_bytes(text)
+
+
+def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: torch.device) -> dict[str, Tensor]:
+    """By parameter name; nothing is read before names and shapes are known to fit."""
+    stored = StoredWeights.open(folder)
+    _check(config, {name: tensor.shape for name, tensor in stored.tensors.items()}, str(folder))
+    state: dict[str, Tensor] = {}
+    for name, tensor in stored.read():
+        state[name] = tensor.to(device=device, dtype=dtype or tensor.dtype, copy=True)
+    if config.tied and HEAD in state and not torch.equal(state.pop(HEAD), state[EMBEDDING]):
+        raise ModelError(
+            f"{folder}: config.json ties {HEAD} to {EMBEDDING}, and the stored two differ; "
+            "set tie_word_embeddings to false, or store one"
+        )
+    return state
+
+
+def _check(config: ModelConfig, found: Mapping[str, tuple[int, ...]], where: str) -> None:
+    expected = _shapes(config)
+    allowed = {**expected, HEAD: expected[EMBEDDING]}  # where the two are tied, some checkpoints store both
+    if unknown := sorted(found.keys() - allowed.keys()):
+        raise ModelError(f"{where} has tensors that {config.architecture} does not know: {_some(unknown)}")
+    if missing := sorted(expected.keys() - found.keys()):
+        raise ModelError(f"{where} lacks tensors that {config.architecture} needs: {_some(missing)}")
+    for name, shape in found.items():
+        if shape != allowed[name]:
+            raise ModelError(f"{where}: {name} has shape {list(shape)}; config.json says {list(allowed[name])}")
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in Model(config).named_parameters()}
+
+
+def _assemble(
     config: ModelConfig,
-    state: dict[str, Tensor],
-    dtype: torch.dtype,
+    state: Mapping[str, Tensor],
     device: torch.device,
     profile: NumericsProfile | None,
     source: Path | None,
 ) -> Model:
     with torch.device("meta"):
         model = Model(config, profile)
-    expected = {name: tensor.shape for name, tensor in model.named_parameters()}
-    if config.tied:
-        state.pop(HEAD, None)  # some checkpoints store the alias as well
-    where = "the checkpoint" if source is None else source
-    if unknown := sorted(set(state) - set(expected)):
-        raise ModelError(f"{where} has tensors that {config.architecture} does not: {_some(unknown)}")
-    if missing := sorted(set(expected) - set(state)):
-        raise ModelError(f"{where} lacks tensors that {config.architecture} needs: {_some(missing)}")
-    for name, shape in expected.items():
-        if state[name].shape != shape:
-            raise ModelError(f"{where}: {name} has shape {list(state[name].shape)}; config.json says {list(shape)}")
-    for name in expected:
-        owner = model.get_submodule(name.rpartition(".")[0])
-        # A copy: what safetensors hands out is the file itself, mapped, and unaligned.
-        tensor = state.pop(name).to(device=device, dtype=dtype, copy=True)
-        setattr(owner, name.rpartition(".")[2], nn.Parameter(tensor))
-    model.rope.to(device)
+    model.load_state_dict(state, assign=True)
+    model.rope = RopeTable(config, "cpu").to(device)  # the same bits on every device
     model.source_path = source
     return model
 
 
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; it must be one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _files(folder: Path) -> list[Path]:
-    """The weight files of a folder, in the order of their names."""
-    if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text())
-        paths = [folder / name for name in sorted(set(index["weight_map"].values()))]
-    else:
-        paths = [folder / SINGLE]
-    for path in paths:
-        if not path.is_file():
-            raise ModelError(f"{path} does not exist; a checkpoint needs {SINGLE}, or {INDEX} with all its shards")
-    return paths
-
-
-def read_state(folder: str | Path) -> dict[str, Tensor]:
-    """Every tensor of a folder's safetensors file or shards, by name, as stored."""
-    state: dict[str, Tensor] = {}
-    for path in _files(Path(folder)):
-        with safe_open(path, framework="pt") as file:
-            for name in file.offset_keys():
-                if name in state:
-                    raise ModelError(f"{name} stands in two shards of {folder}")
-                state[name] = file.get_tensor(name)
-    return state
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """A safetensors file's header, verbatim, and its tensors in the order of their bytes."""
-
-    header: bytes
-    tensors: list[tuple[str, torch.dtype | None, list[int]]]
-
-    @classmethod
-    def of(cls, path: Path) -> _Layout:
-        with path.open("rb") as file:
-            header = file.read(int.from_bytes(file.read(8), "little"))
-        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-        order = sorted(entries, key=lambda name: entries[name]["data_offsets"])
-        return cls(header, [(name, HEADER_NAMES.get(entries[name]["dtype"]), entries[name]["shape"]) for name in order])
-
-
-def save_model(model: Model | Mapping[str, Tensor], path: str | Path, source_path: str | Path | None = None) -> None:
-    """Writes a Hugging Face folder: weights, config.json, and the source's tokenizer and generation files.
-
-    With a source (`source_path`, or the folder that `model` was loaded from) whose tensors have these names, types and
-    shapes, the weight files keep its names, shards, order and metadata, so that unchanged weights come out byte-equal.
-    Otherwise one model.safetensors is written.
-    """
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    raw: dict[str, Any] | None = None
-    if isinstance(model, Model):
-        source_path = source_path or model.source_path
-        raw, state = model.config.raw, {name: tensor.detach() for name, tensor in model.named_parameters()}
-    else:
-        state = dict(model)
-    layouts: dict[str, _Layout] = {}
-    if source_path is not None:
-        source = Path(source_path)
-        layouts = {file.name: _Layout.of(file) for file in _files(source)}
-        for file in sorted(source.iterdir()):
-            if file.is_file() and (file.suffix != ".safetensors" and file.name != INDEX) and _belongs(file):
-                shutil.copyfile(file, folder / file.name)
-    elif raw is not None:
-        (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
-    if layouts and _fits(layouts, state):
-        for name, layout in layouts.items():
-            _write(folder / name, layout, state)
-        if source_path is not None and (Path(source_path) / INDEX).is_file():
-            shutil.copyfile(Path(source_path) / INDEX, folder / INDEX)
-    else:
-        plain = {name: tensor.to("cpu").contiguous() for name, tensor in state.items()}
-        save_file(plain, folder / SINGLE, metadata={"format": "pt"})
-
-
-def _belongs(file: Path) -> bool:
-    """Whether a file of a model folder describes the model rather than a training run that stood beside it."""
-    return file.name.startswith(("config", "generation_config", "tokenizer", "special_tokens", "vocab", "merges")) or (
-        file.name in ("added_tokens.json", "chat_template.jinja", "preprocessor_config.json", "chat_template.json")
-    )
-
-
-def _tensor(state: Mapping[str, Tensor], name: str) -> Tensor | None:
-    return state.get(EMBEDDING) if name == HEAD and HEAD not in state else state.get(name)
-
-
-def _fits(layouts: Mapping[str, _Layout], state: Mapping[str, Tensor]) -> bool:
-    stored = {name: (dtype, shape) for layout in layouts.values() for name, dtype, shape in layout.tensors}
-    tensors = {name: _tensor(state, name) for name in stored}
-    return set(state) <= set(stored) and all(
-        tensor is not None and (tensor.dtype, list(tensor.shape)) == stored[name] for name, tensor in tensors.items()
-    )
-
-
-def _write(path: Path, layout: _Layout, state: Mapping[str, Tensor]) -> None:
-    with path.open("wb") as file:
-        file.write(len(layout.header).to_bytes(8, "little") + layout.header)
-        for name, _, _ in layout.tensors:
-            tensor = _tensor(state, name)
-            assert tensor is not None
-            file.write(tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,130 @@
+"""The safetensors of a Hugging Face folder: what is in them, and how to write the like again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlloop.errors import ModelError
+from rlloop.models.config import read_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One safetensors file: its header as it stands, and its tensors in the order of their bytes."""
+
+    name: str
+    header: bytes  # with the eight bytes of its length
+    metadata: dict[str, str] | None
+    tensors: dict[str, StoredTensor]
+
+    @classmethod
+    def read(cls, path: Path) -> StoredFile:
+        try:
+            with safe_open(path, framework="pt") as file:  # checks the header against the file
+                metadata = file.metadata()
+        except (SafetensorError, FileNotFoundError) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        with path.open("rb") as file:
+            length = file.read(8)
+            header = file.read(int.from_bytes(length, "little"))
+        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        for name, entry in entries.items():
+            if entry["dtype"] not in FLOATS:
+                raise ModelError(f"{path}: {name} has type {entry['dtype']}; supported are {', '.join(FLOATS)}")
+        order = sorted(entries, key=lambda name: entries[name]["data_offsets"])
+        tensors = {name: StoredTensor(FLOATS[entries[name]["dtype"]], tuple(entries[name]["shape"])) for name in order}
+        return cls(path.name, length + header, metadata, tensors)
+
+    def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """The same tensors with the values of `state`; the same bytes around them where their types are the same."""
+        partial = folder / f"{self.name}.partial"  # the source may be this very file
+        if all(state[name].dtype == stored.dtype for name, stored in self.tensors.items()):
+            with partial.open("wb") as file:
+                file.write(self.header)
+                for name in self.tensors:
+                    file.write(state[name].detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        else:
+            plain = {name: state[name].detach().cpu().contiguous() for name in self.tensors}
+            save_file(plain, partial, metadata=self.metadata or {"format": "pt"})
+        partial.replace(folder / self.name)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """All weights of a folder: one file, or the shards that an index names."""
+
+    folder: Path
+    files: list[StoredFile]
+    index: Mapping[str, Any] | None
+
+    @classmethod
+    def open(cls, folder: Path) -> StoredWeights:
+        """Reads headers only. Raises `ModelError` for what is missing, damaged or at odds with the index."""
+        if (folder / SINGLE).is_file():  # wins over an index beside it, as it does for transformers
+            return cls(folder, [StoredFile.read(folder / SINGLE)], None)
+        if not (folder / INDEX).is_file():
+            raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors weights are read")
+        index = read_json(folder / INDEX)
+        placed: dict[str, str] = index["weight_map"]
+        files = [StoredFile.read(folder / name) for name in sorted(set(placed.values()))]
+        found = {name: file.name for file in files for name in file.tensors}
+        if found != placed or len(found) != sum(len(file.tensors) for file in files):
+            wrong = sorted(name for name in {*found, *placed} if found.get(name) != placed.get(name))
+            raise ModelError(f"{folder}: {INDEX} and the shards disagree about {', '.join(wrong) or 'a tensor'}")
+        return cls(folder, files, index)
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        return {name: tensor for file in self.files for name, tensor in file.tensors.items()}
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, one at a time. Each is the file itself, mapped and perhaps unaligned: copy what is kept."""
+        for stored in self.files:
+            with safe_open(self.folder / stored.name, framework="pt") as file:
+                for name in stored.tensors:
+                    yield name, file.get_tensor(name)
+
+    def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """The same files, index included, with the values of `state`."""
+        refuse_other_weights(folder, {file.name for file in self.files})
+        for file in self.files:
+            file.write(folder, state)
+        if self.index is not None:
+            size = sum(state[name].nbytes for name in self.tensors)
+            text = (self.folder / INDEX).read_bytes()
+            if self.index.get("metadata", {}).get("total_size") not in (size, None):
+                index = {**self.index, "metadata": {**self.index["metadata"], "total_size": size}}
+                text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+            (folder / INDEX).write_bytes(text)
+
+
+def write_single(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """One model.safetensors, as transformers writes it."""
+    refuse_other_weights(folder, {SINGLE})
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    save_file(plain, folder / SINGLE, metadata={"format": "pt"})
+
+
+def refuse_other_weights(folder: Path, ours: set[str]) -> None:
+    """Weights under other names, left beside ours, would be read in their place."""
+    others = sorted(file.name for file in folder.glob("model*.safetensors") if file.name not in ours)
+    if others:
+        raise ModelError(f"{folder} already holds other weights ({', '.join(others[:3])}); save to another folder")
