@@ -56,7 +56,7 @@ class LogitsWarp:
     """How each of T rows of logits becomes the distribution sampled from; see `rlloop.SamplingParams` for the order.
 
     `None` in place of a tensor means that no row uses that step. Temperature 0 is greedy: the token is the lowest-id
-    argmax, and its logprob is the raw one (temperature 1, nothing banned, nothing truncated).
+    argmax of those not banned, and its logprob is the raw one (temperature 1, nothing banned, nothing truncated).
     """
 
     temperature: torch.Tensor | None = None  # [T] float32

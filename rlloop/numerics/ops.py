@@ -39,6 +39,7 @@ class Ops:
         self._silu_mul = _backend(profile.activation).silu_mul
         self._rope = _backend(profile.rope).rope
         self._attention = _backend(profile.attention).attention
+        self._logits = _logprob_backend(profile.token_logprob).logits
         self._token_logprob = _logprob_backend(profile.token_logprob).token_logprob
         self._sample = _logprob_backend(profile.token_logprob).sample
 
@@ -63,8 +64,8 @@ class Ops:
         return self._attention(q, k, v, layout, scale)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Logits of the vocabulary. hidden [T, K], weight [V, K] -> [T, V] float32."""
-        return self._linear(hidden, weight, None).float()
+        """Logits of the vocabulary, as `token_logprob` makes them. hidden [T, K], weight [V, K] -> [T, V] float32."""
+        return self._logits(hidden, weight)
 
     def token_logprob(self, hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
         """Logprob of each target under the warped distribution, and that distribution's entropy in nats.

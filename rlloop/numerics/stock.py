@@ -59,6 +59,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: f
     return torch.cat(outs)
 
 
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    out = F.linear(hidden, weight)
+    return out.to(torch.promote_types(out.dtype, torch.float32))
+
+
 def without_banned(logits: Tensor, warp: LogitsWarp) -> Tensor:
     """The logits, −inf where a token is banned. [T, V]"""
     z = logits.clone()
@@ -90,8 +95,7 @@ def warped(logits: Tensor, warp: LogitsWarp) -> Tensor:
 
 
 def token_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
-    logits = F.linear(hidden, weight)
-    z = warped(logits.to(torch.promote_types(logits.dtype, torch.float32)), warp)
+    z = warped(logits(hidden, weight), warp)
     logprobs = z.log_softmax(-1)
     finite = logprobs.masked_fill(logprobs.isinf(), 0.0)  # p log p of an impossible token, and its gradient, are 0
     entropy = -(logprobs.exp() * finite).sum(-1)

@@ -9,6 +9,8 @@ from warp_cases import COMBINATIONS, bits, head, mixed, warp_of
 from rlloop.numerics import logprob, reference, stock
 from rlloop.numerics.layout import LogitsWarp
 from rlloop.numerics.logprob import sample, token_logprob
+from rlloop.numerics.ops import ops_for
+from rlloop.numerics.profile import IMPLEMENTATIONS, NumericsProfile
 
 VOCABULARIES = [17, 64, 1000, 4099, 32000]
 
@@ -169,3 +171,11 @@ def test_no_rows():
 def test_is_an_opaque_operation():
     args = (torch.zeros(4, 40), *names(4), *logprob._dense(mixed(4), 4, 40))
     torch.library.opcheck(logprob._sample, args)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_logits_of_a_profile_are_those_its_token_logprob_uses(implementation):
+    ops = ops_for(NumericsProfile(token_logprob=implementation))
+    hidden, weight = (x.bfloat16() for x in head(20, 50))
+    ids, logprobs, _ = ops.sample(ops.logits(hidden, weight), LogitsWarp(), *names(20))
+    torch.testing.assert_close(logprobs, ops.token_logprob(hidden, weight, ids, LogitsWarp())[0], atol=1e-6, rtol=1e-6)
