@@ -18,10 +18,10 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def _cache_folder() -> str:
-    """One folder a state of the sources: numba looks at a kernel's own file only, and inlined lanes live in another."""
+    """One folder a state of what kernels of other files inline: numba itself looks at a kernel's own file only."""
     digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(path.read_bytes())
+    for name in ("simd.py", "random.py"):
+        digest.update((PACKAGE / name).read_bytes())
     home = os.environ.get("RLLOOP_CACHE") or Path.home() / ".cache" / "rlloop"
     return str(Path(home) / "kernels" / digest.hexdigest()[:16])
 
