@@ -13,9 +13,9 @@ class AttentionLayout:
     """Which keys each of T flat query tokens reads: those of its own sequence, at positions up to its own.
 
     Sequence s owns the flat query tokens `query_start[s]` up to `query_start[s + 1]`; the first of them stands at
-    position `context[s]`. Its key and value at position j lie in slot `block_start[s, j // block_size] + j % block_size`
-    of the key and value stores. Two forms: the trainer's, where the stores are the flat tokens themselves (one block a
-    sequence), and the engine's, where they are a paged cache.
+    position `context[s]`. Its key and value at position j lie in slot
+    `block_start[s, j // block_size] + j % block_size` of the key and value stores. Two forms: the trainer's, where the
+    stores are the flat tokens themselves (one block a sequence), and the engine's, where they are a paged cache.
     """
 
     query_start: torch.Tensor  # [S + 1] int64

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from rlloop.numerics import logprob, reference, stock
@@ -56,7 +55,7 @@ class Ops:
         return self._silu_mul(gate, up)
 
     def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding, halves paired. x [T, H, D], positions [T] int64, cos and sin [P, D / 2] float32 -> [T, H, D]."""
+        """Rotary embedding, halves paired. x [T, H, D], positions [T] int64, tables [P, D / 2] float32 -> [T, H, D]."""
         return self._rope(x, positions, cos, sin)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
@@ -80,7 +79,7 @@ class Ops:
         """Draw one token a row with the random number that (seed, position) names.
 
         logits [T, V] float32, seeds and positions [T] int64 -> (ids [T] int64, logprobs [T], raw logprobs [T] float32).
-        `logprobs` has the same bits as `token_logprob` of the same rows; the raw ones are at temperature 1, untruncated.
+        `logprobs` has the bits of `token_logprob` of the same rows; the raw ones are at temperature 1, untruncated.
         """
         return self._sample(logits, warp, seeds, positions)
 

@@ -17,9 +17,12 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.datamodel import models
-from numba.extending import intrinsic, register_model
+from numba.extending import intrinsic as _numba_intrinsic
+from numba.extending import register_model
 
 LANES = 16
+
+intrinsic: Any = _numba_intrinsic  # what it makes has another signature than what it decorates
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)

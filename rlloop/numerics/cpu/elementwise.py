@@ -17,7 +17,6 @@ from rlloop.numerics.simd import (
     mul,
     reduce_sum,
     splat,
-    store,
     store_part,
     sub,
 )

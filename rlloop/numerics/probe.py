@@ -1,0 +1,102 @@
+"""Does this machine keep the contract? A start-up check of each operation, in well under a second once compiled.
+
+The contracts hold by construction; a broken vector unit, a miscompiled kernel or a stock operation in the profile would
+still break them, and a run that claims zero KLD has to know before it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.ops import Ops
+
+ROWS = 67  # past every tile edge, and odd
+SHAPES = ((64, 96), (96, 256), (200, 72))  # (K, N) of matrix products
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal shapes, types and bits: −0 is not +0, and a NaN equals itself."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()] if a.is_floating_point() else a.dtype
+    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+
+
+def probe(ops: Ops, dtype: torch.dtype, device: str | torch.device = "cpu") -> dict[str, str]:
+    """What varies here, by operation: empty where the contract holds.
+
+    Each operation runs on 67 rows and on some of them alone, with all of torch's threads and with one; attention also
+    as decode over a paged cache against prefill.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
+
+    broken: dict[str, str] = {}
+    with torch.inference_mode():
+        for name, work in _cases(ops, draw):
+            whole = work(slice(0, ROWS))
+            for begin, end in ((0, 1), (ROWS - 1, ROWS), (3, 19), (1, ROWS)):
+                if not same_bits(work(slice(begin, end)), whole[begin:end]):
+                    broken[name] = f"rows {begin} to {end - 1} of {ROWS} have other bits alone than together"
+            with _one_thread():
+                if not same_bits(work(slice(0, ROWS)), whole):
+                    broken[name] = "one thread gives other bits than several"
+        if not same_bits(*_prefill_and_decode(ops, draw, device)):
+            broken["attention"] = "decode has other bits than prefill"
+    return broken
+
+
+Draw = Callable[..., Tensor]
+
+
+def _cases(ops: Ops, draw: Draw) -> Iterator[tuple[str, Callable[[slice], Tensor]]]:
+    for width, outputs in SHAPES:
+        x, weight, bias = draw(ROWS, width), draw(outputs, width), draw(outputs)
+        yield "linear", lambda rows, x=x, weight=weight, bias=bias: ops.linear(x[rows], weight, bias)
+    x, residual, weight = draw(ROWS, 200), draw(ROWS, 200), draw(200)
+    yield "rms_norm", lambda rows: torch.cat(ops.rms_norm(x[rows], weight, 1e-6, residual[rows]), -1)
+    gate, up = draw(ROWS, 72), draw(ROWS, 72)
+    yield "activation", lambda rows: ops.silu_mul(gate[rows], up[rows])
+    heads, table = draw(ROWS, 2, 24), draw(ROWS, 12).float()
+    positions = torch.arange(ROWS, device=heads.device)
+    yield "rope", lambda rows: ops.rope(heads[rows], positions[rows], table, table)
+    hidden, head = draw(ROWS, 64), draw(300, 64)
+    targets = torch.arange(ROWS, device=hidden.device)
+    yield "token_logprob", lambda rows: ops.token_logprob(hidden[rows], head, targets[rows], LogitsWarp())[0]
+
+
+def _prefill_and_decode(ops: Ops, draw: Draw, device: str | torch.device) -> tuple[Tensor, Tensor]:
+    """Outputs of the last tokens of a sequence: from one prefill, and one by one over scattered pages of 16."""
+    length, page, q, k, v = 140, 16, draw(140, 4, 24), draw(140, 2, 24), draw(140, 2, 24)
+    whole = ops.attention(q, k, v, AttentionLayout.of_sequences([length], device), 0.2)
+    blocks = torch.randperm(-(-length // page), generator=torch.Generator().manual_seed(1)).to(device)
+    at = torch.arange(length, device=device)
+    slots = blocks[at // page] * page + at % page
+    keys, values = (torch.zeros(len(blocks) * page, 2, 24, dtype=k.dtype, device=device) for _ in range(2))
+    keys[slots], values[slots] = k, v
+    last = torch.tensor([0, 15, 16, 63, 64, 65, length - 1], device=device)
+    layout = AttentionLayout(
+        query_start=torch.arange(len(last) + 1, device=device),
+        context=last,
+        block_start=(blocks * page).repeat(len(last), 1),
+        block_size=page,
+        contiguous=False,
+    )
+    return whole[last], ops.attention(q[last], keys, values, layout, 0.2)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
