@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlloop.models import Model, new_model
 
 
-def tiny_qwen3(vocab_size: int = 300) -> Model:
+def tiny_qwen3(vocab_size: int = 300, dtype: str = "float32") -> Model:
     """Two layers, grouped heads, tied embeddings; weights wide enough for distributions that are far from flat."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -22,4 +22,4 @@ def tiny_qwen3(vocab_size: int = 300) -> Model:
         "initializer_range": 0.1,
         "eos_token_id": 2,
     }
-    return new_model(config, seed=0)
+    return new_model(config, seed=0, dtype=dtype)
