@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +27,7 @@ from rlloop.loop import Advantages, Loop, Parts
 from rlloop.models import Model, load_model
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.certificate import Certificate
+from rlloop.parity.doctor import diagnose
 from rlloop.parity.monitor import ParityMonitor
 from rlloop.protocols import Task
 from rlloop.records import RunFolder, read_records, summarize
@@ -149,6 +151,7 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
         advantages=prepared.advantages,
         loss=prepared.loss,
         checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+        doctor=partial(diagnose, engine.model, model),
     )
 
 

@@ -9,18 +9,59 @@ The fakes learn for real, by REINFORCE on one vector of logits, so a loop over t
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlloop.loop import Parts
 from rlloop.metrics import Mean, Reduction
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from rlloop.rollout import Engine
+
+
+def plant_fault(engine: Engine, op: str) -> None:
+    """Run one operation of a real engine by its stock twin, behind the back of everything that is declared.
+
+    `op` is a knob of `NumericsProfile`. Profile and fingerprint go on saying that nothing is different, so only a
+    comparison of bits can find it.
+    """
+    from rlloop.numerics.ops import ops_for
+
+    declared = engine.model.profile
+    view = engine.model.with_profile(declared)
+    view.ops = ops_for(dataclasses.replace(declared, **{op: "stock"}))
+    engine.model = view
+
+
+@contextmanager
+def planted_fault(op: str) -> Iterator[None]:
+    """Every engine that `rlloop train` builds in this process while the context lasts has `plant_fault(engine, op)`.
+
+    Example: `with planted_fault("linear"): assert rlloop.cli.main(["train", ...]) == 3`.
+    """
+    from rlloop import launch
+
+    make_engine = launch.make_engine
+
+    def faulty(*args: Any) -> Engine:
+        engine = make_engine(*args)
+        plant_fault(engine, op)
+        return engine
+
+    launch.make_engine = faulty
+    try:
+        yield
+    finally:
+        launch.make_engine = make_engine
 
 
 @dataclass
@@ -213,7 +254,7 @@ def centred(rewards: Sequence[float], groups: Sequence[int], lengths: Sequence[i
 
 
 def fake_parts(root: Path, *, policy: FakePolicy | None = None, **replaced: Any) -> Parts:
-    """A working set of fakes that share one policy, with checkpoints under `root`; `replaced` puts others in their place."""
+    """Fakes that share one policy, with checkpoints under `root`; `replaced` puts other parts in their place."""
     policy = policy or FakePolicy()
     engine = replaced.get("engine") or FakeEngine(policy)
     parts: Mapping[str, Any] = {

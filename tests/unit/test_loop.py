@@ -130,7 +130,7 @@ def test_the_ledger_balances_and_failed_rewards_are_rejected_with_their_reason(t
 
 def test_a_reward_that_always_fails_stops_the_run(tmp_path):
     broken = FakeScorer(lambda *_: SimpleNamespace(kind="error", message="KeyError: 'target'"))
-    with pytest.raises(RewardsFailed, match="every one of 8 held-out samples.*KeyError: 'target'"):
+    with pytest.raises(RewardsFailed, match=r"every one of 8 held-out samples.*KeyError: 'target'"):
         Run(tmp_path, scorer=broken)()
 
 

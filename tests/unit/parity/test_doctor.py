@@ -1,0 +1,76 @@
+"""A planted fault in each operation: found by the comparison of bits, and named by the doctor."""
+
+import numpy as np
+import pytest
+
+from rlloop.models import Model, new_model, token_logprobs
+from rlloop.parity.doctor import diagnose
+from rlloop.parity.monitor import compare
+from rlloop.rollout import Engine
+from rlloop.testing import plant_fault
+from rlloop.types import Example, RewardResult, Sample, SamplingParams
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 640,  # long sums, so that a stock product rounds otherwise whatever its number of rows
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    made = new_model(CONFIG, seed=0)
+    for weight in made.parameters():  # far from uniform, so that a rounding anywhere reaches the logprobs
+        weight.data.mul_(4.0 if weight.ndim > 1 else 1.0)
+    return made
+
+
+def sampled(engine: Engine) -> list[Sample]:
+    prompts = [[1 + i, 2, 3 + i, 5] for i in range(4)]
+    params = [SamplingParams(max_tokens=12, temperature=0.8, seed=i, ignore_eos=True) for i in range(4)]
+    return [
+        Sample(f"1/{i}/0", Example(str(i), made.prompt_ids, "", {}), made, "", RewardResult(0.0), group=i)
+        for i, made in enumerate(engine.generate(prompts, params))
+    ]
+
+
+def rescored(model: Model, samples: list[Sample]) -> list[np.ndarray]:
+    sequences = [(sample.completion.prompt_ids, sample.completion.token_ids) for sample in samples]
+    scored = token_logprobs(model, sequences, sampling=[sample.completion.sampling for sample in samples])
+    return [logprobs.detach().numpy() for logprobs in scored]
+
+
+@pytest.mark.parametrize("knob", ["linear", "rms_norm", "activation", "attention", "token_logprob"])
+def test_a_planted_fault_is_found_and_named(model, knob):
+    engine = Engine(model)
+    plant_fault(engine, knob)
+    assert engine.fingerprint() == Engine(model).fingerprint()  # nobody has declared it
+    samples = sampled(engine)
+    result = compare(samples, rescored(model, samples))
+    assert result.first is not None
+    sample = next(sample for sample in samples if sample.uid == result.first.uid)
+    finding = diagnose(engine.model, model, sample, result.first)
+    assert finding.details["knob"] == knob
+    assert finding.details["where"].startswith("lm_head" if knob == "token_logprob" else "model.layers.0")
+    assert f"{finding.details['op']} at {finding.details['where']}" in finding.text
+
+
+def test_without_a_fault_there_is_nothing_to_find(model):
+    samples = sampled(Engine(model))
+    assert compare(samples, rescored(model, samples)).equal
+    wrong = rescored(model, samples)
+    wrong[2] = np.nextafter(wrong[2], np.float32(0))
+    result = compare(samples, wrong)
+    assert result.first is not None
+    finding = diagnose(model, model, samples[2], result.first)
+    assert finding.details["op"] is None
+    assert "no operation that differs" in finding.text
