@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from results_schema import Figure, report, table
 
 import rlloop
-from benchmarks.results_schema import Figure, report, table
 from rlloop.models import Model, new_model, save_model
 from rlloop.numerics.profile import NumericsProfile
 
