@@ -41,6 +41,9 @@ class EngineStats:
 
 
 class Scheduler:
+    """`schedule`, let the model run, `postprocess`: strictly in turn. What lies between must not fail half-way: blocks
+    are named when they are scheduled, so after a step that did not finish the scheduler has to be thrown away."""
+
     def __init__(self, blocks: BlockManager, stats: EngineStats, *, max_batch_tokens: int, max_running: int) -> None:
         self.blocks = blocks
         self.stats = stats
