@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlloop.algorithms import LossBatch
 from rlloop.errors import ConfigError
-from rlloop.models.scoring import ScoreRow
+from rlloop.models import ScoreRow
 from rlloop.types import Sample, SamplingParams
 
 

@@ -19,8 +19,7 @@ from rlloop.algorithms import Loss, LossOutput
 from rlloop.config import TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Reduction, Sum, merge
-from rlloop.models import Model, save_model
-from rlloop.models.scoring import score
+from rlloop.models import Model, read_state, save_model, score
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
 from rlloop.trainer.masters import Masters
 from rlloop.trainer.schedule import learning_rate
@@ -71,7 +70,7 @@ class Trainer:
         """Start from other weights of these names and shapes.
 
         For low-precision compute, where the masters would begin at the rounded weights that `model` was loaded with:
-        `trainer.load_masters(load_model(path).state_dict())` gives them the checkpoint's own float32 ones.
+        `trainer.load_masters(rlloop.models.read_state(path))` gives them the checkpoint's own float32 ones.
         """
         self._masters.load(state)
 
@@ -147,7 +146,8 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Masters as a Hugging Face folder that `load_model` and others read, and beside them what training needs."""
-        save_model({name: tensor.detach() for name, tensor in self.masters.items()}, folder, self.model.source_path)
+        weights = {name: tensor.detach() for name, tensor in self.masters.items()}
+        save_model(weights, folder, self.model.source_path, config=self.model.config)
         optimizer = {
             f"{key}.{name}": self._optimizer.state[tensor][key].cpu()
             for name, tensor in self.masters.items()
@@ -161,7 +161,7 @@ class Trainer:
         state = json.loads((folder / STATE).read_text())
         if state["format"] != FORMAT:
             raise RunError(f"{folder / STATE} has format {state['format']}; this version reads {FORMAT}")
-        self._masters.load(load_file(folder / "model.safetensors"))
+        self._masters.load(read_state(folder))
         optimizer = load_file(folder / OPTIMIZER)
         for name, tensor in self.masters.items():
             for key in ADAM:
@@ -175,7 +175,7 @@ class Trainer:
         return self.model.fingerprint()
 
     def _flatten(self, batch: Batch, old_logprobs: Sequence[np.ndarray] | None = None) -> StepBatch:
-        budget, device = self.config.max_batch_tokens, self.model.head.device
+        budget, device = self.config.max_batch_tokens, self.model.device
         return make_step_batch(batch, max_batch_tokens=budget, old_logprobs=old_logprobs, device=device)
 
     def _begin(self) -> None:
