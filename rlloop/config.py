@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from rlloop.errors import ConfigError
+from rlloop.numerics.profile import ACTIVATION_TYPES, GRANULARITIES, LOGIT_TYPES, WEIGHT_TYPES
 
 
 class Launch(StrEnum):
@@ -85,6 +86,42 @@ class RolloutProfile:
 
 
 @dataclass
+class DriftConfig:
+    """Mirrors `rlloop.numerics.profile.Drift`: how the engine departs from the trainer on purpose. For experiments."""
+
+    weights: str = "none"  # none, or what the engine stores linear weights as: bf16 (all weights), fp8, int8, int4, ...
+    granularity: str = "channel"  # of the weights' scales: tensor, channel (an output row), block (16 inputs of a row)
+    activations: str = "none"  # none, bf16 (every result is stored so), fp8 (what enters a linear, one scale a token)
+    logits: str = "float32"  # or bfloat16
+    stale_steps: int = 0  # a control: the engine's weights are this many steps old
+    lossy_sync: bool = False  # a sync defect, not numerics: bf16 weights, and bf16 differences added to them
+    from_step: int = 1  # the first step that is sampled so; the engine is the trainer's equal before it
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("weights", ("none", *WEIGHT_TYPES)),
+            ("granularity", GRANULARITIES),
+            ("activations", ("none", *ACTIVATION_TYPES)),
+            ("logits", LOGIT_TYPES),
+        ):
+            given = getattr(self, name)
+            _check(f"rollout.drift.{name}", given, given in allowed, f"one of {', '.join(allowed)}")
+        _check("rollout.drift.stale_steps", self.stale_steps, self.stale_steps >= 0, "0 (off) or a positive number")
+        _check("rollout.drift.from_step", self.from_step, self.from_step >= 1, "at least 1, the run's first step")
+        if self.lossy_sync and (self.weights != "none" or self.stale_steps):
+            raise ConfigError(
+                "rollout.drift.lossy_sync=true says what weights the engine has (bf16, with lost updates); leave "
+                "rollout.drift.weights at none and rollout.drift.stale_steps at 0"
+            )
+
+    @property
+    def declared(self) -> list[str]:
+        """The keys that make a difference, as `key=value`; empty: the engine computes what the trainer does."""
+        plain = {"weights": "none", "activations": "none", "logits": "float32", "stale_steps": 0, "lossy_sync": False}
+        return [f"{key}={getattr(self, key)}" for key, value in plain.items() if getattr(self, key) != value]
+
+
+@dataclass
 class ModelSection:
     path: str | None = None  # a Hugging Face folder; None: the recipe makes its own
     reference_path: str | None = None  # for losses with kl_coef > 0; None: the weights that the run starts from
@@ -138,6 +175,7 @@ class RolloutConfig:
     max_cache_tokens: int | None = None  # None: what fits the batch and the model's context
     prefix_caching: bool = True
     profile: RolloutProfile = field(default_factory=RolloutProfile)
+    drift: DriftConfig = field(default_factory=DriftConfig)
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "group_size", "max_tokens", "page_size", "max_batch_tokens"):
@@ -216,8 +254,16 @@ class EvalConfig:
     every: int = 50  # steps; before the first update and after the last always. 0: only those two
     num_draws: int = 1000  # held-out completions
     temperature: float = 1.0
+    # What counts as a collapse, declared before the run: held-out reward at or below `collapse_fraction` of its running
+    # best in `collapse_evals` evaluations in a row, or a gradient that is not finite. `rlloop compare` judges by it.
+    collapse_fraction: float = 0.5
+    collapse_evals: int = 3
 
     def __post_init__(self) -> None:
+        _check(
+            "eval.collapse_fraction", self.collapse_fraction, 0 <= self.collapse_fraction < 1, "from 0 to below 1"
+        )
+        _check("eval.collapse_evals", self.collapse_evals, self.collapse_evals >= 1, "at least 1")
         _check("eval.every", self.every, self.every >= 0, "0 (only first and last) or a positive number")
         _check("eval.num_draws", self.num_draws, self.num_draws >= 1, "at least 1")
         _check(
@@ -261,6 +307,12 @@ class RunConfig:
     def _check_parity(self) -> None:
         if self.parity.mode is not ParityMode.require:
             return
+        if self.rollout.drift.declared:
+            raise ConfigError(
+                f"rollout.drift has {', '.join(self.rollout.drift.declared)}: the engine would sample from another "
+                "policy than the trainer's, which parity.mode=require refuses; set parity.mode=observe to measure what "
+                "that does"
+            )
         for op, sampled in vars(self.rollout.profile.over(self.model.profile)).items():
             trained = getattr(self.model.profile, op)
             if sampled != trained:

@@ -25,7 +25,7 @@ from rlloop.console import Progress, print_summary
 from rlloop.errors import ConfigError, ModelError, ParityError
 from rlloop.loop import Advantages, Loop, Parts
 from rlloop.models import Model, load_model
-from rlloop.numerics.profile import NumericsProfile
+from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.doctor import diagnose
 from rlloop.parity.monitor import ParityMonitor
@@ -36,6 +36,7 @@ from rlloop.rewards.runner import RewardRunner
 from rlloop.rollout import Engine
 from rlloop.sinks import check_sinks, make_sinks
 from rlloop.sync.colocated import ColocatedSync
+from rlloop.sync.drifted import DriftedSync, drifted_copy
 from rlloop.targets import resolve
 from rlloop.trainer import CheckpointStore, Trainer
 
@@ -139,29 +140,37 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
         reference = load(config.model.reference_path or path)
     trainer = Trainer(model, config.trainer, reference=reference)
     sampled = config.rollout.profile.over(config.model.profile)
-    engine = make_engine(model, sampled, config)
-    eval_engine = engine if sampled == config.model.profile else make_engine(model, config.model.profile, config)
+    drift = Drift(**vars(config.rollout.drift)) if config.rollout.drift.declared else None
+    engine = make_engine(model if drift is None else drifted_copy(model), sampled, config, drift)
+    differs = drift is not None or sampled != config.model.profile
+    eval_engine = make_engine(model, config.model.profile, config) if differs else engine
+    if drift is None:
+        sync, stateful = ColocatedSync(*{id(each): each for each in (engine, eval_engine)}.values()), ()
+    else:
+        sync = DriftedSync(model, engine, eval_engine)
+        stateful = (sync,)
     yield Parts(
         task=prepared.task,
         engine=engine,
         eval_engine=eval_engine,
         trainer=trainer,
-        sync=ColocatedSync(*{id(each): each for each in (engine, eval_engine)}.values()),
+        sync=sync,
         scorer=prepared.scorer,
         advantages=prepared.advantages,
         loss=prepared.loss,
         checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         doctor=partial(diagnose, engine.model, model),
+        stateful=stateful,
     )
 
 
 BUILDERS: dict[Launch, Builder] = {Launch.local: local_parts}
 
 
-def make_engine(model: Model, profile: ProfileConfig, config: RunConfig) -> Engine:
-    """An engine over `model`'s own parameters, under `profile`."""
+def make_engine(model: Model, profile: ProfileConfig, config: RunConfig, drift: Drift | None = None) -> Engine:
+    """An engine over `model`'s own parameters, under `profile` and with the drift that it declares."""
     return Engine(
-        model.with_profile(NumericsProfile(**vars(profile))),
+        model.with_profile(NumericsProfile(**vars(profile), drift=drift)),
         page_size=config.rollout.page_size,
         max_batch_tokens=config.rollout.max_batch_tokens,
         max_cache_tokens=config.rollout.max_cache_tokens,

@@ -24,7 +24,7 @@ from rlloop.errors import ParityError, RlloopError, RunError
 from rlloop.metrics import Mean, Reduction, merge, values
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
 from rlloop.protocols import Checkpoints, Engine, Task, Trainer, WeightSync
-from rlloop.records import RunFolder, rollout_row
+from rlloop.records import RunFolder, rollout_rows
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 
 Advantages = Callable[[Sequence[float], Sequence[int], Sequence[int]], tuple[Sequence[float], Sequence[bool]]]
@@ -43,6 +43,14 @@ class Observer(Protocol):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
 
+class Stateful(Protocol):
+    """A part that cannot be made anew from the trainer's weights alone."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def restore(self, folder: Path) -> None: ...
+
+
 @dataclass(frozen=True)
 class Parts:
     """What the loop drives. `launch` builds it; tests use the fakes of `rlloop.testing`."""
@@ -57,6 +65,7 @@ class Parts:
     loss: Callable[..., Any]
     checkpoints: Checkpoints
     doctor: Callable[[Sample, TokenDifference], Finding | None] | None = None
+    stateful: tuple[Stateful, ...] = ()  # parts beside the trainer whose state a checkpoint must hold
 
 
 class Loop:
@@ -138,7 +147,8 @@ class Loop:
         )
         samples = []
         for (p, g), completion in zip(places, completions, strict=True):
-            assert completion.policy_version == version, f"asked for version {version}, got {completion.policy_version}"
+            made = completion.policy_version
+            assert max(0, version - config.drift.stale_steps) <= made <= version, f"asked for version {version}, got {made}"
             text = self.parts.task.decode(completion.token_ids)
             samples.append(Sample(f"{step}/{p}/{g}", examples[p], completion, text, RewardResult(0.0), group=p))
         return samples
@@ -205,25 +215,44 @@ class Loop:
         return {**metrics, **values(merged)}
 
     def evaluate(self, version: int) -> dict[str, Any]:
-        """`eval/*` of held-out problems under the weights of `version`. The same problems and seeds at every step."""
-        config, seed = self.config.eval, self.config.seed
+        """`eval/*` of held-out problems under the weights of `version`. The same problems and seeds at every step.
+
+        Where the engine that samples differs on purpose from the policy that is reported, it is evaluated too.
+        """
         self._sync(version)
         with self._timed("eval"):
-            examples = self.parts.task.eval_examples(config.num_draws)
-            sampling = [
-                SamplingParams(
-                    max_tokens=self.config.rollout.max_tokens,
-                    min_tokens=self.config.rollout.min_tokens,
-                    temperature=config.temperature,
-                    seed=completion_seed(seed, "eval", 0, i, 0),
-                )
-                for i in range(len(examples))
-            ]
-            completions = self.parts.eval_engine.generate([example.prompt_ids for example in examples], sampling)
-            texts = [self.parts.task.decode(completion.token_ids) for completion in completions]
-            outcomes = self.parts.scorer.score(
-                [(example.prompt, text, example) for example, text in zip(examples, texts, strict=True)]
+            results, failed = self._attempt_held_out(self.parts.eval_engine)
+            metrics = {
+                "eval/solved": float(np.mean([result.solved for result in results])),
+                "eval/reward": float(np.mean([result.reward for result in results])),
+                "eval/draws": len(results),
+            }
+            if failed:
+                metrics["eval/rejected"] = len(failed)
+            if self.parts.engine is not self.parts.eval_engine:
+                results, _ = self._attempt_held_out(self.parts.engine)
+                metrics["eval/engine_solved"] = float(np.mean([result.solved for result in results]))
+                metrics["eval/engine_reward"] = float(np.mean([result.reward for result in results]))
+        return metrics
+
+    def _attempt_held_out(self, engine: Engine) -> tuple[list[RewardResult], list[Any]]:
+        """Results of `eval.num_draws` held-out completions of `engine`, and the failures of the reward."""
+        config, task = self.config.eval, self.parts.task
+        examples = task.eval_examples(config.num_draws)
+        sampling = [
+            SamplingParams(
+                max_tokens=self.config.rollout.max_tokens,
+                min_tokens=self.config.rollout.min_tokens,
+                temperature=config.temperature,
+                seed=completion_seed(self.config.seed, "eval", 0, i, 0),
             )
+            for i in range(len(examples))
+        ]
+        completions = engine.generate([example.prompt_ids for example in examples], sampling)
+        texts = [task.decode(completion.token_ids) for completion in completions]
+        outcomes = self.parts.scorer.score(
+            [(example.prompt, text, example) for example, text in zip(examples, texts, strict=True)]
+        )
         results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
         failed = [outcome for outcome in outcomes if not isinstance(outcome, RewardResult)]
         if not results:
@@ -231,12 +260,7 @@ class Loop:
                 f"the reward failed on every one of {len(failed)} held-out samples; first: reward {failed[0].kind}: "
                 f"{failed[0].message}"
             )
-        metrics = {
-            "eval/solved": float(np.mean([result.solved for result in results])),
-            "eval/reward": float(np.mean([result.reward for result in results])),
-            "eval/draws": len(results),
-        }
-        return metrics | ({"eval/rejected": len(failed)} if failed else {})
+        return results, failed
 
     def save(self, step: int) -> None:
         """A checkpoint, with the records before it safely on the disk."""
@@ -247,7 +271,8 @@ class Loop:
         def write_state(folder: Path) -> None:
             (folder / "loop.json").write_text(json.dumps(state) + "\n")
 
-        self.parts.checkpoints.save(step, [self.parts.trainer.save, write_state])
+        writers = [self.parts.trainer.save, *(part.save for part in self.parts.stateful), write_state]
+        self.parts.checkpoints.save(step, writers)
 
     def restore(self) -> int:
         """Load the newest whole checkpoint and set later records aside. Returns its step; 0: start anew."""
@@ -266,7 +291,8 @@ class Loop:
                 f"{self.folder.parity.path} is not the certificate that {checkpoint.path} continues; restore the file "
                 "from a copy, or start a new run in another run.dir"
             )
-        self.parts.trainer.restore(checkpoint.path)
+        for part in (self.parts.trainer, *self.parts.stateful):
+            part.restore(checkpoint.path)
         return checkpoint.step
 
     def _sync(self, version: int) -> dict[str, Any]:
@@ -279,14 +305,14 @@ class Loop:
     def _compare(
         self, step: int, version: int, trained: Sequence[Sample], logprobs: Sequence[np.ndarray], rest: Sequence[Failed]
     ) -> dict[str, Any]:
-        engine = self.monitor.fingerprints["engine"]
         with self._timed("parity"):
             comparison = self.monitor.compare(step, version, trained, logprobs)
         with self._timed("record"):
-            rows = [
-                rollout_row(sample, "trained", scored, engine) for sample, scored in zip(trained, logprobs, strict=True)
-            ]
-            self.folder.write_rollouts(step, rows + [rollout_row(sample, why, None, engine) for sample, why in rest])
+            samples = [*trained, *(sample for sample, _ in rest)]
+            outcomes = ["trained"] * len(trained) + [why for _, why in rest]
+            scored = [*logprobs, *[None] * len(rest)]
+            rows = rollout_rows(samples, outcomes, scored, self.monitor.fingerprints["engine"])
+            self.folder.write_rollouts(step, rows)
         objection = self.monitor.objection(comparison)
         if objection is not None:
             raise self._parity_error(step, comparison, objection, trained)

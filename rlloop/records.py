@@ -22,6 +22,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -204,53 +205,72 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ rollouts
 
 
-def rollout_row(sample: Sample, outcome: str, trainer_logprobs: np.ndarray | None, engine: str) -> dict[str, Any]:
-    """One completion, as its JSON object.
+def rollout_rows(
+    samples: Sequence[Sample],
+    outcomes: Sequence[str],
+    trainer_logprobs: Sequence[np.ndarray | None],
+    engine: str,
+) -> list[dict[str, Any]]:
+    """Completions as JSON objects.
 
-    `outcome`: trained, or "rejected: ..." or "dropped: ..." with the reason. `trainer_logprobs` stand there only where
-    a bit differs; `raw_logprobs` only where they differ from `logprobs`. `engine`: digest of its fingerprint.
+    `outcomes`: trained, or "rejected: ..." or "dropped: ..." with the reason. `trainer_logprobs` (None: not scored)
+    stand only where a bit differs, `raw_logprobs` only where they differ from `logprobs`. `engine`: its fingerprint's
+    digest.
     """
-    made = sample.completion
-    row: dict[str, Any] = {
-        "uid": sample.uid,
-        "example": sample.example.id,
-        "group": sample.group,
-        "policy_version": made.policy_version,
-        "engine": engine,
-        "outcome": outcome,
-        "reward": sample.result.reward,
-        "solved": sample.result.solved,
-        "components": sample.result.components,
-        "advantage": sample.advantage,
-        "prompt": sample.example.prompt,
-        "text": sample.text,
-        "finish_reason": made.finish_reason,
-        "sampling": {key: value for key, value in vars(made.sampling).items() if value != _DEFAULTS.get(key)},
-        "prompt_ids": made.prompt_ids,
-        "token_ids": made.token_ids,
-        "logprobs": _floats(made.logprobs),
-    }
-    if not same_bits(made.raw_logprobs, made.logprobs):
-        row["raw_logprobs"] = _floats(made.raw_logprobs)
-    if trainer_logprobs is not None and not same_bits(trainer_logprobs, made.logprobs):
-        row["trainer_logprobs"] = _floats(trainer_logprobs)
-    return row
+    logprobs = [sample.completion.logprobs for sample in samples]
+    raw = [sample.completion.raw_logprobs for sample in samples]
+    scored = [mine if other is None else other for mine, other in zip(logprobs, trainer_logprobs, strict=True)]
+    texts, rows = _floats(logprobs), []
+    for sample, outcome, text in zip(samples, outcomes, texts, strict=True):
+        made = sample.completion
+        rows.append(
+            {
+                "uid": sample.uid,
+                "example": sample.example.id,
+                "group": sample.group,
+                "policy_version": made.policy_version,
+                "engine": engine,
+                "outcome": outcome,
+                "reward": sample.result.reward,
+                "solved": sample.result.solved,
+                "components": sample.result.components,
+                "advantage": sample.advantage,
+                "prompt": sample.example.prompt,
+                "text": sample.text,
+                "finish_reason": made.finish_reason,
+                "sampling": {key: value for key, value in vars(made.sampling).items() if value != _DEFAULTS[key]},
+                "prompt_ids": made.prompt_ids,
+                "token_ids": made.token_ids,
+                "logprobs": text,
+            }
+        )
+    for name, arrays in (("raw_logprobs", raw), ("trainer_logprobs", scored)):
+        differing = _differing(logprobs, arrays)
+        for index, text in zip(differing, _floats([arrays[index] for index in differing]), strict=True):
+            rows[index][name] = text
+    return rows
 
 
-_DEFAULTS = {key: value for key, value in vars(SamplingParams(max_tokens=1)).items() if key != "max_tokens"}
+_DEFAULTS = {**vars(SamplingParams(max_tokens=1)), "max_tokens": None}
 
 
-def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Equal as integers, so that −0 and NaN count as what they are. float32."""
-    return a.shape == b.shape and bool((a.view(np.int32) == b.view(np.int32)).all())
+def _differing(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> list[int]:
+    """Indices of the float32 arrays that differ in a bit: as integers, so that −0 and NaN count as what they are."""
+    if not ours:
+        return []
+    mine, other = (np.concatenate(arrays).astype(np.float32, copy=False).view(np.int32) for arrays in (ours, theirs))
+    owner = np.repeat(np.arange(len(ours)), [len(array) for array in ours])
+    return np.unique(owner[mine != other]).tolist()
 
 
-def _floats(array: np.ndarray) -> msgspec.Raw:
-    """float32 as JSON, 9 significant digits so that they round-trip."""
-    text = ",".join(["%.9g"] * len(array)) % tuple(array.tolist())
-    if not np.isfinite(array).all():
-        text = ",".join("null" if "n" in part else part for part in text.split(","))
-    return msgspec.Raw(f"[{text}]".encode())
+def _floats(arrays: Sequence[np.ndarray]) -> list[msgspec.Raw]:
+    """float32 arrays as JSON, 9 significant digits so that they round-trip; what is not finite is null."""
+    flat = np.concatenate([np.zeros(0, np.float32), *arrays])
+    texts = (",".join(["%.9g"] * len(flat)) % tuple(flat.tolist())).split(",")
+    if not np.isfinite(flat).all():
+        texts = ["null" if "n" in text else text for text in texts]
+    cuts = np.cumsum([0, *map(len, arrays)]).tolist()
+    return [msgspec.Raw(f"[{','.join(texts[start:end])}]".encode()) for start, end in pairwise(cuts)]
 
 
 # ------------------------------------------------------------------------------------------------ reading

@@ -10,7 +10,7 @@ from rlloop.records import (
     refuse_other_run,
     require_run,
     rollout_files,
-    rollout_row,
+    rollout_rows,
     summarize,
 )
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
@@ -139,10 +139,8 @@ def test_stored_logprobs_round_trip_to_the_bit(tmp_path):
     values = values[np.isfinite(values)]
     other = np.nextafter(values, np.float32(-np.inf))
     with RunFolder(tmp_path / "run") as folder:
-        rows = [
-            rollout_row(sample(values, values), "trained", values, "e"),
-            rollout_row(sample(values, other), "x", other, "e"),
-        ]
+        samples = [sample(values, values), sample(values, other)]
+        rows = rollout_rows(samples, ["trained", "dropped: x"], [values, other], "e")
         folder.write_rollouts(5, rows)
         same, differing = read_rollouts(folder.path / "rollouts" / "step_00000005.jsonl.zst")
     assert np.array_equal(np.array(same["logprobs"], dtype=np.float32).view(np.int32), values.view(np.int32))
@@ -162,7 +160,7 @@ def test_stored_logprobs_round_trip_to_the_bit(tmp_path):
 def test_a_logprob_that_is_not_finite_is_null(tmp_path):
     values = np.array([-1.0, -np.inf, np.nan], dtype=np.float32)
     with RunFolder(tmp_path / "run") as folder:
-        folder.write_rollouts(1, [rollout_row(sample(values, values), "trained", None, "e")])
+        folder.write_rollouts(1, rollout_rows([sample(values, values)], ["rejected: x"], [None], "e"))
         assert read_rollouts(rollout_files(folder.path)[0])[0]["logprobs"] == [-1.0, None, None]
 
 
