@@ -228,10 +228,10 @@ def _rope(keys: _Keys, max_positions: int) -> RopeConfig:
         raise ModelError("config.json has both rope_scaling and rope_parameters, and they differ; keep one")
     theta = keys.number("rope_theta", 10000.0)
     name = "rope_scaling" if scaling else "rope_parameters"
-    rope = _Keys({"rope_type": "default", **(scaling or parameters or {})}, f"{name}.")
+    rope = _Keys(scaling or parameters or {}, f"{name}.")
     theta = rope.number("rope_theta", theta)
-    legacy = rope.take("type", None)  # what rope_type was called
-    kind = rope.take("rope_type", "default") if legacy is None else legacy
+    older_name = rope.take("type", "default")
+    kind = rope.take("rope_type", older_name)
     if kind not in ROPE_KEYS:
         rope.refuse("rope_type", kind, " or ".join(ROPE_KEYS))
     if (share := rope.take("partial_rotary_factor", None)) not in (1, None):

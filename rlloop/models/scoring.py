@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,26 +32,11 @@ def score(model: Model, rows: Sequence[ScoreRow]) -> tuple[Tensor, Tensor]:
     """One forward over the sequences laid end to end: the logprob of every predicted token, and the entropy there.
 
     Returns ([N] float32, [N] float32) in order, both differentiable. N is the number of predicted tokens of all rows.
+
+    Raises `ConfigError` for a token outside the vocabulary or a sequence beyond the model's positions.
     """
-    lengths = [len(row.token_ids) for row in rows]
-    starts = np.cumsum([0, *lengths[:-1]])
-    flat = np.concatenate([np.asarray(row.token_ids, np.int64) for row in rows])
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    picked = [np.asarray(row.predict, np.int64) for row in rows]
-    predicted = np.concatenate([places + start for places, start in zip(picked, starts, strict=True)])
-    # Scored tokens are counted from the first predicted one: what the engine calls the tokens made so far.
-    made = np.concatenate([np.arange(len(places)) for places in picked])
-    device = model.device
-
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    hidden = model.hidden(tensor(flat), tensor(positions), AttentionLayout.of_sequences(lengths, device))
-    warp = warp_for(
-        [row.sampling for row in rows], made, model.eos_token_ids, device=device, counts=list(map(len, picked))
-    )
-    before = tensor(predicted - 1)
-    return model.ops.token_logprob(hidden.index_select(0, before), model.head, tensor(flat[predicted]), warp)
+    _check(model, rows)
+    return _score(model, rows)
 
 
 def token_logprobs(
@@ -59,14 +44,18 @@ def token_logprobs(
     sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
     sampling: Sequence[SamplingParams | None] | None = None,
+    max_tokens: int | None = None,
 ) -> list[Tensor]:
-    """Logprobs of completions given their prompts, as the trainer computes them: differentiable, one pass.
+    """Logprobs of completions given their prompts, as the trainer computes them: differentiable.
 
     `sequences` are (prompt_ids, completion_ids); `sampling`, one a sequence, is the distribution to score under (None:
     temperature 1, nothing truncated, so equal to an engine's `raw_logprobs`). Returns one [T] float32 tensor each.
 
-    Raises ConfigError for an empty prompt or completion, an id outside the vocabulary, a sequence beyond the model's
-    positions, or a `sampling` of another length.
+    `max_tokens` bounds the tokens of one forward (a longer sequence goes alone); None: one forward for all. It changes
+    memory and no bits.
+
+    Raises `ConfigError` for an empty prompt, a token outside the vocabulary, a sequence beyond the model's positions,
+    or a `sampling` of another length.
     """
     if sampling is None:
         sampling = [None] * len(sequences)
@@ -76,16 +65,78 @@ def token_logprobs(
         )
     rows = []
     for index, ((prompt, completion), params) in enumerate(zip(sequences, sampling, strict=True)):
-        tokens = [*prompt, *completion]
-        if not len(prompt) or not len(completion):
-            raise ConfigError(f"sequence {index} has an empty prompt or completion; both need at least one token")
-        if len(tokens) > model.max_positions:
+        if not len(prompt):
+            raise ConfigError(f"sequence {index} has an empty prompt; it must have at least one token")
+        rows.append(ScoreRow([*prompt, *completion], range(len(prompt), len(prompt) + len(completion)), params))
+    _check(model, rows)
+    return [
+        logprobs
+        for batch in _batches(rows, max_tokens)
+        for logprobs in _score(model, batch)[0].split([len(row.predict) for row in batch])
+    ]
+
+
+def _score(model: Model, rows: Sequence[ScoreRow]) -> tuple[Tensor, Tensor]:
+    device = model.head.device
+    used = [row for row in rows if len(row.predict)]
+    if not used:
+        return torch.zeros(0, device=device), torch.zeros(0, device=device)
+    picked = [np.asarray(row.predict, np.int64) for row in used]
+    # Nothing is predicted from the last scored token or what follows it.
+    tokens = [np.asarray(row.token_ids, np.int64) for row in used]
+    lengths = [int(at[-1]) for at in picked]
+    starts = np.cumsum([0, *lengths[:-1]])
+
+    def flat(parts: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    hidden = model.hidden(
+        flat([ids[:length] for ids, length in zip(tokens, lengths, strict=True)]),
+        flat([np.arange(length) for length in lengths]),
+        AttentionLayout.of_sequences(lengths, device),
+    )
+    warp = warp_for(
+        [row.sampling for row in used],
+        np.concatenate([_made(at) for at in picked]),
+        model.eos_token_ids,
+        device=device,
+        counts=[len(at) for at in picked],
+    )
+    before = flat([at - 1 + start for at, start in zip(picked, starts, strict=True)])
+    targets = flat([ids[at] for ids, at in zip(tokens, picked, strict=True)])
+    return model.ops.token_logprob(hidden.index_select(0, before), model.head, targets, warp)
+
+
+def _made(predict: np.ndarray) -> np.ndarray:
+    """How many tokens the engine had made before each: a gap (another's turn) begins a new completion.
+
+    Example: [4, 5, 6, 9, 10] -> [0, 1, 2, 0, 1].
+    """
+    at = np.arange(len(predict))
+    begins = np.diff(predict, prepend=predict[0] - 2) > 1
+    return at - np.maximum.accumulate(np.where(begins, at, 0))
+
+
+def _batches(rows: Sequence[ScoreRow], max_tokens: int | None) -> Iterator[list[ScoreRow]]:
+    batch, total = [], 0
+    for row in rows:
+        if batch and max_tokens is not None and total + len(row.token_ids) > max_tokens:
+            yield batch
+            batch, total = [], 0
+        batch.append(row)
+        total += len(row.token_ids)
+    if batch:
+        yield batch
+
+
+def _check(model: Model, rows: Sequence[ScoreRow]) -> None:
+    vocabulary, limit = len(model.head), model.max_positions
+    for index, row in enumerate(rows):
+        ids = row.token_ids
+        if len(ids) > limit:
+            raise ConfigError(f"sequence {index} has {len(ids)} tokens; the model has {limit} positions")
+        stops = row.sampling.stop_token_ids if row.sampling is not None else ()
+        if wrong := [id for id in (min(ids), max(ids), *stops) if not 0 <= id < vocabulary]:
             raise ConfigError(
-                f"sequence {index} has {len(tokens)} tokens; the model has {model.max_positions} positions"
+                f"sequence {index} has token id {wrong[0]}; the vocabulary's ids are 0 to {vocabulary - 1}"
             )
-        if not 0 <= min(tokens) <= max(tokens) < model.config.vocab_size:
-            raise ConfigError(f"sequence {index} has an id outside the vocabulary of {model.config.vocab_size}")
-        rows.append(ScoreRow(tokens, range(len(prompt), len(tokens)), params))
-    if not rows:
-        return []
-    return list(score(model, rows)[0].split([len(row.predict) for row in rows]))

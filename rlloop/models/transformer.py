@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlloop import __version__
 from rlloop.models.config import ModelConfig, RopeConfig
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import Ops, ops_for
@@ -210,7 +209,7 @@ class Model(nn.Module):
             "profile": self.profile.as_dict(),
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
             "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-            "versions": {"rlloop": __version__, **{name: version(name) for name in ("torch", "numba", "llvmlite")}},
+            "versions": {name: version(name) for name in ("rlloop", "torch", "numba", "llvmlite")},
         }
         # Ours never depend on them; stock operations do.
         return facts if self.profile.holds_contract else {**facts, "threads": torch.get_num_threads()}

@@ -1,0 +1,68 @@
+"""Random Hugging Face checkpoints of every supported family, made by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # small enough that frequencies are stretched, blended and left alone
+# family -> (configuration class, what is its own). Heads are grouped; Qwen3's are wider than hidden_size / heads.
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "qwen2": (Qwen2Config, {}),
+    "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+}
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def random_model(family: str = "qwen3", *, seed: int = 0, **config: Any) -> PreTrainedModel:
+    """transformers' own model, float32. Every parameter is random: norms and biases are not ones and zeros."""
+    make, own = FAMILIES[family]
+    model = AutoModelForCausalLM.from_config(make(**{**SIZES, **own, **config}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            elif "embed_tokens" in name or "lm_head" in name:
+                parameter.copy_(0.4 * noise)
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    return model.eval()
+
+
+def make_checkpoint(
+    folder: Path,
+    family: str = "qwen3",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str | None = None,
+    **config: Any,
+) -> PreTrainedModel:
+    """Write `random_model` of the same arguments, rounded to `dtype`; `max_shard_size="30KB"` makes shards."""
+    model = random_model(family, seed=seed, **config).to(dtype)
+    model.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
+    return model

@@ -1,0 +1,141 @@
+"""The definition against transformers on random checkpoints: logprobs, and gradients parameter by parameter.
+
+Measured in float32 with the default profile: logprobs (down to -20) within 9e-6, the gradient of each parameter within
+2e-6 of its norm. The bounds below leave room for the order in which transformers sums on other CPUs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlloop.models import load_model, token_logprobs
+from rlloop.types import SamplingParams
+from tests.checkpoints import FAMILIES, LLAMA3_ROPE, SIZES, make_checkpoint
+
+LOGPROB_ERROR = 3e-5
+GRADIENT_ERROR = 1e-5  # relative, in each parameter's own norm
+LENGTHS = ((1, 1), (3, 9), (17, 30), (64, 70), (5, 16))  # of prompt and completion
+
+
+def sequences() -> list[tuple[list[int], list[int]]]:
+    rng = np.random.default_rng(0)
+    vocabulary = SIZES["vocab_size"]
+    return [(rng.integers(0, vocabulary, p).tolist(), rng.integers(0, vocabulary, c).tolist()) for p, c in LENGTHS]
+
+
+def theirs(model: PreTrainedModel, prompt: list[int], completion: list[int]) -> Tensor:
+    """Logits that predict the completion. [T, V] float32"""
+    return model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+
+
+def logprobs_of(model: PreTrainedModel, prompt: list[int], completion: list[int]) -> Tensor:
+    return theirs(model, prompt, completion).log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def compare(folder: Path, model: PreTrainedModel) -> tuple[float, dict[str, float]]:
+    """Largest logprob error, and relative gradient error by parameter, under one random weighting of all tokens."""
+    ours = load_model(folder)
+    mine = token_logprobs(ours, sequences())
+    reference = [logprobs_of(model, *pair) for pair in sequences()]
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(len(row), generator=generator) for row in mine]
+    for rows in (mine, reference):
+        torch.stack([(row * weight).sum() for row, weight in zip(rows, weights, strict=True)]).sum().backward()
+    error = max((a - b).abs().max().item() for a, b in zip(mine, reference, strict=True))
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert gradients.keys() == dict(ours.named_parameters()).keys()
+    relative = {}
+    for name, parameter in ours.named_parameters():
+        wanted = gradients[name]
+        assert parameter.grad is not None
+        assert wanted is not None
+        assert wanted.norm() > 1e-2, f"{name} is not tested: its gradient vanishes"
+        relative[name] = ((parameter.grad - wanted).norm() / wanted.norm()).item()
+    return error, relative
+
+
+VARIANTS = {
+    **{f"{family}-{'tied' if tied else 'untied'}": (family, {"tie_word_embeddings": tied})
+       for family in FAMILIES for tied in (True, False)},
+    "qwen3-biases-narrow-heads": ("qwen3", {"attention_bias": True, "head_dim": 8, "num_key_value_heads": 4}),
+    "qwen2-one-key-head": ("qwen2", {"num_key_value_heads": 1}),
+    "llama-biases-wide-heads": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
+    "llama-plain-rope": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logprobs_and_gradients_are_transformers(tmp_path: Path, variant: str) -> None:
+    family, config = VARIANTS[variant]
+    error, gradients = compare(tmp_path, make_checkpoint(tmp_path, family, **config))
+    assert error < LOGPROB_ERROR
+    assert max(gradients.values()) < GRADIENT_ERROR, max(gradients, key=lambda name: gradients[name])
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("llama", {"rope_parameters": {**LLAMA3_ROPE, "factor": 9.0}}), ("qwen3", {"rms_norm_eps": 1e-3})],
+)
+def test_the_bounds_are_tight_enough_to_see_a_wrong_constant(tmp_path: Path, family: str, config: dict) -> None:
+    make_checkpoint(tmp_path, family)
+    error, gradients = compare(tmp_path, make_checkpoint(tmp_path / "other", family, **config))
+    assert error > 10 * LOGPROB_ERROR
+    assert max(gradients.values()) > 10 * GRADIENT_ERROR
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_bfloat16_checkpoint_in_float32(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    error, gradients = compare(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    assert error < LOGPROB_ERROR
+    assert max(gradients.values()) < GRADIENT_ERROR
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_compute_is_no_further_from_float32_than_transformers(tmp_path: Path, family: str) -> None:
+    exact = make_checkpoint(tmp_path, family, dtype=torch.bfloat16).float()
+    rounded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        mine = torch.cat(token_logprobs(load_model(tmp_path, dtype="bfloat16"), sequences()))
+        wanted = torch.cat([logprobs_of(exact, *pair) for pair in sequences()])
+        other = torch.cat([logprobs_of(rounded, *pair) for pair in sequences()])
+    assert mine.dtype == torch.float32
+    assert 0 < (mine - wanted).abs().mean() < 1.2 * (other - wanted).abs().mean()
+
+
+def test_logprobs_under_sampling_parameters(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, eos_token_id=[2, 3])
+    (pair,) = sequences()[3:4]
+    params = SamplingParams(max_tokens=80, min_tokens=9, temperature=0.7, stop_token_ids=(11,))
+    (mine,) = token_logprobs(load_model(tmp_path), [pair], sampling=[params])
+    logits = theirs(model, *pair)
+    logits[:9, [2, 3, 11]] = -torch.inf
+    wanted = (logits / 0.7).log_softmax(-1).gather(-1, torch.tensor(pair[1])[:, None])[:, 0]
+    possible = wanted.isfinite()
+    assert torch.equal(mine.isfinite(), possible)
+    assert (mine - wanted)[possible].abs().max() < 2 * LOGPROB_ERROR
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("qwen3", {"head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
+        ("llama", {}),
+        ("llama", {
+            "head_dim": 128,
+            "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500000.0, "original_max_position_embeddings": 8192},
+        }),
+    ],
+)  # fmt: skip
+def test_the_rope_table_has_transformers_bits(tmp_path: Path, family: str, config: dict) -> None:
+    model = make_checkpoint(tmp_path, family, num_hidden_layers=1, max_position_embeddings=9000, **config)
+    x, positions = torch.zeros(1), torch.arange(9000)[None]
+    cos, sin = (table[0] for table in model.model.rotary_emb(x, positions))
+    table = load_model(tmp_path).rope.table
+    assert torch.equal(torch.stack((cos, sin)), torch.cat((table, table), -1))

@@ -1,0 +1,129 @@
+"""What a config.json means, and by which name the rest is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlloop.errors import ModelError
+from rlloop.models.config import Llama3Scaling, RopeConfig, parse_config, read_config
+from tests.checkpoints import FAMILIES, SIZES
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def raw(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
+    """A config.json as transformers writes it; a change to `...` leaves the key out."""
+    make, own = FAMILIES[family]
+    written = json.loads(
+        make(**{**SIZES, **own, "architectures": [make.__name__[:-6] + "ForCausalLM"]}).to_json_string()
+    )
+    return {name: value for name, value in {**written, **changes}.items() if value is not ...}
+
+
+def test_what_sets_the_families_apart():
+    qwen3, qwen2, llama = (parse_config(raw(family)) for family in ("qwen3", "qwen2", "llama"))
+    assert (qwen3.qk_norm, qwen3.qkv_bias, qwen3.output_bias, qwen3.head_dim) == (True, False, False, 16)
+    assert (qwen2.qk_norm, qwen2.qkv_bias, qwen2.output_bias, qwen2.head_dim) == (False, True, False, 12)
+    assert (llama.qk_norm, llama.qkv_bias, llama.output_bias, llama.head_dim) == (False, False, False, 12)
+    assert qwen3.rope.scaling is None
+    assert llama.rope == RopeConfig(500.0, Llama3Scaling(8.0, 1.0, 4.0, 64))
+    assert qwen3.eos_token_ids == (2,)
+
+
+def test_biases_where_the_config_asks_for_them():
+    llama = parse_config(raw("llama", attention_bias=True, mlp_bias=True))
+    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+
+
+@pytest.mark.parametrize("rope", [{"type": "llama3", **LLAMA3}, {"rope_type": "llama3", **LLAMA3}])
+def test_both_spellings_of_rope_say_the_same(rope):
+    """And `type` is what `rope_type` was called."""
+    older = raw("llama", rope_parameters=..., rope_theta=500.0, rope_scaling=rope)
+    assert parse_config(older).rope == parse_config(raw("llama")).rope
+    plain = raw("qwen3", rope_parameters=..., rope_theta=1e6, rope_scaling=None)
+    assert parse_config(plain).rope == RopeConfig(1e6)
+    assert parse_config(raw("qwen3", rope_parameters=...)).rope == RopeConfig(10000.0)
+
+
+def test_keys_of_older_files_that_change_nothing():
+    older = raw(torch_dtype="bfloat16", _name_or_path="x", top_p=0.9, quantization_config=None, something_new=None)
+    assert parse_config(older) == parse_config(raw())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "MixtralForCausalLM.*Qwen3ForCausalLM"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification"),
+        ({"architectures": ..., "model_type": "gpt2"}, "gpt2"),
+        ({"model_type": "llama"}, "'llama'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is \"silu\""),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": ...}, "window is 1"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_type is 'yarn'.*llama3"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [4, 4]}}, "rope_parameters.mrope_section"),
+        ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "g.rope_type is 'linear'"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, "both rope_scaling and rope_parameters"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "no rope_parameters.low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor is 1.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"logit_scale": 2.0}, "logit_scale"),
+        ({"num_experts": 8}, "num_experts"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map"),
+        ({"mlp_bias": True}, "mlp_bias"),  # not Qwen3's
+        ({"hidden_size": ...}, "no hidden_size"),
+        ({"head_dim": ...}, "no head_dim"),
+        ({"vocab_size": "97"}, "vocab_size is '97'"),
+        ({"num_hidden_layers": 0, "layer_types": ...}, "num_hidden_layers is 0"),
+        ({"rms_norm_eps": None}, None),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
+        ({"attention_bias": 1}, "attention_bias is 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
+        ({"head_dim": 15}, "head_dim is 15"),
+        ({"eos_token_id": 97}, "eos_token_id is 97.*0 to 96"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(changes, named):
+    if named is None:
+        assert parse_config(raw(**changes)) == parse_config(raw())
+        return
+    with pytest.raises(ModelError, match=named):
+        parse_config(raw(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_sliding_window": False, "sliding_window": 16, "layer_types": ...},
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2, "layer_types": ...},
+        {"use_sliding_window": True, "sliding_window": 16},  # its layer_types say full attention
+    ],
+)
+def test_a_window_that_no_layer_uses_is_fine(changes):
+    assert parse_config(raw("qwen2", **changes)) == parse_config(raw("qwen2"))
+
+
+def test_the_generation_config_says_what_ends_a_sequence(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(raw()))
+    assert read_config(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert read_config(tmp_path).eos_token_ids == (5, 6)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True}))
+    assert read_config(tmp_path).eos_token_ids == (2,)
+
+
+def test_a_folder_that_is_none(tmp_path: Path):
+    with pytest.raises(ModelError, match="does not exist"):
+        read_config(tmp_path / "absent")
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not JSON"):
+        read_config(tmp_path)

@@ -1,0 +1,98 @@
+"""Packing, budgets and mistakes of `token_logprobs` and `score`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlloop.errors import ConfigError
+from rlloop.models import Model, ScoreRow, load_model, score, token_logprobs
+from rlloop.types import SamplingParams
+from tests.checkpoints import make_checkpoint
+
+PAIRS = [([5, 6, 7], [8, 9, 10, 11]), ([12], [13, 2]), (list(range(3, 40)), list(range(40, 90))), ([1, 2], [3])]
+SAMPLING = [
+    SamplingParams(max_tokens=8, temperature=0.7, min_tokens=3),
+    None,
+    SamplingParams(max_tokens=64, top_k=80, top_p=0.99),
+    SamplingParams(max_tokens=8, temperature=0.0),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder: Path = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder)
+    return load_model(folder)
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(
+        torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("max_tokens", [1, 9, 60, 10_000])
+def test_neither_packing_nor_budget_changes_a_bit(model: Model, max_tokens: int) -> None:
+    together = token_logprobs(model, PAIRS, sampling=SAMPLING)
+    assert [len(row) for row in together] == [4, 2, 50, 1]
+    assert all(row.dtype == torch.float32 and row.requires_grad for row in together)
+    assert same(token_logprobs(model, PAIRS, sampling=SAMPLING, max_tokens=max_tokens), together)
+    alone = [token_logprobs(model, [pair], sampling=[params])[0] for pair, params in zip(PAIRS, SAMPLING, strict=True)]
+    assert same(alone, together)
+    assert same(token_logprobs(model, PAIRS[::-1], sampling=SAMPLING[::-1])[::-1], together)
+
+
+def test_without_sampling_parameters_logprobs_are_raw(model: Model) -> None:
+    plain = token_logprobs(model, PAIRS)
+    assert same(plain, token_logprobs(model, PAIRS, sampling=[SamplingParams(max_tokens=64)] * 4))
+    sampled = token_logprobs(model, PAIRS, sampling=SAMPLING)
+    assert [torch.equal(a, b) for a, b in zip(plain, sampled, strict=True)] == [False, True, False, True]
+
+
+def test_what_follows_the_scored_tokens_does_not_matter(model: Model) -> None:
+    tokens = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    turns, _ = score(model, [ScoreRow(tokens, [2, 3, 6, 7])])
+    (all_of_them,) = token_logprobs(model, [(tokens[:1], tokens[1:])])
+    assert same([turns], [all_of_them[[1, 2, 5, 6]]])
+
+
+def test_each_turn_counts_its_own_tokens(model: Model) -> None:
+    """With min_tokens 2 the end-of-sequence token is impossible as a turn's first or second token, in every turn."""
+    params = SamplingParams(max_tokens=8, min_tokens=2)
+    tokens = [5, 2, 2, 2, 7, 7, 2, 2, 2]
+    logprobs, entropy = score(model, [ScoreRow(tokens, [1, 2, 3, 6, 7, 8], params)])
+    assert logprobs.isinf().tolist() == [True, True, False, True, True, False]
+    assert entropy.isfinite().all()
+
+
+def test_sequences_without_a_token_to_score(model: Model) -> None:
+    empty, one = token_logprobs(model, [([5, 6], []), PAIRS[0]])
+    assert empty.shape == (0,)
+    assert same([one], token_logprobs(model, PAIRS[:1]))
+    assert token_logprobs(model, []) == []
+    assert [part.shape for part in score(model, [])] == [(0,), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("pair", "sampling", "named"),
+    [
+        (([], [5]), None, "sequence 1 has an empty prompt"),
+        (([5], [97]), None, "sequence 1 has token id 97.*0 to 96"),
+        (([-1], [5]), None, "sequence 1 has token id -1"),
+        (([5], [6] * 256), None, "sequence 1 has 257 tokens; the model has 256 positions"),
+        (([5], [6]), [None], "sampling has 1 entries for 2 sequences"),
+        (([5], [6]), [None, SamplingParams(max_tokens=1, stop_token_ids=(300,))], "sequence 1 has token id 300"),
+    ],
+)
+def test_mistakes_are_refused_by_name(model: Model, pair, sampling, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        token_logprobs(model, [PAIRS[0], pair], sampling=sampling)
+
+
+def test_the_last_position_can_be_used(model: Model) -> None:
+    (row,) = token_logprobs(model, [([5], [6] * 255)])
+    assert row.isfinite().all()

@@ -1,0 +1,231 @@
+"""Folders in and out: bytes, types, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rlloop.errors import ConfigError, ModelError
+from rlloop.models import load_model, new_model, read_state, save_model
+from tests.checkpoints import FAMILIES, make_checkpoint
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Rewrite model.safetensors with other tensors (dots as two underscores); None takes one away."""
+    state = load_file(folder / "model.safetensors")
+    for name, tensor in ((name.replace("__", "."), tensor) for name, tensor in tensors.items()):
+        state.pop(name, None)
+        if tensor is not None:
+            state[name] = tensor
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("shards", [None, "30KB"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_was_loaded_is_saved_byte_equal(tmp_path: Path, family: str, shards: str | None, dtype: str):
+    make_checkpoint(tmp_path / "a", family, dtype=getattr(torch, dtype), max_shard_size=shards)
+    (tmp_path / "a" / "tokenizer.json").write_text("{}")
+    (tmp_path / "a" / "optimizer.safetensors").write_text("not the model's")
+    save_model(load_model(tmp_path / "a", dtype=dtype), tmp_path / "b")
+    wanted = files(tmp_path / "a")
+    del wanted["optimizer.safetensors"]
+    assert (len(wanted) > 6) == (shards is not None)
+    assert files(tmp_path / "b") == wanted
+
+
+def test_a_layout_that_safetensors_itself_would_not_choose_is_kept(tmp_path: Path):
+    model = make_checkpoint(tmp_path / "a", tie_word_embeddings=False)
+    entries, data = {}, b""
+    for name, tensor in sorted(model.state_dict().items(), reverse=True):
+        raw = tensor.numpy().tobytes()
+        entries[name] = {"shape": list(tensor.shape), "dtype": "F32", "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    header = json.dumps({**entries, "__metadata__": {"format": "pt", "by": "hand", "a": "b"}}, indent=1).encode()
+    header += b" " * (-len(header) % 8)
+    file = tmp_path / "a" / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    save_model(load_model(tmp_path / "a"), tmp_path / "b")
+    assert files(tmp_path / "b") == files(tmp_path / "a")
+
+
+def test_a_model_saved_over_its_own_source_and_another_model_from_it(tmp_path: Path):
+    """Weights are no window into the file."""
+    make_checkpoint(tmp_path / "a", max_shard_size="30KB")
+    first, second = load_model(tmp_path / "a"), load_model(tmp_path / "a")
+    before = {name: tensor.clone() for name, tensor in second.state_dict().items()}
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.mul_(2)
+    save_model(first, tmp_path / "a")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in second.state_dict().items())
+    again = load_model(tmp_path / "a").state_dict()
+    assert all(torch.equal(again[name], 2 * tensor) for name, tensor in before.items())
+    assert not list((tmp_path / "a").glob("*.partial"))
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_each_type_is_rounded_once_to_nearest(tmp_path: Path, stored: torch.dtype, dtype: str):
+    make_checkpoint(tmp_path, dtype=stored)
+    model, wanted = load_model(tmp_path, dtype=dtype), load_file(tmp_path / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == getattr(torch, dtype)
+        assert parameter.requires_grad
+        assert torch.equal(parameter, wanted[name].double().to(getattr(torch, dtype)))
+    assert model.rope.table.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shards", [None, "20KB"])
+def test_float32_weights_of_a_bfloat16_source(tmp_path: Path, shards: str | None):
+    """As a trainer saves its masters: the layout is kept, and config.json says the type that the weights have."""
+    make_checkpoint(tmp_path / "a", dtype=torch.bfloat16, max_shard_size=shards)
+    model = load_model(tmp_path / "a")
+    state = {name: parameter + 1e-4 for name, parameter in model.state_dict().items()}
+    save_model(state, tmp_path / "b", model.source_path)
+    assert files(tmp_path / "b").keys() == files(tmp_path / "a").keys()
+    again = read_state(tmp_path / "b")
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    assert theirs.dtype == torch.float32
+    assert torch.equal(theirs.state_dict()[EMBEDDING], state[EMBEDDING])
+
+
+def test_an_older_config_names_its_type_in_its_own_way(tmp_path: Path):
+    make_checkpoint(tmp_path / "a", dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    older = {("torch_dtype" if name == "dtype" else name): value for name, value in config.items()}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(older))
+    save_model(load_model(tmp_path / "a"), tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == {**older, "torch_dtype": "float32"}
+    save_model(load_model(tmp_path / "a", dtype="bfloat16"), tmp_path / "c")
+    assert files(tmp_path / "c") == files(tmp_path / "a")
+
+
+def test_a_stored_alias_of_tied_embeddings_is_kept_and_checked(tmp_path: Path):
+    make_checkpoint(tmp_path / "a", tie_word_embeddings=True)
+    embedding = load_file(tmp_path / "a" / "model.safetensors")[EMBEDDING]
+    change(tmp_path / "a", lm_head__weight=embedding.clone())
+    model = load_model(tmp_path / "a")
+    assert HEAD not in dict(model.named_parameters())
+    assert HEAD not in read_state(tmp_path / "a")
+    save_model(model, tmp_path / "b")
+    assert files(tmp_path / "b") == files(tmp_path / "a")
+    with torch.no_grad():
+        model.head.mul_(3)
+    save_model(model, tmp_path / "c")
+    saved = load_file(tmp_path / "c" / "model.safetensors")
+    assert torch.equal(saved[HEAD], saved[EMBEDDING])
+    assert torch.equal(saved[HEAD], 3 * embedding)
+
+    change(tmp_path / "a", lm_head__weight=embedding + 1)
+    with pytest.raises(ModelError, match=r"ties lm_head\.weight.*differ"):
+        load_model(tmp_path / "a")
+
+
+NORM = "model__norm__weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        ({"model__layers__0__self_attn__rotary": torch.ones(1)}, r"does not know: model\.layers\.0\.self_attn\.rotary"),
+        ({"model__layers__2__mlp__up_proj__weight": torch.ones(80, 48)}, r"does not know: model\.layers\.2\.mlp"),
+        ({NORM: None}, r"lacks .*: model\.norm\.weight"),
+        ({"model__layers__1__self_attn__q_norm__weight": None}, r"lacks .*q_norm\.weight"),
+        ({NORM: torch.ones(47)}, r"model\.norm\.weight has shape \[47\].*\[48\]"),
+        (
+            {NORM: torch.ones(48, dtype=torch.int8)},
+            r"model\.norm\.weight has type I8; supported are F64, F32, F16, BF16",
+        ),
+        ({NORM: torch.ones(48).to(torch.float8_e4m3fn)}, r"model\.norm\.weight has type F8_E4M3"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, tensors: dict, named: str):
+    make_checkpoint(tmp_path)
+    change(tmp_path, **tensors)
+    with pytest.raises(ModelError, match=named):
+        load_model(tmp_path)
+
+
+def test_weights_that_are_missing_damaged_or_misplaced(tmp_path: Path):
+    make_checkpoint(tmp_path / "whole", max_shard_size="30KB")
+    shards = sorted((tmp_path / "whole").glob("*.safetensors"))
+
+    def copy(name: str) -> Path:
+        shutil.copytree(tmp_path / "whole", tmp_path / name)
+        return tmp_path / name
+
+    missing = copy("missing")
+    (missing / shards[1].name).unlink()
+    with pytest.raises(ModelError, match=f"{shards[1].name} cannot be read"):
+        load_model(missing)
+    cut = copy("cut")
+    (cut / shards[0].name).write_bytes(shards[0].read_bytes()[:-4])
+    with pytest.raises(ModelError, match=f"{shards[0].name} cannot be read"):
+        load_model(cut)
+    twice = copy("twice")
+    save_file({**load_file(shards[0]), **load_file(shards[1])}, twice / shards[1].name)
+    with pytest.raises(ModelError, match=r"index\.json and the shards disagree about"):
+        load_model(twice)
+    bare = copy("bare")
+    (bare / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
+        load_model(bare)
+
+
+def test_what_cannot_be_saved(tmp_path: Path):
+    make_checkpoint(tmp_path / "a")
+    make_checkpoint(tmp_path / "shards", max_shard_size="30KB")
+    model = load_model(tmp_path / "a")
+    with pytest.raises(ModelError, match="already holds other weights"):
+        save_model(model, tmp_path / "shards")
+    state = model.state_dict()
+    with pytest.raises(ModelError, match="give source_path or config"):
+        save_model(state, tmp_path / "b")
+    with pytest.raises(ModelError, match=r"the state to save lacks .*model\.norm\.weight"):
+        save_model({k: v for k, v in state.items() if k != "model.norm.weight"}, tmp_path / "b", tmp_path / "a")
+    assert not (tmp_path / "b").exists()
+
+
+def test_types_and_devices_that_cannot_be_used(tmp_path: Path):
+    make_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="dtype is 'int8'; it must be one of float32, bfloat16"):
+        load_model(tmp_path, dtype="int8")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="device is 'cuda'"):
+            load_model(tmp_path, device="cuda")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_new_model_is_its_seeds_and_what_transformers_reads(tmp_path: Path, family: str):
+    make_checkpoint(tmp_path / "config", family, initializer_range=0.05)
+    config = json.loads((tmp_path / "config" / "config.json").read_text())
+    model, same, other = (new_model(config, seed) for seed in (7, 7, 8))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, same.get_parameter(name))
+        if parameter.ndim == 2:
+            assert not torch.equal(parameter, other.get_parameter(name))
+            assert parameter.std().item() == pytest.approx(0.05, rel=0.15)
+        else:
+            assert (parameter == (0 if name.endswith("bias") else 1)).all()
+    assert model.source_path is None
+    save_model(model, tmp_path / "new")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "new").state_dict()
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in model.state_dict().items())
+    again = load_model(tmp_path / "new")
+    assert again.config.rope == model.config.rope
+    assert again.eos_token_ids == (2,)
