@@ -106,7 +106,7 @@ def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -
     logprobs = warped(logits, warp).log_softmax(-1)
     uniform = torch.empty(len(seeds), 1, dtype=torch.float64)
     for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + position)
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + position) % 2**63)
         uniform[row] = torch.rand(1, dtype=torch.float64, generator=generator)
     cumulative = logprobs.double().exp().cumsum(-1)
     ids = (cumulative <= uniform.to(logits.device) * cumulative[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
