@@ -22,7 +22,7 @@ import numpy as np
 from rlloop.config import Anchor, RunConfig
 from rlloop.errors import ParityError, RlloopError, RunError
 from rlloop.metrics import Mean, Reduction, merge, values
-from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
+from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, describe, report
 from rlloop.protocols import Checkpoints, Engine, Task, Trainer, WeightSync
 from rlloop.records import RunFolder, rollout_rows
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
@@ -78,7 +78,7 @@ class Loop:
         observers: Sequence[Observer] = (),
     ) -> None:
         self.config, self.parts, self.folder, self.monitor, self.observers = config, parts, folder, monitor, observers
-        self._published: int | None = None
+        self._published: tuple[int, dict[str, Any]] | None = None  # version, metrics
         self._clock: dict[str, float] = {}
 
     def run(self, start: int, should_stop: Callable[[], bool] = lambda: False) -> int:
@@ -103,7 +103,7 @@ class Loop:
         """One update of the policy; returns its metrics."""
         version = step - 1
         with self._timed("sync"):
-            metrics = self._sync(version)
+            metrics = dict(self._sync(version))
         with self._timed("rollout"):
             samples = self.rollout(step, version)
         with self._timed("reward"):
@@ -147,8 +147,8 @@ class Loop:
         )
         samples = []
         for (p, g), completion in zip(places, completions, strict=True):
-            made = completion.policy_version
-            assert max(0, version - config.drift.stale_steps) <= made <= version, f"asked for version {version}, got {made}"
+            made, oldest = completion.policy_version, max(0, version - config.drift.stale_steps)
+            assert oldest <= made <= version, f"asked for version {version}, got {made}"
             text = self.parts.task.decode(completion.token_ids)
             samples.append(Sample(f"{step}/{p}/{g}", examples[p], completion, text, RewardResult(0.0), group=p))
         return samples
@@ -296,17 +296,19 @@ class Loop:
         return checkpoint.step
 
     def _sync(self, version: int) -> dict[str, Any]:
-        if self._published == version:
-            return {}
-        metrics = dict(self.parts.sync.publish(version))
-        self._published = version
-        return metrics
+        """Each version once; its metrics belong to the step that it samples, though an evaluation may come first."""
+        if self._published is None or self._published[0] != version:
+            self._published = version, dict(self.parts.sync.publish(version))
+        return self._published[1]
 
     def _compare(
         self, step: int, version: int, trained: Sequence[Sample], logprobs: Sequence[np.ndarray], rest: Sequence[Failed]
     ) -> dict[str, Any]:
+        rung = self.monitor.rung
         with self._timed("parity"):
             comparison = self.monitor.compare(step, version, trained, logprobs)
+        if self.monitor.rung != rung:
+            self.folder.log(f"step {step}: stepped down from {rung} to {self.monitor.rung}: {describe(comparison)}")
         with self._timed("record"):
             samples = [*trained, *(sample for sample, _ in rest)]
             outcomes = ["trained"] * len(trained) + [why for _, why in rest]
