@@ -260,9 +260,7 @@ class EvalConfig:
     collapse_evals: int = 3
 
     def __post_init__(self) -> None:
-        _check(
-            "eval.collapse_fraction", self.collapse_fraction, 0 <= self.collapse_fraction < 1, "from 0 to below 1"
-        )
+        _check("eval.collapse_fraction", self.collapse_fraction, 0 <= self.collapse_fraction < 1, "from 0 to below 1")
         _check("eval.collapse_evals", self.collapse_evals, self.collapse_evals >= 1, "at least 1")
         _check("eval.every", self.every, self.every >= 0, "0 (only first and last) or a positive number")
         _check("eval.num_draws", self.num_draws, self.num_draws >= 1, "at least 1")

@@ -54,6 +54,14 @@ def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -
     return ids, logprobs, raw_logprobs
 
 
+def score_logits(logits: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
+    """`token_logprob` of logits [T, V] float32 that were made elsewhere; without a gradient."""
+    logprobs, entropies = torch.empty(len(targets)), torch.empty(len(targets))
+    given = (_array(targets), tuple(_array(x) for x in _dense(warp, *logits.shape)))
+    distribution.score_rows(_threads(len(targets)), _array(logits), *given, logprobs.numpy(), entropies.numpy())
+    return logprobs, entropies
+
+
 def _dense(warp: LogitsWarp, rows: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
     """The warp as arguments of a custom op: settings [T, 4] float64, which holds them all exactly, and the bans."""
     settings = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64).repeat(rows, 1)

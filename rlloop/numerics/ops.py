@@ -86,4 +86,8 @@ class Ops:
 
 @functools.cache
 def ops_for(profile: NumericsProfile) -> Ops:
+    if profile.drift is not None:
+        from rlloop.numerics.drift import DriftedOps
+
+        return DriftedOps(profile)
     return Ops(profile)

@@ -8,6 +8,39 @@ from typing import Any
 
 IMPLEMENTATIONS = ("rlloop", "stock", "reference")
 
+# Of a `Drift`; `rlloop.numerics.quantize` says what they mean.
+WEIGHT_TYPES = ("bf16", "fp8", "int8", "int6", "int5", "int4", "fp4")
+GRANULARITIES = ("tensor", "channel", "block")
+ACTIVATION_TYPES = ("bf16", "fp8")
+LOGIT_TYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How an engine departs from the trainer on purpose, for experiments: other arithmetic, or other weights.
+
+    Operations follow `activations` and `logits`. The weights are the business of whoever brings them to the engine
+    (`rlloop.sync.drifted`); they are declared here so that a fingerprint says everything.
+    """
+
+    weights: str = "none"  # what the linear weights (bf16: all weights) are stored as
+    granularity: str = "channel"  # of the weights' scales
+    activations: str = "none"  # bf16: every result is stored so; fp8: what enters a linear
+    logits: str = "float32"
+    stale_steps: int = 0  # how many steps old the engine's weights are
+    lossy_sync: bool = False  # the engine holds bf16 weights and adds bf16 differences to them
+    from_step: int = 1  # the first step that is sampled so; before it, there is no drift
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("weights", ("none", *WEIGHT_TYPES)),
+            ("granularity", GRANULARITIES),
+            ("activations", ("none", *ACTIVATION_TYPES)),
+            ("logits", LOGIT_TYPES),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"Drift.{name} is {getattr(self, name)!r}; allowed are {', '.join(allowed)}")
+
 
 @dataclass(frozen=True)
 class NumericsProfile:
@@ -24,17 +57,23 @@ class NumericsProfile:
     rope: str = "rlloop"
     attention: str = "rlloop"
     token_logprob: str = "rlloop"
+    drift: Drift | None = None  # of an engine from its trainer; None: there is none
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for op in self.operations():
+            value = getattr(self, op)
             if value not in IMPLEMENTATIONS:
-                raise ValueError(f"NumericsProfile.{field.name} is {value!r}; allowed are {', '.join(IMPLEMENTATIONS)}")
+                raise ValueError(f"NumericsProfile.{op} is {value!r}; allowed are {', '.join(IMPLEMENTATIONS)}")
+
+    @classmethod
+    def operations(cls) -> list[str]:
+        """The names of the knobs that choose an implementation."""
+        return [field.name for field in dataclasses.fields(cls) if field.name != "drift"]
 
     @classmethod
     def preset(cls, name: str) -> NumericsProfile:
         """The profile that runs every operation by the implementation `name`."""
-        return cls(**{field.name: name for field in dataclasses.fields(cls)})
+        return cls(**dict.fromkeys(cls.operations(), name))
 
     @property
     def holds_contract(self) -> bool:
@@ -42,4 +81,5 @@ class NumericsProfile:
         return self == NumericsProfile()
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """JSON values. `drift` stands there only where there is one."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}

@@ -8,9 +8,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlloop import recipes
 from rlloop.compose import as_container, build, compose_recipe, expand_sweep
-from rlloop.config import AlgorithmConfig, ParityMode, ProfileConfig, RolloutProfile, RunConfig, TrainerConfig
+from rlloop.config import (
+    AlgorithmConfig,
+    DriftConfig,
+    ParityMode,
+    ProfileConfig,
+    RolloutProfile,
+    RunConfig,
+    TrainerConfig,
+)
 from rlloop.errors import ConfigError
-from rlloop.numerics.profile import NumericsProfile
+from rlloop.numerics.profile import Drift, NumericsProfile
 
 RECIPE = """\
 defaults:
@@ -152,6 +160,41 @@ def test_an_honest_drift_is_allowed_under_observe():
     assert config.rollout.profile.over(config.model.profile) == ProfileConfig(linear="stock")
 
 
+@pytest.mark.parametrize(
+    "key", ["weights=int4", "activations=bf16", "logits=bfloat16", "stale_steps=4", "lossy_sync=true"]
+)
+def test_require_refuses_a_declared_drift_and_observe_takes_it(key):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.drift has .*parity\.mode=require refuses; set parity\.mode=observe"
+    ):
+        configured(f"rollout.drift.{key}", "rollout.drift.from_step=9")
+    drift = configured("parity.mode=observe", f"rollout.drift.{key}").rollout.drift
+    assert [each.lower() for each in drift.declared] == [key]
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("weights=int3", "rollout.drift.weights is 'int3'; it must be one of none, bf16"),
+        ("granularity=row", "rollout.drift.granularity is 'row'"),
+        ("from_step=0", "rollout.drift.from_step is 0"),
+        ("stale_steps=-1", "rollout.drift.stale_steps is -1"),
+    ],
+)
+def test_a_drift_that_is_none_is_named(key, says):
+    with pytest.raises(ConfigError, match=says):
+        configured("parity.mode=observe", f"rollout.drift.{key}")
+
+
+def test_lossy_sync_says_what_the_weights_are_by_itself():
+    with pytest.raises(ConfigError, match=r"leave rollout\.drift\.weights at none"):
+        configured("parity.mode=observe", "rollout.drift.lossy_sync=true", "rollout.drift.weights=int4")
+
+
+def test_without_a_drift_its_other_keys_make_no_difference():
+    assert configured("rollout.drift.from_step=9", "rollout.drift.granularity=block").rollout.drift.declared == []
+
+
 def test_a_sweep_is_every_combination_named_by_what_it_sweeps():
     jobs = expand_sweep(["seed=0,1", "trainer.lr=1e-3", "algorithm=grpo,dapo"])
     assert [name for name, _ in jobs] == [
@@ -182,10 +225,11 @@ def test_every_preset_composes_and_is_found():
 
 
 def test_profiles_mirror_the_numerics():
-    ops = [field.name for field in dataclasses.fields(NumericsProfile)]
+    ops = NumericsProfile.operations()
     assert [field.name for field in dataclasses.fields(ProfileConfig)] == ops
     assert [field.name for field in dataclasses.fields(RolloutProfile)] == ops
     assert vars(ProfileConfig()) == NumericsProfile().as_dict()
+    assert vars(DriftConfig()) == dataclasses.asdict(Drift())
 
 
 def test_configuration_and_command_line_are_light():

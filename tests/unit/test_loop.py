@@ -24,7 +24,7 @@ from rlloop.metrics import is_timing
 from rlloop.parity.certificate import Certificate, find_breaks
 from rlloop.parity.monitor import Finding, ParityMonitor
 from rlloop.records import RunFolder, read_records, read_rollouts, rollout_files
-from rlloop.testing import FakeEngine, FakePolicy, FakeScorer, FakeTrainer, fake_parts, fake_reward
+from rlloop.testing import FakeEngine, FakePolicy, FakeScorer, FakeSync, FakeTrainer, fake_parts, fake_reward
 from rlloop.types import RewardResult
 
 
@@ -230,12 +230,49 @@ def test_observe_goes_on_and_measures(tmp_path):
         assert row["trainer_logprobs"] != row["logprobs"]
 
 
-def test_the_reported_policy_may_be_another_engines(tmp_path):
-    policy = FakePolicy()
-    sampler, reporter = FakeEngine(policy), FakeEngine(policy)
-    run = Run(tmp_path, policy=policy, engine=sampler, eval_engine=reporter)
+def test_the_reported_policy_may_be_another_engines_and_then_both_are_evaluated(tmp_path):
+    policy, other = FakePolicy(), FakePolicy()
+    other.logits[3] = 9.0  # an engine whose weights are not the trainer's: it says the target all the time
+    sampler, reporter = FakeEngine(other), FakeEngine(policy)
+    run = Run(
+        tmp_path, config(parity=ParityConfig(ParityMode.observe)), policy=policy, engine=sampler, eval_engine=reporter
+    )
     run()
-    assert (sampler.generated, reporter.generated) == (4 * 12, 2 * 8)
+    assert (sampler.generated, reporter.generated) == (4 * 12 + 2 * 8, 2 * 8)
+    assert run.metrics()[0]["eval/engine_reward"] > 0.9
+    assert run.metrics()[0]["eval/reward"] < 0.5
+
+
+def test_parts_with_a_state_of_their_own_are_in_the_checkpoints(tmp_path):
+    class Kept:
+        text = "new"
+
+        def save(self, folder):
+            (folder / "kept.txt").write_text(self.text)
+
+        def restore(self, folder):
+            self.text = (folder / "kept.txt").read_text()
+
+    first, second = Kept(), Kept()
+    first.text = "old"
+    Run(tmp_path, stateful=(first,))()
+    again = Run(tmp_path, stateful=(second,))
+    assert again.loop.restore() == 4
+    assert second.text == "old"
+
+
+def test_what_a_sync_measured_stands_in_the_step_that_it_served(tmp_path):
+    class Measured(FakeSync):
+        def publish(self, version):
+            return {**super().publish(version), "sync/version": version}
+
+    policy = FakePolicy()
+    engine = FakeEngine(policy)
+    run = Run(
+        tmp_path, config(eval=EvalConfig(every=1, num_draws=8)), policy=policy, engine=engine, sync=Measured(engine)
+    )
+    run()
+    assert [record["sync/version"] for record in run.metrics()[1:]] == [0, 1, 2, 3]
 
 
 def unbroken(path: Path) -> Run:

@@ -1,0 +1,107 @@
+"""Weight sync for the collapse study: an engine whose weights are its own, and as far from the trainer's as declared.
+
+The engine's model is a copy. Each version rewrites it in place from the trainer's weights: rounded to a narrow type as
+engines store it, or some steps old, or (a defect, not numerics) by adding differences that its type cannot hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlloop.models import Model
+from rlloop.numerics.ops import ops_for
+from rlloop.numerics.profile import Drift
+from rlloop.numerics.quantize import quantized
+from rlloop.sync.colocated import Versioned
+
+FILE = "drifted_sync.safetensors"
+KEPT = ("embed_tokens", "lm_head", ".gate.")  # matrices that engines leave as they are: ends, routers
+
+
+class ModelEngine(Versioned, Protocol):
+    model: Model
+
+
+class DriftedSync:
+    """Serves `engine`, whose model `drifted_copy` made, and the others, which share the trainer's parameters.
+
+    A stale engine has the version of the weights that it really holds, so records and lags stay true.
+    """
+
+    def __init__(self, trained: Model, engine: ModelEngine, *others: Versioned) -> None:
+        assert engine.model.profile.drift is not None
+        self.drift: Drift = engine.model.profile.drift
+        self._trained, self._engine, self._others = trained, engine, others
+        self._own = dict(engine.model.named_parameters())
+        self._published: dict[int, dict[str, Tensor]] = {}  # the trainer's last weights, by version
+
+    @torch.no_grad()
+    def publish(self, version: int) -> dict[str, float]:
+        """Call with each version in turn; the same one again changes nothing. Version v is what samples step v + 1."""
+        for other in self._others:
+            other.set_version(version)
+        now = {name: weight.detach().clone() for name, weight in self._trained.named_parameters()}
+        first, served = self.drift.from_step - 1, version
+        drifting = version >= first
+        model = self._engine.model
+        model.ops = ops_for(model.profile if drifting else dataclasses.replace(model.profile, drift=None))
+        if drifting and self.drift.lossy_sync and version > first:
+            self._add(now, self._published[max(self._published)])
+        else:
+            if drifting:
+                served = max(version - self.drift.stale_steps, min(self._published, default=version))
+            source = now if served == version else self._published[served]
+            for name, own in self._own.items():
+                own.copy_(self._rounded(name, source[name]) if drifting else source[name])
+        self._published[version] = now
+        for old in [each for each in self._published if each < version - self.drift.stale_steps]:
+            del self._published[old]
+        self._engine.set_version(served)
+        return {"sync/weight_error": self._error(now)}
+
+    def save(self, folder: Path) -> None:
+        """What a resumed run could not make anew from the trainer's weights."""
+        state = {f"engine/{name}": own.detach() for name, own in self._own.items()}
+        for version, weights in self._published.items():
+            state |= {f"{version}/{name}": weight for name, weight in weights.items()}
+        save_file(state, folder / FILE)
+
+    @torch.no_grad()
+    def restore(self, folder: Path) -> None:
+        self._published = {}
+        for key, tensor in load_file(folder / FILE).items():
+            owner, _, name = key.partition("/")
+            if owner == "engine":
+                self._own[name].copy_(tensor)
+            else:
+                self._published.setdefault(int(owner), {})[name] = tensor
+
+    def _rounded(self, name: str, weight: Tensor) -> Tensor:
+        kind = "bf16" if self.drift.lossy_sync else self.drift.weights
+        if kind == "none" or (kind != "bf16" and (weight.ndim < 2 or any(part in name for part in KEPT))):
+            return weight
+        return quantized(weight, kind, self.drift.granularity)
+
+    def _add(self, now: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+        """w <- bf16(w + bf16(new − old)): an update under half of w's last place is lost, for good."""
+        for name, own in self._own.items():
+            difference = (now[name] - before[name]).bfloat16()
+            own.copy_(own.bfloat16() + difference)
+
+    def _error(self, now: dict[str, Tensor]) -> float:
+        """Norm of the difference from the trainer's current weights, by the norm of those."""
+        apart = sum(float((own - now[name]).double().square().sum()) for name, own in self._own.items())
+        whole = sum(float(weight.double().square().sum()) for weight in now.values())
+        return (apart / whole) ** 0.5
+
+
+def drifted_copy(model: Model) -> Model:
+    """`model` with parameters of its own, for an engine that must not share the trainer's."""
+    return copy.deepcopy(model).requires_grad_(False)
