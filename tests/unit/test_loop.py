@@ -255,7 +255,9 @@ def test_parts_with_a_state_of_their_own_are_in_the_checkpoints(tmp_path):
 
     first, second = Kept(), Kept()
     first.text = "old"
-    Run(tmp_path, stateful=(first,))()
+    run = Run(tmp_path, stateful=(first,))
+    run()
+    run.folder.__exit__()
     again = Run(tmp_path, stateful=(second,))
     assert again.loop.restore() == 4
     assert second.text == "old"
