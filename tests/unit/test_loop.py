@@ -255,11 +255,8 @@ def test_parts_with_a_state_of_their_own_are_in_the_checkpoints(tmp_path):
 
     first, second = Kept(), Kept()
     first.text = "old"
-    run = Run(tmp_path, stateful=(first,))
-    run()
-    run.folder.__exit__()
-    again = Run(tmp_path, stateful=(second,))
-    assert again.loop.restore() == 4
+    assert Run(tmp_path, stateful=(first,))() == 4
+    assert Run(tmp_path, stateful=(second,))() == 4  # finds the checkpoint of the last step
     assert second.text == "old"
 
 
