@@ -54,31 +54,32 @@ class Progress:
         if not urgent and now - self._shown < (PLAIN_EVERY if self._live is None else LIVE_EVERY):
             return
         self._shown = now
+        outcome, work = self._outcome(metrics), self._work(step, metrics)
         if self._live is None:
-            self.note(f"step {step}/{self.num_steps}  {'  '.join(self._facts(step, metrics))}")
+            self.note(f"step {step}/{self.num_steps}  {outcome}  {work}")
         else:
-            self._live.update(self._panel(step, metrics), refresh=True)
+            head = Text(f"{self.title}  step {step}/{self.num_steps}", style="bold")
+            bar = ProgressBar(total=self.num_steps, completed=step)
+            self._live.update(Group(head, bar, Text(outcome), Text(work)), refresh=True)
 
-    def _facts(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
+    def _outcome(self, metrics: Mapping[str, Any]) -> str:
         facts = []
         if "reward/mean" in metrics:
             facts += [f"reward {metrics['reward/mean']:.3f}", f"pass@1 {metrics['reward/solved']:.3f}"]
         if self._eval:
             facts.append(f"held-out {self._eval[0]:.3f}" + (f" -> {self._eval[-1]:.3f}" if len(self._eval) > 1 else ""))
+        return "  ".join(facts)
+
+    def _work(self, step: int, metrics: Mapping[str, Any]) -> str:
+        facts = []
         if "parity/k3" in metrics:
             facts.append(f"KL {short(metrics['parity/k3'])} ({self._different:,} of {self._tokens:,} tokens differ)")
         if "perf/rollout_tokens_per_s" in metrics:
             facts.append(f"{metrics['perf/rollout_tokens_per_s']:,.0f} tokens/s")
-        if step > self._first:
+        if self._first < step < self.num_steps:
             left = (time.monotonic() - self._began) / (step - self._first) * (self.num_steps - step)
             facts.append(f"eta {clock(left)}")
-        return facts
-
-    def _panel(self, step: int, metrics: Mapping[str, Any]) -> Group:
-        head = Text(f"{self.title}  step {step}/{self.num_steps}", style="bold")
-        return Group(
-            head, ProgressBar(total=self.num_steps, completed=step), Text("  ".join(self._facts(step, metrics)))
-        )
+        return "  ".join(facts)
 
 
 def print_summary(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
