@@ -1,0 +1,138 @@
+"""Rows from a JSONL file or a `datasets` dataset, and which of them are held out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from rlloop.errors import ConfigError
+
+Row = dict[str, Any]
+
+
+@dataclass
+class DataSection:
+    """The section `data` of the configuration; config.yaml says what each key means."""
+
+    path: str
+    format: str = "jsonl"
+    name: str | None = None
+    split: str = "train"
+    prompt_key: str = "prompt"
+    id_key: str | None = None
+    system: str | None = None
+    eval_path: str | None = None
+    eval_split: str | None = None
+    eval_fraction: float = 0.1
+    max_prompt_tokens: int = 1024
+    overlong: str = "error"
+
+    def __post_init__(self) -> None:
+        checks = [
+            ("format", self.format in ("jsonl", "datasets"), "jsonl or datasets"),
+            ("overlong", self.overlong in ("error", "drop"), "error or drop"),
+            ("eval_fraction", 0 < self.eval_fraction < 1, "between 0 and 1"),
+            ("max_prompt_tokens", self.max_prompt_tokens >= 1, "at least 1"),
+            ("eval_split", self.eval_split is None or self.format == "datasets", "null, unless data.format=datasets"),
+        ]
+        for key, good, allowed in checks:
+            if not good:
+                raise ConfigError(f"data.{key} is {getattr(self, key)!r}; it must be {allowed}")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> DataSection:
+        known = cls.__dataclass_fields__
+        if unknown := [key for key in given if key not in known]:
+            raise ConfigError(f"there is no key data.{unknown[0]}; there are {', '.join(known)}")
+        return cls(**given)
+
+
+def read_rows(data: DataSection) -> tuple[list[Row], list[Row]]:
+    """The rows to train on and the held-out ones. Raises `ConfigError` for data that is missing or empty."""
+    if data.format == "jsonl":
+        rows = read_jsonl(Path(data.path), "data.path")
+        held_out = None if data.eval_path is None else read_jsonl(Path(data.eval_path), "data.eval_path")
+    else:
+        rows = read_dataset(data.path, data.name, data.split, "data.path")
+        held_out = None
+        if data.eval_path is not None or data.eval_split is not None:
+            path, split = data.eval_path or data.path, data.eval_split or data.split
+            held_out = read_dataset(path, data.name if path == data.path else None, split, "data.eval_path")
+    if held_out is not None:
+        return rows, held_out
+    sides: tuple[list[Row], list[Row]] = [], []
+    for row in rows:
+        sides[place(row.get(data.prompt_key)) < data.eval_fraction].append(row)
+    for side, name in zip(sides, ("training", "evaluation"), strict=True):
+        if not side:
+            raise ConfigError(
+                f"data.path {data.path!r} has {len(rows)} rows, and data.eval_fraction={data.eval_fraction} leaves "
+                f"none for {name}; change it, give more rows, or give data.eval_path"
+            )
+    return sides
+
+
+def read_jsonl(path: Path, key: str) -> list[Row]:
+    """One JSON object a line; empty lines are skipped."""
+    if not path.is_file():
+        raise ConfigError(f"{key} is {str(path)!r}, and there is no such file; it must be a JSONL file")
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}, is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, line {number}, is a JSON {type(row).__name__}; each line must be an object")
+        rows.append(row)
+    if not rows:
+        raise ConfigError(f"{key} {str(path)!r} has no rows")
+    return rows
+
+
+def read_dataset(path: str, name: str | None, split: str, key: str) -> list[Row]:
+    """A dataset that `datasets` knows, or a folder that its `save_to_disk` wrote."""
+    try:
+        import datasets  # pyright: ignore[reportMissingImports] - an extra, and too heavy for the tests
+    except ImportError:
+        raise ConfigError("data.format=datasets needs the package datasets: pip install 'rlloop[datasets]'") from None
+    try:
+        if any((Path(path) / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            loaded: Any = datasets.load_from_disk(path)
+            if isinstance(loaded, datasets.DatasetDict):
+                loaded = loaded[split]
+        else:
+            loaded = datasets.load_dataset(path, name, split=split)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{key} is {path!r}, and datasets cannot load its split {split!r}: {error}") from error
+    rows = [dict(row) for row in loaded]
+    if not rows:
+        raise ConfigError(f"{key} {path!r}, split {split!r}, has no rows")
+    return rows
+
+
+def place(value: Any) -> float:
+    """From 0 to below 1: a hash of a JSON value, by which equal prompts are on one side."""
+    return int.from_bytes(_digest(value, 6), "big") / 2**48
+
+
+def row_id(row: Row, id_key: str | None) -> str:
+    """The row's own name, or a digest of it."""
+    return str(row[id_key]) if id_key is not None else _digest(row, 6).hex()
+
+
+def _digest(value: Any, size: int) -> bytes:
+    return blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=size).digest()
+
+
+def is_messages(value: Any) -> bool:
+    """A conversation that the policy is to go on with."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return False
+    return all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value)
