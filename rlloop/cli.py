@@ -24,7 +24,7 @@ On-policy reinforcement learning for language models with zero train-inference K
 commands:
   train     run, resume or sweep a recipe
   verify    check a run's records: ledger, certificate, checkpoints
-  compare   lay two runs side by side: outcomes, and the keys that differ
+  compare   lay runs side by side: outcomes, verdicts, and the keys that differ
 """
 
 EXAMPLES = """\
@@ -41,6 +41,13 @@ GROUP=NAME picks another entry, such as algorithm=dapo).
 
 The same command with the same run.dir resumes, bit for bit; Ctrl-C leaves a run that can be resumed. Exit codes:
 0 done, 2 something asked for cannot work, 3 engine and trainer disagree (parity.mode=require), 130 interrupted.
+"""
+
+COMPARE = """\
+Lay runs side by side: outcomes, whether each collapsed, and which keys of their configurations differ.
+
+Runs whose configurations differ in the seed alone are one arm, with a band over its seeds. Collapse is judged by the
+rule that the runs' own configurations declare (eval.collapse_fraction, eval.collapse_evals).
 """
 
 
@@ -190,17 +197,17 @@ def _verify(arguments: list[str]) -> int:
 
 
 def _compare(arguments: list[str]) -> int:
-    parser = _parser("compare", "Lay two runs side by side: outcomes, and which keys of their configurations differ.")
-    parser.add_argument("run_a", type=Path, metavar="RUN_A")
-    parser.add_argument("run_b", type=Path, metavar="RUN_B")
+    parser = _parser("compare", COMPARE)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs' folders, or a multirun's")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write a report: .html, or .png (curves only)"
-    )
+        "-o", "--output", type=Path, metavar="FILE",
+        help="also write a report: .html (with its pictures and data beside it), or .png (curves only)",
+    )  # fmt: skip
     given = parser.parse_args(arguments)
 
     from rlloop.compare import compare
 
-    compare(given.run_a, given.run_b, given.output)
+    compare(given.runs, given.output)
     return 0
 
 
