@@ -14,6 +14,8 @@ TOKEN = re.compile(r" *(?:(0|[1-9][0-9]*)|([-+*/()]))")
 STEP = re.compile(r" *(0|[1-9][0-9]*) *([-+*/]) *(0|[1-9][0-9]*) *= *(0|[1-9][0-9]*) *")
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
+Exact = int | Fraction  # a whole number stays an int: the same value, far faster
+
 
 def verify(expression: str, numbers: list[int], target: int) -> bool:
     """Whether `expression` uses every one of `numbers` exactly once and equals `target`, in exact fractions.
@@ -36,14 +38,14 @@ def verify(expression: str, numbers: list[int], target: int) -> bool:
     return found is not None and found[0] == target and sorted(found[1]) == sorted(numbers)
 
 
-def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
+def evaluate(expression: str) -> tuple[Exact, list[int]] | None:
     """The exact value of an expression and the integers in it, or None where it has no value.
 
     Two stacks instead of recursion, so that depth costs no interpreter stack.
     """
     if len(expression) > MAX_LENGTH:
         return None
-    values: list[Fraction] = []
+    values: list[Exact] = []
     pending: list[str] = []  # operators and open parentheses, outermost first
     used: list[int] = []
     position, depth, operand_next = 0, 0, True
@@ -58,7 +60,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
             return None
         if digits is not None:
             used.append(int(digits))
-            values.append(Fraction(used[-1]))
+            values.append(used[-1])
             operand_next = False
         elif sign == "(":
             pending.append(sign)
@@ -80,7 +82,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
     return values[0], used
 
 
-def _reduce(values: list[Fraction], pending: list[str], precedence: int) -> bool:
+def _reduce(values: list[Exact], pending: list[str], precedence: int) -> bool:
     """Apply the pending operators, back to the last open parenthesis, that bind so tightly. False: division by 0."""
     while pending and pending[-1] != "(" and PRECEDENCE[pending[-1]] >= precedence:
         operator, right, left = pending.pop(), values.pop(), values.pop()
@@ -90,7 +92,7 @@ def _reduce(values: list[Fraction], pending: list[str], precedence: int) -> bool
     return True
 
 
-def _apply(operator: str, left: Fraction, right: Fraction) -> Fraction:
+def _apply(operator: str, left: Exact, right: Exact) -> Exact:
     match operator:
         case "+":
             return left + right
@@ -99,7 +101,8 @@ def _apply(operator: str, left: Fraction, right: Fraction) -> Fraction:
         case "*":
             return left * right
         case _:
-            return left / right
+            exact = Fraction(left) / right
+            return exact.numerator if exact.denominator == 1 else exact
 
 
 def _is_int(value: object) -> bool:
@@ -132,7 +135,7 @@ def compose(trace: str, numbers: list[int]) -> str | None:
             parts.append(at_hand.pop(index)[1])
         if operator == "/" and int(right) == 0:
             return None
-        if _apply(operator, Fraction(int(left)), Fraction(int(right))) != int(result):
+        if _apply(operator, int(left), int(right)) != int(result):
             return None
         expression = f"({parts[0]} {operator} {parts[1]})"
         at_hand.append((int(result), expression))
@@ -147,6 +150,6 @@ def countdown_reward(prompt: str, completion: str, example: Example, *, format_c
     """
     numbers, target = example.data["numbers"], example.data["target"]
     expression = compose(completion, numbers) if "=" in completion else completion
-    well_formed = expression is not None and evaluate(expression) is not None
     solved = expression is not None and verify(expression, numbers, target)
+    well_formed = solved or (expression is not None and evaluate(expression) is not None)
     return RewardResult(1.0 if solved else format_credit * well_formed, solved, {"well_formed": float(well_formed)})
