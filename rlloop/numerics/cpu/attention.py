@@ -14,6 +14,7 @@ from rlloop.numerics.cpu.jit import kernel, parallel_kernel
 from rlloop.numerics.simd import (
     LANES,
     add,
+    broadcast,
     exp,
     fma,
     load,
@@ -131,13 +132,59 @@ def forward(
 
 
 @kernel
-def _add_scaled(factor, source, i, target, j, width):
-    """target[j:] += factor * source[i:]."""
+def _turn(rows, first, count, stride, offset, width, columns):
+    """columns[d * TILE + j] = rows[(first + j) * stride + offset + d]; 0 beyond `count`."""
+    for d in range(width):
+        for j in range(count):
+            columns[d * TILE + j] = rows[(first + j) * stride + offset + d]
+        for j in range(count, TILE):
+            columns[d * TILE + j] = ZERO
+
+
+@kernel
+def _turn_back(columns, first, count, stride, offset, width, rows):
+    for j in range(count):
+        for d in range(width):
+            rows[(first + j) * stride + offset + d] = columns[d * TILE + j]
+
+
+@kernel
+def _products(x, at, columns, width, out):
+    """out[j] = x . column j, for the whole tile: two times two chains, so that none waits for another."""
+    for j in range(0, TILE, 2 * LANES):
+        low, high, low_odd, high_odd = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+        for d in range(0, width - 1, 2):
+            even, odd = broadcast(x, at + d), broadcast(x, at + d + 1)
+            low = fma(even, load(columns, d * TILE + j), low)
+            high = fma(even, load(columns, d * TILE + j + LANES), high)
+            low_odd = fma(odd, load(columns, (d + 1) * TILE + j), low_odd)
+            high_odd = fma(odd, load(columns, (d + 1) * TILE + j + LANES), high_odd)
+        if width % 2:
+            even = broadcast(x, at + width - 1)
+            low = fma(even, load(columns, (width - 1) * TILE + j), low)
+            high = fma(even, load(columns, (width - 1) * TILE + j + LANES), high)
+        store(out, j, add(low, low_odd))
+        store(out, j + LANES, add(high, high_odd))
+
+
+@kernel
+def _spread(factors, seen, x, at, width, columns):
+    """columns[d, j] += x[at + d] * factors[j], for j up to `seen` rounded up to whole lanes."""
+    for j in range(0, seen, LANES):
+        mine = load(factors, j)
+        for d in range(width):
+            store(columns, d * TILE + j, fma(broadcast(x, at + d), mine, load(columns, d * TILE + j)))
+
+
+@kernel
+def _gather(factors, seen, rows, first, stride, offset, width, out, at):
+    """out[at:] += sum of factors[j] * row j."""
     for d in range(0, width, LANES):
-        count = min(LANES, width - d)
-        store_part(
-            target, j + d, count, fma(splat(factor), load_part(source, i + d, count), load_part(target, j + d, count))
-        )
+        part = min(LANES, width - d)
+        total = load_part(out, at + d, part)
+        for j in range(seen):
+            total = fma(broadcast(factors, j), load_part(rows, (first + j) * stride + offset + d, part), total)
+        store_part(out, at + d, part, total)
 
 
 @parallel_kernel
@@ -148,27 +195,36 @@ def backward(
 
     A task is one sequence's share of one key-value head: nothing else writes to its rows of the gradients. With p the
     softmax recomputed from `lse`: dv_j += p_ij do_i, ds_ij = p_ij (do_i . v_j - do_i . o_i), dq_i += ds_ij k_j scale,
-    dk_j += ds_ij q_i scale, over ascending i, heads and j.
+    dk_j += ds_ij q_i scale, over ascending tiles, i, heads and j. Keys and values of a tile are turned, so that lanes
+    run along j and no sum across lanes is needed.
     """
     share = heads // groups
     for task in prange((len(starts) - 1) * groups):
         sequence, group = task // groups, task % groups
         begin, end = starts[sequence], starts[sequence + 1]
-        masses = np.empty(TILE, np.float32)
-        for i in range(begin, end):
-            for head in range(group * share, (group + 1) * share):
-                at, v_at = (i * heads + head) * width, (i * heads + head) * v_width
-                delta = _dot(grad, v_at, out, v_at, v_width)
-                for tile in range(begin, i + 1, TILE):
-                    count = min(TILE, i + 1 - tile)
-                    for j in range(count):
-                        masses[j] = _dot(q, at, k, ((tile + j) * groups + group) * width, width) * scale
-                    for j in range(0, count, LANES):
-                        store(masses, j, exp(sub(load(masses, j), splat(lse[i * heads + head]))))
-                    for j in range(count):
-                        k_at = ((tile + j) * groups + group) * width
-                        w_at = ((tile + j) * groups + group) * v_width
-                        slope = masses[j] * (_dot(grad, v_at, v, w_at, v_width) - delta) * scale
-                        _add_scaled(masses[j], grad, v_at, grad_v, w_at, v_width)
-                        _add_scaled(slope, k, k_at, grad_q, at, width)
-                        _add_scaled(slope, q, at, grad_k, k_at, width)
+        masses, slopes = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+        keys, values = np.empty(width * TILE, np.float32), np.empty(v_width * TILE, np.float32)
+        to_keys, to_values = np.empty(width * TILE, np.float32), np.empty(v_width * TILE, np.float32)
+        stride, offset, v_stride, v_offset = groups * width, group * width, groups * v_width, group * v_width
+        for tile in range(begin, end, TILE):
+            count = min(TILE, end - tile)
+            _turn(k, tile, count, stride, offset, width, keys)
+            _turn(v, tile, count, v_stride, v_offset, v_width, values)
+            to_keys[:], to_values[:] = ZERO, ZERO
+            for i in range(tile, end):
+                seen = min(count, i + 1 - tile)
+                for head in range(group * share, (group + 1) * share):
+                    at, v_at = (i * heads + head) * width, (i * heads + head) * v_width
+                    delta, low = splat(_dot(grad, v_at, out, v_at, v_width)), splat(lse[i * heads + head])
+                    _products(q, at, keys, width, masses)
+                    _products(grad, v_at, values, v_width, slopes)
+                    for j in range(0, seen, LANES):
+                        mass = exp(sub(mul(load(masses, j), splat(scale)), low))
+                        store(masses, j, mass)
+                        store(slopes, j, mul(mul(mass, sub(load(slopes, j), delta)), splat(scale)))
+                    masses[seen:], slopes[seen:] = ZERO, ZERO
+                    _spread(slopes, seen, q, at, width, to_keys)
+                    _spread(masses, seen, grad, v_at, v_width, to_values)
+                    _gather(slopes, seen, k, tile, stride, offset, width, grad_q, at)
+            _turn_back(to_keys, tile, count, stride, offset, width, grad_k)
+            _turn_back(to_values, tile, count, v_stride, v_offset, v_width, grad_v)
