@@ -1,0 +1,65 @@
+import io
+
+from rich.console import Console
+
+from rlloop.console import Progress, clock, print_summary, short
+from rlloop.records import summarize
+
+STEP = {
+    "reward/mean": 0.25,
+    "reward/solved": 0.2,
+    "parity/k3": 0.0,
+    "parity/tokens": 1000,
+    "parity/tokens_different": 0.0,
+}
+
+
+def plain(width: int = 200) -> Console:
+    return Console(file=io.StringIO(), width=width)
+
+
+def said(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_plain_lines_where_there_is_no_terminal():
+    console = plain()
+    with Progress(console, "toy", num_steps=100, start=0) as progress:
+        progress.log(0, {"eval/solved": 0.2})
+        for step in range(1, 101):
+            evaluated = {"eval/solved": 0.4} if step % 50 == 0 else {}
+            progress.log(step, {**STEP, **evaluated, "perf/rollout_tokens_per_s": 3100.0})
+    lines = said(console).splitlines()
+    assert lines[0] == "step 0/100  held-out 0.200  "
+    assert "\x1b" not in said(console)
+    assert any(line.startswith("step 50/100") for line in lines)  # never skipped: it was evaluated
+    assert len(lines) < 20  # a line every two seconds at most, and this took less
+    assert lines[-1] == (
+        "step 100/100  reward 0.250  pass@1 0.200  held-out 0.200 -> 0.400  "
+        "KL 0 (0 of 100,000 tokens differ)  3,100 tokens/s"
+    )
+
+
+def test_different_tokens_are_counted_over_steps_not_shown():
+    console = plain()
+    with Progress(console, "toy", num_steps=3, start=0) as progress:
+        for step in (1, 2, 3):
+            progress.log(step, {**STEP, "parity/tokens_different": 0.01, "parity/k3": 1e-7})
+    assert "KL 1.0e-07 (30 of 3,000 tokens differ)" in said(console).splitlines()[-1]
+
+
+def test_the_summary_is_one_screen(tmp_path):
+    console = plain(width=100)
+    metrics = [
+        {"step": 0, "eval/solved": 0.2},
+        {"step": 1, **STEP, "eval/solved": 0.5, "ledger/sampled": 4, "time/step": 61.0},
+    ]
+    print_summary(console, tmp_path, summarize(metrics, "finished"))
+    assert len(said(console).splitlines()) < 24
+    for part in ("finished at step 1", "0.200 -> 0.500 (best 0.500)", "0 of 1,000", "4 sampled", "1:01"):
+        assert part in said(console)
+
+
+def test_numbers_for_people():
+    assert (short(0.0), short(1.23e-8), clock(59.6), clock(3723)) == ("0", "1.2e-08", "1:00", "1:02:03")
