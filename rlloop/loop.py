@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlloop.config import Anchor, RunConfig
+from rlloop.environments import Played, player_for
 from rlloop.errors import ParityError, RlloopError, RunError
 from rlloop.metrics import Mean, Reduction, merge, values
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, describe, report
@@ -78,6 +79,8 @@ class Loop:
         observers: Sequence[Observer] = (),
     ) -> None:
         self.config, self.parts, self.folder, self.monitor, self.observers = config, parts, folder, monitor, observers
+        scoring = config.scoring
+        self.player = player_for(parts.task, timeout=scoring.timeout, concurrency=scoring.concurrency)
         self._published: tuple[int, dict[str, Any]] | None = None  # version, metrics
         self._clock: dict[str, float] = {}
 
@@ -130,8 +133,9 @@ class Loop:
         examples = self.parts.task.train_examples(step, config.num_prompts)
         assert len(examples) == config.num_prompts, f"the task gave {len(examples)} of {config.num_prompts} prompts"
         places = [(p, g) for p in range(config.num_prompts) for g in range(config.group_size)]
-        completions = self.parts.engine.generate(
-            [examples[p].prompt_ids for p, _ in places],
+        played = self.player.play(
+            self.parts.engine,
+            [examples[p] for p, _ in places],
             [
                 SamplingParams(
                     max_tokens=config.max_tokens,
@@ -146,37 +150,46 @@ class Loop:
             ],
         )
         samples = []
-        for (p, g), completion in zip(places, completions, strict=True):
-            made, oldest = completion.policy_version, max(0, version - config.drift.stale_steps)
-            assert oldest <= made <= version, f"asked for version {version}, got {made}"
-            text = self.parts.task.decode(completion.token_ids)
-            samples.append(Sample(f"{step}/{p}/{g}", examples[p], completion, text, RewardResult(0.0), group=p))
+        for (p, g), made in zip(places, played, strict=True):
+            sampled, oldest = made.completion.policy_version, max(0, version - config.drift.stale_steps)
+            assert oldest <= sampled <= version, f"asked for version {version}, got {sampled}"
+            samples.append(_sample(f"{step}/{p}/{g}", made, group=p))
         return samples
 
     def judge(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Failed]]:
         """Score every sample. One whose reward failed is rejected with the reason, never a silent 0."""
-        outcomes = self.parts.scorer.score([(sample.example.prompt, sample.text, sample.example) for sample in samples])
         accepted: list[Sample] = []
         rejected: list[Failed] = []
-        for sample, outcome in zip(samples, outcomes, strict=True):
+        for sample, outcome in zip(samples, self._score(samples), strict=True):
             if isinstance(outcome, RewardResult):
                 accepted.append(dataclasses.replace(sample, result=outcome))
             else:
-                rejected.append((sample, f"rejected: reward {outcome.kind}: {outcome.message}"))
+                rejected.append((sample, f"rejected: {outcome}"))
         if rejected:
             self.folder.log(
-                f"{len(rejected)} of {len(samples)} rewards failed, first {rejected[0][0].uid}: {rejected[0][1]}"
+                f"{len(rejected)} of {len(samples)} samples failed, first {rejected[0][0].uid}: {rejected[0][1]}"
             )
         if not accepted:
-            raise RewardsFailed(f"the reward failed on every one of {len(samples)} samples; first {rejected[0][1]}")
+            raise RewardsFailed(f"every one of {len(samples)} samples failed; first {rejected[0][1]}")
         return accepted, rejected
+
+    def _score(self, samples: Sequence[Sample]) -> list[RewardResult | str]:
+        """The result of each, or why it has none."""
+        whole = [sample for sample in samples if sample.broken is None]
+        outcomes = iter(self.parts.scorer.score([(made.example.prompt, made.text, made.example) for made in whole]))
+        scored: list[RewardResult | str] = []
+        for sample in samples:
+            outcome = sample.broken or next(outcomes)
+            known = isinstance(outcome, RewardResult | str)
+            scored.append(outcome if known else f"reward {outcome.kind}: {outcome.message}")
+        return scored
 
     def weigh(self, accepted: Sequence[Sample]) -> tuple[list[Sample], list[Failed]]:
         """Advantages over all accepted samples, then without those that cannot teach anything."""
         advantages, keep = self.parts.advantages(
             [sample.result.reward for sample in accepted],
             [sample.group for sample in accepted],
-            [len(sample.completion.token_ids) for sample in accepted],
+            [len(sample.completion.logprobs) for sample in accepted],
         )
         weighed = [
             dataclasses.replace(sample, advantage=float(advantage))
@@ -235,10 +248,10 @@ class Loop:
                 metrics["eval/engine_reward"] = float(np.mean([result.reward for result in results]))
         return metrics
 
-    def _attempt_held_out(self, engine: Engine) -> tuple[list[RewardResult], list[Any]]:
-        """Results of `eval.num_draws` held-out completions of `engine`, and the failures of the reward."""
-        config, task = self.config.eval, self.parts.task
-        examples = task.eval_examples(config.num_draws)
+    def _attempt_held_out(self, engine: Engine) -> tuple[list[RewardResult], list[str]]:
+        """Results of `eval.num_draws` held-out completions of `engine`, and why others have none."""
+        config = self.config.eval
+        examples = self.parts.task.eval_examples(config.num_draws)
         sampling = [
             SamplingParams(
                 max_tokens=self.config.rollout.max_tokens,
@@ -248,18 +261,12 @@ class Loop:
             )
             for i in range(len(examples))
         ]
-        completions = engine.generate([example.prompt_ids for example in examples], sampling)
-        texts = [task.decode(completion.token_ids) for completion in completions]
-        outcomes = self.parts.scorer.score(
-            [(example.prompt, text, example) for example, text in zip(examples, texts, strict=True)]
-        )
+        played = self.player.play(engine, examples, sampling)
+        outcomes = self._score([_sample(f"eval/{i}", made, group=i) for i, made in enumerate(played)])
         results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
-        failed = [outcome for outcome in outcomes if not isinstance(outcome, RewardResult)]
+        failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
         if not results:
-            raise RewardsFailed(
-                f"the reward failed on every one of {len(failed)} held-out samples; first: reward {failed[0].kind}: "
-                f"{failed[0].message}"
-            )
+            raise RewardsFailed(f"every one of {len(failed)} held-out samples failed; first: {failed[0]}")
         return results, failed
 
     def save(self, step: int) -> None:
@@ -339,7 +346,7 @@ class Loop:
             observer.log(step, whole)
 
     def _speed(self, samples: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, float]:
-        made = sum(len(sample.completion.token_ids) for sample in samples)
+        made = sum(len(sample.completion.logprobs) for sample in samples)
         forward = sum(len(sample.completion.prompt_ids) + len(sample.completion.token_ids) for sample in trained)
         return {
             "perf/rollout_tokens_per_s": made / self._clock["rollout"],
@@ -379,9 +386,17 @@ def _minibatches(samples: Sequence[Sample], count: int) -> list[list[int]]:
     return [part for part in parts if part]
 
 
+def _sample(uid: str, played: Played, group: int) -> Sample:
+    """Its reward and advantage are still to come."""
+    return Sample(
+        uid, played.example, played.completion, played.text, RewardResult(0.0), group=group, broken=played.broken
+    )
+
+
 def _rollout_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    return {
-        "rollout/length_mean": float(np.mean([len(sample.completion.token_ids) for sample in samples])),
+    turns = [len(sample.completion.turns) for sample in samples if sample.completion.turns is not None]
+    return ({"rollout/turns_mean": float(np.mean(turns))} if turns else {}) | {
+        "rollout/length_mean": float(np.mean([len(sample.completion.logprobs) for sample in samples])),
         "rollout/truncated": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
         "rollout/version_lag": float(np.mean([version - sample.completion.policy_version for sample in samples])),
     }

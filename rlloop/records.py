@@ -244,6 +244,8 @@ def rollout_rows(
                 "logprobs": text,
             }
         )
+        if made.turns is not None:
+            rows[-1]["turns"] = made.turns
     for name, arrays in (("raw_logprobs", raw), ("trainer_logprobs", scored)):
         differing = _differing(logprobs, arrays)
         for index, text in zip(differing, _floats([arrays[index] for index in differing]), strict=True):

@@ -129,7 +129,7 @@ class FakeTrainer:
 
     def logprobs(self, batch: Sequence[Sample]) -> list[np.ndarray]:
         table = self.policy.logprobs()
-        return [table[sample.completion.token_ids] for sample in batch]
+        return [table[made.token_ids][list(made.written)] for made in (sample.completion for sample in batch)]
 
     def forward_backward(
         self, batch: Sequence[Sample], loss: Callable[..., Any], *, old_logprobs: Sequence[np.ndarray] | None = None
@@ -139,7 +139,7 @@ class FakeTrainer:
         tokens = sum(map(len, logprobs))
         probabilities = np.exp(self.policy.logprobs().astype(np.float64))
         for sample in batch:
-            made = sample.completion.token_ids
+            made = [sample.completion.token_ids[place] for place in sample.completion.written]
             counts = np.bincount(made, minlength=self.policy.vocabulary)
             self.gradient += sample.advantage * (counts - len(made) * probabilities) / tokens
         total = sum(-sample.advantage * float(scored.sum()) for sample, scored in zip(batch, logprobs, strict=True))

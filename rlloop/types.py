@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,13 +60,21 @@ class Completion:
     """What an engine made of one prompt, with the probabilities that it really sampled with."""
 
     prompt_ids: list[int]
-    token_ids: list[int]  # [T], with the stop token where one ended it
-    logprobs: np.ndarray  # [T] float32, of the distribution sampled from
+    token_ids: list[int]  # [T], with the stop token where one ended it; in a conversation also what others said
+    logprobs: np.ndarray  # [T] float32, of the distribution sampled from; T counts what the policy wrote
     raw_logprobs: np.ndarray  # [T] float32, at temperature 1 without truncation
     policy_version: int  # the weights that made every token of it
     finish_reason: FinishReason
     sampling: SamplingParams  # as used: its seed is always set
     routed_experts: np.ndarray | None = None  # [tokens, layers, top_k] for mixture-of-experts models
+    turns: tuple[tuple[int, int], ...] | None = None  # [start, end) in token_ids of what the policy wrote; None: all
+
+    @property
+    def written(self) -> Sequence[int]:
+        """[T] Where in `token_ids` the policy's own tokens stand."""
+        if self.turns is None:
+            return range(len(self.token_ids))
+        return [place for start, end in self.turns for place in range(start, end)]
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,8 @@ class Sample:
     uid: str  # unique in the run: step/prompt index/group index
     example: Example
     completion: Completion
-    text: str  # the completion, decoded
+    text: str  # the completion, decoded; of a conversation, all that follows its prompt
     result: RewardResult
     group: int  # samples of one prompt in one step share it
     advantage: float = 0.0
+    broken: str | None = None  # why its conversation did not come to an end; it is rejected

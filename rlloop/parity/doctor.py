@@ -92,7 +92,9 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     )
     if _first_row(our_logits, their_logits) is not None:
         return _finding("lm_head", "logits", token.position, our_logits, their_logits, len(made.prompt_ids))
-    warp = warp_for([made.sampling], [token.index], engine.eos_token_ids, device=ids.device)
+    place = token.position - len(made.prompt_ids)
+    turn = max(start for start, _ in made.turns or ((0, 0),) if start <= place)
+    warp = warp_for([made.sampling], [place - turn], engine.eos_token_ids, device=ids.device)
     seed, position = (torch.tensor([number], device=ids.device) for number in (made.sampling.seed, token.position))
     target = torch.tensor([token.token_id], device=ids.device)
     _, sampled, _ = engine.ops.sample(our_logits, warp, seed, position)

@@ -23,7 +23,7 @@ class TokenDifference:
     """One trained token whose two logprobs have different bits."""
 
     uid: str  # of the sequence
-    index: int  # of the token in the completion
+    index: int  # of the token among those that the policy wrote
     position: int  # of the token in prompt + completion
     token_id: int
     engine: float
@@ -90,11 +90,12 @@ def _token(
 ) -> TokenDifference:
     sample = samples[sequence[at]]
     index = int(at - starts[sequence[at]])
+    place = sample.completion.written[index]
     return TokenDifference(
         uid=sample.uid,
         index=index,
-        position=len(sample.completion.prompt_ids) + index,
-        token_id=int(sample.completion.token_ids[index]),
+        position=len(sample.completion.prompt_ids) + place,
+        token_id=int(sample.completion.token_ids[place]),
         engine=float(mu[at]),
         engine_bits=f"0x{mu.view(np.uint32)[at]:08x}",
         trainer=float(pi[at]),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlloop.errors import ConfigError
-from rlloop.types import Example, RewardResult
+from rlloop.types import RewardResult
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RewardFailure:
 
 
 Outcome = RewardResult | RewardFailure
-Request = tuple[str, str, Example]  # prompt, completion, example
+Request = tuple[Any, ...]  # what the reward is called with: prompt, completion, example
 
 
 def as_result(value: Any) -> Outcome:
@@ -58,18 +58,26 @@ class RewardRunner:
     the shipped code and math rewards do.
     """
 
-    def __init__(self, reward: Callable[..., Any], *, timeout: float = 60.0, concurrency: int = 64) -> None:
+    def __init__(
+        self,
+        reward: Callable[..., Any],
+        *,
+        timeout: float = 60.0,
+        concurrency: int = 64,
+        accept: Callable[[Any], Any] = as_result,
+    ) -> None:
+        """`accept` makes an outcome of what a call returned; an environment's steps have another than rewards."""
         if timeout <= 0:
             raise ConfigError(f"the reward's timeout is {timeout}; it must be a positive number of seconds")
         if concurrency < 1:
             raise ConfigError(f"the reward's concurrency is {concurrency}; it must be at least 1")
-        self.reward, self.timeout, self.concurrency = reward, timeout, concurrency
+        self.reward, self.timeout, self.concurrency, self.accept = reward, timeout, concurrency, accept
         self.batched = bool(getattr(reward, "batched", False))
         target = getattr(reward, "func", reward)  # through functools.partial
         self.is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def score(self, requests: Sequence[Request]) -> list[Outcome]:
+    def score(self, requests: Sequence[Request]) -> list[Any]:
         """One outcome a request, in order."""
         if not requests:
             return []
@@ -107,7 +115,7 @@ class RewardRunner:
         async def one(request: Request) -> Outcome:
             async with places:
                 try:
-                    return as_result(await asyncio.wait_for(self.reward(*request), self.timeout))
+                    return self.accept(await asyncio.wait_for(self.reward(*request), self.timeout))
                 except TimeoutError:
                     return RewardFailure("timeout", f"took longer than {self.timeout:g} s")
                 except Exception as error:  # whatever the user's code raises is that sample's outcome
@@ -140,7 +148,7 @@ class RewardRunner:
             return [
                 RewardFailure("invalid", f"the batch has {len(requests)} samples and the reward returned {got}")
             ] * len(requests)
-        return [value if isinstance(value, RewardFailure) else as_result(value) for value in values]
+        return [value if isinstance(value, RewardFailure) else self.accept(value) for value in values]
 
     def _in_thread(self, work: Callable[[], Any]) -> Any:
         box: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
@@ -177,7 +185,7 @@ class RewardRunner:
                     if abandoned.is_set():
                         return
                     try:
-                        done.put(as_result(self.reward(*request)))
+                        done.put(self.accept(self.reward(*request)))
                     except Exception as error:  # as above
                         done.put(_failure(error))
 

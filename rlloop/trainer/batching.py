@@ -23,7 +23,7 @@ class TrainSequence:
     Example: `TrainSequence.supervised([4, 6, 8, 23], [5, 9, 2])` for a demonstration.
     """
 
-    token_ids: list[int]  # the whole sequence: prompt, completion, and in time further turns
+    token_ids: list[int]  # the whole sequence: prompt, completion, further turns
     predict: Sequence[int]  # [P] ascending positions, 1 or more: the token there is predicted from those before it
     advantages: np.ndarray  # [P] float32
     rollout_logprobs: np.ndarray | None = None  # [P] float32, as the engine sampled; None: not from an engine
@@ -32,13 +32,13 @@ class TrainSequence:
 
     @classmethod
     def of_sample(cls, sample: Sample) -> TrainSequence:
-        """A completion: its tokens are predicted, each with the sample's advantage."""
+        """A completion: the policy's own tokens are predicted, each with the sample's advantage."""
         made = sample.completion
-        prompt, count = len(made.prompt_ids), len(made.token_ids)
+        prompt, written = len(made.prompt_ids), made.written
         return cls(
             token_ids=made.prompt_ids + made.token_ids,
-            predict=range(prompt, prompt + count),
-            advantages=np.full(count, sample.advantage, np.float32),
+            predict=[prompt + place for place in written],
+            advantages=np.full(len(written), sample.advantage, np.float32),
             rollout_logprobs=made.logprobs,
             sampling=made.sampling,
         )

@@ -125,7 +125,7 @@ def test_the_ledger_balances_and_failed_rewards_are_rejected_with_their_reason(t
         assert sorted(row["uid"] for row in rows) == sorted({row["uid"] for row in rows})
         assert record["parity/tokens"] == sum(len(row["token_ids"]) for row in rows if row["outcome"] == "trained")
     assert "9 of 12" not in (log := (tmp_path / "run.log").read_text())
-    assert "3 of 12 rewards failed, first 1/1/0" in log
+    assert "3 of 12 samples failed, first 1/1/0" in log
 
 
 def test_a_reward_that_always_fails_stops_the_run(tmp_path):
