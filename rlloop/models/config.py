@@ -57,7 +57,7 @@ INERT = frozenset(
     {
         # what the file says about itself
         "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "tokenizer_class",
-        "unsloth_fixed", "unsloth_version",
+        "unsloth_fixed", "unsloth_version", "is_llama_config", "transformers.js_config",
         # how Hugging Face runs it
         "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "use_cache", "torchscript",
         "cache_implementation", "return_dict", "output_attentions", "output_hidden_states", "pretraining_tp",
@@ -80,6 +80,8 @@ FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_dropout": 0,
     "partial_rotary_factor": 1,
+    "rope_interleaved": False,
+    "use_mrope": False,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
     "tie_encoder_decoder": False,

@@ -34,6 +34,56 @@ def test_what_sets_the_families_apart():
     assert qwen3.eos_token_ids == (2,)
 
 
+PUBLISHED = {
+    "Qwen2.5-0.5B": (
+        {
+            "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+            "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+            "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2",
+            "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        (64, True, (151643,), RopeConfig(1e6)),
+    ),
+    "Qwen3-0.6B": (
+        {
+            "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+            "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960,
+            "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+            "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+        },
+        (128, True, (151645,), RopeConfig(1e6)),
+    ),
+    "Llama-3.1-8B-Instruct": (
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096,
+            "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+            "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False,
+            "rope_scaling": {
+                "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256,
+        },
+        (128, False, (128001, 128008, 128009), RopeConfig(5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192))),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name):
+    published, wanted = PUBLISHED[name]
+    config = parse_config(published)
+    assert (config.head_dim, config.tied, config.eos_token_ids, config.rope) == wanted
+
+
 def test_biases_where_the_config_asks_for_them():
     llama = parse_config(raw("llama", attention_bias=True, mlp_bias=True))
     assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
