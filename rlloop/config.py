@@ -270,10 +270,26 @@ class EvalConfig:
 
 
 @dataclass
+class RayConfig:
+    """For launch=ray."""
+
+    address: str | None = None  # a running cluster's; null: Ray is started on this machine, for this run
+    replicas: int = 1  # engines besides the one that shares the trainer's process
+    cpus_per_worker: float = 1.0  # what each worker reserves
+    timeout: float = 60.0  # seconds to wait for room
+
+    def __post_init__(self) -> None:
+        _check("ray.replicas", self.replicas, self.replicas >= 0, "0 or more")
+        _check("ray.cpus_per_worker", self.cpus_per_worker, self.cpus_per_worker > 0, "a positive number")
+        _check("ray.timeout", self.timeout, self.timeout > 0, "a positive number of seconds")
+
+
+@dataclass
 class RunConfig:
     seed: int = 0
     device: str = "cpu"
     launch: Launch = Launch.local
+    ray: RayConfig = field(default_factory=RayConfig)
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
     task: dict[str, Any] = field(default_factory=dict)  # `_target_` and its arguments

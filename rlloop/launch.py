@@ -5,8 +5,11 @@ The only place that knows where things run. What can be refused is refused befor
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,12 +23,12 @@ import torch
 from rich.console import Console
 
 from rlloop.algorithms import advantages_for, loss_for
-from rlloop.config import Launch, ParityMode, ProfileConfig, RunConfig
+from rlloop.config import Launch, ParityMode, RunConfig
 from rlloop.console import Progress, print_summary
 from rlloop.errors import ConfigError, ModelError, ParityError
+from rlloop.fleet import EngineDied, FleetEngine, FleetSync, RemoteTrainer
 from rlloop.loop import Advantages, Loop, Parts
-from rlloop.models import Model, load_model
-from rlloop.numerics.profile import Drift, NumericsProfile
+from rlloop.numerics.profile import Drift
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.doctor import diagnose
 from rlloop.parity.monitor import ParityMonitor
@@ -33,12 +36,12 @@ from rlloop.protocols import Task
 from rlloop.records import RunFolder, read_records, summarize
 from rlloop.rewards import resolve_reward
 from rlloop.rewards.runner import RewardRunner
-from rlloop.rollout import Engine
 from rlloop.sinks import check_sinks, make_sinks
 from rlloop.sync.colocated import ColocatedSync
 from rlloop.sync.drifted import DriftedSync, drifted_copy
 from rlloop.targets import resolve
-from rlloop.trainer import CheckpointStore, Trainer
+from rlloop.trainer import CheckpointStore
+from rlloop.workers import Colocated, Replica, load, make_engine, make_trainer
 
 INTERRUPTED = 130  # exit code
 
@@ -129,21 +132,13 @@ def prepare(config: RunConfig) -> Prepared:
 def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
     """Trainer and engine in this process, sharing one model's parameters."""
     path = prepared.task.model_folder()
-
-    def load(source: str | Path) -> Model:
-        profile = NumericsProfile(**vars(config.model.profile))
-        return load_model(source, dtype=config.model.dtype, device=config.device, profile=profile)
-
-    model = load(path)
-    reference = None
-    if config.algorithm.loss_args.get("kl_coef"):
-        reference = load(config.model.reference_path or path)
-    trainer = Trainer(model, config.trainer, reference=reference)
+    model = load(config, path)
+    trainer = make_trainer(model, config, path)
     sampled = config.rollout.profile.over(config.model.profile)
     drift = Drift(**vars(config.rollout.drift)) if config.rollout.drift.declared else None
-    engine = make_engine(model if drift is None else drifted_copy(model), sampled, config, drift)
+    engine = make_engine(model if drift is None else drifted_copy(model), sampled, config.rollout, drift)
     differs = drift is not None or sampled != config.model.profile
-    eval_engine = make_engine(model, config.model.profile, config) if differs else engine
+    eval_engine = make_engine(model, config.model.profile, config.rollout) if differs else engine
     if drift is None:
         sync, stateful = ColocatedSync(*{id(each): each for each in (engine, eval_engine)}.values()), ()
     else:
@@ -164,25 +159,139 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
     )
 
 
-BUILDERS: dict[Launch, Builder] = {Launch.local: local_parts}
+@contextmanager
+def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
+    """One co-located trainer and engine, and `ray.replicas` more engines, each a Ray actor.
+
+    Starts Ray on this machine, or attaches to `ray.address`. At the end its actors and its placement group are gone,
+    and Ray with them where this run started it.
+    """
+    ray = _import_ray(config.ray.address)
+    if config.rollout.drift.declared or vars(config.rollout.profile.over(config.model.profile)) != vars(
+        config.model.profile
+    ):
+        raise ConfigError(
+            "rollout.drift and rollout.profile compare numerics in one process; use launch=local for them"
+        )
+    path = str(Path(prepared.task.model_folder()).absolute())
+    threads = torch.get_num_threads()
+    environment = {"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}}
+    count = 1 + config.ray.replicas
+    needs = {"CPU": config.ray.cpus_per_worker, **({"GPU": 1.0} if config.device != "cpu" else {})}
+    with ExitStack() as stack:
+        stack.enter_context(_ray_session(ray, config.ray.address, needs["CPU"] * count))
+        group = ray.util.placement_group([needs] * count, strategy="PACK")
+        stack.callback(ray.util.remove_placement_group, group)
+        try:
+            ray.get(group.ready(), timeout=config.ray.timeout)
+        except ray.exceptions.GetTimeoutError:
+            raise ConfigError(
+                f"Ray has no room for {count} workers of {needs} each ({ray.available_resources()} are free); lower "
+                "ray.replicas or ray.cpus_per_worker, or attach to a larger cluster by ray.address"
+            ) from None
+
+        def place(kind: type, bundle: int) -> RayHandle:
+            strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
+            actor = ray.remote(kind).options(
+                num_cpus=needs["CPU"], num_gpus=needs.get("GPU"), scheduling_strategy=strategy, runtime_env=environment
+            )
+            name = "trainer" if kind is Colocated else f"engine {bundle}"
+            handle = RayHandle(ray, name, lambda: actor.remote(config, path, threads))
+            stack.callback(handle.kill)
+            return handle
+
+        trainer = place(Colocated, 0)
+        engine = FleetEngine(trainer, [place(Replica, bundle) for bundle in range(1, count)])
+        yield Parts(
+            task=prepared.task,
+            engine=engine,
+            eval_engine=engine,
+            trainer=RemoteTrainer(trainer),
+            sync=FleetSync(engine, lambda: trainer.reference("weights")),
+            scorer=prepared.scorer,
+            advantages=prepared.advantages,
+            loss=prepared.loss,
+            checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+            doctor=lambda sample, difference: trainer.call("diagnose", sample, difference)(),
+        )
 
 
-def make_engine(model: Model, profile: ProfileConfig, config: RunConfig, drift: Drift | None = None) -> Engine:
-    """An engine over `model`'s own parameters, under `profile` and with the drift that it declares."""
-    return Engine(
-        model.with_profile(NumericsProfile(**vars(profile), drift=drift)),
-        page_size=config.rollout.page_size,
-        max_batch_tokens=config.rollout.max_batch_tokens,
-        max_cache_tokens=config.rollout.max_cache_tokens,
-        prefix_caching=config.rollout.prefix_caching,
-    )
+def _import_ray(address: str | None) -> Any:
+    if address is None and "ray" not in sys.modules:
+        # A Ray of our own answers only who knows its token. Ray reads these as it is imported.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        import ray.util
+    except ImportError:
+        raise ConfigError("launch=ray needs Ray: pip install 'rlloop[ray]', or use launch=local") from None
+    return ray
+
+
+@contextmanager
+def _ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
+    """A Ray of our own, or the cluster at `address`."""
+    if ray.is_initialized():  # a caller's: it is theirs to shut down
+        yield
+        return
+    try:
+        ray.init(
+            address=address,
+            num_cpus=None if address else max(int(cpus), os.cpu_count() or 1),
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except ConnectionError as error:
+        raise ConfigError(f"no Ray cluster answers at ray.address={address}: {error}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class RayHandle:
+    """A worker in an actor, as `rlloop.fleet` wants it."""
+
+    def __init__(self, ray: Any, name: str, start: Callable[[], Any]) -> None:
+        self.name = name
+        self._ray, self._start, self._actor = ray, start, start()
+
+    def reference(self, method: str, *args: Any) -> Any:
+        """The result where it lies, in the node's shared memory."""
+        return getattr(self._actor, method).remote(*args)
+
+    def call(self, method: str, *args: Any) -> Callable[[], Any]:
+        reference = self.reference(method, *args)
+
+        def wait() -> Any:
+            try:
+                return self._ray.get(reference)
+            except self._ray.exceptions.RayTaskError as error:  # the worker's own error, as if raised here
+                raise error.cause from None
+            except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
+                raise EngineDied(str(error).partition("\n")[0]) from None
+
+        return wait
+
+    def revive(self) -> bool:
+        self.kill()
+        self._actor = self._start()
+        return True
+
+    def kill(self) -> None:
+        self._ray.kill(self._actor)
+
+
+BUILDERS: dict[Launch, Builder] = {Launch.local: local_parts, Launch.ray: ray_parts}
 
 
 def _drive(job: Job, prepared: Prepared, folder: RunFolder, interrupts: Interrupts, console: Console) -> bool:
     """Returns whether the last step was reached."""
     config = job.config
-    if config.launch not in BUILDERS:
-        raise ConfigError(f"launch is {config.launch}; this version has {', '.join(BUILDERS)}")
     with ExitStack() as stack:
         parts = stack.enter_context(BUILDERS[config.launch](config, prepared, folder))
         engine, trainer = parts.engine.fingerprint(), parts.trainer.fingerprint()
@@ -192,6 +301,7 @@ def _drive(job: Job, prepared: Prepared, folder: RunFolder, interrupts: Interrup
         for sink in observers:
             stack.callback(sink.close)
         loop = Loop(config, parts, folder, monitor, observers)
+        stack.callback(loop.player.close)
         start = loop.restore()
         folder.log(f"{job.recipe}: starting after step {start} of {config.trainer.num_steps}, process {os.getpid()}")
         progress = stack.enter_context(Progress(console, job.recipe, config.trainer.num_steps, start))

@@ -7,9 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from rlloop.metrics import is_timing
-from rlloop.models import new_model, save_model
 from rlloop.records import read_records, read_rollouts, rollout_files
+from tests.fault.tiny_run import history, train
 
 STEPS = 60
 
@@ -54,18 +53,6 @@ def finish(folder: Path) -> tuple[int, str]:
     return int(began), weights
 
 
-def history(folder: Path) -> list[object]:
-    metrics = [
-        {name: value for name, value in record.items() if not is_timing(name)}
-        for record in read_records(folder / "metrics.jsonl")
-    ]
-    return [
-        metrics,
-        list(read_records(folder / "parity.jsonl")),
-        [read_rollouts(file) for file in rollout_files(folder)],
-    ]
-
-
 def kill_after(folder: Path, records: int) -> None:
     """Start, wait until the run has written so many records of steps, and kill it wherever it is then."""
     kill_when(start(folder), folder, records)
@@ -94,40 +81,12 @@ def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(tmp_path):
     assert not list((broken / "checkpoints").glob("tmp*"))
 
 
-def train(folder: Path, model: Path) -> subprocess.Popen[str]:
-    """The real thing: countdown with a tiny random model, six steps, a checkpoint after every second."""
-    command = [sys.executable, "-m", "rlloop", "train", "--config-name", "countdown", f"run.dir={folder}"]
-    command += [f"model.path={model}", "trainer.num_steps=6", "checkpoint.every=2", "eval.num_draws=8", "eval.every=3"]
-    command += ["rollout.num_prompts=4", "rollout.group_size=4", "trainer.lr=1e-2", "trainer.num_minibatches=2"]
-    command += ["reward._target_=learnable.reward"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder.parent)
-
-
 def test_the_real_parts_resume_bit_for_bit(tmp_path):
-    model = new_model(
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "vocab_size": 160,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 64,
-            "tie_word_embeddings": True,
-            "eos_token_id": 1,
-        },
-        seed=0,
-    )
-    save_model(model, tmp_path / "model")
-    (tmp_path / "learnable.py").write_text("def reward(prompt, completion, example):\n    return len(completion) % 7\n")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    output, _ = (process := train(whole, tmp_path / "model")).communicate()
+    output, _ = (process := train(whole)).communicate()
     assert process.returncode == 0, output
-    kill_when(train(broken, tmp_path / "model"), broken, records=4)  # step 3 is written, and no checkpoint of it
-    output, _ = (process := train(broken, tmp_path / "model")).communicate()
+    kill_when(train(broken), broken, records=4)  # step 3 is written, and no checkpoint of it
+    output, _ = (process := train(broken)).communicate()
     assert process.returncode == 0, output
     assert "resuming after step" in output
     assert history(broken) == history(whole)

@@ -1,0 +1,119 @@
+"""Plain classes that a launcher places in processes of their own: the co-located worker and the engine replica.
+
+They know nothing of ray. What crosses between processes is completions, samples, logprobs and, once a version, weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlloop.config import ProfileConfig, RolloutConfig, RunConfig
+from rlloop.models import Model, load_model
+from rlloop.numerics.profile import Drift, NumericsProfile
+from rlloop.parity.doctor import diagnose
+from rlloop.parity.monitor import Finding, TokenDifference
+from rlloop.rollout import Engine
+from rlloop.trainer import Trainer
+from rlloop.trainer.trainer import UpdateResult
+from rlloop.types import Completion, Sample, SamplingParams
+
+Weights = dict[str, np.ndarray]  # bit patterns, by Hugging Face name
+_BITS = {4: torch.int32, 2: torch.int16, 8: torch.int64}
+
+
+def load(config: RunConfig, source: str | Path) -> Model:
+    """The model of a folder, under the run's type, device and profile."""
+    profile = NumericsProfile(**vars(config.model.profile))
+    return load_model(source, dtype=config.model.dtype, device=config.device, profile=profile)
+
+
+def make_engine(model: Model, profile: ProfileConfig, rollout: RolloutConfig, drift: Drift | None = None) -> Engine:
+    """An engine over `model`'s own parameters, under `profile` and with the drift that it declares."""
+    return Engine(
+        model.with_profile(NumericsProfile(**vars(profile), drift=drift)),
+        page_size=rollout.page_size,
+        max_batch_tokens=rollout.max_batch_tokens,
+        max_cache_tokens=rollout.max_cache_tokens,
+        prefix_caching=rollout.prefix_caching,
+    )
+
+
+def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
+    """The trainer of `model`, with a frozen reference where the loss has a KL term to one."""
+    reference = None
+    if config.algorithm.loss_args.get("kl_coef"):
+        reference = load(config, config.model.reference_path or path)
+    return Trainer(model, config.trainer, reference=reference)
+
+
+class Replica:
+    """One engine with weights of its own, rewritten in place at each version."""
+
+    def __init__(self, config: RunConfig, path: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.model = load(config, path)
+        self.engine = make_engine(self.model, config.rollout.profile.over(config.model.profile), config.rollout)
+
+    def generate(self, version: int, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
+        """Refuses to sample from any version but the one asked for."""
+        assert self.engine.policy_version == version, f"has version {self.engine.policy_version}, not {version}"
+        return self.engine.generate(prompts, sampling)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """Copies every tensor into the live parameters, bit for bit. Names must be exactly the model's."""
+        live = dict(self.model.named_parameters())
+        assert live.keys() == weights.keys(), sorted(live.keys() ^ weights.keys())
+        for name, parameter in live.items():
+            bits = np.array(weights[name])  # shared memory is read-only
+            parameter.copy_(torch.from_numpy(bits).view(parameter.dtype))
+        self.engine.set_version(version)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.engine.fingerprint()
+
+
+class Colocated(Replica):
+    """Trainer and engine over one set of parameters: its sync costs nothing, the replicas' starts here."""
+
+    def __init__(self, config: RunConfig, path: str, threads: int) -> None:
+        super().__init__(config, path, threads)
+        self.trainer = make_trainer(self.model, config, path)
+
+    def set_version(self, version: int) -> None:
+        self.engine.set_version(version)
+
+    def weights(self) -> Weights:
+        """The compute copy as bit patterns: what a replica must hold to sample the same bits."""
+        return {
+            name: parameter.detach().view(_BITS[parameter.element_size()]).cpu().numpy()
+            for name, parameter in self.model.named_parameters()
+        }
+
+    def forward_backward(
+        self, batch: Sequence[Sample], loss: Callable[..., Any], old_logprobs: Sequence[np.ndarray] | None
+    ) -> UpdateResult:
+        return self.trainer.forward_backward(batch, loss, old_logprobs=old_logprobs)
+
+    def optim_step(self) -> dict[str, float]:
+        return self.trainer.optim_step()
+
+    def logprobs(self, batch: Sequence[Sample]) -> list[np.ndarray]:
+        return self.trainer.logprobs(batch)
+
+    def save(self, folder: Path) -> None:
+        self.trainer.save(folder)
+
+    def restore(self, folder: Path) -> None:
+        self.trainer.restore(folder)
+
+    def trainer_fingerprint(self) -> dict[str, Any]:
+        return self.trainer.fingerprint()
+
+    def diagnose(self, sample: Sample, difference: TokenDifference) -> Finding | None:
+        return diagnose(self.engine.model, self.model, sample, difference)

@@ -1,0 +1,54 @@
+"""A real run that takes seconds: countdown with a tiny random model and a reward that has signal from step one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from rlloop.metrics import is_timing
+from rlloop.models import new_model, save_model
+from rlloop.records import read_records, read_rollouts, rollout_files
+
+
+def history(folder: Path) -> list[object]:
+    metrics = [
+        {name: value for name, value in record.items() if not is_timing(name)}
+        for record in read_records(folder / "metrics.jsonl")
+    ]
+    return [
+        metrics,
+        list(read_records(folder / "parity.jsonl")),
+        [read_rollouts(file) for file in rollout_files(folder)],
+    ]
+
+
+def train(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Six steps, a checkpoint after every second; model and reward are made beside the run's folder."""
+    if not (folder.parent / "model").exists():
+        make_model(folder.parent)
+    command = [sys.executable, "-m", "rlloop", "train", "--config-name", "countdown", f"run.dir={folder}"]
+    command += ["model.path=model", "trainer.num_steps=6", "checkpoint.every=2", "eval.num_draws=8", "eval.every=3"]
+    command += ["rollout.num_prompts=4", "rollout.group_size=4", "trainer.lr=1e-2", "trainer.num_minibatches=2"]
+    command += ["reward._target_=learnable.reward", *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder.parent)
+
+
+def make_model(place: Path) -> None:
+    model = new_model(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": 160,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+            "eos_token_id": 1,
+        },
+        seed=0,
+    )
+    save_model(model, place / "model")
+    (place / "learnable.py").write_text("def reward(prompt, completion, example):\n    return len(completion) % 7\n")
