@@ -48,8 +48,10 @@ def draw_arms(arms: Sequence[Arm]) -> bytes:
         if metric == "parity/k3":
             axes.set_yscale("symlog", linthresh=LINTHRESH)
             axes.set_ylim(bottom=-LINTHRESH)
-        elif metric == "loss/grad_norm":
-            axes.set_yscale("log")
+        elif metric == "loss/grad_norm" and any(
+            y > 0 for arm in arms for run in arm.runs for _, y in run.series(metric)
+        ):
+            axes.set_yscale("log", nonpositive="clip")
         else:
             axes.set_ylim(bottom=0)
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(5, len(lines)), frameon=False)

@@ -28,7 +28,8 @@ def test_int8_keeps_what_is_on_its_grid():
 
 
 def test_fp8_has_three_bits_of_mantissa_under_a_scale_of_448():
-    weight = rows([448.0, 17.0, 18.0, 19.0, 0.001])  # spacing 2 from 16 on; 17 and 19 are ties; 0.001 is nearest to the smallest, 2**-9
+    # Spacing is 2 from 16 on, so 17 and 19 are ties; 0.001 is nearest to the smallest, 2**-9.
+    weight = rows([448.0, 17.0, 18.0, 19.0, 0.001])
     assert quantized(weight, "fp8").tolist() == [[448.0, 16.0, 18.0, 20.0, 2.0**-9]]
 
 

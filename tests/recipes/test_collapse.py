@@ -1,0 +1,111 @@
+"""The collapse study end to end, two steps of a tiny model; the effect itself is `make study`'s to show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlloop.cli import main
+from rlloop.compose import build, compose_recipe
+from rlloop.config import Anchor, ParityMode
+from rlloop.errors import ConfigError
+from rlloop.recipes.countdown import warmstart
+from rlloop.records import read_config, read_records, read_rollouts, rollout_files
+
+ARMS = sorted(file.stem for file in (Path(warmstart.__file__).parent / "arm").glob("*.yaml"))
+GUARDS = ("clip", "none", "tis", "icepop")
+TINY = [
+    "task.largest_number=4", "task.largest_target=20", "task.model.hidden_size=16", "task.model.intermediate_size=32",
+    "task.model.num_layers=1", "task.model.num_heads=2", "task.warm_start.demonstrations=64",
+    "task.warm_start.batch_size=16", "task.warm_start.lr=0.01", "task.warm_start.eval_every=5",
+    "task.warm_start.eval_draws=8", "task.warm_start.max_steps=10", "rollout.num_prompts=4", "rollout.group_size=4",
+    "trainer.num_steps=2", "eval.num_draws=8",
+    "reward._target_=rlloop.testing.fake_reward",  # one that so small a model gets something of, so that it learns
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path, cache, monkeypatch) -> None:
+    monkeypatch.setattr(warmstart, "cache_root", lambda: cache)
+    monkeypatch.chdir(tmp_path)
+
+
+def train(*overrides: str) -> int:
+    return main(["train", "--config-name", "countdown/collapse", *TINY, *overrides])
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_arms_differ_in_the_engine_alone(arm):
+    zero, other = (build(compose_recipe("countdown/collapse", [f"arm={name}"])) for name in ("zero_kld", arm))
+    assert (other.parity.mode is ParityMode.observe) == bool(other.rollout.drift.declared) == (arm != "zero_kld")
+    if arm.endswith("_tis"):
+        assert other.algorithm.correction == {"tis": {"cap": 2.0}}
+        other.algorithm = zero.algorithm
+    other.parity, other.rollout.drift = zero.parity, zero.rollout.drift
+    assert other == zero
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_guards_compose_with_every_arm(guard):
+    for arm in ("int4", "lossy_sync"):
+        algorithm = build(compose_recipe("countdown/collapse", [f"arm={arm}", f"guard={guard}"])).algorithm
+        assert algorithm.anchor is (Anchor.rollout if guard == "clip" else Anchor.trainer)
+        assert list(algorithm.correction) == ([guard] if guard in ("tis", "icepop") else [])
+
+
+def test_a_drift_is_refused_where_equality_is_required():
+    with pytest.raises(ConfigError, match=r"rollout\.drift has weights=int4.*parity\.mode=require refuses"):
+        build(compose_recipe("countdown/collapse", ["arm=int4", "parity.mode=require"]))
+
+
+def test_a_drifted_arm_beside_the_equal_one(tmp_path, capsys):
+    assert train("-m", "arm=zero_kld,int4_tensor", "run.dir=study") == 0
+    zero, drifted = (list(read_records(tmp_path / "study" / f"arm={arm}" / "metrics.jsonl"))
+                     for arm in ("zero_kld", "int4_tensor"))  # fmt: skip
+    for record in zero[1:]:
+        assert (record["parity/k3"], record["parity/tokens_different"]) == (0, 0)
+        assert "eval/engine_solved" not in record
+    for record in drifted[1:]:
+        assert record["parity/k3"] > 0
+        assert record["parity/tokens_different"] > 0.5
+        assert record["sync/weight_error"] > 0.01
+    assert "eval/engine_solved" in drifted[0]
+    assert "eval/engine_solved" in drifted[2]
+    assert drifted[0]["eval/solved"] == zero[0]["eval/solved"]  # the trainer's own weights, the same before any update
+    assert main(["compare", "study", "-o", "report.html"]) == 0
+    assert "no collapse in 1 of 1" in (tmp_path / "report.html").read_text()
+    assert main(["verify", "study/arm=int4_tensor"]) == 0
+
+
+def test_a_switch_in_mid_run_leaves_the_steps_before_it_equal(tmp_path):
+    assert train("arm=switched_int4", "rollout.drift.from_step=2", "run.dir=switched") == 0
+    records = list(read_records(tmp_path / "switched" / "metrics.jsonl"))
+    assert records[1]["parity/k3"] == 0 < records[2]["parity/k3"]
+    assert read_config(tmp_path / "switched")["rollout"]["drift"]["from_step"] == 2
+
+
+def test_stale_weights_are_recorded_as_what_they_are(tmp_path):
+    assert train("arm=stale", "rollout.drift.stale_steps=1", "trainer.num_steps=3", "run.dir=stale") == 0
+    records = list(read_records(tmp_path / "stale" / "metrics.jsonl"))
+    assert [record["rollout/version_lag"] for record in records[1:]] == [0, 1, 1]
+    versions = [{row["policy_version"] for row in read_rollouts(file)} for file in rollout_files(tmp_path / "stale")]
+    assert versions == [{0}, {0}, {1}]
+    assert records[1]["parity/k3"] == 0 < records[2]["parity/k3"]
+
+
+def test_a_lossy_run_resumes_to_the_history_of_an_unbroken_one(tmp_path):
+    for folder, steps in (("whole", [4]), ("broken", [2, 4])):
+        for last in steps:
+            assert train("arm=lossy_sync", f"trainer.num_steps={last}", f"run.dir={folder}", "eval.every=1") == 0
+    whole, broken = (
+        [record["parity/k3"] for record in list(read_records(tmp_path / folder / "metrics.jsonl"))[1:]]
+        for folder in ("whole", "broken")
+    )
+    assert whole == broken
+    assert whole[-1] > 0
