@@ -25,6 +25,7 @@ commands:
   train     run, resume or sweep a recipe
   verify    check a run's records: ledger, certificate, checkpoints
   compare   lay runs side by side: outcomes, verdicts, and the keys that differ
+  doctor    what this machine can do, and what is missing for the rest
 """
 
 EXAMPLES = """\
@@ -211,7 +212,29 @@ def _compare(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "verify": _verify, "compare": _compare}
+def _doctor(arguments: list[str]) -> int:
+    parser = _parser(
+        "doctor",
+        "What this machine can do, and what is missing for the rest. Exit code 1 where its CPU does not hold zero KLD.",
+    )
+    parser.parse_args(arguments)
+
+    from rlloop.doctor import examine
+
+    broken = 0
+    for line in examine():
+        mark = {True: "ok ", False: "-- ", None: "   "}[line.holds]
+        print(f"{mark} {line.subject}: {line.text}", flush=True)
+        broken += line.subject.startswith("zero KLD") and not line.holds
+    return 1 if broken else 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "verify": _verify,
+    "compare": _compare,
+    "doctor": _doctor,
+}
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlloop.config import ProfileConfig, RolloutConfig, RunConfig
+from rlloop.config import ParityMode, ProfileConfig, RolloutConfig, RunConfig
+from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
+from rlloop.numerics.probe import probe
 from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.parity.doctor import diagnose
 from rlloop.parity.monitor import Finding, TokenDifference
@@ -27,9 +29,21 @@ _BITS = {4: torch.int32, 2: torch.int16, 8: torch.int64}
 
 
 def load(config: RunConfig, source: str | Path) -> Model:
-    """The model of a folder, under the run's type, device and profile."""
+    """The model of a folder, under the run's type, device and profile.
+
+    Raises ConfigError where `parity.mode=require` meets a machine that fails the start-up probe.
+    """
     profile = NumericsProfile(**vars(config.model.profile))
-    return load_model(source, dtype=config.model.dtype, device=config.device, profile=profile)
+    model = load_model(source, dtype=config.model.dtype, device=config.device, profile=profile)
+    if config.parity.mode is ParityMode.require:
+        broken = probe(model.ops, model.dtype, model.device)
+        if broken:
+            found = "; ".join(f"{operation}: {why}" for operation, why in broken.items())
+            raise ConfigError(
+                f"this machine does not keep the numerical contract in {config.model.dtype} ({found}), so "
+                "parity.mode=require cannot hold; `rlloop doctor` says more, and parity.mode=observe measures it"
+            )
+    return model
 
 
 def make_engine(model: Model, profile: ProfileConfig, rollout: RolloutConfig, drift: Drift | None = None) -> Engine:

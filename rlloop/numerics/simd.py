@@ -203,7 +203,7 @@ def fma(typing, left, right, addend):
 
 @intrinsic
 def _times_power_of_two(typing, vector, shifted):
-    """`vector * 2 ** n` where `shifted` is n + ROUNDER, by adding n to the exponent: the result must be a normal number."""
+    """`vector * 2 ** n` where `shifted` is n + ROUNDER, by adding n to the exponent; the result must be normal."""
 
     def generate(context, builder, signature, args):
         value, exponent = (builder.bitcast(arg, _INTS) for arg in args)

@@ -169,14 +169,13 @@ def test_help_has_examples_and_lists_recipes(rlloop):
         (["reward._target_=rlloop.testing.fake_rewrad"], 2, "did you mean fake_reward?"),
         (["model.path=nosuch"], 2, "model.path is 'nosuch'"),
         (["device=tpu"], 2, "device is 'tpu'; it must be one of cpu"),
-        (["launch=ray", "run.dir=out"], 2, "launch is ray"),
+        (["launch=slurm", "run.dir=out"], 2, "[local, ray]"),
         (["+sinks.wanbd={}"], 2, "sinks.wanbd is unknown; there are wandb"),
         (["algorithm.loss=grop"], 2, "there is no loss 'grop'"),
         (["task._target_=rlloop.testing.FakePolicy", "~task.seed"], 2, "task"),
     ],
 )
-def test_mistakes_end_by_name_before_a_folder_is_made(rlloop, tmp_path, monkeypatch, overrides, code, says):
-    monkeypatch.delitem(launch.BUILDERS, Launch.ray, raising=False)
+def test_mistakes_end_by_name_before_a_folder_is_made(rlloop, tmp_path, overrides, code, says):
     ended, said = rlloop.train(*overrides)
     assert (ended, says in said) == (code, True), said
     assert "Traceback" not in said

