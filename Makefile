@@ -9,6 +9,9 @@ RUN ?= runs/countdown/demo
 
 STUDY ?= runs/countdown/study
 STUDY_FULL ?= runs/countdown/study-full
+STUDY_ARMS := zero_kld switched_int4 lossy_sync switched_int4_tis
+FULL_ARMS := zero_kld bf16 bf16_logits fp8 int8 int5 int4 int4_tensor fp4 switched_int4 switched_fp4 stale lossy_sync
+JOBS ?= 2
 
 .PHONY: demo study study-full test lint check clean
 
@@ -26,16 +29,19 @@ demo: $(VENV)/.ready
 	$(BIN)/rlloop train --config-name countdown run.dir=$(RUN)
 	$(BIN)/python -m rlloop.recipes.countdown.report $(RUN)
 
-# docs/collapse.md. Both go on where they were stopped.
-study: $(VENV)/.ready
-	$(BIN)/rlloop train --config-name countdown/collapse -m run.dir=$(STUDY) seed=0,1,2 \
-		arm=zero_kld,switched_int4,lossy_sync,switched_int4_tis
-	$(BIN)/rlloop compare $(STUDY) -o $(STUDY)/report.html
+# docs/collapse.md. JOBS runs at a time, one thread each, since so small a model gains little from more. Both go on where
+# they were stopped; a run's output is in its .log.
+study: SETTINGS = $(foreach arm,$(STUDY_ARMS),$(foreach seed,0 1 2,arm=$(arm)+seed=$(seed)))
+study-full: SETTINGS = $(foreach arm,$(FULL_ARMS),$(foreach guard,clip none tis icepop,$(foreach seed,0 1 2,\
+	arm=$(arm)+guard=$(guard)+seed=$(seed))))
+study-full: STUDY = $(STUDY_FULL)
 
-study-full: $(VENV)/.ready
-	$(BIN)/rlloop train --config-name countdown/collapse -m run.dir=$(STUDY_FULL) seed=0,1,2 guard=clip,none,tis,icepop \
-		arm=zero_kld,bf16,bf16_logits,fp8,int8,int5,int4,int4_tensor,fp4,switched_int4,switched_fp4,stale,lossy_sync
-	$(BIN)/rlloop compare $(STUDY_FULL) -o $(STUDY_FULL)/report.html
+study study-full: $(VENV)/.ready
+	@mkdir -p $(STUDY)
+	@printf '%s\n' $(SETTINGS) | tr + , | OMP_NUM_THREADS=1 xargs -P $(JOBS) -I{} sh -c '\
+		$(BIN)/rlloop train --config-name countdown/collapse "run.dir=\"$(STUDY)/{}\"" $$(echo {} | tr , " ") \
+		>$(STUDY)/{}.log 2>&1 && echo "finished: {}" || { echo "failed: {}, see $(STUDY)/{}.log"; exit 255; }'
+	$(BIN)/rlloop compare $(STUDY) -o $(STUDY)/report.html
 
 test: $(VENV)/.ready-dev
 	$(BIN)/pytest

@@ -48,9 +48,7 @@ def draw_arms(arms: Sequence[Arm]) -> bytes:
         if metric == "parity/k3":
             axes.set_yscale("symlog", linthresh=LINTHRESH)
             axes.set_ylim(bottom=-LINTHRESH)
-        elif metric == "loss/grad_norm" and any(
-            y > 0 for arm in arms for run in arm.runs for _, y in run.series(metric)
-        ):
+        elif metric == "loss/grad_norm" and axes.dataLim.ymax > 0:
             axes.set_yscale("log", nonpositive="clip")
         else:
             axes.set_ylim(bottom=0)

@@ -73,7 +73,8 @@ class NumericsProfile:
     @classmethod
     def preset(cls, name: str) -> NumericsProfile:
         """The profile that runs every operation by the implementation `name`."""
-        return cls(**dict.fromkeys(cls.operations(), name))
+        every: dict[str, Any] = dict.fromkeys(cls.operations(), name)
+        return cls(**every)
 
     @property
     def holds_contract(self) -> bool:
