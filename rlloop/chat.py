@@ -11,11 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import TemplateError
-
 from rlloop.errors import ConfigError
 
-Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and what else the template reads
+Message = Mapping[str, Any]  # {"role": "tool", "content": "7"}, and what else the template reads
 Template = Literal["auto", "chat", "raw"]
 
 # Any one of these lets transformers load a tokenizer that is the folder's own.
@@ -89,6 +87,8 @@ class ChatTokenizer:
         return self.tokenizer.decode(list(kept), skip_special_tokens=False)
 
     def _render(self, messages: list[Any]) -> str:
+        from jinja2 import TemplateError
+
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self._arguments

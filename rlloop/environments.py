@@ -17,11 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlloop.chat import Message
 from rlloop.protocols import Engine, Task
 from rlloop.rewards.runner import RewardFailure, RewardRunner
 from rlloop.types import Completion, Example, SamplingParams
-
-Message = Mapping[str, Any]  # {"role": "tool", "content": "7"}
 
 
 @dataclass(frozen=True)

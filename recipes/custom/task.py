@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from rlloop.chat import ChatTokenizer, Template
+from rlloop.environments import Environment, Message
 from rlloop.errors import ConfigError
+from rlloop.targets import locate
 from rlloop.types import Example
 
 from .data import DataSection, Row, is_messages, read_rows, row_id
+
+
+def environment_factory(config: Mapping[str, Any]) -> Callable[[Example], Environment]:
+    """What `config` names, called with the example and the other keys. Raises `ConfigError` where that cannot be."""
+    arguments = {key: value for key, value in config.items() if key != "_target_"}
+    target = locate(str(config.get("_target_")), "task.environment._target_")
+    try:
+        inspect.signature(target).bind(None, **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"task.environment: {config['_target_']} must take an example and {list(arguments)}: {error}"
+        ) from None
+    return functools.partial(target, **arguments)
 
 
 class Custom:
@@ -33,8 +50,13 @@ class Custom:
         max_sequence_tokens: int,
         template: Template = "auto",
         template_args: Mapping[str, Any] | None = None,
+        environment: Mapping[str, Any] | None = None,
+        max_turns: int = 8,
     ) -> None:
         """`max_tokens` of a completion and `max_sequence_tokens` of it and its prompt are the run's; prompts must fit.
+
+        `environment`: `_target_`, called with the example and its other keys, makes a `rlloop.environments.Environment`
+        a conversation; None or empty: single completions.
 
         Raises `ConfigError`.
         """
@@ -45,7 +67,12 @@ class Custom:
         self.seed = seed
         self.path = Path(model_path)
         self.data = DataSection.of(data)
+        if max_turns < 1:
+            raise ConfigError(f"task.max_turns is {max_turns}; it must be at least 1")
+        self.environment = environment_factory(environment) if environment else None
         config = read_config(self.path)
+        self.max_turns = max_turns
+        self.max_conversation_tokens = min(config.max_positions, max_sequence_tokens)
         self._vocabulary = config.vocab_size
         self._room = min(config.max_positions, max_sequence_tokens) - max_tokens
         self._room_is = (
@@ -78,6 +105,9 @@ class Custom:
 
     def decode(self, token_ids: list[int]) -> str:
         return self.chat.decode(token_ids)
+
+    def between(self, messages: Sequence[Message], stop: int | None) -> list[int]:
+        return self.chat.between(messages, stop)
 
     def _examples(self, rows: Sequence[Row], source: str) -> list[Example]:
         """Raises `ConfigError` naming the first row that cannot work."""

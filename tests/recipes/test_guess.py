@@ -1,0 +1,122 @@
+"""Conversations end to end: a real model, an environment, and the same bits in engine and trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlloop.chat import ChatTokenizer
+from rlloop.cli import main
+from rlloop.errors import ConfigError
+from rlloop.recipes.custom.tiny import END, write_tiny
+from rlloop.recipes.guess.task import Guess, NumberGuessing
+from rlloop.records import read_records, read_rollouts, rollout_files
+from rlloop.types import Example
+
+TINY = [
+    "rollout.num_prompts=7", "rollout.group_size=4", "rollout.max_tokens=3", "trainer.num_steps=2", "eval.num_draws=14",
+    "task.max_turns=4",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLLOOP_CACHE", str(tmp_path / "cache"))
+
+
+def test_the_game():
+    game = NumberGuessing(Example("e", [1], "", {"secret": 5, "largest": 7}))
+    assert [game.step(word).messages[0]["content"] for word in ("2", "7", "8", "seven", "")] == [
+        "higher", "lower", "what", "what", "what",
+    ]  # fmt: skip
+    last = game.step(" 5 ")
+    assert (last.reward, last.done, last.solved) == (1.0, True, True)
+
+
+def run(folder: str, *more: str) -> list[dict]:
+    assert main(["train", "--config-name", "guess", f"run.dir={folder}", *TINY, *more]) == 0
+    return list(read_records(Path(folder) / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.min_tokens=2", "trainer.num_minibatches=2"],
+        ["rollout.page_size=2", "rollout.max_batch_tokens=16", "trainer.max_batch_tokens=64", "model.dtype=bfloat16"],
+    ],
+)
+def test_every_turn_has_the_same_bits_in_engine_and_trainer(settings):
+    metrics = run("run", *settings)
+    rows = [row for file in rollout_files(Path("run")) for row in read_rollouts(file)]
+    assert max(len(row["turns"]) for row in rows) == 4
+    for row in rows:
+        assert len(row["logprobs"]) == sum(end - start for start, end in row["turns"])
+        assert all(1 <= end - start <= 3 for start, end in row["turns"])
+    for record in metrics[1:]:
+        assert record["parity/tokens"] >= 4 * 28
+        assert record["parity/tokens_different"] == record["parity/k3"] == 0
+        assert record["ledger/trained"] == 28
+    assert main(["verify", "run"]) == 0
+
+
+def test_a_resumed_run_repeats_its_conversations():
+    run("whole")
+    run("parts", "trainer.num_steps=1")
+    run("parts")
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        whole, parts = (Path(folder) / "checkpoints/step_2" / name for folder in ("whole", "parts"))
+        assert whole.read_bytes() == parts.read_bytes()
+
+
+def test_the_users_environment_through_the_custom_recipe(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("my_tool.py").write_text(
+        "from rlloop.environments import Reply\n"
+        "class Echo:\n"
+        "    def __init__(self, example, times):\n"
+        "        self.left = times\n"
+        "    async def step(self, message):\n"
+        "        self.left -= 1\n"
+        "        shorter = 1 / (1 + len(message))\n"
+        "        return Reply([{'role': 'tool', 'content': 'again'}], reward=shorter, done=not self.left)\n"
+    )
+    write_tiny(tmp_path / "model", num_layers=1)
+    Path("rows.jsonl").write_text("".join(f'{{"prompt": "say {n}"}}\n' for n in range(20)))
+    arguments = [
+        "train", "--config-name", "custom", "model.path=model", "data.path=rows.jsonl", "run.dir=run", *TINY[:5],
+        "reward._target_=rlloop.rewards.episode.episode_reward", "data.eval_path=rows.jsonl",
+        "+task.environment._target_=my_tool.Echo",
+    ]  # fmt: skip
+    assert main(arguments) == 2
+    assert "task.environment: my_tool.Echo must take an example and []: missing" in capsys.readouterr().err
+    assert main([*arguments, "+task.environment.times=2"]) == 0
+    for record in list(read_records(Path("run/metrics.jsonl")))[1:]:
+        assert record["rollout/turns_mean"] == record["reward/turns"] == 2
+        assert record["parity/tokens_different"] == 0
+        assert record["reward/std"] > 0
+    for row in read_rollouts(rollout_files(Path("run"))[0]):
+        assert "<|tool|>again<|end|><|assistant|>" in row["text"]
+
+
+def test_only_what_stands_between_two_turns_is_rendered(tmp_path):
+    write_tiny(tmp_path / "model", hidden_size=16, num_layers=1)
+    chat = ChatTokenizer(tmp_path / "model")
+    text, ids = chat.prompt("hi")
+    assert text == chat.decode(ids) == "<|user|>hi<|end|><|assistant|>"
+    end = chat.tokenizer.convert_tokens_to_ids(END)
+    said = [{"role": "tool", "content": "7"}, {"role": "user", "content": "and?"}]
+    rest = "<|tool|>7<|end|><|user|>and?<|end|><|assistant|>"
+    assert chat.decode(chat.between(said, end)) == rest  # the policy closed its turn itself
+    assert chat.decode(chat.between(said, None)) == END + rest  # it was cut off
+    raw = ChatTokenizer(tmp_path / "model", template="raw")
+    assert raw.decode(raw.between(said, None)) == "\n7\nand?\n"
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ConfigError, match=r"task.numbers is 1; it must be from 2"):
+        Guess(0, numbers=1)
+    with pytest.raises(ConfigError, match=r"task.max_turns is 0"):
+        Guess(0, max_turns=0)
