@@ -30,7 +30,7 @@ from rlloop.rollout import Engine
 from rlloop.trainer import Trainer, TrainSequence
 from rlloop.types import SamplingParams
 
-from .data import demonstrations
+from .data import Demonstration, demonstrations, shuffled
 from .task import Countdown
 from .tokenizer import EOS, PAD, save_tokenizer
 
@@ -71,11 +71,9 @@ class Supervised:
             self.trainer.restore(folder)
         self._engine = Engine(model)
         self._loss = get_loss("sft")
-        self._sequences = [
-            TrainSequence.supervised(
-                task.tokenizer.encode(made.prompt).ids, task.tokenizer.encode(f"{made.response} {EOS}").ids
-            )
-            for made in _demonstrations(task)
+        encode = task.tokenizer.encode
+        self._pairs = [
+            (encode(made.prompt).ids, encode(f"{made.response} {EOS}").ids) for made in _demonstrations(task)
         ]
 
     @property
@@ -83,11 +81,18 @@ class Supervised:
         return self.trainer.updates
 
     def step(self) -> None:
-        """One update on the next batch: epochs are permutations by seed, what does not fill a batch is left out."""
-        size = self.settings.batch_size
-        epoch, place = divmod(self.steps, len(self._sequences) // size)
-        order = np.random.default_rng((self.settings.seed, 2, epoch)).permutation(len(self._sequences))
-        batch = [self._sequences[index] for index in order[place * size : (place + 1) * size]]
+        """One update on the next batch: epochs are permutations by seed, what does not fill a batch is left out.
+
+        The numbers' order in a prompt is drawn anew each time, as it is in RL: the solution stays one.
+        """
+        size, seed = self.settings.batch_size, self.settings.seed
+        epoch, place = divmod(self.steps, len(self._pairs) // size)
+        order = np.random.default_rng((seed, 2, epoch)).permutation(len(self._pairs))
+        rng = np.random.default_rng((seed, 3, self.steps))
+        batch = []
+        for index in order[place * size : (place + 1) * size]:
+            prompt, response = self._pairs[index]
+            batch.append(TrainSequence.supervised(shuffled(prompt[:3], rng) + prompt[3:], response))
         self.trainer.forward_backward(batch, self._loss)
         self.trainer.optim_step()
 
@@ -174,7 +179,7 @@ def digest(task: Countdown) -> str:
     return blake3(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest(length=10)
 
 
-def _demonstrations(task: Countdown):
+def _demonstrations(task: Countdown) -> list[Demonstration]:
     settings = task.warm_start
     return demonstrations(settings.demonstrations, settings.seed, task.largest_number, task.largest_target)
 
