@@ -139,12 +139,17 @@ def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]
         folder = (Path(composed.run.dir) if composed.run.dir is not None else default) / name
         composed.run.dir = str(folder)
         again = [text for text in overrides if not text.startswith("run.dir=")]
-        command = shlex.join(["rlloop", "train", "--config-name", recipe, *again, f"run.dir={folder}"])
+        command = shlex.join(["rlloop", "train", "--config-name", recipe, *again, f"run.dir={_quoted(folder)}"])
         checked.append((recipe, build(composed), as_container(composed), folder, command))
 
     from rlloop.launch import Job  # brings torch, which no mistake in a configuration should have to wait for
 
     return [Job(*fields) for fields in checked]
+
+
+def _quoted(folder: Path) -> str:
+    """As an override's value: a multirun names its folders with characters of the override grammar."""
+    return f'"{folder}"' if set(str(folder)) & set("=, ") else str(folder)
 
 
 def _run_jobs(jobs: Sequence[Job]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,15 @@ def test_a_switch_in_mid_run_leaves_the_steps_before_it_equal(tmp_path):
     records = list(read_records(tmp_path / "switched" / "metrics.jsonl"))
     assert records[1]["parity/k3"] == 0 < records[2]["parity/k3"]
     assert read_config(tmp_path / "switched")["rollout"]["drift"]["from_step"] == 2
+
+
+def test_the_command_that_resumes_a_job_of_a_multirun_is_one(tmp_path):
+    from rlloop.cli import _make_jobs
+
+    [job] = _make_jobs("countdown/collapse", [("arm=int4,seed=1", ["arm=int4", "seed=1", f"run.dir={tmp_path}"])])
+    assert job.folder == tmp_path / "arm=int4,seed=1"
+    [again] = _make_jobs("countdown/collapse", [("", shlex.split(job.command)[4:])])
+    assert (again.folder, again.plain) == (job.folder, job.plain)
 
 
 def test_stale_weights_are_recorded_as_what_they_are(tmp_path):
