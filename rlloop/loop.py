@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,32 +24,12 @@ from rlloop.environments import Played, player_for
 from rlloop.errors import ParityError, RlloopError, RunError
 from rlloop.metrics import Mean, Reduction, merge, values
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, describe, report
-from rlloop.protocols import Checkpoints, Engine, Task, Trainer, WeightSync
+from rlloop.protocols import Checkpoints, Engine, Observer, Scorer, Stateful, Task, Trainer, WeightSync
 from rlloop.records import RunFolder, rollout_rows
-from rlloop.types import Example, RewardResult, Sample, SamplingParams
+from rlloop.types import RewardResult, Sample, SamplingParams
 
 Advantages = Callable[[Sequence[float], Sequence[int], Sequence[int]], tuple[Sequence[float], Sequence[bool]]]
 Failed = tuple[Sample, str]  # a sample that is not trained, and why
-
-
-class Scorer(Protocol):
-    """Judges a batch: one outcome a request, a `RewardResult` or a failure with `kind` and `message`."""
-
-    def score(self, requests: Sequence[tuple[str, str, Example]]) -> Sequence[Any]: ...
-
-
-class Observer(Protocol):
-    """Whoever watches: the console, sinks."""
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-
-
-class Stateful(Protocol):
-    """A part that cannot be made anew from the trainer's weights alone."""
-
-    def save(self, folder: Path) -> None: ...
-
-    def restore(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -121,3 +121,23 @@ class Task(Protocol):
         ...
 
     def decode(self, token_ids: list[int]) -> str: ...
+
+
+class Scorer(Protocol):
+    """Judges a batch: one outcome a request, a `RewardResult` or a failure with `kind` and `message`."""
+
+    def score(self, requests: Sequence[tuple[str, str, Example]]) -> Sequence[Any]: ...
+
+
+class Observer(Protocol):
+    """Whoever watches: the console, sinks."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+
+class Stateful(Protocol):
+    """A part that cannot be made anew from the trainer's weights alone."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def restore(self, folder: Path) -> None: ...
