@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlloop.errors import ModelError
+from rlloop.models import Model, read_state
 
 
 class Masters:
@@ -16,9 +17,11 @@ class Masters:
     Where the model computes in float32 (or wider), its own parameters are the masters. Where it computes in bfloat16 or
     float16, a master is a float32 tensor of its own, and `publish` rounds it to nearest into the live parameter, in
     place: an engine that reads the same parameter has the new weights, and no second rounding exists to differ from.
+    Such masters begin at what the model's folder stores, which may be more exact, while that rounds to what the model
+    holds; else (new or changed weights) at what it holds.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Model) -> None:
         self.tensors: dict[str, nn.Parameter] = {}
         self._rounded: list[tuple[nn.Parameter, nn.Parameter]] = []  # (master, live)
         for name, live in model.named_parameters():
@@ -27,6 +30,10 @@ class Masters:
                 self._rounded.append((self.tensors[name], live))
             else:
                 self.tensors[name] = live
+        if self._rounded and model.source_path is not None:
+            stored = {name: tensor.to(model.device) for name, tensor in read_state(model.source_path).items()}
+            if all(torch.equal(stored[name].to(live.dtype), live) for name, live in model.named_parameters()):
+                self.load(stored)
 
     def zero_grad(self) -> None:
         for tensor in self.tensors.values():

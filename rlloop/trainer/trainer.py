@@ -66,14 +66,6 @@ class Trainer:
         """The weights that learn, float32, by Hugging Face name."""
         return self._masters.tensors
 
-    def load_masters(self, state: Mapping[str, Tensor]) -> None:
-        """Start from other weights of these names and shapes.
-
-        For low-precision compute, where the masters would begin at the rounded weights that `model` was loaded with:
-        `trainer.load_masters(rlloop.models.read_state(path))` gives them the checkpoint's own float32 ones.
-        """
-        self._masters.load(state)
-
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         """[P] float32 a sequence, without learning: the bits that `forward_backward` would report now."""
         step = self._flatten(batch)
@@ -96,6 +88,7 @@ class Trainer:
             self._masters.collect()
             scored.append(logprobs.detach())
             metrics.append(_metrics(out))
+        self._has_gradient = True
         return _result(step, torch.cat(scored), merge(metrics))
 
     def forward_backward_custom(
@@ -110,15 +103,17 @@ class Trainer:
         """
         step = self._flatten(batch, old_logprobs)
         self._begin()
-        leaves = [flat.requires_grad_() for flat in _score(self.model, step, step.micro_batches)]
-        out = fn(step.loss_batch(step.whole, *leaves, self._reference_logprobs(step, step.micro_batches)))
+        leaves = _score(self.model, step, step.micro_batches)
+        logprobs, entropy = (leaf.requires_grad_() for leaf in leaves)
+        out = fn(step.loss_batch(step.whole, logprobs, entropy, self._reference_logprobs(step, step.micro_batches)))
         out.loss.backward()
         for part in step.micro_batches:
             again = score(self.model, step.rows[part.sequences])
             used = [(output, leaf.grad) for output, leaf in zip(again, leaves, strict=True) if leaf.grad is not None]
             torch.autograd.backward([output for output, _ in used], [grad[part.tokens] for _, grad in used])
             self._masters.collect()
-        return _result(step, leaves[0], _metrics(out))
+        self._has_gradient = True
+        return _result(step, logprobs, _metrics(out))
 
     def optim_step(self) -> dict[str, float]:
         """Clip, update the masters, and round them into the live parameters.
@@ -181,7 +176,7 @@ class Trainer:
     def _begin(self) -> None:
         if not self._has_gradient:
             self._masters.zero_grad()  # whatever else was differentiated through the shared model is not ours
-        self._has_gradient = True
+        self._has_gradient = False  # until all of it is there: what raises on the way leaves none
 
     def _reference_logprobs(self, step: StepBatch, parts: Sequence[MicroBatch]) -> Tensor | None:
         return None if self.reference is None else _score(self.reference, step, parts)[0]

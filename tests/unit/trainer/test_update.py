@@ -15,7 +15,7 @@ from rlloop.algorithms import LossBatch, LossOutput, get_loss
 from rlloop.config import Schedule, TrainerConfig
 from rlloop.errors import ConfigError, ModelError
 from rlloop.metrics import Mean
-from rlloop.models import load_model
+from rlloop.models import load_model, new_model
 from rlloop.trainer import Trainer, TrainSequence
 from rlloop.types import SamplingParams
 
@@ -253,16 +253,48 @@ def test_micro_batch_gradients_add_up_in_float32(folder: Path) -> None:
     assert same_bits(gradients(trainer), alone)
 
 
-def test_full_precision_masters_for_a_rounded_model(folder: Path) -> None:
-    trainer = make_trainer(folder, "bfloat16")
+def test_masters_of_a_rounded_model_begin_at_the_stored_weights(folder: Path) -> None:
     exact = dict(load_model(folder).named_parameters())
-    trainer.load_masters(exact)
+    model = load_model(folder, dtype="bfloat16")
+    trainer = Trainer(model, TrainerConfig())
     assert all(torch.equal(trainer.masters[name], tensor) for name, tensor in exact.items())
-    assert all(torch.equal(live, exact[name].bfloat16()) for name, live in trainer.model.named_parameters())
-    with pytest.raises(ModelError, match=r"missing \['model\.norm\.weight'\]"):
-        trainer.load_masters({name: tensor for name, tensor in exact.items() if name != "model.norm.weight"})
-    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[3\]; the model's is \[32\]"):
-        trainer.load_masters({**exact, "model.norm.weight": torch.ones(3)})
+    assert all(torch.equal(live, exact[name].bfloat16()) for name, live in model.named_parameters())
+    assert not all(torch.equal(live.float(), exact[name]) for name, live in model.named_parameters())
+    with torch.no_grad():
+        model.head[3] += 1  # no longer what the folder holds
+    changed = Trainer(model, TrainerConfig())
+    assert all(torch.equal(changed.masters[name], live.float()) for name, live in model.named_parameters())
+
+
+def test_restoring_another_models_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(folder)
+    trainer.save(tmp_path)
+    other = Trainer(new_model({**trainer.model.config.raw, "hidden_size": 16}, seed=0), TrainerConfig())
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight has shape \[61, 32\]; the model's is \[61, 16\]"):
+        other.restore(tmp_path)
+    untied = Trainer(new_model({**trainer.model.config.raw, "tie_word_embeddings": False}, seed=0), TrainerConfig())
+    with pytest.raises(ModelError, match=r"missing \['lm_head\.weight'\]"):
+        untied.restore(tmp_path)
+
+
+def test_a_loss_that_raises_leaves_no_gradient(folder: Path) -> None:
+    clean, broken = (make_trainer(folder, max_batch_tokens=25) for _ in range(2))
+    calls = 0
+
+    def raises_later(batch: LossBatch) -> LossOutput:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return policy_gradient(batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        broken.forward_backward(make_batch(), raises_later)
+    with pytest.raises(ConfigError, match="call forward_backward first"):
+        broken.optim_step()
+    for trainer in (clean, broken):
+        trainer.forward_backward(make_batch(), policy_gradient)
+    assert same_bits(gradients(clean), gradients(broken))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
