@@ -49,8 +49,10 @@ def compare(paths: Sequence[Path], output: Path | None = None) -> None:
     if len(runs) < 2:
         raise ConfigError(f"{', '.join(map(str, paths))} is one run; name another one to compare it with")
     arms = arms_of(runs)
-    names = [arm.name for arm in arms]
     doses = {run.path: dose(run, CollapseRule.of(run).judge(run.records)) for run in runs}
+    if len(paths) == 1:  # a multirun's folders come by the alphabet; its control, without a mismatch, goes first
+        arms.sort(key=lambda arm: any(doses[run.path].largest > 0 for run in arm.runs))
+    names = [arm.name for arm in arms]
     outcomes, configuration = _outcomes(arms, doses), differences(arms)
     console = Console()
     for title, rows in (("outcomes", outcomes), ("configuration", configuration)):

@@ -159,7 +159,7 @@ def test_compare_reports_a_multirun_in_one_page_with_its_pictures_and_data(study
     assert "no collapse in 2 of 2 seeds" in page
     assert page.count("data:image/png;base64,") == 2
     assert "http" not in page
-    assert "<th>rollout.drift.weights</th><td>int4</td><td>none</td>" in page
+    assert "<th>rollout.drift.weights</th><td>none</td><td>int4</td>" in page  # the control goes first
     assert ">lr<" not in page
     assert "cpu torch 9.9" in page
     for name in ("curves", "dose"):
