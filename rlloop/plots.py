@@ -40,7 +40,7 @@ def draw(runs: Mapping[str, Records], file: Path) -> None:
             axes.legend(frameon=False, fontsize="small")
         if "parity/k3" in names:
             axes.set_yscale("symlog", linthresh=LINTHRESH)
-            axes.axhline(0, color="black", linewidth=0.5)
+            axes.axhline(0, color="0.6", linewidth=0.8, zorder=0)
             top = max((record.get("parity/k3") or 0.0 for records in runs.values() for record in records), default=0.0)
             axes.set_ylim(-LINTHRESH, max(10 * LINTHRESH, 3 * top))
         else:
@@ -60,5 +60,5 @@ def _curve(axes: Axes, records: Records, name: str, label: str, index: int, dash
             label=label or None,
             marker="o" if len(points) < 30 else None,
             markersize=3,
-            linewidth=1.3,
+            linewidth=1.6,
         )
