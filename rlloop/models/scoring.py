@@ -97,7 +97,7 @@ def _score(model: Model, rows: Sequence[ScoreRow]) -> tuple[Tensor, Tensor]:
     )
     warp = warp_for(
         [row.sampling for row in used],
-        np.concatenate([_made(at) for at in picked]),
+        _made(picked),
         model.eos_token_ids,
         device=device,
         counts=[len(at) for at in picked],
@@ -107,13 +107,15 @@ def _score(model: Model, rows: Sequence[ScoreRow]) -> tuple[Tensor, Tensor]:
     return model.ops.token_logprob(hidden.index_select(0, before), model.head, targets, warp)
 
 
-def _made(predict: np.ndarray) -> np.ndarray:
+def _made(picked: Sequence[np.ndarray]) -> np.ndarray:
     """How many tokens the engine had made before each: a gap (another's turn) begins a new completion.
 
-    Example: [4, 5, 6, 9, 10] -> [0, 1, 2, 0, 1].
+    Example: [[4, 5, 6, 9, 10], [2, 3]] -> [0, 1, 2, 0, 1, 0, 1].
     """
-    at = np.arange(len(predict))
-    begins = np.diff(predict, prepend=predict[0] - 2) > 1
+    flat = np.concatenate(picked)
+    begins = np.diff(flat, prepend=flat[0]) != 1
+    begins[np.cumsum([0, *(len(at) for at in picked[:-1])])] = True
+    at = np.arange(len(flat))
     return at - np.maximum.accumulate(np.where(begins, at, 0))
 
 

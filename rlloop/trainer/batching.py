@@ -107,7 +107,7 @@ class StepBatch:
 
     def split(self, flat: Tensor) -> list[np.ndarray]:
         """[N] -> one [P] float32 array a sequence."""
-        return [part.numpy() for part in flat.detach().cpu().split(self.counts)]
+        return np.split(flat.detach().cpu().numpy(), np.cumsum(self.counts)[:-1])
 
 
 def make_step_batch(
