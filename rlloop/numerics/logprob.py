@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlloop.numerics.cpu import distribution
 from rlloop.numerics.cpu.contract import linear_out_float32
+from rlloop.numerics.cpu.jit import threads_for
 from rlloop.numerics.layout import LogitsWarp
 
 LOGITS_BYTES = 64 * 2**20
@@ -58,7 +59,7 @@ def score_logits(logits: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Ten
     """`token_logprob` of logits [T, V] float32 that were made elsewhere; without a gradient."""
     logprobs, entropies = torch.empty(len(targets)), torch.empty(len(targets))
     given = (_array(targets), tuple(_array(x) for x in _dense(warp, *logits.shape)))
-    distribution.score_rows(_threads(len(targets)), _array(logits), *given, logprobs.numpy(), entropies.numpy())
+    distribution.score_rows(_threads(*logits.shape), _array(logits), *given, logprobs.numpy(), entropies.numpy())
     return logprobs, entropies
 
 
@@ -80,8 +81,8 @@ def _array(tensor: Tensor) -> np.ndarray:
     return tensor.detach().contiguous().numpy()
 
 
-def _threads(rows: int) -> int:
-    return min(rows, torch.get_num_threads())
+def _threads(rows: int, vocabulary: int) -> int:
+    return threads_for(64 * rows * vocabulary)
 
 
 def _chunks(
@@ -102,7 +103,7 @@ def _token_logprob(
 ) -> tuple[Tensor, Tensor]:
     logprobs, entropies = torch.empty(len(hidden)), torch.empty(len(hidden))
     for rows, inputs in _chunks(hidden, weight, targets, (settings, banned_start, banned_ids)):
-        threads = _threads(rows.stop - rows.start)
+        threads = _threads(rows.stop - rows.start, len(weight))
         distribution.score_rows(threads, *inputs, logprobs[rows].numpy(), entropies[rows].numpy())
     return logprobs, entropies
 
@@ -124,7 +125,7 @@ def _token_logprob_backward(
     grad_hidden, grad_weight = torch.empty_like(wide), torch.zeros_like(wide_weight)
     for rows, inputs in _chunks(hidden, weight, targets, (settings, banned_start, banned_ids)):
         given = (_array(x[rows]) for x in (entropies, grad_logprobs, grad_entropies))
-        distribution.score_rows_backward(_threads(rows.stop - rows.start), *inputs, *given)
+        distribution.score_rows_backward(_threads(rows.stop - rows.start, len(weight)), *inputs, *given)
         grad_logits = torch.from_numpy(inputs[0])
         torch.mm(grad_logits, wide_weight, out=grad_hidden[rows])
         grad_weight.addmm_(grad_logits.T, wide[rows])
@@ -140,7 +141,7 @@ def _sample(
     warps = tuple(_array(x) for x in (settings, banned_start, banned_ids))
     names = _array(seeds), _array(positions)
     out = ids.numpy(), logprobs.numpy(), raw_logprobs.numpy()
-    distribution.sample_rows(_threads(len(seeds)), _array(logits), warps, *names, *out)
+    distribution.sample_rows(_threads(*logits.shape), _array(logits), warps, *names, *out)
     return ids, logprobs, raw_logprobs
 
 

@@ -46,13 +46,13 @@ def _constant(value: float) -> ir.Constant:
     return ir.Constant(_VECTOR, [value] * LANES)
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, lanes: int = LANES) -> Any:
+def emit_address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, lanes: int = LANES) -> Any:
     data = cgutils.create_struct_proxy(array_type)(context, builder, value=array).data
     address = builder.gep(data, [index])
     return builder.bitcast(address, ir.VectorType(address.type.pointee, lanes).as_pointer())
 
 
-def _widen(builder: Any, array_type: Any, value: Any) -> Any:
+def emit_widen(builder: Any, array_type: Any, value: Any) -> Any:
     """A loaded vector as float32: uint16 holds bfloat16 bits, int16 float16 ones."""
     wide = ir.VectorType(_FLOAT, value.type.count)
     if array_type.dtype == types.uint16:
@@ -79,21 +79,23 @@ def _narrow(builder: Any, array_type: Any, value: Any) -> Any:
     return value
 
 
-def _splat(builder: Any, scalar: Any, kind: ir.VectorType = _VECTOR) -> Any:
+def emit_splat(builder: Any, scalar: Any, kind: ir.VectorType = _VECTOR) -> Any:
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_INT, 0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
+    first = ir.Constant(ir.VectorType(_INT, kind.count), [0] * kind.count)
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), first)
 
 
-def _mask(builder: Any, count: Any) -> Any:
-    """<16 x i1>, true in the first `count` lanes."""
-    lanes = _splat(builder, builder.trunc(count, _INT), _INTS)
-    return builder.icmp_signed("<", ir.Constant(_INTS, list(range(LANES))), lanes)
+def _mask(builder: Any, count: Any, width: int = LANES) -> Any:
+    """Bits of a vector, true in the first `count` lanes."""
+    ints = ir.VectorType(_INT, width)
+    lanes = emit_splat(builder, builder.trunc(count, _INT), ints)
+    return builder.icmp_signed("<", ir.Constant(ints, list(range(width))), lanes)
 
 
 @intrinsic
 def splat(typing, value):
     """All lanes `value`."""
-    return f32x16(types.float32), lambda context, builder, signature, args: _splat(builder, args[0])
+    return f32x16(types.float32), lambda context, builder, signature, args: emit_splat(builder, args[0])
 
 
 @intrinsic
@@ -102,7 +104,7 @@ def load(typing, array, index):
 
     def generate(context, builder, signature, args):
         kind = signature.args[0]
-        return _widen(builder, kind, builder.load(_address(context, builder, kind, *args), align=2))
+        return emit_widen(builder, kind, builder.load(emit_address(context, builder, kind, *args), align=2))
 
     return f32x16(array, types.intp), generate
 
@@ -113,8 +115,8 @@ def broadcast(typing, array, index):
 
     def generate(context, builder, signature, args):
         kind = signature.args[0]
-        one = _widen(builder, kind, builder.load(_address(context, builder, kind, *args, lanes=1), align=2))
-        return _splat(builder, builder.extract_element(one, ir.Constant(_INT, 0)))
+        one = emit_widen(builder, kind, builder.load(emit_address(context, builder, kind, *args, lanes=1), align=2))
+        return emit_splat(builder, builder.extract_element(one, ir.Constant(_INT, 0)))
 
     return f32x16(array, types.intp), generate
 
@@ -125,7 +127,7 @@ def store(typing, array, index, vector):
 
     def generate(context, builder, signature, args):
         kind = signature.args[0]
-        builder.store(_narrow(builder, kind, args[2]), _address(context, builder, kind, *args[:2]), align=2)
+        builder.store(_narrow(builder, kind, args[2]), emit_address(context, builder, kind, *args[:2]), align=2)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, f32x16), generate
@@ -136,7 +138,16 @@ def _masked(builder: Any, address: Any, what: str, result: ir.Type, *args: Any) 
     name = {16: "i16", 32: "f32"}[16 if isinstance(vector.element, ir.IntType) else 32]
     function = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(
-        cgutils.get_or_insert_function(builder.module, function, f"llvm.masked.{what}.v16{name}.p0"), args
+        cgutils.get_or_insert_function(builder.module, function, f"llvm.masked.{what}.v{vector.count}{name}.p0"), args
+    )
+
+
+def emit_load_part(builder: Any, address: Any, count: Any) -> Any:
+    """The first `count` lanes at an address of a vector, +0 in the others."""
+    vector = address.type.pointee
+    zeros = ir.Constant(vector, None)
+    return _masked(
+        builder, address, "load", vector, address, ir.Constant(_INT, 2), _mask(builder, count, vector.count), zeros
     )
 
 
@@ -146,13 +157,8 @@ def load_part(typing, array, index, count):
 
     def generate(context, builder, signature, args):
         kind = signature.args[0]
-        address = _address(context, builder, kind, *args[:2])
-        vector = address.type.pointee
-        zeros = ir.Constant(vector, None)
-        loaded = _masked(
-            builder, address, "load", vector, address, ir.Constant(_INT, 2), _mask(builder, args[2]), zeros
-        )
-        return _widen(builder, kind, loaded)
+        address = emit_address(context, builder, kind, *args[:2])
+        return emit_widen(builder, kind, emit_load_part(builder, address, args[2]))
 
     return f32x16(array, types.intp, types.intp), generate
 
@@ -164,7 +170,7 @@ def store_part(typing, array, index, count, vector):
     def generate(context, builder, signature, args):
         kind = signature.args[0]
         value = _narrow(builder, kind, args[3])
-        address = _address(context, builder, kind, *args[:2])
+        address = emit_address(context, builder, kind, *args[:2])
         _masked(builder, address, "store", ir.VoidType(), value, address, ir.Constant(_INT, 2), _mask(builder, args[2]))
         return context.get_dummy_value()
 

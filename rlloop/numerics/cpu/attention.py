@@ -1,230 +1,170 @@
 """Causal attention over ragged sequences: one kernel for decode, prefill, chunked prefill and training.
 
-A query at position p reads keys 0 to p in tiles of 64 at absolute positions, with an online softmax in float32. What a
-query does depends on nothing but itself and those keys, so how many queries stand beside it, and where the keys lie,
-cannot matter.
+A query at position p reads keys 0 to p in tiles of 64 at absolute positions, with an online softmax in float32. Per
+tile: each score is one chain over the width, times the scale; the masses' sum has one fixed tree over the tile's 64
+places; and each output number continues one chain over ascending keys. So a query's bits depend on itself and those
+keys alone: not on the queries beside it, nor on where the keys lie. `backward` is in `attention_backward`.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
-from rlloop.numerics.cpu.jit import kernel, parallel_kernel
+from rlloop.numerics.cpu.jit import kernel, parallel_kernel, take
+from rlloop.numerics.cpu.tiles import add_products, narrow, pack_rows, widen
 from rlloop.numerics.simd import (
     LANES,
     add,
-    broadcast,
+    div,
     exp,
-    fma,
     load,
-    load_part,
     maximum,
     mul,
     reduce_max,
     reduce_sum,
+    select_less,
     splat,
     store,
-    store_part,
     sub,
 )
 
 TILE = 64
-ZERO = np.float32(0)
+ROWS = 128  # queries of a task at most: they share the packing of the keys
 MINUS_INFINITY = np.float32(-np.inf)
+PLACES = np.arange(LANES).astype(np.float32)
 
 
 @kernel
-def _dot(a, i, b, j, width):
-    """Sixteen lanes along the width, then the tree."""
-    lanes = splat(ZERO)
-    whole = width - width % LANES
-    for d in range(0, whole, LANES):
-        lanes = fma(load(a, i + d), load(b, j + d), lanes)
-    if whole < width:
-        lanes = fma(load_part(a, i + whole, width - whole), load_part(b, j + whole, width - whole), lanes)
-    return reduce_sum(lanes)
+def padded(width):
+    return (width + LANES - 1) // LANES * LANES
 
 
 @kernel
-def _slots(block_start, block, sequence_blocks, tile, count, slots):
-    for j in range(count):
-        position = tile + j
-        slots[j] = block_start[sequence_blocks + position // block] + position % block
+def scaled_and_masked(scores, at, scale, count):
+    """Scores of one query and one tile times the scale, −inf from `count` on, in place. Returns the largest."""
+    highest = splat(MINUS_INFINITY)
+    for i in range(0, TILE, LANES):
+        values = mul(load(scores, at + i), splat(scale))
+        if count < i + LANES:
+            values = select_less(load(PLACES, 0), splat(np.float32(count - i)), values, splat(MINUS_INFINITY))
+        store(scores, at + i, values)
+        highest = maximum(highest, values)
+    return reduce_max(highest)
 
 
 @kernel
-def _scores(q, at, k, slots, count, stride, offset, width, scale, scores):
-    """scores[j] = q . k[j] * scale for the tile's first `count` keys, −inf for the rest; returns the largest."""
-    for j in range(count):
-        scores[j] = _dot(q, at, k, slots[j] * stride + offset, width) * scale
-    for j in range(count, TILE):
-        scores[j] = MINUS_INFINITY
-    return reduce_max(maximum(maximum(load(scores, 0), load(scores, 16)), maximum(load(scores, 32), load(scores, 48))))
-
-
-@kernel
-def _masses(scores, top):
-    """scores = exp(scores - top) in place; returns their sum."""
-    total = splat(ZERO)
-    for j in range(0, TILE, LANES):
-        mass = exp(sub(load(scores, j), splat(top)))
-        store(scores, j, mass)
+def _masses(scores, at, top):
+    """exp(scores - top) of one query and one tile, in place. Returns their sum."""
+    total = splat(np.float32(0))
+    for i in range(0, TILE, LANES):
+        mass = exp(sub(load(scores, at + i), splat(top)))
+        store(scores, at + i, mass)
         total = add(total, mass)
     return reduce_sum(total)
 
 
 @kernel
-def _exp(x, line):
-    store(line, 0, exp(splat(x)))
+def _scale(values, at, width, factor):
+    for i in range(at, at + width, LANES):
+        store(values, i, mul(load(values, i), splat(factor)))
+
+
+@kernel
+def _fade(top, highest, line):
+    """exp(top - highest): what sums made so far shrink by when the largest score grows."""
+    store(line, 0, exp(splat(top - highest)))
     return line[0]
 
 
 @kernel
-def _query(
-    q, k, v, block_start, block, blocks_at, position, head, group, heads, groups, width, v_width, scale, row,
-    out, lse, scores, slots, sums, line,
+def _tile(
+    q, k_packed, v_packed, width, wide, v_wide, first, num_rows, counts, scale, scores, tops, totals, sums, line
 ):  # fmt: skip
-    at = (row * heads + head) * width
-    top, total = MINUS_INFINITY, ZERO
-    for tile in range(0, position + 1, TILE):
-        count = min(TILE, position + 1 - tile)
-        _slots(block_start, block, blocks_at, tile, count, slots)
-        highest = max(top, _scores(q, at, k, slots, count, groups * width, group * width, width, scale, scores))
-        fade = _exp(top - highest, line)  # 0 at the first tile, whose sums are 0 already
-        top = highest
-        total = total * fade + _masses(scores, top)
-        for d in range(0, v_width, LANES):
-            lanes = mul(load(sums, d), splat(fade)) if tile else splat(ZERO)
-            left = v_width - d
-            if left >= LANES:
-                for j in range(count):
-                    lanes = fma(splat(scores[j]), load(v, (slots[j] * groups + group) * v_width + d), lanes)
-            else:
-                for j in range(count):
-                    lanes = fma(splat(scores[j]), load_part(v, (slots[j] * groups + group) * v_width + d, left), lanes)
-            store(sums, d, lanes)
-    scale_out = splat(np.float32(1) / total)
-    for d in range(0, v_width, LANES):
-        count = min(LANES, v_width - d)
-        store_part(out, (row * heads + head) * v_width + d, count, mul(load(sums, d), scale_out))
-    lse[row * heads + head] = top + np.float32(np.log(total))
+    """One tile of keys for the queries `first` to num_rows of a task, of which query r sees the first counts[r]."""
+    tiles, count = TILE // LANES, num_rows - first
+    add_products(k_packed, 0, tiles, q, first * wide, wide, 1, count, width, scores, first * TILE, True)
+    for r in range(first, num_rows):
+        highest = max(tops[r], scaled_and_masked(scores, r * TILE, scale, counts[r]))
+        fade = _fade(tops[r], highest, line)
+        tops[r] = highest
+        totals[r] = totals[r] * fade + _masses(scores, r * TILE, highest)
+        if fade != np.float32(1):
+            _scale(sums, r * v_wide, v_wide, fade)
+    r = first
+    while r < num_rows:  # queries that see equally many keys at once
+        end = r + 1
+        while end < num_rows and counts[end] == counts[r]:
+            end += 1
+        tiles, count = v_wide // LANES, end - r
+        add_products(v_packed, 0, tiles, scores, r * TILE, TILE, 1, count, counts[r], sums, r * v_wide, False)
+        r = end
 
 
 @parallel_kernel
 def forward(
-    q, k, v, rows, sequences, positions, block_start, block, blocks, heads, groups, width, v_width, scale, out, lse,
-    parts,
+    counter, q, k, v, query_start, context, block_start, blocks, block_size, first_task, chunk, heads, groups, width,
+    v_width, scale, out, lse,
 ):  # fmt: skip
-    """Query `rows[i]` stands at `positions[i]` of `sequences[i]`. Part p takes queries p, p + parts, ...: even work."""
-    queries = len(rows)
-    for part in prange(parts):
-        scores, slots = np.empty(TILE, np.float32), np.empty(TILE, np.int64)
-        sums, line = np.empty(v_width + LANES, np.float32), np.empty(LANES, np.float32)
-        for item in range(part, queries * groups, parts):
-            i, group = item // groups, item % groups
-            share = heads // groups
-            for head in range(group * share, (group + 1) * share):
-                _query(
-                    q, k, v, block_start, block, sequences[i] * blocks, positions[i], head, group, heads, groups,
-                    width, v_width, scale, rows[i], out, lse, scores, slots, sums, line,
-                )  # fmt: skip
+    """The layout's arrays are flat. Sequence s has the tasks first_task[s] to first_task[s + 1]: one for each `chunk`
+    of its queries (each of a token's heads that share a key-value head counts) and each key-value head."""
+    share, wide, v_wide = heads // groups, padded(width), padded(v_width)
+    queries, sums = np.empty(chunk * wide, np.float32), np.empty(chunk * v_wide, np.float32)
+    scores = np.empty(chunk * TILE, np.float32)
+    k_packed, v_packed = np.empty(wide * TILE, np.float32), np.empty(v_wide * TILE, np.float32)
+    tops, totals = np.empty(chunk, np.float32), np.empty(chunk, np.float32)
+    counts, starts, line = np.empty(chunk, np.int64), np.empty(TILE, np.int64), np.empty(LANES, np.float32)
+    tasks = first_task[-1]
+    task = take(counter)
+    while task < tasks:
+        # Last task first: the later queries of a sequence have more to read.
+        sequence, item = 0, tasks - 1 - task
+        while first_task[sequence + 1] <= item:
+            sequence += 1
+        part, group = (item - first_task[sequence]) // groups, (item - first_task[sequence]) % groups
+        token, offset = query_start[sequence], context[sequence]
+        begin = part * chunk
+        num_rows = min(chunk, (query_start[sequence + 1] - token) * share - begin)
+        for r in range(num_rows):
+            row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
+            widen(q, row * width, width, queries, r * wide)
+            tops[r], totals[r] = MINUS_INFINITY, np.float32(0)
+        for i in range(num_rows * v_wide):
+            sums[i] = np.float32(0)
+        last = offset + (begin + num_rows - 1) // share  # position of the last query
+        for tile in range(0, last + 1, TILE):
+            keys = min(TILE, last + 1 - tile)
+            for j in range(TILE):  # past the last key it stands in: those scores are masked
+                position = tile + min(j, keys - 1)
+                slot = block_start[sequence * blocks + position // block_size] + position % block_size
+                starts[j] = (slot * groups + group) * width
+                if j < keys:
+                    widen(v, (slot * groups + group) * v_width, v_width, v_packed, j * v_wide)
+            for lane in range(0, keys, LANES):
+                pack_rows(k, starts, lane, 0, width, k_packed, lane, TILE)
+            first = max(0, (tile - offset) * share - begin)
+            for r in range(first, num_rows):
+                counts[r] = min(TILE, offset + (begin + r) // share - tile + 1)
+            _tile(
+                queries, k_packed, v_packed, width, wide, v_wide, first, num_rows, counts, scale, scores, tops, totals,
+                sums, line,
+            )  # fmt: skip
+        for r in range(num_rows):
+            row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
+            for i in range(r * v_wide, (r + 1) * v_wide, LANES):
+                store(sums, i, div(load(sums, i), splat(totals[r])))
+            narrow(sums, r * v_wide, v_width, out, row * v_width)
+            lse[row] = tops[r] + np.float32(np.log(totals[r]))
+        task = take(counter)
 
 
-@kernel
-def _turn(rows, first, count, stride, offset, width, columns):
-    """columns[d * TILE + j] = rows[(first + j) * stride + offset + d]; 0 beyond `count`."""
-    for d in range(width):
-        for j in range(count):
-            columns[d * TILE + j] = rows[(first + j) * stride + offset + d]
-        for j in range(count, TILE):
-            columns[d * TILE + j] = ZERO
-
-
-@kernel
-def _turn_back(columns, first, count, stride, offset, width, rows):
-    for j in range(count):
-        for d in range(width):
-            rows[(first + j) * stride + offset + d] = columns[d * TILE + j]
-
-
-@kernel
-def _products(x, at, columns, width, out):
-    """out[j] = x . column j, for the whole tile: two times two chains, so that none waits for another."""
-    for j in range(0, TILE, 2 * LANES):
-        low, high, low_odd, high_odd = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
-        for d in range(0, width - 1, 2):
-            even, odd = broadcast(x, at + d), broadcast(x, at + d + 1)
-            low = fma(even, load(columns, d * TILE + j), low)
-            high = fma(even, load(columns, d * TILE + j + LANES), high)
-            low_odd = fma(odd, load(columns, (d + 1) * TILE + j), low_odd)
-            high_odd = fma(odd, load(columns, (d + 1) * TILE + j + LANES), high_odd)
-        if width % 2:
-            even = broadcast(x, at + width - 1)
-            low = fma(even, load(columns, (width - 1) * TILE + j), low)
-            high = fma(even, load(columns, (width - 1) * TILE + j + LANES), high)
-        store(out, j, add(low, low_odd))
-        store(out, j + LANES, add(high, high_odd))
-
-
-@kernel
-def _spread(factors, seen, x, at, width, columns):
-    """columns[d, j] += x[at + d] * factors[j], for j up to `seen` rounded up to whole lanes."""
-    for j in range(0, seen, LANES):
-        mine = load(factors, j)
-        for d in range(width):
-            store(columns, d * TILE + j, fma(broadcast(x, at + d), mine, load(columns, d * TILE + j)))
-
-
-@kernel
-def _gather(factors, seen, rows, first, stride, offset, width, out, at):
-    """out[at:] += sum of factors[j] * row j."""
-    for d in range(0, width, LANES):
-        part = min(LANES, width - d)
-        total = load_part(out, at + d, part)
-        for j in range(seen):
-            total = fma(broadcast(factors, j), load_part(rows, (first + j) * stride + offset + d, part), total)
-        store_part(out, at + d, part, total)
-
-
-@parallel_kernel
-def backward(
-    q, k, v, out, lse, grad, starts, heads, groups, width, v_width, scale, grad_q, grad_k, grad_v
-):  # fmt: skip
-    """Whole sequences, keys and values contiguous; all arrays float32, the gradients zero at entry.
-
-    A task is one sequence's share of one key-value head: nothing else writes to its rows of the gradients. With p the
-    softmax recomputed from `lse`: dv_j += p_ij do_i, ds_ij = p_ij (do_i . v_j - do_i . o_i), dq_i += ds_ij k_j scale,
-    dk_j += ds_ij q_i scale, over ascending tiles, i, heads and j. Keys and values of a tile are turned, so that lanes
-    run along j and no sum across lanes is needed.
-    """
+def plan(counts: np.ndarray, heads: int, groups: int, threads: int) -> tuple[np.ndarray, int]:
+    """(first_task, chunk) for `forward`, of sequences with so many query tokens."""
     share = heads // groups
-    for task in prange((len(starts) - 1) * groups):
-        sequence, group = task // groups, task % groups
-        begin, end = starts[sequence], starts[sequence + 1]
-        masses, slopes = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-        keys, values = np.empty(width * TILE, np.float32), np.empty(v_width * TILE, np.float32)
-        to_keys, to_values = np.empty(width * TILE, np.float32), np.empty(v_width * TILE, np.float32)
-        stride, offset, v_stride, v_offset = groups * width, group * width, groups * v_width, group * v_width
-        for tile in range(begin, end, TILE):
-            count = min(TILE, end - tile)
-            _turn(k, tile, count, stride, offset, width, keys)
-            _turn(v, tile, count, v_stride, v_offset, v_width, values)
-            to_keys[:], to_values[:] = ZERO, ZERO
-            for i in range(tile, end):
-                seen = min(count, i + 1 - tile)
-                for head in range(group * share, (group + 1) * share):
-                    at, v_at = (i * heads + head) * width, (i * heads + head) * v_width
-                    delta, low = splat(_dot(grad, v_at, out, v_at, v_width)), splat(lse[i * heads + head])
-                    _products(q, at, keys, width, masses)
-                    _products(grad, v_at, values, v_width, slopes)
-                    for j in range(0, seen, LANES):
-                        mass = exp(sub(mul(load(masses, j), splat(scale)), low))
-                        store(masses, j, mass)
-                        store(slopes, j, mul(mul(mass, sub(load(slopes, j), delta)), splat(scale)))
-                    masses[seen:], slopes[seen:] = ZERO, ZERO
-                    _spread(slopes, seen, q, at, width, to_keys)
-                    _spread(masses, seen, grad, v_at, v_width, to_values)
-                    _gather(slopes, seen, k, tile, stride, offset, width, grad_q, at)
-            _turn_back(to_keys, tile, count, stride, offset, width, grad_k)
-            _turn_back(to_values, tile, count, v_stride, v_offset, v_width, grad_v)
+    rows = counts * share
+    chunk = ROWS
+    if threads > 1:  # enough tasks to share out evenly, yet heads stay together unless threads would idle
+        least = share if len(rows) * groups >= threads else 1
+        chunk = min(ROWS, max(least, int(rows.sum()) * groups // (4 * threads)))
+    first_task = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(-(-rows // chunk) * groups, out=first_task[1:])
+    return first_task, chunk

@@ -1,7 +1,7 @@
 """The contracts' operations for CPU tensors, as opaque torch operators with explicit gradients.
 
 Shapes, meaning and signatures are those of `rlloop.numerics.ops.Ops`. Forwards are our kernels, in float32 with one
-rounding to the tensors' type. Backwards need only be the same from run to run, so their matrix products are torch's.
+rounding to the tensors' type; so are the backwards, whose bits depend on no thread either.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.cpu import attention as attention_kernels
+from rlloop.numerics.cpu import attention_backward as attention_backward_kernels
 from rlloop.numerics.cpu import elementwise
 from rlloop.numerics.cpu import linear as linear_kernels
-from rlloop.numerics.cpu.jit import flat
+from rlloop.numerics.cpu.jit import flat, threads_for
 from rlloop.numerics.layout import AttentionLayout
-
-ROWS_IN_LANES = 64  # below so many rows of x, they are the lanes and the weight is broadcast: no weight is repacked
-CHUNK = 96  # rows of a task of the matrix product
-ELEMENTS = 1 << 14  # of a task of an elementwise kernel
 
 _library = torch.library.Library("rlloop", "FRAGMENT")
 
@@ -35,62 +32,57 @@ def _operator(schema: str, cpu: Any, fake: Any, backward: Any = None, setup: Any
     return getattr(torch.ops.rlloop, name).default
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    (rows, width), outputs = x.shape, len(weight)
-    out = torch.empty(rows, outputs, dtype=torch.float32)
-    if rows == 0:
-        return out
-    source, matrix = flat(x.contiguous()), flat(weight.contiguous())
-    if rows >= ROWS_IN_LANES:
-        linear_kernels.product(matrix, outputs, _wide(source), rows, width, flat(out), 1, outputs, CHUNK)
-    else:
-        linear_kernels.product(source, rows, matrix, outputs, width, flat(out), outputs, 1, CHUNK)
+def _product_cpu(
+    rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """Each row of `rows` times each row of `lanes`, or their columns where not by row. [M, K], [N, K] -> [M, N]."""
+    (num_rows, width), columns = rows.shape if by_row else rows.T.shape, lanes.shape[0 if lanes_by_row else 1]
+    if rows.numel() == 0:
+        return torch.zeros(num_rows, columns, dtype=dtype)
+    out, matrix = torch.empty(num_rows, columns, dtype=dtype), flat(lanes.contiguous())
+    threads = threads_for(num_rows * columns * width)
+    linear_kernels.product(
+        threads, matrix, lanes_by_row, flat(rows.float().contiguous()), by_row, matrix if bias is None else flat(bias),
+        bias is not None, flat(out), num_rows, columns, width, *linear_kernels.plan(num_rows, columns, threads, by_row),
+    )  # fmt: skip
     return out
 
 
-def _wide(array: np.ndarray) -> np.ndarray:
-    """Float32: each row is broadcast many times, and widened once."""
-    if array.dtype == np.float32:
-        return array
-    wide = np.empty(len(array), np.float32)
-    linear_kernels.widen(array, wide, ELEMENTS)
-    return wide
-
-
-def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = _product(x, weight)
-    if bias is not None:
-        out += bias
-    return out.to(x.dtype)
+_product = _operator(
+    "product(Tensor rows, bool by_row, Tensor lanes, bool lanes_by_row, ScalarType dtype) -> Tensor",
+    _product_cpu,
+    lambda rows, by_row, lanes, lanes_by_row, dtype: rows.new_empty(
+        rows.shape[0 if by_row else 1], lanes.shape[0 if lanes_by_row else 1], dtype=dtype
+    ),
+)
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, *bias = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.has_bias = bool(bias) and bias[0] is not None
+    ctx.save_for_backward(*inputs[:2])
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    wide = grad.float()
-    grad_x = (wide @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
-    grad_weight = (wide.t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
-    grad_bias = wide.sum(0).to(weight.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
-    return grad_x, grad_weight, grad_bias
+    (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
+    grad_x = _product(grad, True, weight, False, x.dtype) if needs[0] else None
+    grad_weight = _product(grad, False, x, False, weight.dtype) if needs[1] else None
+    if len(needs) == 2:
+        return grad_x, grad_weight
+    ones = torch.ones(1, len(grad), device=grad.device)
+    return grad_x, grad_weight, _product(ones, True, grad, False, weight.dtype)[0] if needs[2] else None
 
 
 _linear = _operator(
     "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    _linear_cpu,
+    lambda x, weight, bias: _product_cpu(x, True, weight, True, x.dtype, bias),
     lambda x, weight, bias: x.new_empty(len(x), len(weight)),
     _linear_backward,
     _linear_setup,
 )
 _linear_float32 = _operator(
     "linear_float32(Tensor x, Tensor weight) -> Tensor",
-    _product,
+    lambda x, weight: _product_cpu(x, True, weight, True, torch.float32),
     lambda x, weight: x.new_empty(len(x), len(weight), dtype=torch.float32),
-    lambda ctx, grad: _linear_backward(ctx, grad)[:2],
+    _linear_backward,
     _linear_setup,
 )
 
@@ -105,43 +97,59 @@ def linear_out_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, x + residual, 1 / rms of each row); the second is empty where there is no residual."""
     width, x = x.shape[-1], x.contiguous()
-    rows = x.numel() // width
-    stream, out = torch.empty_like(x), torch.empty_like(x)
-    scales = torch.empty(rows, dtype=torch.float32)
-    added, read = (x, x) if residual is None else (residual.contiguous(), stream)
+    out, scales = torch.empty_like(x), torch.empty(x.numel() // width, dtype=torch.float32)
+    stream = x.new_empty(0) if residual is None else torch.empty_like(x)
+    added, made = (x, x) if residual is None else (residual.contiguous(), stream)
     elementwise.rms_norm(
-        flat(x), flat(added), flat(weight), np.float32(eps), residual is not None, flat(read), flat(out), flat(scales),
-        width, max(1, ELEMENTS // width),
+        threads_for(4 * x.numel()), flat(x), flat(added), flat(weight), np.float32(eps), residual is not None,
+        flat(made), flat(out), flat(scales), width,
     )  # fmt: skip
-    return out, stream if residual is not None else x.clone(), scales
+    return out, stream, scales
 
 
 def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, weight, _, residual = inputs
+    x, weight, _, residual = inputs
     _, stream, scales = output
-    ctx.save_for_backward(stream, weight, scales)
     ctx.has_residual = residual is not None
-    ctx.mark_non_differentiable(scales)
+    ctx.save_for_backward(stream if ctx.has_residual else x, weight, scales)
+    ctx.set_materialize_grads(False)
 
 
-def _rms_norm_backward(ctx: Any, grad_out: Tensor, grad_stream: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _rms_norm_backward(ctx: Any, grad: Tensor | None, grad_stream: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     stream, weight, scales = ctx.saved_tensors
-    scale = scales.view(*stream.shape[:-1], 1)
-    normed = stream.float() * scale
-    wide = grad_out.float()
-    grad_weight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-    inner = wide * weight.float()
-    grad = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
-    grad = (grad + grad_stream.float()).to(stream.dtype)
-    return grad, grad_weight, None, grad if ctx.has_residual else None
+    if grad is None:
+        return grad_stream, None, None, grad_stream
+    grad_x, grad_weight = _rms_norm_gradients(stream, weight, scales, grad, grad_stream)
+    return grad_x, grad_weight, None, grad_x if ctx.has_residual else None
 
 
+def _rms_norm_gradients_cpu(
+    stream: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, grad_stream: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    width, stream, grad = stream.shape[-1], stream.contiguous(), grad.contiguous()
+    grad_x, parts = torch.empty_like(stream), np.empty((-(-len(scales) // elementwise.ROWS), width), np.float32)
+    elementwise.rms_norm_backward(
+        threads_for(8 * stream.numel()), flat(stream), flat(weight), flat(scales), flat(grad),
+        flat(grad if grad_stream is None else grad_stream.contiguous()), grad_stream is not None, flat(grad_x),
+        parts.reshape(-1), width,
+    )  # fmt: skip
+    return grad_x, torch.from_numpy(np.add.reduce(parts, axis=0)).to(weight.dtype)
+
+
+_rms_norm_gradients = _operator(
+    "rms_norm_backward(Tensor stream, Tensor weight, Tensor scales, Tensor grad, Tensor? grad_stream)"
+    " -> (Tensor, Tensor)",
+    _rms_norm_gradients_cpu,
+    lambda stream, weight, scales, grad, grad_stream: (torch.empty_like(stream), torch.empty_like(weight)),
+)
 _rms_norm = _operator(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor, Tensor)",
     _rms_norm_cpu,
     lambda x, weight, eps, residual: (
-        torch.empty_like(x), torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+        torch.empty_like(x), x.new_empty(0 if residual is None else x.shape),
+        x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32),
     ),
     _rms_norm_backward,
     _rms_norm_setup,
@@ -150,20 +158,21 @@ _rms_norm = _operator(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     out, stream, _ = _rms_norm(x, weight, eps, residual)
-    return out, stream
+    return out, x if residual is None else stream
 
 
 def _silu_mul_cpu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    elementwise.silu_mul(flat(gate), flat(up), flat(out), ELEMENTS)
+    elementwise.silu_mul(threads_for(32 * out.numel()), flat(gate), flat(up), flat(out))
     return out
 
 
 def _silu_mul_backward_cpu(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    elementwise.silu_mul_backward(flat(gate), flat(up), flat(grad), flat(grad_gate), flat(grad_up), ELEMENTS)
+    threads = threads_for(32 * gate.numel())
+    elementwise.silu_mul_backward(threads, flat(gate), flat(up), flat(grad), flat(grad_gate), flat(grad_up))
     return grad_gate, grad_up
 
 
@@ -190,8 +199,8 @@ def _rope_cpu(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, sign: floa
     out = torch.empty_like(x)
     _, heads, width = x.shape
     elementwise.rope(
-        flat(x), flat(positions), flat(cos), flat(sin), np.float32(sign), flat(out), heads, width // 2,
-        max(1, ELEMENTS // (heads * width)),
+        threads_for(4 * x.numel()), flat(x), flat(positions.contiguous()), flat(cos), flat(sin), np.float32(sign),
+        flat(out), heads, width // 2,
     )  # fmt: skip
     return out
 
@@ -219,57 +228,63 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attention_cpu(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, sequences: Tensor, positions: Tensor, block_start: Tensor,
-    block_size: int, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor, block_size: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    tokens, heads, width = q.shape
-    _, groups, v_width = v.shape
+    """(out, log-sum-exp of the scaled scores [T, H] float32)."""
+    (tokens, heads, width), (_, groups, v_width) = q.shape, v.shape
     out, lse = q.new_empty(tokens, heads, v_width), torch.empty(tokens, heads, dtype=torch.float32)
-    rows = np.arange(tokens)
+    starts, contexts = flat(query_start), flat(context)
+    counts = np.diff(starts)
+    pairs = int((counts * (contexts + counts)).sum()) * heads  # of a query and a key, about
+    threads = threads_for(pairs * (width + v_width))
     attention_kernels.forward(
-        flat(q.contiguous()), flat(k.contiguous()), flat(v.contiguous()), rows, flat(sequences), flat(positions),
-        flat(block_start.contiguous()), block_size, block_start.shape[1], heads, groups, width, v_width,
-        np.float32(scale), flat(out), flat(lse), min(64, tokens * groups),
+        threads, flat(q.contiguous()), flat(k.contiguous()), flat(v.contiguous()), starts, contexts,
+        flat(block_start.contiguous()), block_start.shape[1], block_size,
+        *attention_kernels.plan(counts, heads, groups, threads), heads, groups, width, v_width, np.float32(scale),
+        flat(out), flat(lse),
     )  # fmt: skip
     return out, lse
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, starts, _, _, _, _, ctx.scale = inputs
+    q, k, v, query_start, _, _, _, ctx.scale = inputs
     out, lse = output
-    ctx.save_for_backward(q, k, v, starts, out, lse)
+    ctx.save_for_backward(q, k, v, query_start, out, lse)
     ctx.mark_non_differentiable(lse)
 
 
-def _attention_backward_cpu(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float
+def _attention_gradients_cpu(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = [tensor.float().contiguous() for tensor in (q, k, v, out, lse, grad)]
-    gradients = [torch.zeros_like(tensor) for tensor in wide[:3]]
-    attention_kernels.backward(
-        *map(flat, wide), flat(starts), q.shape[1], k.shape[1], q.shape[2], v.shape[2], np.float32(scale),
-        *map(flat, gradients),
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    gradients, starts = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), flat(query_start)
+    (_, heads, width), (_, groups, v_width) = q.shape, v.shape
+    pairs = int((np.diff(starts) ** 2).sum()) * heads
+    attention_backward_kernels.backward(
+        threads_for(pairs * (width + v_width)), *map(flat, (q, k, v, out, lse, grad.contiguous())), starts, heads,
+        groups, width, v_width, np.float32(scale), *map(flat, gradients),
     )  # fmt: skip
-    return gradients[0].to(q.dtype), gradients[1].to(k.dtype), gradients[2].to(v.dtype)
+    return gradients
 
 
 _attention_gradients = _operator(
-    "attention_backward(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor out, Tensor lse, Tensor grad, float scale)"
-    " -> (Tensor, Tensor, Tensor)",
-    _attention_backward_cpu,
-    lambda q, k, v, starts, out, lse, grad, scale: tuple(map(torch.empty_like, (q, k, v))),
+    "attention_backward(Tensor q, Tensor k, Tensor v, Tensor query_start, Tensor out, Tensor lse, Tensor grad,"
+    " float scale) -> (Tensor, Tensor, Tensor)",
+    _attention_gradients_cpu,
+    lambda q, k, v, query_start, out, lse, grad, scale: tuple(map(torch.empty_like, (q, k, v))),
 )
 
 
 def _attention_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *_attention_gradients(*ctx.saved_tensors, grad, ctx.scale), None, None, None, None, None, None
+    return *_attention_gradients(*ctx.saved_tensors, grad, ctx.scale), None, None, None, None, None
 
 
 _attention = _operator(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor sequences, Tensor positions, Tensor block_start,"
-    " int block_size, float scale) -> (Tensor, Tensor)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor query_start, Tensor context, Tensor block_start, int block_size,"
+    " float scale) -> (Tensor, Tensor)",
     _attention_cpu,
-    lambda q, k, v, starts, sequences, positions, block_start, block_size, scale: (
+    lambda q, k, v, query_start, context, block_start, block_size, scale: (
         q.new_empty(len(q), q.shape[1], v.shape[2]), q.new_empty(len(q), q.shape[1], dtype=torch.float32)
     ),
     _attention_backward,
@@ -280,6 +295,4 @@ _attention = _operator(
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
     if not layout.contiguous and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("attention over a paged cache has no gradient; train with AttentionLayout.of_sequences")
-    return _attention(
-        q, k, v, layout.query_start, layout.sequences, layout.positions, layout.block_start, layout.block_size, scale
-    )[0]
+    return _attention(q, k, v, layout.query_start, layout.context, layout.block_start, layout.block_size, scale)[0]

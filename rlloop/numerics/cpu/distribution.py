@@ -14,9 +14,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import prange
 
-from rlloop.numerics.cpu.jit import kernel, parallel_kernel
+from rlloop.numerics.cpu.jit import kernel, parallel_kernel, take
 from rlloop.numerics.random import SAMPLING, uniform_kernel
 from rlloop.numerics.simd import (
     EXP_LOW,
@@ -255,65 +254,68 @@ def greedy(row, z, warps):
 
 
 @parallel_kernel
-def score_rows(parts, logits, targets, warps, logprobs, entropies):
+def score_rows(counter, logits, targets, warps, logprobs, entropies):
     """logits [T, V], targets [T] -> logprob of each target and entropy of its distribution, [T] each."""
-    count = logits.shape[0]
-    for part in prange(parts):
-        scratch = scratch_for(logits.shape[1])
-        z, e = scratch[0], scratch[1]
-        for row in range(part * count // parts, (part + 1) * count // parts):
-            warp, banned = warp_of(row, warps)
-            m, total = warp_row(logits[row], warp, banned, scratch)
-            log_total = log(total)
-            logprobs[row] = (z[targets[row]] - m) - log_total
-            entropies[row] = log_total - weighted_sum(e, z, m) / total
+    scratch = scratch_for(logits.shape[1])
+    z, e = scratch[0], scratch[1]
+    while True:
+        row = take(counter)
+        if row >= len(logits):
+            break
+        warp, banned = warp_of(row, warps)
+        m, total = warp_row(logits[row], warp, banned, scratch)
+        log_total = log(total)
+        logprobs[row] = (z[targets[row]] - m) - log_total
+        entropies[row] = log_total - weighted_sum(e, z, m) / total
 
 
 @parallel_kernel
-def score_rows_backward(parts, logits, targets, warps, entropies, grad_logprobs, grad_entropies):
+def score_rows_backward(counter, logits, targets, warps, entropies, grad_logprobs, grad_entropies):
     """Turn logits, in place, into the gradient that the two outputs of `score_rows` send to them."""
-    count = logits.shape[0]
-    for part in prange(parts):
-        scratch = scratch_for(logits.shape[1])
-        z, e = scratch[0], scratch[1]
-        for row in range(part * count // parts, (part + 1) * count // parts):
-            warp, banned = warp_of(row, warps)
-            m, total = warp_row(logits[row], warp, banned, scratch)
-            log_total, target = log(total), targets[row]
-            by_logprob = grad_logprobs[row] if z[target] > -INFINITY else np.float32(0)
-            by_entropy, entropy = grad_entropies[row], entropies[row]
-            for i in range(logits.shape[1]):
-                logp = (z[i] - m) - log_total
-                p = e[i] / total
-                gradient = -p * (by_logprob + by_entropy * (logp + entropy))
-                logits[row, i] = gradient / warp[0] if e[i] > 0 else np.float32(0)
-            logits[row, target] += by_logprob / warp[0]
-            if total != total:
-                logits[row] = total
+    scratch = scratch_for(logits.shape[1])
+    z, e = scratch[0], scratch[1]
+    while True:
+        row = take(counter)
+        if row >= len(logits):
+            break
+        warp, banned = warp_of(row, warps)
+        m, total = warp_row(logits[row], warp, banned, scratch)
+        log_total, target = log(total), targets[row]
+        by_logprob = grad_logprobs[row] if z[target] > -INFINITY else np.float32(0)
+        by_entropy, entropy = grad_entropies[row], entropies[row]
+        for i in range(logits.shape[1]):
+            logp = (z[i] - m) - log_total
+            p = e[i] / total
+            gradient = -p * (by_logprob + by_entropy * (logp + entropy))
+            logits[row, i] = gradient / warp[0] if e[i] > 0 else np.float32(0)
+        logits[row, target] += by_logprob / warp[0]
+        if total != total:
+            logits[row] = total
 
 
 @parallel_kernel
-def sample_rows(parts, logits, warps, seeds, positions, ids, logprobs, raw_logprobs):
+def sample_rows(counter, logits, warps, seeds, positions, ids, logprobs, raw_logprobs):
     """Draw one token a row; id −1 where a row holds no distribution."""
-    count = logits.shape[0]
-    for part in prange(parts):
-        scratch = scratch_for(logits.shape[1])
-        z, e, lanes, blocks = scratch[0], scratch[1], scratch[4], scratch[5]
-        for row in range(part * count // parts, (part + 1) * count // parts):
-            warp, banned = warp_of(row, warps)
-            m, total = warp_row(logits[row], warp, banned, scratch)
-            if total != total:
-                ids[row] = -1
-                continue
-            if warps[0][row, 0] == 0:
-                token = greedy(row, z, warps)
-            else:
-                token = draw(e, uniform_kernel(seeds[row], positions[row], SAMPLING), lanes, blocks)
-            ids[row] = token
-            if token < 0:
-                continue
-            logprobs[row] = (z[token] - m) - log(total)
-            raw_logprobs[row] = logprobs[row]
-            if warp != PLAIN or banned.size > 0:
-                m, total = warp_row(logits[row], PLAIN, banned[:0], scratch)
-                raw_logprobs[row] = (z[token] - m) - log(total)
+    scratch = scratch_for(logits.shape[1])
+    z, e, lanes, blocks = scratch[0], scratch[1], scratch[4], scratch[5]
+    while True:
+        row = take(counter)
+        if row >= len(logits):
+            break
+        warp, banned = warp_of(row, warps)
+        m, total = warp_row(logits[row], warp, banned, scratch)
+        if total != total:
+            ids[row] = -1
+            continue
+        if warps[0][row, 0] == 0:
+            token = greedy(row, z, warps)
+        else:
+            token = draw(e, uniform_kernel(seeds[row], positions[row], SAMPLING), lanes, blocks)
+        ids[row] = token
+        if token < 0:
+            continue
+        logprobs[row] = (z[token] - m) - log(total)
+        raw_logprobs[row] = logprobs[row]
+        if warp != PLAIN or banned.size > 0:
+            m, total = warp_row(logits[row], PLAIN, banned[:0], scratch)
+            raw_logprobs[row] = (z[token] - m) - log(total)

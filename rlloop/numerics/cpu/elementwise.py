@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
-from rlloop.numerics.cpu.jit import inlined, kernel, parallel_kernel
+from rlloop.numerics.cpu.jit import kernel, parallel_kernel, take
 from rlloop.numerics.simd import (
     LANES,
     add,
@@ -17,106 +16,129 @@ from rlloop.numerics.simd import (
     mul,
     reduce_sum,
     splat,
+    store,
     store_part,
     sub,
 )
 
 BLOCK = 1024  # of a sum of squares
+ROWS = 64  # of a task of the norm; the gradient of its weight adds up such blocks, in order
+NUMBERS = 1 << 14  # of a task of the others
 ZERO, ONE = np.float32(0), np.float32(1)
 
 
 @kernel
-def _sum_of_squares(x, begin, width):
-    """Blocks of 1024, each in sixteen lanes and one tree, added in order."""
+def _get(source, at, count):
+    return load(source, at) if count >= LANES else load_part(source, at, count)
+
+
+@kernel
+def _put(target, at, count, vector):
+    if count >= LANES:
+        store(target, at, vector)
+    else:
+        store_part(target, at, count, vector)
+
+
+@kernel
+def _mean_square(x, at, width):
+    """Blocks of 1024, each in sixteen lanes and one tree, added in order; over the width."""
     total = ZERO
     for block in range(0, width, BLOCK):
         lanes = splat(ZERO)
         for i in range(block, min(width, block + BLOCK), LANES):
-            part = load_part(x, begin + i, width - i) if width - i < LANES else load(x, begin + i)
+            part = _get(x, at + i, width - i)
             lanes = fma(part, part, lanes)
         total += reduce_sum(lanes)
-    return total
-
-
-@inlined
-def _norm_part(stream, weight, out, at, i, count, scale):
-    x = load_part(stream, at + i, count)
-    store_part(out, at + i, count, mul(mul(x, splat(scale)), load_part(weight, i, count)))
+    return total / np.float32(width)
 
 
 @parallel_kernel
-def rms_norm(x, residual, weight, eps, has_residual, stream, out, scales, width, chunk):
-    """stream = x + residual, rounded to what it holds; out = stream * scale * weight, with scale = 1 / rms(stream)."""
-    rows = len(scales)
-    for part in prange((rows + chunk - 1) // chunk):
-        for row in range(part * chunk, min(rows, (part + 1) * chunk)):
+def rms_norm(counter, x, residual, weight, eps, has_residual, stream, out, scales, width):
+    """stream = x + residual, rounded to what it holds (stream is x where there is no residual);
+    out = stream * scale * weight, with scale = 1 / rms(stream)."""
+    begin = take(counter) * ROWS
+    while begin < len(scales):
+        for row in range(begin, min(len(scales), begin + ROWS)):
             at = row * width
             if has_residual:
                 for i in range(0, width, LANES):
-                    count = min(LANES, width - i)
-                    store_part(
-                        stream, at + i, count, add(load_part(x, at + i, count), load_part(residual, at + i, count))
-                    )
-            scale = ONE / np.sqrt(_sum_of_squares(stream, at, width) / np.float32(width) + eps)
+                    _put(stream, at + i, width - i, add(_get(x, at + i, width - i), _get(residual, at + i, width - i)))
+            scale = ONE / np.sqrt(_mean_square(stream, at, width) + eps)
             scales[row] = scale
             for i in range(0, width, LANES):
-                _norm_part(stream, weight, out, at, i, min(LANES, width - i), scale)
-
-
-@kernel
-def _dot_part(a, b, i, j, width):
-    lanes = splat(ZERO)
-    for k in range(0, width, LANES):
-        count = min(LANES, width - k)
-        lanes = fma(load_part(a, i + k, count), load_part(b, j + k, count), lanes)
-    return reduce_sum(lanes)
-
-
-@inlined
-def _silu(x):
-    """x / (1 + e ** -x)."""
-    return div(x, add(splat(ONE), exp(sub(splat(ZERO), x))))
+                normed = mul(_get(stream, at + i, width - i), splat(scale))
+                _put(out, at + i, width - i, mul(normed, _get(weight, i, width - i)))
+        begin = take(counter) * ROWS
 
 
 @parallel_kernel
-def silu_mul(gate, up, out, chunk):
-    size = len(gate)
-    for part in prange((size + chunk - 1) // chunk):
-        end = min(size, (part + 1) * chunk)
-        for i in range(part * chunk, end, LANES):
-            count = min(LANES, end - i)
-            store_part(out, i, count, mul(_silu(load_part(gate, i, count)), load_part(up, i, count)))
+def rms_norm_backward(
+    counter, stream, weight, scales, grad, grad_stream, has_grad_stream, grad_x, weight_parts, width
+):  # fmt: skip
+    """grad_x = scale (g - n mean(g n)) + grad_stream, with n the normed stream and g = grad * weight;
+    weight_parts [blocks, width] = the sum of grad * n over each block of ROWS rows."""
+    part = take(counter)
+    while part * ROWS < len(scales):
+        sums = part * width
+        weight_parts[sums : sums + width] = ZERO
+        for row in range(part * ROWS, min(len(scales), (part + 1) * ROWS)):
+            at, scale, lanes = row * width, splat(scales[row]), splat(ZERO)
+            for i in range(0, width, LANES):
+                left = width - i
+                normed, slope = mul(_get(stream, at + i, left), scale), _get(grad, at + i, left)
+                lanes = fma(mul(slope, _get(weight, i, left)), normed, lanes)
+                _put(weight_parts, sums + i, left, fma(slope, normed, _get(weight_parts, sums + i, left)))
+            mean = splat(-reduce_sum(lanes) / np.float32(width))
+            for i in range(0, width, LANES):
+                left = width - i
+                normed = mul(_get(stream, at + i, left), scale)
+                slope = mul(_get(grad, at + i, left), _get(weight, i, left))
+                total = mul(fma(normed, mean, slope), scale)
+                if has_grad_stream:
+                    total = add(total, _get(grad_stream, at + i, left))
+                _put(grad_x, at + i, left, total)
+        part = take(counter)
 
 
 @parallel_kernel
-def silu_mul_backward(gate, up, grad, grad_gate, grad_up, chunk):
-    """With s = sigmoid(gate): d silu = s (1 + gate (1 - s))."""
-    size = len(gate)
-    for part in prange((size + chunk - 1) // chunk):
-        end = min(size, (part + 1) * chunk)
-        for i in range(part * chunk, end, LANES):
-            count = min(LANES, end - i)
-            g, u, d = load_part(gate, i, count), load_part(up, i, count), load_part(grad, i, count)
-            one = splat(ONE)
-            sigmoid = div(one, add(one, exp(sub(splat(ZERO), g))))
-            slope = mul(sigmoid, fma(g, sub(one, sigmoid), one))
-            store_part(grad_gate, i, count, mul(mul(d, u), slope))
-            store_part(grad_up, i, count, mul(d, mul(g, sigmoid)))
+def silu_mul(counter, gate, up, out):
+    begin = take(counter) * NUMBERS
+    while begin < len(gate):
+        end = min(len(gate), begin + NUMBERS)
+        for i in range(begin, end, LANES):
+            x = _get(gate, i, end - i)
+            silu = div(x, add(splat(ONE), exp(sub(splat(ZERO), x))))
+            _put(out, i, end - i, mul(silu, _get(up, i, end - i)))
+        begin = take(counter) * NUMBERS
 
 
 @parallel_kernel
-def rope(x, positions, cos, sin, sign, out, heads, half, chunk):
+def silu_mul_backward(counter, gate, up, grad, grad_gate, grad_up):
+    """With s = sigmoid(gate), the slope of silu is s (1 + gate (1 - s))."""
+    begin = take(counter) * NUMBERS
+    while begin < len(gate):
+        end = min(len(gate), begin + NUMBERS)
+        for i in range(begin, end, LANES):
+            x, y, slope = _get(gate, i, end - i), _get(up, i, end - i), _get(grad, i, end - i)
+            sigmoid = div(splat(ONE), add(splat(ONE), exp(sub(splat(ZERO), x))))
+            silu_slope = mul(sigmoid, fma(x, sub(splat(ONE), sigmoid), splat(ONE)))
+            _put(grad_gate, i, end - i, mul(mul(slope, y), silu_slope))
+            _put(grad_up, i, end - i, mul(slope, mul(x, sigmoid)))
+        begin = take(counter) * NUMBERS
+
+
+@parallel_kernel
+def rope(counter, x, positions, cos, sin, sign, out, heads, half):
     """Each pair (x[i], x[i + half]) turned by its position's angle; `sign` -1 turns back."""
-    rows = len(positions)
-    for part in prange((rows + chunk - 1) // chunk):
-        for row in range(part * chunk, min(rows, (part + 1) * chunk)):
-            table = positions[row] * half
-            for head in range(heads):
-                at = (row * heads + head) * 2 * half
-                for i in range(0, half, LANES):
-                    count = min(LANES, half - i)
-                    c = load_part(cos, table + i, count)
-                    s = mul(load_part(sin, table + i, count), splat(sign))
-                    low, high = load_part(x, at + i, count), load_part(x, at + half + i, count)
-                    store_part(out, at + i, count, sub(mul(low, c), mul(high, s)))
-                    store_part(out, at + half + i, count, add(mul(high, c), mul(low, s)))
+    row = take(counter)
+    while row < len(positions):
+        table = positions[row] * half
+        for i in range(0, half, LANES):
+            left = half - i
+            c, s = _get(cos, table + i, left), mul(_get(sin, table + i, left), splat(sign))
+            for low_at in range(row * heads * 2 * half + i, (row + 1) * heads * 2 * half, 2 * half):
+                low, high = _get(x, low_at, left), _get(x, low_at + half, left)
+                _put(out, low_at, left, sub(mul(low, c), mul(high, s)))
+                _put(out, low_at + half, left, add(mul(high, c), mul(low, s)))
+        row = take(counter)

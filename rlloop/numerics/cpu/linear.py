@@ -1,146 +1,77 @@
-"""The matrix product: each output is one chain of fused multiply-adds over ascending K.
+"""The matrix product: each output is one chain of fused multiply-adds over ascending k, then the bias, one rounding.
 
-Nothing else can change a bit, so the shape decides how the work is cut: one operand is laid into lanes (sixteen of its
-rows side by side), the other's rows are broadcast against them, and a result is the same number either way round.
+Nothing else can change a bit, so the work is cut as suits the caches: sixteen outputs of a row lie in the lanes.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
-from rlloop.numerics.cpu.jit import inlined, kernel, parallel_kernel
-from rlloop.numerics.simd import LANES, broadcast, fma, load, splat, store
+from rlloop.numerics.cpu.jit import kernel, parallel_kernel, take
+from rlloop.numerics.cpu.tiles import MAIN, add_products, pack_columns, pack_rows
+from rlloop.numerics.simd import LANES, add, load, load_part, store, store_part
 
-ZERO = np.float32(0)
+PACKED = 256 * LANES  # numbers packed at a time, so that they stay in the nearest cache; sums wait there in float32
+FEW_ROWS = 3
 
 
 @kernel
-def _pack(source, packed, tile, rows, width):
-    """packed[tile, k, lane] = source[16 * tile + lane, k] in float32, +0 in lanes past the last row."""
-    base, first = tile * width * LANES, tile * LANES
-    count = min(LANES, rows - first)
-    line = np.empty(LANES, np.float32)
-    for start in range(0, width, LANES):
-        stop = min(width, start + LANES)
-        for lane in range(LANES):
-            if lane >= count:
-                for k in range(start, stop):
-                    packed[base + k * LANES + lane] = ZERO
-            elif stop - start == LANES:
-                store(line, 0, load(source, (first + lane) * width + start))
-                for k in range(LANES):
-                    packed[base + (start + k) * LANES + lane] = line[k]
+def _finish(sums, tiles, num_rows, bias, has_bias, out, at, column, columns):
+    """Rounds sums [num_rows, 16 * tiles] into out[:, column:], whose rows are `columns` long."""
+    for row in range(num_rows):
+        for n in range(column, min(columns, column + tiles * LANES), LANES):
+            total, count = load(sums, row * tiles * LANES + n - column), columns - n
+            if count >= LANES:
+                store(out, at + row * columns + n, add(total, load(bias, n)) if has_bias else total)
             else:
-                for k in range(start, stop):
-                    store(line, 0, broadcast(source, (first + lane) * width + k))
-                    packed[base + k * LANES + lane] = line[0]
-
-
-@inlined
-def _chains6(packed, base, rows, at, width, out):
-    zero = splat(ZERO)
-    a, b, c, d, e, f = zero, zero, zero, zero, zero, zero
-    for k in range(width):
-        x, i = load(packed, base + k * LANES), at + k
-        a = fma(broadcast(rows, i), x, a)
-        b = fma(broadcast(rows, i + width), x, b)
-        c = fma(broadcast(rows, i + 2 * width), x, c)
-        d = fma(broadcast(rows, i + 3 * width), x, d)
-        e = fma(broadcast(rows, i + 4 * width), x, e)
-        f = fma(broadcast(rows, i + 5 * width), x, f)
-    store(out, 0, a)
-    store(out, 16, b)
-    store(out, 32, c)
-    store(out, 48, d)
-    store(out, 64, e)
-    store(out, 80, f)
-
-
-@inlined
-def _chains4(packed, base, rows, at, width, out):
-    zero = splat(ZERO)
-    a, b, c, d = zero, zero, zero, zero
-    for k in range(width):
-        x, i = load(packed, base + k * LANES), at + k
-        a = fma(broadcast(rows, i), x, a)
-        b = fma(broadcast(rows, i + width), x, b)
-        c = fma(broadcast(rows, i + 2 * width), x, c)
-        d = fma(broadcast(rows, i + 3 * width), x, d)
-    store(out, 0, a)
-    store(out, 16, b)
-    store(out, 32, c)
-    store(out, 48, d)
-
-
-@inlined
-def _chain(packed, base, rows, at, width, out):
-    a = splat(ZERO)
-    for k in range(width):
-        a = fma(broadcast(rows, at + k), load(packed, base + k * LANES), a)
-    store(out, 0, a)
-
-
-@kernel
-def _strip(packed, base, rows, width, row, end, out, lane_stride, row_stride, first, count, sums):
-    """Rows `row` to `end` against one tile: out[lane, row] for its first `count` lanes."""
-    while row < end:
-        left = end - row
-        if left >= 6 and left != 8:  # 8 is twice 4
-            done = 6
-            _chains6(packed, base, rows, row * width, width, sums)
-        elif left >= 4:
-            done = 4
-            _chains4(packed, base, rows, row * width, width, sums)
-        else:
-            done = 1
-            _chain(packed, base, rows, row * width, width, sums)
-        if lane_stride == 1 and count == LANES:
-            for i in range(done):
-                store(out, (row + i) * row_stride + first, load(sums, i * LANES))
-        else:
-            for lane in range(count):
-                at = (first + lane) * lane_stride + row * row_stride
-                for i in range(done):
-                    out[at + i * row_stride] = sums[i * LANES + lane]
-        row += done
-
-
-@kernel
-def _widen(source, target, begin, end):
-    at = begin
-    line = np.empty(LANES, np.float32)
-    while at + LANES <= end:
-        store(target, at, load(source, at))
-        at += LANES
-    while at < end:
-        store(line, 0, broadcast(source, at))
-        target[at] = line[0]
-        at += 1
+                total = add(total, load_part(bias, n, count)) if has_bias else total
+                store_part(out, at + row * columns + n, count, total)
 
 
 @parallel_kernel
-def product(lanes, num_lanes, rows, num_rows, width, out, lane_stride, row_stride, chunk):
-    """out[lane * lane_stride + row * row_stride] = sum over k of lanes[lane, k] * rows[row, k], in float32.
+def product(
+    counter, lanes, by_row, rows, rows_by_row, bias, has_bias, out, num_rows, columns, width, tiles, chunk
+):  # fmt: skip
+    """out[m, n] = sum over k of R[m, k] * L[n, k], plus bias[n]: num_rows x columns sums of `width` terms each.
 
-    `lanes` and `rows` are flat, of any float kind that `simd` reads; a task is `chunk` rows against sixteen lanes.
+    L is `lanes` [columns, width] if by_row, else the transpose of `lanes` [width, columns]; so is R of `rows`, which is
+    float32. The others are of any float kind. A task makes `chunk` rows of 16 * tiles columns.
     """
-    tiles, parts = (num_lanes + LANES - 1) // LANES, (num_rows + chunk - 1) // chunk
-    packed = np.empty(tiles * width * LANES, np.float32)
-    for tile in prange(tiles):
-        _pack(lanes, packed, tile, num_lanes, width)
-    for job in prange(tiles * parts):
-        tile, part = job // parts, job % parts
-        sums = np.empty(6 * LANES, np.float32)
-        _strip(
-            packed, tile * width * LANES, rows, width, part * chunk, min(num_rows, (part + 1) * chunk),
-            out, lane_stride, row_stride, tile * LANES, min(LANES, num_lanes - tile * LANES), sums,
-        )  # fmt: skip
+    strips, parts = (columns + tiles * LANES - 1) // (tiles * LANES), (num_rows + chunk - 1) // chunk
+    depth = PACKED // (tiles * LANES)
+    packed = np.empty(PACKED, np.float32)
+    panel = np.empty(0 if rows_by_row else depth * chunk, np.float32)
+    sums = np.empty(chunk * tiles * LANES, np.float32)
+    starts = np.empty(tiles * LANES, np.int64)
+    task = take(counter)
+    while task < strips * parts:
+        column, first = task % strips * tiles * LANES, task // strips * chunk
+        count = min(chunk, num_rows - first)
+        for lane in range(tiles * LANES):  # the last row stands in for those past the end: its sums are not kept
+            starts[lane] = min(column + lane, columns - 1) * width
+        for begin in range(0, width, depth):
+            end = min(width, begin + depth)
+            if by_row:
+                for lane in range(0, tiles * LANES, LANES):
+                    pack_rows(lanes, starts, lane, begin, end, packed, lane, tiles * LANES)
+            else:
+                pack_columns(lanes, column, columns, begin, end, packed, tiles)
+            if rows_by_row:
+                at = first * width + begin
+                add_products(packed, 0, tiles, rows, at, width, 1, count, end - begin, sums, 0, begin == 0)
+            else:
+                pack_columns(rows, first, num_rows, begin, end, panel, chunk // LANES)
+                add_products(packed, 0, tiles, panel, 0, 1, chunk, count, end - begin, sums, 0, begin == 0)
+        _finish(sums, tiles, count, bias, has_bias, out, first * columns, column, columns)
+        task = take(counter)
 
 
-@parallel_kernel
-def widen(source, target, chunk):
-    """Any float kind to float32, number by number."""
-    size = len(target)
-    for part in prange((size + chunk - 1) // chunk):
-        _widen(source, target, part * chunk, min(size, (part + 1) * chunk))
+def plan(num_rows: int, columns: int, threads: int, rows_by_row: bool = True) -> tuple[int, int]:
+    """(tiles, chunk) for `product`."""
+    if not rows_by_row:  # the rows are packed too: wide tasks, so that it pays, and chunks of whole sixteens
+        return 4, min(96, -(-num_rows // LANES) * LANES)
+    if num_rows <= FEW_ROWS:
+        return 4, num_rows
+    strips = -(-columns // LANES)
+    parts = max(-(-num_rows // 512), -(-3 * threads // strips) if threads > 1 else 1)  # enough to share out evenly
+    return 1, min(num_rows, -(-num_rows // parts // MAIN) * MAIN)
