@@ -107,6 +107,8 @@ def read_dataset(path: str, name: str | None, split: str, key: str) -> list[Row]
             loaded: Any = datasets.load_from_disk(path)
             if isinstance(loaded, datasets.DatasetDict):
                 loaded = loaded[split]
+            elif split != "train":
+                raise ValueError("it was saved without splits")
         else:
             loaded = datasets.load_dataset(path, name, split=split)
     except (OSError, ValueError, KeyError) as error:

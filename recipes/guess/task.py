@@ -18,6 +18,11 @@ from rlloop.types import Example
 from ..custom.tiny import write_tiny
 
 
+def cache_root() -> Path:
+    """Where the small model is kept: the environment's RLLOOP_CACHE, or ~/.cache/rlloop."""
+    return Path(os.environ.get("RLLOOP_CACHE") or Path.home() / ".cache" / "rlloop")
+
+
 class NumberGuessing:
     """Says higher or lower. A right guess is worth 1; what is no number of the game is answered by `what`."""
 
@@ -59,7 +64,7 @@ class Guess:
     def model_folder(self) -> Path:
         if self._given is not None:
             return self._given
-        root = Path(os.environ.get("RLLOOP_CACHE") or Path.home() / ".cache" / "rlloop")
+        root = cache_root()
         folder = root / f"guess-{self.numbers}-v1"
         if not folder.exists():
             root.mkdir(parents=True, exist_ok=True)

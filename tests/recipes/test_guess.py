@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from rlloop.chat import ChatTokenizer
 from rlloop.cli import main
 from rlloop.errors import ConfigError
 from rlloop.recipes.custom.tiny import END, write_tiny
+from rlloop.recipes.guess import task
 from rlloop.recipes.guess.task import Guess, NumberGuessing
 from rlloop.records import read_records, read_rollouts, rollout_files
+from rlloop.testing import planted_fault
 from rlloop.types import Example
 
 TINY = [
@@ -23,7 +26,7 @@ TINY = [
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RLLOOP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(task, "cache_root", lambda: tmp_path / "cache")  # of models; compiled kernels may stay
 
 
 def test_the_game():
@@ -69,6 +72,18 @@ def test_a_resumed_run_repeats_its_conversations():
     for name in ("model.safetensors", "optimizer.safetensors"):
         whole, parts = (Path(folder) / "checkpoints/step_2" / name for folder in ("whole", "parts"))
         assert whole.read_bytes() == parts.read_bytes()
+
+
+def test_a_difference_in_a_conversation_is_found_and_named(capsys):
+    with planted_fault("attention"):
+        assert main(["train", "--config-name", "guess", "run.dir=run", *TINY]) == 3
+    report = json.loads(Path("run/parity_report.json").read_text())
+    assert report["doctor"]["op"] == "attention"
+    assert report["doctor"]["position"] <= report["first"]["position"]
+    rows = {row["uid"]: row for row in read_rollouts(rollout_files(Path("run"))[0])}
+    row, first = rows[report["first"]["uid"]], report["first"]
+    assert (row["prompt_ids"] + row["token_ids"])[first["position"]] == first["token_id"]
+    assert row["logprobs"][first["index"]] == pytest.approx(first["engine"])
 
 
 def test_the_users_environment_through_the_custom_recipe(tmp_path, capsys, monkeypatch):
