@@ -44,7 +44,7 @@ study study-full: $(VENV)/.ready
 	$(BIN)/rlloop compare $(STUDY) -o $(STUDY)/report.html
 
 test: $(VENV)/.ready-dev
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
