@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -89,22 +88,26 @@ def transformers_runner(folder: Path, prompts: list[list[int]], new_tokens: int)
 
 
 def tokens_per_second(runners: dict[str, Callable[[], None]], tokens: int, rounds: int) -> dict[str, float]:
-    """Median of `rounds`, after one to warm up; the runners take turns, so that a busy moment hits all of them."""
+    """The fastest of `rounds`, after one to warm up: other work on the machine only ever adds time. Runners take turns."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     for index in range(rounds + 1):
         for name, run in runners.items():
             begin = time.perf_counter()
             run()
+            seconds = time.perf_counter() - begin
+            print(
+                f"{name}, {'round ' + str(index) if index else 'warm-up'}: {seconds:.2f} s", file=sys.stderr, flush=True
+            )
             if index:
-                times[name].append(time.perf_counter() - begin)
-    return {name: tokens / statistics.median(each) for name, each in times.items()}
+                times[name].append(seconds)
+    return {name: tokens / min(each) for name, each in times.items()}
 
 
 def stock_in_child(folder: Path, arguments: argparse.Namespace) -> float:
     """The stock profile in a process of its own, without MKL's strict mode."""
     environment = {key: value for key, value in os.environ.items() if key != "MKL_CBWR"}
     command = [sys.executable, __file__, "--stock", str(folder), *(["--quick"] if arguments.quick else [])]
-    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(out.stdout.splitlines()[-1])
 
 
@@ -118,7 +121,7 @@ def main() -> None:
     if arguments.stock:
         model = rlloop.load_model(arguments.stock, profile=NumericsProfile.preset("stock"))
         runners = {"stock": engine_runner(model, prompts, new_tokens)}
-        print(json.dumps(tokens_per_second(runners, count * new_tokens, rounds)["stock"]))
+        print(json.dumps(tokens_per_second(runners, count * new_tokens, rounds=1)["stock"]))
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
