@@ -13,7 +13,7 @@ from rlloop.types import Example, RewardResult, Sample, SamplingParams
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "vocab_size": 40,
+    "vocab_size": 1000,  # likewise for the sum over the vocabulary
     "hidden_size": 64,
     "intermediate_size": 640,  # long sums, so that a stock product rounds otherwise whatever its number of rows
     "num_hidden_layers": 2,
