@@ -88,7 +88,7 @@ def transformers_runner(folder: Path, prompts: list[list[int]], new_tokens: int)
 
 
 def tokens_per_second(runners: dict[str, Callable[[], None]], tokens: int, rounds: int) -> dict[str, float]:
-    """The fastest of `rounds`, after one to warm up: other work on the machine only ever adds time. Runners take turns."""
+    """The fastest of `rounds` after a warm-up (other work on the machine only adds time). Runners take turns."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     for index in range(rounds + 1):
         for name, run in runners.items():
