@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.cpu import distribution
-from rlloop.numerics.cpu.contract import linear_out_float32
+from rlloop.numerics.cpu.contract import linear_out_float32, product_cpu
 from rlloop.numerics.cpu.jit import threads_for
 from rlloop.numerics.layout import LogitsWarp
 
@@ -121,15 +121,14 @@ def _token_logprob_backward(
     grad_entropies: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of hidden and weight. Products and the sum over rows are in float32, rounded once."""
-    wide, wide_weight = hidden.detach().float(), weight.detach().float()
-    grad_hidden, grad_weight = torch.empty_like(wide), torch.zeros_like(wide_weight)
+    grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
     for rows, inputs in _chunks(hidden, weight, targets, (settings, banned_start, banned_ids)):
         given = (_array(x[rows]) for x in (entropies, grad_logprobs, grad_entropies))
         distribution.score_rows_backward(_threads(rows.stop - rows.start, len(weight)), *inputs, *given)
         grad_logits = torch.from_numpy(inputs[0])
-        torch.mm(grad_logits, wide_weight, out=grad_hidden[rows])
-        grad_weight.addmm_(grad_logits.T, wide[rows])
-    return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype)
+        grad_hidden[rows] = product_cpu(grad_logits, True, weight, False, hidden.dtype)
+        grad_weight += product_cpu(grad_logits, False, hidden[rows], False, torch.float32)
+    return grad_hidden, grad_weight.to(weight.dtype)
 
 
 @torch.library.custom_op("rlloop::sample", mutates_args=())

@@ -32,7 +32,7 @@ def _operator(schema: str, cpu: Any, fake: Any, backward: Any = None, setup: Any
     return getattr(torch.ops.rlloop, name).default
 
 
-def _product_cpu(
+def product_cpu(
     rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """Each row of `rows` times each row of `lanes`, or their columns where not by row. [M, K], [N, K] -> [M, N]."""
@@ -41,16 +41,17 @@ def _product_cpu(
         return torch.zeros(num_rows, columns, dtype=dtype)
     out, matrix = torch.empty(num_rows, columns, dtype=dtype), flat(lanes.contiguous())
     threads = threads_for(num_rows * columns * width)
+    tiles, chunk = linear_kernels.plan(num_rows, columns, width, threads, by_row)
     linear_kernels.product(
         threads, matrix, lanes_by_row, flat(rows.float().contiguous()), by_row, matrix if bias is None else flat(bias),
-        bias is not None, flat(out), num_rows, columns, width, *linear_kernels.plan(num_rows, columns, threads, by_row),
+        bias is not None, flat(out), num_rows, columns, width, tiles, chunk,
     )  # fmt: skip
     return out
 
 
 _product = _operator(
     "product(Tensor rows, bool by_row, Tensor lanes, bool lanes_by_row, ScalarType dtype) -> Tensor",
-    _product_cpu,
+    product_cpu,
     lambda rows, by_row, lanes, lanes_by_row, dtype: rows.new_empty(
         rows.shape[0 if by_row else 1], lanes.shape[0 if lanes_by_row else 1], dtype=dtype
     ),
@@ -73,14 +74,14 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _linear = _operator(
     "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    lambda x, weight, bias: _product_cpu(x, True, weight, True, x.dtype, bias),
+    lambda x, weight, bias: product_cpu(x, True, weight, True, x.dtype, bias),
     lambda x, weight, bias: x.new_empty(len(x), len(weight)),
     _linear_backward,
     _linear_setup,
 )
 _linear_float32 = _operator(
     "linear_float32(Tensor x, Tensor weight) -> Tensor",
-    lambda x, weight: _product_cpu(x, True, weight, True, torch.float32),
+    lambda x, weight: product_cpu(x, True, weight, True, torch.float32),
     lambda x, weight: x.new_empty(len(x), len(weight), dtype=torch.float32),
     _linear_backward,
     _linear_setup,
@@ -99,12 +100,12 @@ def linear_out_float32(x: Tensor, weight: Tensor) -> Tensor:
 def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(out, x + residual, 1 / rms of each row); the second is empty where there is no residual."""
     width, x = x.shape[-1], x.contiguous()
-    out, scales = torch.empty_like(x), torch.empty(x.numel() // width, dtype=torch.float32)
-    stream = x.new_empty(0) if residual is None else torch.empty_like(x)
-    added, made = (x, x) if residual is None else (residual.contiguous(), stream)
+    out, scales = torch.empty_like(x), torch.empty(x.numel() // width)
+    stream, source = x.new_empty(0 if residual is None else x.shape), flat(x)
+    added, made = (source, source) if residual is None else (flat(residual.contiguous()), flat(stream))
     elementwise.rms_norm(
-        threads_for(4 * x.numel()), flat(x), flat(added), flat(weight), np.float32(eps), residual is not None,
-        flat(made), flat(out), flat(scales), width,
+        threads_for(4 * len(source)), source, added, flat(weight), np.float32(eps), residual is not None, made,
+        flat(out), flat(scales), width,
     )  # fmt: skip
     return out, stream, scales
 
@@ -233,10 +234,10 @@ def _attention_cpu(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, log-sum-exp of the scaled scores [T, H] float32)."""
     (tokens, heads, width), (_, groups, v_width) = q.shape, v.shape
-    out, lse = q.new_empty(tokens, heads, v_width), torch.empty(tokens, heads, dtype=torch.float32)
+    out, lse = q.new_empty(tokens, heads, v_width), torch.empty(tokens, heads)
     starts, contexts = flat(query_start), flat(context)
-    counts = np.diff(starts)
-    pairs = int((counts * (contexts + counts)).sum()) * heads  # of a query and a key, about
+    counts = starts[1:] - starts[:-1]
+    pairs = int(counts @ (contexts + counts)) * heads  # of a query and a key, about
     threads = threads_for(pairs * (width + v_width))
     attention_kernels.forward(
         threads, flat(q.contiguous()), flat(k.contiguous()), flat(v.contiguous()), starts, contexts,
@@ -260,7 +261,8 @@ def _attention_gradients_cpu(
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     gradients, starts = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), flat(query_start)
     (_, heads, width), (_, groups, v_width) = q.shape, v.shape
-    pairs = int((np.diff(starts) ** 2).sum()) * heads
+    counts = starts[1:] - starts[:-1]
+    pairs = int(counts @ counts) * heads
     attention_backward_kernels.backward(
         threads_for(pairs * (width + v_width)), *map(flat, (q, k, v, out, lse, grad.contiguous())), starts, heads,
         groups, width, v_width, np.float32(scale), *map(flat, gradients),

@@ -157,4 +157,5 @@ def flat(tensor: torch.Tensor) -> np.ndarray:
     if tensor.requires_grad:
         tensor = tensor.detach()
     bits = _BITS.get(tensor.dtype)
-    return (tensor if bits is None else tensor.view(bits)).numpy().reshape(-1)
+    array = (tensor if bits is None else tensor.view(bits)).numpy()
+    return array if array.ndim == 1 else array.reshape(-1)

@@ -66,11 +66,11 @@ def product(
         task = take(counter)
 
 
-def plan(num_rows: int, columns: int, threads: int, rows_by_row: bool = True) -> tuple[int, int]:
+def plan(num_rows: int, columns: int, width: int, threads: int, rows_by_row: bool = True) -> tuple[int, int]:
     """(tiles, chunk) for `product`."""
     if not rows_by_row:  # the rows are packed too: wide tasks, so that it pays, and chunks of whole sixteens
         return 4, min(96, -(-num_rows // LANES) * LANES)
-    if num_rows <= FEW_ROWS:
+    if num_rows <= FEW_ROWS and width <= 1024:
         return 4, num_rows
     strips = -(-columns // LANES)
     parts = max(-(-num_rows // 512), -(-3 * threads // strips) if threads > 1 else 1)  # enough to share out evenly
