@@ -210,12 +210,24 @@ class AlgorithmConfig:
     anchor: Anchor = Anchor.trainer
     correction: dict[str, Any] = field(default_factory=dict)  # name -> its arguments; several multiply
     dynamic_sampling: bool = False  # do not train on groups whose rewards are all equal
+    max_refills: int = 0  # with it: how often a step may sample rollout.num_prompts more, until as many groups teach
+    reward_kl_coef: float = 0.0  # of KL(policy ‖ reference), summed over a completion, taken from its reward
+    reward_kl: str = "k1"  # its estimate: k1, k2 or k3
     overlong_buffer: int = 0  # the last tokens of rollout.max_tokens, over which a penalty grows to its full. 0: none
     overlong_penalty: float = 1.0  # taken from the reward of a completion that fills its budget
 
     def __post_init__(self) -> None:
         _check("algorithm.overlong_buffer", self.overlong_buffer, self.overlong_buffer >= 0, "0 (off) or more tokens")
         _check("algorithm.overlong_penalty", self.overlong_penalty, self.overlong_penalty >= 0, "0 or more")
+        _check("algorithm.max_refills", self.max_refills, self.max_refills >= 0, "0 (none) or more")
+        _check(
+            "algorithm.max_refills", self.max_refills, self.dynamic_sampling or not self.max_refills,
+            "0 unless algorithm.dynamic_sampling is true",
+        )  # fmt: skip
+        _check(
+            "algorithm.reward_kl_coef", self.reward_kl_coef, 0 <= self.reward_kl_coef < math.inf, "0 (off) or positive"
+        )
+        _check("algorithm.reward_kl", self.reward_kl, self.reward_kl in ("k1", "k2", "k3"), "k1, k2 or k3")
 
 
 @dataclass
@@ -317,6 +329,11 @@ class RunConfig:
             f"at most rollout.num_prompts ({self.rollout.num_prompts}): groups stay whole",
         )  # fmt: skip
         self._check_parity()
+
+    @property
+    def max_prompts(self) -> int:
+        """Prompts that one step may sample."""
+        return self.rollout.num_prompts * (1 + self.algorithm.max_refills)
 
     def _check_parity(self) -> None:
         if self.parity.mode is not ParityMode.require:

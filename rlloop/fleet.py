@@ -136,6 +136,9 @@ class RemoteTrainer:
     def logprobs(self, batch: Sequence[Sample]) -> Sequence[np.ndarray]:
         return self._handle.call("logprobs", batch)()
 
+    def reference_kl(self, batch: Sequence[Sample], kind: str) -> Sequence[float]:
+        return self._handle.call("reference_kl", batch, kind)()
+
     def save(self, folder: Path) -> None:
         self._handle.call("save", folder)()
 

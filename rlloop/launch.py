@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from rlloop.algorithms import advantages_for, loss_for
-from rlloop.config import Launch, ParityMode, RunConfig
+from rlloop.config import Anchor, Launch, ParityMode, RunConfig
 from rlloop.console import Progress, print_summary
 from rlloop.errors import ConfigError, ModelError, ParityError
 from rlloop.fleet import EngineDied, FleetEngine, FleetSync, RemoteTrainer
@@ -108,6 +108,12 @@ def prepare(config: RunConfig) -> Prepared:
     algorithm = config.algorithm
     if config.parity.mode is ParityMode.fallback and not algorithm.correction:
         # The rung under bitwise. Its weights are exactly 1 as long as engine and trainer agree, so it may always be on.
+        if algorithm.anchor is Anchor.rollout:
+            raise ConfigError(
+                "parity.mode=fallback corrects by the ratio of the trainer's logprobs to the engine's, and with "
+                "algorithm.anchor=rollout the loss sees the engine's alone; set algorithm.anchor=trainer, or "
+                "parity.mode=observe"
+            )
         algorithm = replace(algorithm, correction={"tis": {}})
     reward = resolve_reward(config.reward)
     advantages = advantages_for(algorithm, config.rollout.max_tokens, config.rollout.group_size)

@@ -8,7 +8,6 @@ engines repeats it. The loop knows protocols only: neither torch, ray, vllm nor 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from rlloop.batches import completion_seed, minibatches, new_sample, reward_metrics, rollout_metrics
 from rlloop.config import Anchor, RunConfig
-from rlloop.environments import Played, player_for
+from rlloop.environments import player_for
 from rlloop.errors import ParityError, RlloopError, RunError
 from rlloop.metrics import Mean, Reduction, merge, values
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, describe, report
@@ -28,7 +28,8 @@ from rlloop.protocols import Checkpoints, Engine, Observer, Scorer, Stateful, Ta
 from rlloop.records import RunFolder, rollout_rows
 from rlloop.types import RewardResult, Sample, SamplingParams
 
-Advantages = Callable[[Sequence[float], Sequence[int], Sequence[int]], tuple[Sequence[float], Sequence[bool]]]
+# (rewards, groups, lengths, KL to the reference or None) -> (advantages, keep), [n] each
+Advantages = Callable[..., tuple[Sequence[float], Sequence[bool]]]
 Failed = tuple[Sample, str]  # a sample that is not trained, and why
 
 
@@ -42,7 +43,7 @@ class Parts:
     trainer: Trainer
     sync: WeightSync
     scorer: Scorer
-    advantages: Advantages  # (rewards, groups, lengths) -> (advantages, keep), [n] each
+    advantages: Advantages
     loss: Callable[..., Any]
     checkpoints: Checkpoints
     doctor: Callable[[Sample, TokenDifference], Finding | None] | None = None
@@ -63,6 +64,7 @@ class Loop:
         self.player = player_for(parts.task, timeout=scoring.timeout, concurrency=scoring.concurrency)
         self._published: tuple[int, dict[str, Any]] | None = None  # version, metrics
         self._clock: dict[str, float] = {}
+        self._batches = 0  # of prompts, taken from the task: one a step, or more under dynamic sampling
 
     def run(self, start: int, should_stop: Callable[[], bool] = lambda: False) -> int:
         """Take the steps after `start` (0: a new run). Returns the last step taken, with a checkpoint behind it."""
@@ -87,18 +89,26 @@ class Loop:
         version = step - 1
         with self._timed("sync"):
             metrics = dict(self._sync(version))
-        with self._timed("rollout"):
-            samples = self.rollout(step, version)
-        with self._timed("reward"):
-            accepted, rejected = self.judge(samples)
-        with self._timed("advantage"):
-            trained, dropped = self.weigh(accepted)
+        accepted, trained = list[Sample](), list[Sample]()
+        rejected, dropped = list[Failed](), list[Failed]()
+        for first in range(0, self.config.max_prompts, self.config.rollout.num_prompts):
+            with self._timed("rollout"):
+                samples = self.rollout(step, version, first)
+            with self._timed("reward"):
+                good, bad = self.judge(samples)
+            accepted, rejected = accepted + good, rejected + bad
+            with self._timed("advantage"):
+                trained, dropped, divergence = self.weigh(accepted)
+                metrics |= divergence
+            if len({sample.group for sample in trained}) >= self.config.rollout.num_prompts:
+                break
+        samples = accepted + [sample for sample, _ in rejected]
         with self._timed("update"):
             metrics |= self.update(step, version, trained, rejected + dropped)
         return {
             **metrics,
-            **_rollout_metrics(samples, version),
-            **_reward_metrics(accepted),
+            **rollout_metrics(samples, version),
+            **reward_metrics(accepted),
             **self._speed(samples, trained),
             "ledger/sampled": len(samples),
             "ledger/accepted": len(accepted),
@@ -107,15 +117,16 @@ class Loop:
             "ledger/trained": len(trained),
         }
 
-    def rollout(self, step: int, version: int) -> list[Sample]:
-        """`num_prompts` x `group_size` completions; their rewards are still to come."""
+    def rollout(self, step: int, version: int, first: int = 0) -> list[Sample]:
+        """`num_prompts` x `group_size` completions, the prompts numbered from `first`; rewards are still to come."""
         config, seed = self.config.rollout, self.config.seed
-        examples = self.parts.task.train_examples(step, config.num_prompts)
+        self._batches += 1
+        examples = self.parts.task.train_examples(self._batches, config.num_prompts)
         assert len(examples) == config.num_prompts, f"the task gave {len(examples)} of {config.num_prompts} prompts"
-        places = [(p, g) for p in range(config.num_prompts) for g in range(config.group_size)]
+        places = [(first + p, g) for p in range(config.num_prompts) for g in range(config.group_size)]
         played = self.player.play(
             self.parts.engine,
-            [examples[p] for p, _ in places],
+            [examples[p - first] for p, _ in places],
             [
                 SamplingParams(
                     max_tokens=config.max_tokens,
@@ -133,7 +144,7 @@ class Loop:
         for (p, g), made in zip(places, played, strict=True):
             sampled, oldest = made.completion.policy_version, max(0, version - config.drift.stale_steps)
             assert oldest <= sampled <= version, f"asked for version {version}, got {sampled}"
-            samples.append(_sample(f"{step}/{p}/{g}", made, group=p))
+            samples.append(new_sample(f"{step}/{p}/{g}", made, group=p))
         return samples
 
     def judge(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Failed]]:
@@ -164,21 +175,29 @@ class Loop:
             scored.append(outcome if known else f"reward {outcome.kind}: {outcome.message}")
         return scored
 
-    def weigh(self, accepted: Sequence[Sample]) -> tuple[list[Sample], list[Failed]]:
-        """Advantages over all accepted samples, then without those that cannot teach anything."""
+    def weigh(self, accepted: Sequence[Sample]) -> tuple[list[Sample], list[Failed], dict[str, float]]:
+        """Advantages over all accepted samples, then without those that cannot teach anything or are too many."""
+        algorithm = self.config.algorithm
+        kl = self.parts.trainer.reference_kl(accepted, algorithm.reward_kl) if algorithm.reward_kl_coef else None
         advantages, keep = self.parts.advantages(
             [sample.result.reward for sample in accepted],
             [sample.group for sample in accepted],
             [len(sample.completion.logprobs) for sample in accepted],
+            kl,
         )
         weighed = [
             dataclasses.replace(sample, advantage=float(advantage))
             for sample, advantage in zip(accepted, advantages, strict=True)
         ]
-        trained = [sample for sample, kept in zip(weighed, keep, strict=True) if kept]
-        return trained, [
-            (sample, "dropped: no signal in its group") for sample, kept in zip(weighed, keep, strict=True) if not kept
+        groups = list(dict.fromkeys(sample.group for sample, kept in zip(weighed, keep, strict=True) if kept))
+        full = set(groups[: self.config.rollout.num_prompts])
+        trained = [sample for sample, kept in zip(weighed, keep, strict=True) if kept and sample.group in full]
+        dropped = [
+            (sample, "dropped: the batch is full" if kept else "dropped: no signal in its group")
+            for sample, kept in zip(weighed, keep, strict=True)
+            if not (kept and sample.group in full)
         ]
+        return trained, dropped, {} if kl is None else {"reward/kl_ref": float(np.mean(kl))}
 
     def update(self, step: int, version: int, trained: Sequence[Sample], rest: Sequence[Failed]) -> dict[str, Any]:
         """Compare every trained token, record, and only then move the weights.
@@ -195,7 +214,7 @@ class Loop:
         before = None if count == 1 else trainer.logprobs(trained)
         if before is not None:
             metrics = self._compare(step, version, trained, before, rest)
-        for chosen in _minibatches(trained, count):
+        for chosen in minibatches(trained, count):
             batch = [trained[i] for i in chosen]
             old = None if before is None else [before[i] for i in chosen]
             if at_rollout:
@@ -242,7 +261,7 @@ class Loop:
             for i in range(len(examples))
         ]
         played = self.player.play(engine, examples, sampling)
-        outcomes = self._score([_sample(f"eval/{i}", made, group=i) for i, made in enumerate(played)])
+        outcomes = self._score([new_sample(f"eval/{i}", made, group=i) for i, made in enumerate(played)])
         results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
         if not results:
@@ -253,7 +272,7 @@ class Loop:
         """A checkpoint, with the records before it safely on the disk."""
         self.folder.metrics.sync()
         self.folder.parity.sync()
-        state = {"step": step, "certificate": self.monitor.certificate.previous}
+        state = {"step": step, "batches": self._batches, "certificate": self.monitor.certificate.previous}
 
         def write_state(folder: Path) -> None:
             (folder / "loop.json").write_text(json.dumps(state) + "\n")
@@ -280,6 +299,7 @@ class Loop:
             )
         for part in (self.parts.trainer, *self.parts.stateful):
             part.restore(checkpoint.path)
+        self._batches = state["batches"]
         return checkpoint.step
 
     def _sync(self, version: int) -> dict[str, Any]:
@@ -346,53 +366,5 @@ class RewardsFailed(RlloopError):
     """No sample of a batch could be judged: there is nothing to learn from."""
 
 
-def completion_seed(run_seed: int, purpose: str, step: int, prompt: int, place: int) -> int:
-    """The seed of one completion, below 2**63: a hash of its coordinates, so that no order of work can change it."""
-    name = f"{run_seed}/{purpose}/{step}/{prompt}/{place}".encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
-
-
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _minibatches(samples: Sequence[Sample], count: int) -> list[list[int]]:
-    """Indices of `samples`, cut into `count` parts of whole groups, about equal; empty parts are left out."""
-    groups = list(dict.fromkeys(sample.group for sample in samples))
-    part_of = {group: index * count // len(groups) for index, group in enumerate(groups)}
-    parts: list[list[int]] = [[] for _ in range(count)]
-    for index, sample in enumerate(samples):
-        parts[part_of[sample.group]].append(index)
-    return [part for part in parts if part]
-
-
-def _sample(uid: str, played: Played, group: int) -> Sample:
-    """Its reward and advantage are still to come."""
-    return Sample(
-        uid, played.example, played.completion, played.text, RewardResult(0.0), group=group, broken=played.broken
-    )
-
-
-def _rollout_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    turns = [len(sample.completion.turns) for sample in samples if sample.completion.turns is not None]
-    return ({"rollout/turns_mean": float(np.mean(turns))} if turns else {}) | {
-        "rollout/length_mean": float(np.mean([len(sample.completion.logprobs) for sample in samples])),
-        "rollout/truncated": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
-        "rollout/version_lag": float(np.mean([version - sample.completion.policy_version for sample in samples])),
-    }
-
-
-def _reward_metrics(accepted: Sequence[Sample]) -> dict[str, float]:
-    rewards = np.array([sample.result.reward for sample in accepted])
-    by_group: dict[int, set[float]] = {}
-    components: dict[str, list[float]] = {}
-    for sample in accepted:
-        by_group.setdefault(sample.group, set()).add(sample.result.reward)
-        for name, value in sample.result.components.items():
-            components.setdefault(f"reward/{name}", []).append(value)
-    return {name: float(np.mean(parts)) for name, parts in components.items()} | {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/solved": float(np.mean([sample.result.solved for sample in accepted])),
-        "reward/groups_without_signal": float(np.mean([len(seen) == 1 for seen in by_group.values()])),
-    }

@@ -134,41 +134,41 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-# Ours -> (theirs, factor): their value is ours times the factor.
-PEER_NAMES: dict[str, dict[str, tuple[str, float]]] = {
+# Theirs -> ours, with the factor that makes ours theirs; several of ours are added up.
+PEER_NAMES: dict[str, dict[str, dict[str, float]]] = {
     "verl": {
-        "parity/k1": ("rollout_corr/kl", 1.0),
-        "parity/k3": ("rollout_corr/k3_kl", 1.0),
-        "parity/chi2": ("rollout_corr/chi2_token", 1.0),
-        "parity/ppl_ratio": ("rollout_corr/ppl_ratio", 1.0),
-        "is/ratio_mean": ("rollout_corr/rollout_is_mean", 1.0),
-        "is/ratio_max": ("rollout_corr/rollout_is_max", 1.0),
-        "is/ratio_min": ("rollout_corr/rollout_is_min", 1.0),
-        "is/ess": ("rollout_corr/rollout_is_eff_sample_size", 1.0),
-        "is/truncated_high": ("rollout_corr/rollout_is_ratio_fraction_high", 1.0),
-        "is/truncated_low": ("rollout_corr/rollout_is_ratio_fraction_low", 1.0),
-        "loss/policy": ("actor/pg_loss", 1.0),
-        "loss/clip_high": ("actor/pg_clipfrac", 1.0),
-        "loss/clip_low": ("actor/pg_clipfrac_lower", 1.0),
-        "loss/entropy": ("actor/entropy", 1.0),
-        "loss/grad_norm": ("actor/grad_norm", 1.0),
-        "reward/mean": ("critic/rewards/mean", 1.0),
-        "rollout/length_mean": ("response_length/mean", 1.0),
-        "rollout/truncated": ("response_length/clip_ratio", 1.0),
+        "rollout_corr/kl": {"parity/k1": 1.0},
+        "rollout_corr/k3_kl": {"parity/k3": 1.0},
+        "rollout_corr/chi2_token": {"parity/chi2": 1.0},
+        "rollout_corr/ppl_ratio": {"parity/ppl_ratio": 1.0},
+        "rollout_corr/rollout_is_mean": {"is/ratio_mean": 1.0},
+        "rollout_corr/rollout_is_max": {"is/ratio_max": 1.0},
+        "rollout_corr/rollout_is_min": {"is/ratio_min": 1.0},
+        "rollout_corr/rollout_is_eff_sample_size": {"is/ess": 1.0},
+        "rollout_corr/rollout_is_ratio_fraction_high": {"is/truncated_high": 1.0},
+        "rollout_corr/rollout_is_ratio_fraction_low": {"is/truncated_low": 1.0},
+        "actor/pg_loss": {"loss/policy": 1.0},
+        "actor/pg_clipfrac": {"loss/clip_high": 1.0, "loss/clip_low": 1.0},
+        "actor/pg_clipfrac_lower": {"loss/clip_dual": 1.0},
+        "actor/entropy": {"loss/entropy": 1.0},
+        "actor/grad_norm": {"loss/grad_norm": 1.0},
+        "critic/rewards/mean": {"reward/mean": 1.0},
+        "response_length/mean": {"rollout/length_mean": 1.0},
+        "response_length/clip_ratio": {"rollout/truncated": 1.0},
     },
     "torchtitan": {
-        "parity/tokens_different": ("bit_wise/ratio_tokens_different", 1.0),
-        "parity/k1": ("bit_wise/logprob_diff/mean", -1.0),
-        "parity/logprob_diff_max": ("bit_wise/logprob_diff/max", 1.0),
+        "bit_wise/ratio_tokens_different": {"parity/tokens_different": 1.0},
+        "bit_wise/logprob_diff/mean": {"parity/k1": -1.0},
+        "bit_wise/logprob_diff/max": {"parity/logprob_diff_max": 1.0},
     },
-    "slime": {"parity/logprob_diff_mean": ("train/train_rollout_logprob_abs_diff", 1.0)},
+    "slime": {"train/train_rollout_logprob_abs_diff": {"parity/logprob_diff_mean": 1.0}},
     "skyrl": {
-        "parity/logprob_diff_mean": ("policy/rollout_train_logprobs_abs_diff_mean", 1.0),
-        "parity/logprob_diff_max": ("policy/rollout_train_logprobs_abs_diff_max", 1.0),
+        "policy/rollout_train_logprobs_abs_diff_mean": {"parity/logprob_diff_mean": 1.0},
+        "policy/rollout_train_logprobs_abs_diff_max": {"parity/logprob_diff_max": 1.0},
     },
-    "prime-rl": {"parity/k3": ("mismatch_kl/mean", 1.0)},
-    "fireworks": {"parity/k3": ("inference_k3", 1.0)},
-    "openrlhf": {"is/truncated_high": ("is_oob_ratio", 1.0)},
+    "prime-rl": {"mismatch_kl/mean": {"parity/k3": 1.0}},
+    "fireworks": {"inference_k3": {"parity/k3": 1.0}},
+    "openrlhf": {"is_oob_ratio": {"is/truncated_high": 1.0}},
 }
 
 
@@ -180,4 +180,8 @@ def as_peer(metrics: Mapping[str, float], peer: str) -> dict[str, float]:
     names = PEER_NAMES.get(peer)
     if names is None:
         raise ValueError(f"no metric names are known for {peer!r}; known are {', '.join(sorted(PEER_NAMES))}")
-    return {names[name][0]: names[name][1] * value for name, value in metrics.items() if name in names}
+    return {
+        theirs: sum(factor * metrics[name] for name, factor in ours.items())
+        for theirs, ours in names.items()
+        if ours.keys() <= metrics.keys()
+    }

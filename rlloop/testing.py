@@ -145,6 +145,11 @@ class FakeTrainer:
         total = sum(-sample.advantage * float(scored.sum()) for sample, scored in zip(batch, logprobs, strict=True))
         return FakeUpdate(logprobs, {"loss/policy": Mean(total, tokens)})
 
+    def reference_kl(self, batch: Sequence[Sample], kind: str) -> list[float]:
+        """k1 against a reference that is uniform, whatever `kind` says."""
+        level = float(np.log(self.policy.vocabulary))
+        return [float((sample.completion.logprobs + level).sum()) for sample in batch]
+
     def optim_step(self) -> dict[str, float]:
         norm = float(np.linalg.norm(self.gradient))
         self.momentum = 0.9 * self.momentum + self.gradient
@@ -247,7 +252,9 @@ class FakeCheckpoints:
         return FakeCheckpoint(steps[-1], self.root / f"step_{steps[-1]}") if steps else None
 
 
-def centred(rewards: Sequence[float], groups: Sequence[int], lengths: Sequence[int]) -> tuple[list[float], list[bool]]:
+def centred(
+    rewards: Sequence[float], groups: Sequence[int], lengths: Sequence[int], kl: Sequence[float] | None = None
+) -> tuple[list[float], list[bool]]:
     """Rewards less their mean; every sample is kept."""
     mean = float(np.mean(rewards))
     return [reward - mean for reward in rewards], [True] * len(rewards)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlloop.algorithms.kl import KLKind
 from rlloop.config import ParityMode, ProfileConfig, RolloutConfig, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
@@ -58,9 +59,9 @@ def make_engine(model: Model, profile: ProfileConfig, rollout: RolloutConfig, dr
 
 
 def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
-    """The trainer of `model`, with a frozen reference where the loss has a KL term to one."""
+    """The trainer of `model`, with a frozen reference where loss or reward has a KL term to one."""
     reference = None
-    if config.algorithm.loss_args.get("kl_coef"):
+    if config.algorithm.loss_args.get("kl_coef") or config.algorithm.reward_kl_coef:
         reference = load(config, config.model.reference_path or path)
     return Trainer(model, config.trainer, reference=reference)
 
@@ -119,6 +120,9 @@ class Colocated(Replica):
 
     def logprobs(self, batch: Sequence[Sample]) -> list[np.ndarray]:
         return self.trainer.logprobs(batch)
+
+    def reference_kl(self, batch: Sequence[Sample], kind: KLKind) -> list[float]:
+        return self.trainer.reference_kl(batch, kind)
 
     def save(self, folder: Path) -> None:
         self.trainer.save(folder)

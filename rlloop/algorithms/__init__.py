@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from rlloop.algorithms.batch import Loss, LossBatch, LossOutput
     from rlloop.algorithms.corrections import clip, corrected, icepop, mask, measured, mis, ratio_metrics, tis, veto
-    from rlloop.algorithms.kl import kl_estimate, kl_in_reward
+    from rlloop.algorithms.kl import kl_estimate, sequence_kl
     from rlloop.algorithms.losses import (
         cispo,
         dapo,
@@ -66,7 +66,6 @@ __all__ = [
     "icepop",
     "importance_sampling",
     "kl_estimate",
-    "kl_in_reward",
     "leave_one_out",
     "loss_for",
     "mask",
@@ -79,6 +78,7 @@ __all__ = [
     "reinforce",
     "reinforce_pp",
     "rloo",
+    "sequence_kl",
     "sft",
     "tis",
     "veto",

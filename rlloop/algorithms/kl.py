@@ -15,7 +15,7 @@ the gradient of KL(reference ‖ policy). k1 is REINFORCE++'s choice in the rewa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -35,21 +35,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3") -> 
     return ESTIMATORS[kind](ref_logprobs.detach().double() - logprobs.double())
 
 
-def kl_in_reward(
-    rewards: Sequence[float],
-    logprobs: Sequence[np.ndarray],
-    ref_logprobs: Sequence[np.ndarray],
-    *,
-    kl_coef: float,
-    kl: KLKind = "k1",
-) -> np.ndarray:
-    """R_i − kl_coef * sum_t k(t): the penalty that a sequence pays in its reward, before any advantage is estimated.
+def sequence_kl(logprobs: np.ndarray, ref_logprobs: np.ndarray, kind: KLKind = "k1") -> float:
+    """The sum over one completion's tokens, [T] and [T], in nats, for `algorithm.reward_kl_coef`.
 
-    rewards [n], logprobs and ref_logprobs n arrays [T_i] -> [n] float64. The sum over tokens with k1 is log
-    (policy / reference) of the whole completion, as in Ouyang et al. 2022 (2203.02155) and REINFORCE++ (2501.03262).
+    With k1 it is log (policy / reference) of the whole completion, the penalty of Ouyang et al. 2022 (2203.02155) and
+    REINFORCE++ (2501.03262). It enters the reward before any advantage is estimated.
     """
-    penalties = [
-        kl_estimate(torch.as_tensor(policy), torch.as_tensor(reference), kl).sum().item()
-        for policy, reference in zip(logprobs, ref_logprobs, strict=True)
-    ]
-    return np.asarray(rewards, dtype=np.float64) - kl_coef * np.asarray(penalties)
+    return kl_estimate(torch.as_tensor(logprobs), torch.as_tensor(ref_logprobs), kind).sum().item()

@@ -28,6 +28,7 @@ PRESETS: dict[str, AlgorithmConfig] = {
         advantage="group_norm",
         advantage_args={**_EPS},
         dynamic_sampling=True,
+        max_refills=3,
     ),
     "gspo": AlgorithmConfig(
         loss="gspo",

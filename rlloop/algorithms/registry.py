@@ -20,7 +20,9 @@ from rlloop.algorithms.shaping import groups_with_signal, overlong_penalty
 from rlloop.config import AlgorithmConfig, Anchor
 from rlloop.errors import ConfigError
 
-StepAdvantages = Callable[[Sequence[float], Sequence[int], Sequence[int]], tuple[list[float], list[bool]]]
+StepAdvantages = Callable[
+    [Sequence[float], Sequence[int], Sequence[int], Sequence[float] | None], tuple[list[float], list[bool]]
+]
 
 # What an argument of this name may be, in every function that takes it; its type comes from the annotation.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -83,10 +85,11 @@ def loss_for(algorithm: AlgorithmConfig) -> Loss:
 
 
 def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int) -> StepAdvantages:
-    """The configured way from rewards to advantages, as `(rewards, groups, lengths) -> (advantages, keep)`, each [n].
+    """The configured way from rewards to advantages, as `(rewards, groups, lengths, kl) -> (advantages, keep)`, [n].
 
-    `lengths` are the completions' tokens and `max_tokens` their budget (`rollout.max_tokens`). Samples with keep False
-    are not trained on: dynamic sampling found no signal in their group. Advantages are estimated over all samples.
+    `lengths` are the completions' tokens and `max_tokens` their budget (`rollout.max_tokens`); `kl` is each one's
+    divergence from the reference in nats, for `reward_kl_coef`. Samples with keep False are not trained on: dynamic
+    sampling found no signal in their group. Advantages are estimated over all samples.
     """
     estimator = get_advantage(algorithm.advantage, **algorithm.advantage_args)
     if group_size == 1 and algorithm.advantage in GROUP_RELATIVE:
@@ -103,13 +106,15 @@ def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int)
         overlong_penalty([], max_tokens=max_tokens, buffer=algorithm.overlong_buffer)
 
     def estimate(
-        rewards: Sequence[float], groups: Sequence[int], lengths: Sequence[int]
+        rewards: Sequence[float], groups: Sequence[int], lengths: Sequence[int], kl: Sequence[float] | None = None
     ) -> tuple[list[float], list[bool]]:
         shaped = np.asarray(rewards, dtype=np.float64)
         keep = groups_with_signal(shaped, groups) if algorithm.dynamic_sampling else np.ones(len(shaped), dtype=bool)
         if algorithm.overlong_buffer:
             penalty = overlong_penalty(lengths, max_tokens=max_tokens, buffer=algorithm.overlong_buffer)
             shaped = shaped + algorithm.overlong_penalty * penalty
+        if kl is not None:
+            shaped = shaped - algorithm.reward_kl_coef * np.asarray(kl)
         return estimator(shaped, groups).tolist(), keep.tolist()
 
     return estimate

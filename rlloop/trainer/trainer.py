@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlloop.algorithms import Loss, LossOutput
+from rlloop.algorithms.kl import KLKind, sequence_kl
 from rlloop.config import TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Reduction, Sum, merge
@@ -70,6 +71,13 @@ class Trainer:
         """[P] float32 a sequence, without learning: the bits that `forward_backward` would report now."""
         step = self._flatten(batch)
         return step.split(_score(self.model, step, step.micro_batches)[0])
+
+    def reference_kl(self, batch: Sequence[Sample], kind: KLKind) -> list[float]:
+        """KL(policy ‖ reference) of each completion, summed over its tokens, from what it was sampled with. In nats."""
+        assert self.reference is not None
+        step = self._flatten(batch)
+        scored = step.split(_score(self.reference, step, step.micro_batches)[0])
+        return [sequence_kl(each.completion.logprobs, ref, kind) for each, ref in zip(batch, scored, strict=True)]
 
     def forward_backward(
         self, batch: Batch, loss: Loss, *, old_logprobs: Sequence[np.ndarray] | None = None

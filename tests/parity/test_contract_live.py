@@ -122,3 +122,12 @@ def test_fallback_on_equal_numerics_changes_nothing(train):
         Path(mode, "checkpoints", "step_3", "model.safetensors").read_bytes() for mode in ("require", "fallback")
     ]
     assert weights[0] == weights[1]
+
+
+def test_kl_to_the_reference_is_exactly_zero_until_the_first_update(train):
+    """The reference is what the run starts from, and scoring it is the same arithmetic that sampled."""
+    code, said, run = train("algorithm=reinforce_pp", "algorithm.reward_kl_coef=0.1", "rollout.temperature=0.7")
+    assert code == 0, said
+    kl = [record["reward/kl_ref"] for record in read_records(run / "metrics.jsonl") if record["step"] > 0]
+    assert kl[0] == 0.0
+    assert kl[2] != 0.0

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rlloop.algorithms import advantages_for
+from rlloop.batches import completion_seed
 from rlloop.config import (
     AlgorithmConfig,
     Anchor,
@@ -19,7 +22,7 @@ from rlloop.config import (
     TrainerConfig,
 )
 from rlloop.errors import ParityError, RunError
-from rlloop.loop import Loop, Parts, RewardsFailed, completion_seed
+from rlloop.loop import Loop, Parts, RewardsFailed
 from rlloop.metrics import is_timing
 from rlloop.parity.certificate import Certificate, find_breaks
 from rlloop.parity.monitor import Finding, ParityMonitor
@@ -111,7 +114,7 @@ def test_the_ledger_balances_and_failed_rewards_are_rejected_with_their_reason(t
             return SimpleNamespace(kind="timeout", message="took longer than 1 s")
         return fake_reward(prompt, completion, example)
 
-    def keep_even(rewards, groups, lengths):
+    def keep_even(rewards, groups, lengths, kl):
         return list(rewards), [group % 2 == 0 for group in groups]
 
     run = Run(tmp_path, scorer=FakeScorer(flaky), advantages=keep_even)
@@ -135,7 +138,7 @@ def test_a_reward_that_always_fails_stops_the_run(tmp_path):
 
 
 def test_a_step_that_drops_everything_moves_nothing_and_is_certified(tmp_path):
-    nothing = Run(tmp_path, advantages=lambda rewards, groups, lengths: (list(rewards), [False] * len(rewards)))
+    nothing = Run(tmp_path, advantages=lambda rewards, *_: (list(rewards), [False] * len(rewards)))
     nothing()
     assert not nothing.parts.trainer.policy.logits.any()  # pyright: ignore[reportAttributeAccessIssue]
     record = nothing.metrics()[1]
@@ -349,3 +352,75 @@ def test_a_reward_components_are_logged_by_name(tmp_path):
     run()
     assert run.metrics()[1]["reward/format"] == 0.25
     assert run.metrics()[1]["reward/groups_without_signal"] == 1.0
+
+
+def filtering(refills: int, **algorithm) -> RunConfig:
+    settings = AlgorithmConfig("grpo", "group_mean", dynamic_sampling=True, max_refills=refills, **algorithm)
+    return config(algorithm=settings, trainer=TrainerConfig(num_steps=2), checkpoint=CheckpointConfig(every=1))
+
+
+def without_signal(*dull: int) -> FakeScorer:
+    """Every completion has a reward of its own, but those of each batch's prompts `dull` are all judged alike."""
+    ends = tuple(f"-{index}" for index in dull)
+    return FakeScorer(lambda _, text, example: 1.0 if example.id.endswith(ends) else zlib.crc32(text.encode()) / 2**32)
+
+
+def scored(scorer: FakeScorer) -> FakeScorer:
+    return FakeScorer(lambda *request: RewardResult(scorer.reward(*request)))
+
+
+@pytest.mark.parametrize(
+    ("dull", "rounds", "full"),
+    [((), 1, 0), ((0,), 2, 2), ((0, 1), 2, 0), ((0, 1, 2, 3), 3, 0)],
+    ids=["all teach", "two too many", "just enough", "none ever"],
+)
+def test_dynamic_sampling_goes_on_until_the_batch_is_full_of_groups_that_teach(tmp_path, dull, rounds, full):
+    settings = filtering(2)
+    run = Run(
+        tmp_path,
+        settings,
+        scorer=scored(without_signal(*dull)),
+        advantages=advantages_for(settings.algorithm, max_tokens=6, group_size=3),
+    )
+    run()
+    outcomes = [row["outcome"] for row in run.rollouts()[0]]
+    assert len(outcomes) == rounds * 4 * 3
+    assert outcomes.count("dropped: no signal in its group") == rounds * len(dull) * 3
+    assert outcomes.count("dropped: the batch is full") == full * 3
+    assert outcomes.count("trained") == (rounds * (4 - len(dull)) - full) * 3
+    assert run.metrics()[1]["ledger/sampled"] == len(outcomes)
+    assert run.metrics()[1]["ledger/dropped"] == len(outcomes) - outcomes.count("trained")
+    assert {row["example"].split("-")[1] for row in run.rollouts()[1]} == {
+        str(batch) for batch in range(rounds + 1, 2 * rounds + 1)
+    }, "the second step goes on where the first one stopped taking prompts"
+
+
+def test_refilled_runs_resume_with_the_prompts_that_would_have_come(tmp_path):
+    settings = filtering(2)
+
+    def run(name: str) -> Run:
+        estimate = advantages_for(settings.algorithm, max_tokens=6, group_size=3)
+        return Run(tmp_path / name, settings, scorer=scored(without_signal(0)), advantages=estimate)
+
+    whole = run("whole")
+    whole()
+    run("cut")(should_stop=lambda: True)
+    second = run("cut")
+    second()
+    assert second.metrics() == whole.metrics()
+    assert second.rollouts() == whole.rollouts()
+
+
+def test_kl_to_the_reference_is_taken_from_the_reward_before_advantages(tmp_path):
+    settings = config(algorithm=AlgorithmConfig("grpo", "raw", reward_kl_coef=0.5), trainer=TrainerConfig(num_steps=1))
+    policy = FakePolicy()
+    policy.logits[2] = 1.0
+    run = Run(tmp_path, settings, policy=policy, advantages=advantages_for(settings.algorithm, 6, 3))
+    run()
+    rows = run.rollouts()[0]
+    kl = [sum(np.float32(logprob) for logprob in row["logprobs"]) + np.log(8) * len(row["logprobs"]) for row in rows]
+    assert [row["advantage"] for row in rows] == pytest.approx(
+        [row["reward"] - 0.5 * each for row, each in zip(rows, kl, strict=True)], abs=1e-5
+    )
+    assert run.metrics()[1]["reward/kl_ref"] == pytest.approx(np.mean(kl), abs=1e-5)
+    assert run.metrics()[1]["reward/mean"] == pytest.approx(np.mean([row["reward"] for row in rows]))

@@ -1,5 +1,3 @@
-import math
-
 import pytest
 
 from rlloop.metrics import PEER_NAMES, Max, Mean, Min, Sum, as_peer, is_timing, merge, values
@@ -43,8 +41,13 @@ def test_an_unknown_peer_is_refused_by_name():
         as_peer({}, "nobody")
 
 
-def test_no_peer_knows_two_of_ours_by_one_name():
+def test_one_of_theirs_may_be_the_sum_of_two_of_ours():
+    ours = {"loss/clip_high": 0.25, "loss/clip_low": 0.125, "loss/clip_dual": 0.0625}
+    assert as_peer(ours, "verl") == {"actor/pg_clipfrac": 0.375, "actor/pg_clipfrac_lower": 0.0625}
+    assert as_peer({"loss/clip_high": 0.25}, "verl") == {}, "half of a sum is not the sum"
+
+
+def test_no_two_names_of_a_peer_count_the_same_metric():
     for peer, names in PEER_NAMES.items():
-        theirs = [name for name, _ in names.values()]
-        assert len(set(theirs)) == len(theirs), peer
-        assert all(math.isfinite(factor) for _, factor in names.values())
+        counted = [ours for parts in names.values() for ours in parts]
+        assert len(set(counted)) == len(counted), peer

@@ -18,7 +18,7 @@ def reinforce_pp(
 
         L = −1/T sum_t min(r_t A_t, clip(r_t, 1 − clip_low, 1 + clip_high) A_t)
 
-    Hu et al. 2025 (2501.03262). Its advantage is `global_norm` (k1 in the reward, see `kl_in_reward`), or `batch_norm`
+    Hu et al. 2025 (2501.03262). Its advantage is `global_norm` (with `algorithm.reward_kl_coef`), or `batch_norm`
     for the variant with a group baseline (k2 in the loss, kl_coef > 0). Advantages are normalised there, once; this
     loss does not do it again.
     Shapes: tokens are flat, [N].

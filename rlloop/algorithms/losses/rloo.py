@@ -11,7 +11,7 @@ def rloo(batch: LossBatch, *, kl_coef: float = 0.0, kl: KLKind = "k3", entropy_c
         L = −1/S sum_i A_i sum_t logprobs_it,   A_i = R_i − mean of the other rewards of its group
 
     Kool et al. 2019 (openreview r1lgTGL5DE); Ahmadian et al. 2024 (2402.14740), who put the KL to the reference into
-    the reward (`kl_in_reward` with k1) rather than into the loss.
+    the reward (`algorithm.reward_kl_coef`) rather than into the loss.
     Shapes: tokens are flat, [N].
     Denominator: `total_sequences`; tokens are summed.
     Defaults: no penalty in the loss.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlloop.algorithms import kl_estimate, kl_in_reward
+from rlloop.algorithms import kl_estimate, sequence_kl
 
 POLICY = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
 REFERENCE = torch.tensor([0.4, 0.2, 0.1, 0.3], dtype=torch.float64)
@@ -69,13 +69,8 @@ def test_no_gradient_reaches_the_reference():
     assert logprobs.grad is not None
 
 
-def test_kl_in_reward_is_of_the_whole_sequence():
-    shaped = kl_in_reward(
-        [1.0, 0.0],
-        [np.array([-1.0, -2.0], np.float32), np.array([-0.5], np.float32)],
-        [np.array([-1.5, -1.0], np.float32), np.array([-2.5], np.float32)],
-        kl_coef=0.1,
-    )
-    assert shaped == pytest.approx([1.0 - 0.1 * (0.5 - 1.0), 0.0 - 0.1 * 2.0])
-    squared = kl_in_reward([1.0], [np.array([-1.0, -2.0])], [np.array([-1.5, -1.0])], kl_coef=2.0, kl="k2")
-    assert squared == pytest.approx([1.0 - 2.0 * (0.125 + 0.5)])
+def test_the_kl_of_a_sequence_is_the_sum_over_its_tokens():
+    policy, reference = np.array([-1.0, -2.0], np.float32), np.array([-1.5, -1.0], np.float32)
+    assert sequence_kl(policy, reference) == pytest.approx(0.5 - 1.0)
+    assert sequence_kl(policy, reference, "k2") == pytest.approx(0.125 + 0.5)
+    assert sequence_kl(policy[:0], reference[:0]) == 0.0
