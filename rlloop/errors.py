@@ -4,7 +4,8 @@
     ├── ConfigError (ValueError)       a setting, an argument or a combination of them that cannot work
     ├── ModelError (ValueError)        a checkpoint folder that is missing, unsupported or does not fit
     ├── RunError (ValueError)          a run folder that is missing, damaged or belongs to another run
-    └── ParityError                    engine and trainer disagree where the run requires that they do not
+    ├── ParityError                    engine and trainer disagree where the run requires that they do not
+    └── SyncError                      weights that could not be published or brought over; what served still serves
 
 A user's mistake is a `ValueError` whose message says what was given, what is allowed and what to change, raised before
 any work starts. A broken invariant of rlloop's own is an `assert`.
@@ -39,3 +40,7 @@ class ParityError(RlloopError):
     """The trainer's bits differ from the engine's in a run whose `parity.mode` is `require`."""
 
     exit_code = 3
+
+
+class SyncError(RlloopError):
+    """A version of the weights could not be published, fetched or applied. What was served before still is."""
