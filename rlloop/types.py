@@ -68,6 +68,7 @@ class Completion:
     sampling: SamplingParams  # as used: its seed is always set
     routed_experts: np.ndarray | None = None  # [tokens, layers, top_k] for mixture-of-experts models
     turns: tuple[tuple[int, int], ...] | None = None  # [start, end) in token_ids of what the policy wrote; None: all
+    origin: str | None = None  # which engine of several made it: region/address
 
     @property
     def written(self) -> Sequence[int]:

@@ -1,0 +1,268 @@
+"""The client's side of an engine over HTTP: `RemoteEngine` for a loop, `EngineClient` for a fleet.
+
+Nothing is sent twice unless it may be: a generation carries an idempotency key, under which its engine makes it once,
+and everything else only reads or says again what was said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import ssl
+import threading
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import httpx
+import msgspec
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from rlloop.errors import ConfigError, RlloopError
+from rlloop.rollout.service import Busy, VersionUnavailable
+from rlloop.rollout.wire import CONTENT_TYPE, Answer, Ask, BadAnswer, EngineState, Lease, error_of, unpack
+from rlloop.types import Completion, SamplingParams
+
+CONNECT_SECONDS = 5.0
+PROMPTS_PER_CALL = 256
+
+T = TypeVar("T")
+
+
+class EngineLost(RlloopError):
+    """The engine cannot be reached, or broke off in the middle."""
+
+
+class Fenced(RlloopError):
+    """Another process drives the engine now; this one's time is over."""
+
+
+class EngineClient:
+    """One engine. For one event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ca_file: str | Path | None = None,
+        timeout: float = 600.0,
+        holder: str = "",
+        term: int = 0,
+        attempts: int = 3,
+    ) -> None:
+        """`timeout`: seconds that one answer may take. `holder` and `term`: see `rlloop.rollout.wire.Lease`."""
+        self.url, self._lease, self._attempts = url.rstrip("/"), Lease(holder, term), attempts
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={} if token is None else {"Authorization": f"Bearer {token}"},
+            verify=tls_context(ca_file),
+            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=64, max_keepalive_connections=16),
+            trust_env=False,
+        )
+
+    async def state(self, timeout: float | None = None) -> EngineState:
+        return _decode(await self._send("GET", "/rlloop/state", timeout=timeout), EngineState)
+
+    async def lease(self) -> None:
+        """Drive the engine from now on. Raises `Fenced` where a later term does."""
+        await self._send("POST", "/rlloop/lease", content=msgspec.msgpack.encode(self._lease))
+
+    async def wake(self, version: int, wait: float) -> EngineState:
+        """Have the engine look for new weights; its state once `version` serves, or after `wait` seconds."""
+        params = {"version": version, "wait": wait}
+        reply = await self._send("POST", "/rlloop/weights/wake", params=params, timeout=wait + 10.0)
+        return _decode(reply, EngineState)
+
+    async def generate(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        *,
+        lowest: int | None = None,
+        highest: int | None = None,
+        boot: str | None = None,
+    ) -> list[Completion]:
+        """Completions in order. `boot`: the engine's process that is meant.
+
+        Raises `EngineLost`, `VersionUnavailable`, `Fenced`, `Busy` (later, or elsewhere), `BadAnswer` (the engine is
+        not in order) or `ConfigError` (the request is not). Cancelled, it tells the engine to stop.
+        """
+        ask = Ask(list(prompts), list(sampling), lowest, highest, self._lease.holder, self._lease.term)
+        key = secrets.token_hex(16)
+        headers = {"Idempotency-Key": key, "Content-Type": CONTENT_TYPE}
+        try:
+            reply = await self._send("POST", "/rlloop/generate", content=msgspec.msgpack.encode(ask), headers=headers)
+        except asyncio.CancelledError:
+            self._background(self._forget(key))
+            raise
+        answer = _decode(reply, Answer)
+        if boot is not None and answer.boot != boot:
+            raise EngineLost(f"{self.url} was restarted")
+        return unpack(ask, answer)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _forget(self, key: str) -> None:
+        with contextlib.suppress(httpx.HTTPError):  # an engine that is gone has nothing to stop
+            await self._http.delete(f"/rlloop/requests/{key}", timeout=2.0)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        _tasks.add(task)
+        task.add_done_callback(_tasks.discard)
+
+    async def _send(self, method: str, path: str, *, timeout: float | None = None, **request: Any) -> httpx.Response:
+        if timeout is not None:
+            request["timeout"] = httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS))
+        try:
+            retrying = AsyncRetrying(
+                retry=retry_if_exception_type(httpx.TransportError),
+                stop=stop_after_attempt(self._attempts),
+                wait=wait_random_exponential(multiplier=0.1, max=1.0),
+                reraise=True,
+            )
+            reply: httpx.Response = await retrying(self._http.request, method, path, **request)
+        except httpx.TransportError as error:
+            raise EngineLost(f"{self.url} cannot be reached: {type(error).__name__} {error}") from None
+        if reply.is_success:
+            return reply
+        raise _refusal(self.url, reply)
+
+
+_tasks: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks only weakly
+
+
+def _decode(reply: httpx.Response, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(reply.content, type=kind)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise BadAnswer(f"{reply.url} answered what is no {kind.__name__}: {error}") from None
+
+
+def _refusal(url: str, reply: httpx.Response) -> RlloopError:
+    error = error_of(reply.content)
+    code, message = error.get("code"), f"{url}: {error.get('message', f'HTTP {reply.status_code}')}"
+    if code in ("version_behind", "version_passed"):
+        unavailable = VersionUnavailable(int(error["have"]), None, None)
+        unavailable.passed = code == "version_passed"
+        return unavailable
+    if code == "fenced":
+        return Fenced(message)
+    if reply.status_code in (429, 503):
+        return Busy(message)
+    if reply.status_code == 401:
+        return ConfigError(f"{url} refuses the token; give the one that its server was started with")
+    if reply.status_code < 500:
+        return ConfigError(message)
+    return EngineLost(message)
+
+
+def tls_context(ca_file: str | Path | None) -> ssl.SSLContext | bool:
+    """What verifies servers: the system's authorities, or those of `ca_file` alone."""
+    if ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=str(ca_file))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the certificates {ca_file} cannot be read: {error}") from None
+
+
+class LoopThread:
+    """An event loop in a thread, for callers that are not asynchronous."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=name)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self.run(_cancel_others())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+class RemoteEngine:
+    """An engine behind `rlloop serve engine`, as the Engine of a loop. Not thread-safe.
+
+    Asks for exactly `policy_version`, which `set_version` sets; None, as at first: whatever the engine serves.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ca_file: str | Path | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        """`timeout`: seconds that an answer may take, and that the engine may take to get to a version."""
+        self._timeout = timeout
+        self._version: int | None = None
+        self._thread = LoopThread(f"client of {url}")
+        self._client = EngineClient(url, token=token, ca_file=ca_file, timeout=timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def policy_version(self) -> int:
+        return self._thread.run(self._client.state()).version if self._version is None else self._version
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or as many")
+        return self._thread.run(self._generate(prompts, each))
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self._thread.run(self._client.state()).fingerprint
+
+    def close(self) -> None:
+        self._thread.run(self._client.close())
+        self._thread.close()
+
+    async def _generate(self, prompts: list[list[int]], each: list[SamplingParams]) -> list[Completion]:
+        parts = [slice(start, start + PROMPTS_PER_CALL) for start in range(0, len(prompts), PROMPTS_PER_CALL)]
+        made = await asyncio.gather(*(self._call(prompts[part], each[part]) for part in parts))
+        return [completion for part in made for completion in part]
+
+    async def _call(self, prompts: list[list[int]], each: list[SamplingParams]) -> list[Completion]:
+        version, clock = self._version, asyncio.get_running_loop().time
+        deadline = clock() + self._timeout
+        while True:
+            try:
+                return await self._client.generate(prompts, each, lowest=version, highest=version)
+            except VersionUnavailable as unavailable:
+                if unavailable.passed or version is None or clock() > deadline:
+                    raise
+                await self._client.wake(version, wait=min(10.0, self._timeout))
+            except Busy:
+                if clock() > deadline:
+                    raise
+                await asyncio.sleep(0.5)

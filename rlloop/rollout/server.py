@@ -1,0 +1,321 @@
+"""An engine over HTTP.
+
+    POST /v1/completions             OpenAI's (rlloop.rollout.openai_api)      GET /v1/models
+    POST /rlloop/generate            exact float32 logprobs, seeds, versions (rlloop.rollout.wire)
+    DELETE /rlloop/requests/{key}    nobody waits for this one any more
+    POST /rlloop/lease               fencing: who drives the engine from now on
+    GET  /rlloop/state               version, load, fingerprint
+    GET  /rlloop/weights             how the replica stands
+    POST /rlloop/weights/wake        look for new weights now; `?version=N&wait=S` answers when they serve
+    GET  /health                     503 until the newest weights serve
+    GET  /metrics                    Prometheus
+
+A request whose version is not served is refused with 409, which also makes the replica look for it. A request with an
+`Idempotency-Key` is made once: asked again, after a broken connection say, the same answer comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Literal, Protocol
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rlloop.errors import ConfigError, RlloopError
+from rlloop.rollout import openai_api, wire
+from rlloop.rollout.service import Busy, EngineService, VersionUnavailable
+from rlloop.types import Completion
+from rlloop.web import refusal
+
+REMEMBERED = 256  # answers to idempotent requests
+
+
+class Follower(Protocol):
+    """Keeps the engine's weights at the newest version; see `rlloop.rollout.follower`."""
+
+    @property
+    def status(self) -> Literal["ready", "behind", "failed"]: ...
+
+    @property
+    def error(self) -> str: ...
+
+    @property
+    def progress(self) -> wire.Progress | None: ...
+
+    def wake(self) -> None: ...
+
+    def wait_for(self, version: int, seconds: float) -> None:
+        """Returns when the version, or a later one, serves; or when the time is over."""
+        ...
+
+
+class EngineServer:
+    """The application; `app` is what a server runs."""
+
+    def __init__(
+        self,
+        service: EngineService,
+        *,
+        name: str,
+        region: str = "",
+        model: str = "rlloop",
+        tokenizer: openai_api.Tokenizer | None = None,
+        follower: Follower | None = None,
+        lifespan: Callable[[EngineServer], AbstractAsyncContextManager[None]] | None = None,
+    ) -> None:
+        """`model`: the name that OpenAI's clients ask for. `lifespan` is entered while the server runs."""
+        self.service, self.name, self.region, self.model = service, name, region, model
+        self.tokenizer, self.follower = tokenizer, follower
+        self.boot = secrets.token_hex(8)
+        self._fingerprint = service.fingerprint()
+        self._lease = wire.Lease("", 0)
+        self._remembered: OrderedDict[str, tuple[bytes, Future[list[Completion]]]] = OrderedDict()
+        self._refused = 0
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Numbers(self))
+
+        @asynccontextmanager
+        async def run(app: Starlette) -> AsyncIterator[None]:
+            if lifespan is None:
+                yield
+            else:
+                async with lifespan(self):
+                    yield
+
+        self.app = Starlette(
+            routes=[
+                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/rlloop/generate", self._generate, methods=["POST"]),
+                Route("/rlloop/requests/{key}", self._forget, methods=["DELETE"]),
+                Route("/rlloop/lease", self._take_lease, methods=["POST"]),
+                Route("/rlloop/state", self._state),
+                Route("/rlloop/weights", self._weights),
+                Route("/rlloop/weights/wake", self._wake, methods=["POST"]),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+            ],
+            exception_handlers={
+                ConfigError: lambda _, error: refusal(400, "bad_request", str(error)),
+                Busy: lambda _, error: refusal(429, "busy", str(error)),
+                VersionUnavailable: self._unavailable,
+                RlloopError: lambda _, error: refusal(500, "engine_failed", str(error)),
+            },
+            lifespan=run,
+        )
+
+    # ---------------------------------------------------------------------------------------------- completions
+
+    async def _complete(self, request: Request) -> Response:
+        ask, prompts, sampling = openai_api.parse(await request.body(), self.tokenizer)
+        if ask.model != self.model:
+            return refusal(404, "model_not_found", f"model {ask.model!r} is not served here; {self.model!r} is")
+        future = self.service.submit(prompts, sampling, ask.lowest_version, ask.highest_version)
+        completions = await self._wait(request, future)
+        if completions is None:
+            return Response(status_code=499)
+        id = f"cmpl-{secrets.token_hex(12)}"
+        if ask.stream:
+            events = openai_api.respond_in_events(id, ask, completions, self.tokenizer)
+            return StreamingResponse(events, media_type="text/event-stream")
+        content = openai_api.respond(id, ask, completions, self.tokenizer)
+        return Response(msgspec.json.encode(content), media_type="application/json")
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.body()
+        try:
+            ask = msgspec.msgpack.decode(body, type=wire.Ask)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise ConfigError(f"the body is no msgpack of rlloop.rollout.wire.Ask: {error}") from None
+        if len(ask.prompts) != len(ask.sampling):
+            raise ConfigError(f"{len(ask.prompts)} prompts came with {len(ask.sampling)} sampling parameters")
+        if ask.holder == self._lease.holder and ask.term < self._lease.term:
+            return self._fenced(ask.term)
+        key = request.headers.get("idempotency-key")
+        if key is None:
+            future = self.service.submit(ask.prompts, ask.sampling, ask.lowest, ask.highest)
+        else:
+            digest = hashlib.blake2b(body, digest_size=16).digest()
+            known, future = self._remembered.get(key, (digest, None))
+            if known != digest:
+                return refusal(422, "key_reused", f"idempotency key {key} came before, with another request")
+            if future is None or (future.done() and future.exception() is not None):  # a refusal may have passed
+                future = self.service.submit(ask.prompts, ask.sampling, ask.lowest, ask.highest)
+                self._remembered[key] = (digest, future)
+                while len(self._remembered) > REMEMBERED:
+                    self._remembered.popitem(last=False)
+        completions = await self._wait(request, future, keep=key is not None)
+        if completions is None:
+            return Response(status_code=499)
+        answer = wire.Answer([wire.pack(made) for made in completions], self.boot)
+        return Response(await run_in_threadpool(msgspec.msgpack.encode, answer), media_type=wire.CONTENT_TYPE)
+
+    async def _wait(
+        self, request: Request, future: Future[list[Completion]], keep: bool = False
+    ) -> list[Completion] | None:
+        """None where the client left; what it waited for is dropped then, unless it may come back for it (`keep`)."""
+        made = asyncio.wrap_future(future)
+        gone = asyncio.create_task(_gone(request))
+        await asyncio.wait({made, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if made.done():
+            gone.cancel()
+            return made.result()
+        made.add_done_callback(lambda late: late.cancelled() or late.exception())  # seen, though nobody waits
+        if not keep:
+            self.service.cancel(future)
+        return None
+
+    async def _forget(self, request: Request) -> Response:
+        known = self._remembered.pop(request.path_params["key"], None)
+        if known is None:
+            return refusal(404, "unknown_key", "no request has this idempotency key")
+        self.service.cancel(known[1])
+        return JSONResponse({})
+
+    async def _models(self, request: Request) -> Response:
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "rlloop"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    # ---------------------------------------------------------------------------------------------- fencing
+
+    async def _take_lease(self, request: Request) -> Response:
+        try:
+            lease = msgspec.msgpack.decode(await request.body(), type=wire.Lease)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise ConfigError(f"the body is no msgpack of rlloop.rollout.wire.Lease: {error}") from None
+        if lease.holder == self._lease.holder and lease.term < self._lease.term:
+            return self._fenced(lease.term)
+        if lease != self._lease:  # what the former holder waited for, nobody does now
+            for _, future in self._remembered.values():
+                self.service.cancel(future)
+            self._remembered.clear()
+            self._lease = lease
+        return JSONResponse({"boot": self.boot})
+
+    def _fenced(self, term: int) -> Response:
+        self._refused += 1
+        text = f"term {term} of {self._lease.holder} is over: term {self._lease.term} drives this engine"
+        return refusal(409, "fenced", text, term=self._lease.term)
+
+    # ---------------------------------------------------------------------------------------------- weights and facts
+
+    def state(self) -> wire.EngineState:
+        follower = self.follower
+        return wire.EngineState(
+            self.boot,
+            self.name,
+            self.region,
+            "ready" if follower is None else follower.status,
+            self.service.version,
+            self.service.load,
+            self._fingerprint,
+            None if follower is None else follower.progress,
+            "" if follower is None else follower.error,
+        )
+
+    async def _unavailable(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, VersionUnavailable)
+        self._refused += 1
+        if self.follower is not None and not error.passed:
+            self.follower.wake()
+        return refusal(409, "version_passed" if error.passed else "version_behind", str(error), have=error.have)
+
+    async def _state(self, request: Request) -> Response:
+        return Response(msgspec.msgpack.encode(self.state()), media_type=wire.CONTENT_TYPE)
+
+    async def _weights(self, request: Request) -> Response:
+        state = self.state()
+        return JSONResponse(
+            {"version": state.version, "status": state.status, "error": state.error,
+             "last": state.weights and msgspec.structs.asdict(state.weights)}
+        )  # fmt: skip
+
+    async def _wake(self, request: Request) -> Response:
+        if self.follower is None:
+            return refusal(409, "no_store", "this engine follows no store of weights; start it with --store")
+        try:
+            version = int(request.query_params.get("version", "-1"))
+            seconds = min(float(request.query_params.get("wait", "0")), 60.0)
+        except ValueError:
+            raise ConfigError("version and wait must be numbers") from None
+        self.follower.wake()
+        if seconds > 0:
+            await run_in_threadpool(self.follower.wait_for, version, seconds)
+        return await self._state(request)
+
+    async def _health(self, request: Request) -> Response:
+        state = self.state()
+        content = {"status": state.status, "version": state.version, "error": state.error}
+        return JSONResponse(content, 200 if state.status == "ready" else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    def metrics(self) -> Sequence[Metric]:
+        """What Prometheus is told, read when it asks."""
+        service, stats = self.service, self.service.stats()
+        progress = self.follower.progress if self.follower is not None else None
+        gauges: dict[str, tuple[str, float]] = {
+            "rlloop_policy_version": ("version of the weights that serve", service.version),
+            "rlloop_requests_waiting": ("requests in flight or waiting", service.load),
+            "rlloop_weights_ready": ("1 where the newest weights serve", self.state().status == "ready"),
+        }
+        if progress is not None:
+            gauges["rlloop_sync_wire_bytes"] = ("bytes of the last change of weights", progress.wire_bytes)
+            gauges["rlloop_sync_pause_seconds"] = ("how long it paused the engine", progress.pause_seconds)
+        counters: dict[str, tuple[str, float]] = {
+            f"rlloop_{name}": (f"{name.replace('_', ' ')} since the start", getattr(stats, name))
+            for name in ("steps", "requests", "prompt_tokens", "made_tokens", "cached_tokens", "preemptions")
+        }
+        counters["rlloop_refused"] = ("requests refused for their version or term", self._refused)
+        return [
+            *(GaugeMetricFamily(name, text, value=float(value)) for name, (text, value) in gauges.items()),
+            *(CounterMetricFamily(name, text, value=float(value)) for name, (text, value) in counters.items()),
+        ]
+
+
+class _Numbers(Collector):
+    def __init__(self, server: EngineServer) -> None:
+        self._server = server
+
+    def collect(self) -> Any:
+        return self._server.metrics()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def tokenizer_of(folder: Any) -> openai_api.Tokenizer | None:
+    """A model folder's own tokenizer; None where it has none."""
+    from rlloop.chat import TOKENIZER_FILES, ChatTokenizer
+
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return _Text(ChatTokenizer(folder, template="raw"))
+
+
+class _Text:
+    def __init__(self, chat: Any) -> None:
+        self._tokenizer = chat.tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids)

@@ -1,0 +1,239 @@
+"""An engine behind a thread: requests come from anywhere and share its batches; weights change between batches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlloop.errors import RlloopError
+from rlloop.types import Completion, SamplingParams
+
+
+class SteppedEngine(Protocol):
+    """What `EngineService` drives: `rlloop.Engine`, or a stand-in for it."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams) -> int: ...
+
+    def step(self) -> list[tuple[int, Completion]]: ...
+
+    def abort(self, request_id: int) -> Completion | None: ...
+
+    def stats(self) -> Any: ...
+
+    def fingerprint(self) -> dict[str, Any]: ...
+
+
+class VersionUnavailable(RlloopError):
+    """The engine's weights are not those that a request asks for. `passed`: and never will be again."""
+
+    def __init__(self, have: int, lowest: int | None, highest: int | None) -> None:
+        self.have, self.lowest, self.highest = have, lowest, highest
+        self.passed = highest is not None and have > highest
+        wanted = f"{lowest}" if lowest == highest else f"from {lowest} to {'any' if highest is None else highest}"
+        super().__init__(f"this engine has version {have} of the weights; asked for is {wanted}")
+
+
+class Busy(RlloopError):
+    """More is waiting than the server was told to take on."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """The requests of one call, which are answered together."""
+
+    prompts: Sequence[list[int]]
+    sampling: Sequence[SamplingParams]
+    lowest: int | None
+    highest: int | None
+    answer: Future[list[Completion]] = field(default_factory=Future)
+    ids: list[int] = field(default_factory=list)
+    done: dict[int, Completion] = field(default_factory=dict)
+
+
+class EngineService:
+    """Owns `engine`: nothing else may call it while the service runs.
+
+    A completion has one version. So a change of weights waits until what runs is finished, while what comes in the
+    meantime waits for the change; `between_batches` runs it with nothing in flight.
+    """
+
+    def __init__(self, engine: SteppedEngine, *, max_waiting: int = 4096) -> None:
+        """`max_waiting`: requests (prompts) in flight or waiting above which `submit` raises `Busy`."""
+        self._engine, self._max_waiting = engine, max_waiting
+        self._changed = threading.Condition()
+        self._inbox: list[_Job] = []
+        self._cancelled: set[Future[list[Completion]]] = set()
+        self._pause: tuple[Callable[[], Any], Future[Any], float] | None = None
+        self._closed = False
+        self._running: dict[int, _Job] = {}  # by request id
+        self._load = 0
+        self.drain_seconds = self.pause_seconds = 0.0  # of the last change of weights: waiting for it, making it
+        self._thread = threading.Thread(target=self._work, daemon=True, name="engine")
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        return self._engine.policy_version
+
+    @property
+    def load(self) -> int:
+        """Requests in flight or waiting."""
+        return self._load
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self._engine.fingerprint()
+
+    def stats(self) -> Any:
+        """The engine's counts (`rlloop.rollout.scheduler.EngineStats`)."""
+        return self._engine.stats()
+
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        lowest: int | None = None,
+        highest: int | None = None,
+    ) -> Future[list[Completion]]:
+        """Completions in the order of the prompts, all made by one version from `lowest` to `highest`.
+
+        The future raises `VersionUnavailable` where the engine, once it gets to them, has another version, and
+        `ConfigError` for prompts that it cannot take.
+        """
+        job = _Job(prompts, sampling, lowest, highest)
+        job.answer.set_running_or_notify_cancel()  # only `cancel` ends it early
+        with self._changed:
+            if self._load + len(prompts) > self._max_waiting and self._load:
+                raise Busy(f"{self._load} requests are waiting or in flight; at most {self._max_waiting} may be")
+            self._load += len(prompts)
+            self._inbox.append(job)
+            self._changed.notify()
+        return job.answer
+
+    def cancel(self, answer: Future[list[Completion]]) -> None:
+        """Nobody waits for it any more."""
+        with self._changed:
+            self._cancelled.add(answer)
+            self._changed.notify()
+
+    def between_batches(self, change: Callable[[], Any]) -> Any:
+        """Run `change` in the engine's thread once nothing is in flight. Returns or raises what it does."""
+        answer: Future[Any] = Future()
+        with self._changed:
+            assert self._pause is None, "one change of weights at a time"
+            self._pause = (change, answer, time.perf_counter())
+            self._changed.notify()
+        return answer.result()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    # ---------------------------------------------------------------------------------------------- the thread
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._closed or self._inbox or self._pause or self._cancelled or self._engine.has_work):
+                    self._changed.wait()
+                if self._closed:
+                    break
+                cancelled, self._cancelled = self._cancelled, set()
+                pause = self._pause
+                admitted: list[_Job] = []
+                if pause is None:
+                    admitted, self._inbox = self._inbox, []
+            self._drop(cancelled, admitted)
+            for job in admitted:
+                if not job.answer.done():
+                    self._admit(job)
+            if self._engine.has_work:
+                self._step()
+            elif pause is not None:
+                self._change(*pause)
+        for job in {id(job): job for job in [*self._running.values(), *self._inbox]}.values():
+            job.answer.set_exception(Busy("the engine was shut down"))
+
+    def _admit(self, job: _Job) -> None:
+        have = self._engine.policy_version
+        if (job.lowest is not None and have < job.lowest) or (job.highest is not None and have > job.highest):
+            self._finish(job, error=VersionUnavailable(have, job.lowest, job.highest))
+            return
+        try:
+            for prompt, params in zip(job.prompts, job.sampling, strict=True):
+                job.ids.append(self._engine.add_request(prompt, params))
+        except RlloopError as error:  # the caller's mistake, by name
+            self._abort(job)
+            self._finish(job, error=error)
+            return
+        self._running.update(dict.fromkeys(job.ids, job))
+        if not job.ids:
+            self._finish(job, [])
+
+    def _step(self) -> None:
+        try:
+            finished = self._engine.step()
+        except Exception as error:  # the engine dropped everything in flight: each caller hears why, and it goes on
+            for job in {id(job): job for job in self._running.values()}.values():
+                self._finish(job, error=error)
+            self._running.clear()
+            return
+        for request, completion in finished:
+            job = self._running.pop(request)
+            job.done[request] = completion
+            if len(job.done) == len(job.ids):
+                self._finish(job, [job.done[request] for request in job.ids])
+
+    def _change(self, change: Callable[[], Any], answer: Future[Any], asked: float) -> None:
+        began = time.perf_counter()
+        try:
+            result, error = change(), None
+        except Exception as raised:  # belongs to who asked for the change; the engine goes on as it was
+            result, error = None, raised
+        self.drain_seconds, self.pause_seconds = began - asked, time.perf_counter() - began
+        with self._changed:
+            self._pause = None
+        if error is None:
+            answer.set_result(result)
+        else:
+            answer.set_exception(error)
+
+    def _drop(self, cancelled: set[Future[list[Completion]]], admitted: Sequence[_Job]) -> None:
+        if not cancelled:
+            return
+        for job in {id(job): job for job in [*self._running.values(), *admitted]}.values():
+            if job.answer in cancelled:
+                self._abort(job)
+                self._finish(job, error=Busy("cancelled"))
+        with self._changed:
+            waiting = [job for job in self._inbox if job.answer in cancelled]
+            self._inbox = [job for job in self._inbox if job.answer not in cancelled]
+        for job in waiting:
+            self._finish(job, error=Busy("cancelled"))
+
+    def _abort(self, job: _Job) -> None:
+        for request in job.ids:
+            self._engine.abort(request)
+            self._running.pop(request, None)
+
+    def _finish(
+        self, job: _Job, completions: list[Completion] | None = None, error: BaseException | None = None
+    ) -> None:
+        with self._changed:
+            self._load -= len(job.prompts)
+        if error is not None:
+            job.answer.set_exception(error)
+        else:
+            assert completions is not None
+            job.answer.set_result(completions)

@@ -1,0 +1,354 @@
+"""The engine's server and its clients over real sockets: the bits of the engine itself, and every refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import msgspec
+import numpy as np
+import openai
+import pytest
+
+from rlloop.errors import ConfigError
+from rlloop.rollout import Engine, wire
+from rlloop.rollout.remote import EngineLost, RemoteEngine
+from rlloop.rollout.server import EngineServer
+from rlloop.rollout.service import Busy, EngineService, VersionUnavailable
+from rlloop.types import SamplingParams
+from rlloop.web import BackgroundServer, Listen
+from tests.parity.models import tiny_qwen3
+from tests.unit.rollout.test_engine import PROMPTS, longest, same
+
+VOCABULARY = 64
+TOKEN = "a token of some length"
+
+
+class Words:
+    """Token 7 is the word "7"."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(f"{id} " for id in token_ids)
+
+
+class Follower:
+    """One whose newest version is set by hand."""
+
+    def __init__(self, service: EngineService, engine: Engine) -> None:
+        self.service, self.engine = service, engine
+        self.newest = 0
+        self.error = ""
+        self.progress = wire.Progress(0, wire_bytes=7)
+        self.woken = threading.Event()
+
+    @property
+    def status(self):
+        return "failed" if self.error else "ready" if self.service.version == self.newest else "behind"
+
+    def wake(self) -> None:
+        self.woken.set()
+        if self.newest > self.service.version:
+            self.service.between_batches(lambda: self.engine.set_version(self.newest))
+
+    def wait_for(self, version: int, seconds: float) -> None:
+        pass
+
+
+@dataclasses.dataclass
+class Running:
+    url: str
+    follower: Follower
+    server: EngineServer
+
+
+@pytest.fixture(scope="module")
+def running():
+    engine = Engine(tiny_qwen3(VOCABULARY))
+    service = EngineService(engine, max_waiting=64)
+    follower = Follower(service, engine)
+    server = EngineServer(service, name="one", region="eu", tokenizer=Words(), follower=follower)
+    background = BackgroundServer(server.app, Listen(token=TOKEN, max_body=1 << 16))
+    yield Running(background.url, follower, server)
+    background.close()
+    service.close()
+
+
+@pytest.fixture
+def remote(running):
+    with RemoteEngine(running.url, token=TOKEN, timeout=30) as engine:
+        yield engine
+
+
+def http(running, **headers) -> httpx.Client:
+    authorization = {"Authorization": f"Bearer {TOKEN}"}
+    return httpx.Client(base_url=running.url, headers={**authorization, **headers}, trust_env=False)
+
+
+def test_a_remote_engine_gives_the_bits_of_the_engine_itself(remote):
+    local = Engine(tiny_qwen3(VOCABULARY))
+    sampling = [longest(seed=seed, temperature=0.7, top_p=0.9) for seed in range(len(PROMPTS))]
+    for here, there in zip(local.generate(PROMPTS, sampling), remote.generate(PROMPTS, sampling), strict=True):
+        assert same(here, there)
+        assert (here.prompt_ids, here.sampling, here.finish_reason) == (
+            there.prompt_ids,
+            there.sampling,
+            there.finish_reason,
+        )
+        assert there.logprobs.dtype == there.raw_logprobs.dtype == np.float32
+    assert remote.fingerprint() == json.loads(json.dumps(local.fingerprint()))
+
+
+def test_requests_of_many_clients_share_batches_and_keep_their_bits(running):
+    alone = Engine(tiny_qwen3(VOCABULARY)).generate(PROMPTS * 4, longest())
+    before = running.server.service.stats()
+
+    def ask(prompts):
+        with RemoteEngine(running.url, token=TOKEN) as engine:
+            return engine.generate(prompts, longest())
+
+    with ThreadPoolExecutor(4) as pool:
+        parts = list(pool.map(ask, [PROMPTS] * 4))
+    for mine, theirs in zip(alone, [made for part in parts for made in part], strict=True):
+        assert same(mine, theirs)
+    after = running.server.service.stats()
+    assert after.requests - before.requests == 16
+    assert after.steps - before.steps < 4 * 24, "they were run one after the other"
+
+
+def test_the_stock_openai_client(running):
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key=TOKEN, max_retries=0)
+    assert [model.id for model in client.models.list()] == ["rlloop"]
+    [local] = Engine(tiny_qwen3(VOCABULARY)).generate([PROMPTS[0]], longest(temperature=0.5))
+    made = client.completions.create(
+        model="rlloop", prompt=PROMPTS[0], max_tokens=24, temperature=0.5, seed=1, logprobs=1,
+        extra_body={"ignore_eos": True, "lowest_version": 0},
+    )  # fmt: skip
+    [choice] = made.choices
+    assert choice.model_extra is not None
+    assert choice.model_extra["token_ids"] == local.token_ids
+    assert choice.logprobs is not None
+    assert np.array(choice.logprobs.token_logprobs, np.float32).tobytes() == local.logprobs.tobytes()
+    assert np.array(choice.model_extra["raw_logprobs"], np.float32).tobytes() == local.raw_logprobs.tobytes()
+    assert choice.text == Words().decode(local.token_ids)
+    assert choice.logprobs.text_offset == [len(Words().decode(local.token_ids[:i])) for i in range(24)]
+    assert choice.finish_reason == "length"
+    assert made.usage is not None
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3, 24)
+
+
+def test_openai_text_several_choices_and_streams(running):
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key=TOKEN, max_retries=0)
+    asked = {"model": "rlloop", "prompt": ["5 6 7", "9"], "n": 2, "max_tokens": 4, "seed": 8}
+    whole = client.completions.create(**asked)
+    seeds = [choice.model_extra["seed"] for choice in whole.choices]
+    assert seeds == [8, 9, 8, 9]
+    texts = ["", "", "", ""]
+    for event in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+    assert event.usage == whole.usage
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stop": ["x"]}, "stop is .*stop_token_ids"),
+        ({"echo": True}, "echo is True"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"logprobs": 5}, "logprobs is 5; it must be 0 or 1"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"temperature": -1}, "temperature"),
+        ({"prompt": [VOCABULARY]}, "not in the vocabulary"),
+        ({"prompt": []}, "empty|at least one"),
+        ({"extra_body": {"beams": 3}}, "beams"),
+    ],
+)  # fmt: skip
+def test_openai_requests_that_cannot_be_honoured_are_refused_by_name(running, changes, message):
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key=TOKEN, max_retries=0)
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.completions.create(**{"model": "rlloop", "prompt": PROMPTS[0], **changes})
+    with pytest.raises(openai.NotFoundError, match="'rlloop' is"):
+        client.completions.create(model="gpt", prompt="5")
+
+
+def test_no_route_answers_without_the_token(running):
+    for route in running.server.app.routes:
+        path = route.path.replace("{key}", "k")
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
+            for method in ("GET", "POST", "DELETE"):
+                reply = httpx.request(method, running.url + path, headers=headers, trust_env=False)
+                assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer"), (method, path)
+    with RemoteEngine(running.url, token="another") as engine, pytest.raises(ConfigError, match="refuses the token"):
+        engine.generate([[5]], longest())
+
+
+def test_oversize_and_malformed_requests_are_refused(running):
+    with http(running) as client:
+        assert client.post("/rlloop/generate", content=b"x" * (1 << 17)).status_code == 413
+
+        def endless():
+            for _ in range(64):
+                yield b"x" * 4096
+
+        assert client.post("/rlloop/generate", content=endless()).status_code == 413
+        for content in (b"", b"\xc1", msgspec.msgpack.encode({"prompts": [[1]], "sampling": [{"max_tokens": 0}]})):
+            assert client.post("/rlloop/generate", content=content).status_code == 400
+        two = wire.Ask([[1], [2]], [longest()])
+        reply = client.post("/rlloop/generate", content=msgspec.msgpack.encode(two))
+        assert "2 prompts came with 1" in reply.json()["error"]["message"]
+
+
+def test_a_server_off_loopback_needs_a_token():
+    with pytest.raises(ConfigError, match=r"0.0.0.0 would let anyone"):
+        Listen(host="0.0.0.0")
+    with pytest.raises(ConfigError, match="would let anyone"):
+        Listen(host="engine.example")
+    with pytest.raises(ConfigError, match="at least 16"):
+        Listen(host="::", token="short")
+    with pytest.raises(ConfigError, match="both a certificate"):
+        Listen(certificate=__file__)  # pyright: ignore[reportArgumentType]
+    assert Listen(host="::1").scheme == "http"
+
+
+def test_another_version_is_a_409_that_makes_the_replica_look_for_it(running, remote):
+    running.follower.woken.clear()
+    ask = wire.Ask([[5]], [longest()], lowest=1)
+    with http(running) as client:
+        reply = client.post("/rlloop/generate", content=msgspec.msgpack.encode(ask))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "version_behind")
+        assert reply.json()["error"]["have"] == 0
+        assert running.follower.woken.is_set()
+        assert client.get("/health").status_code == 200
+        running.follower.newest = 3
+        assert client.get("/health").status_code == 503
+        remote.set_version(3)
+        assert remote.generate([[5]], longest())[0].policy_version == 3  # 409, catch up, and again
+        assert client.get("/health").json() == {"status": "ready", "version": 3, "error": ""}
+        running.follower.error = "the root differs"
+        assert (client.get("/health").status_code, client.get("/health").json()["status"]) == (503, "failed")
+        running.follower.error = ""
+    remote.set_version(2)
+    with pytest.raises(VersionUnavailable) as passed:
+        remote.generate([[5]], longest())
+    assert passed.value.passed
+    openai_client = openai.OpenAI(base_url=f"{running.url}/v1", api_key=TOKEN, max_retries=0)
+    with pytest.raises(openai.ConflictError, match="version 3"):
+        openai_client.completions.create(model="rlloop", prompt=[5], extra_body={"lowest_version": 4})
+
+
+def test_an_idempotent_request_is_made_once(running):
+    content = msgspec.msgpack.encode(wire.Ask([[5, 6]], [longest()]))
+    with http(running, **{"Idempotency-Key": "k1"}) as client:
+        first = client.post("/rlloop/generate", content=content)
+        requests = running.server.service.stats().requests
+        again = client.post("/rlloop/generate", content=content)
+        assert again.content == first.content
+        assert running.server.service.stats().requests == requests
+        other = msgspec.msgpack.encode(wire.Ask([[5, 7]], [longest()]))
+        assert client.post("/rlloop/generate", content=other).json()["error"]["code"] == "key_reused"
+        assert client.delete("/rlloop/requests/k1").status_code == 200
+        assert client.delete("/rlloop/requests/k1").status_code == 404
+
+
+def test_an_earlier_term_is_fenced(running):
+    with http(running) as client:
+
+        def lease(term):
+            return client.post("/rlloop/lease", content=msgspec.msgpack.encode(wire.Lease("run", term))).status_code
+
+        def generate(term, holder="run"):
+            ask = wire.Ask([[5]], [longest(max_tokens=1)], holder=holder, term=term)
+            return client.post("/rlloop/generate", content=msgspec.msgpack.encode(ask)).status_code
+
+        assert (lease(4), generate(4), lease(5), lease(4), generate(4), generate(5)) == (200, 200, 200, 409, 409, 200)
+        assert generate(1, holder="another run") == 200
+
+
+def test_prometheus_reads_the_metrics(running):
+    with http(running) as client:
+        client.get("/rlloop/state").raise_for_status()
+        text = client.get("/metrics").text
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(lines["rlloop_made_tokens_total"]) > 0
+    assert float(lines["rlloop_policy_version"]) == running.server.service.version
+    assert float(lines["rlloop_sync_wire_bytes"]) == 7
+
+
+def test_a_server_that_is_not_there(running):
+    with RemoteEngine("http://127.0.0.1:1") as engine, pytest.raises(EngineLost, match="cannot be reached"):
+        engine.generate([[5]], longest())
+
+
+class Gate:
+    """An engine whose steps wait."""
+
+    def __init__(self) -> None:
+        self.inner = Engine(tiny_qwen3(VOCABULARY))
+        self.open = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def step(self):
+        self.open.wait()
+        return self.inner.step()
+
+
+def test_weights_change_with_nothing_in_flight_and_what_came_meanwhile_has_the_new_version():
+    engine = Gate()
+    service = EngineService(engine)
+    early = service.submit([[5]], [longest()])
+    while not engine.has_work:
+        pass
+    changed = threading.Thread(target=service.between_batches, args=(lambda: engine.set_version(1),))
+    changed.start()
+    while service._pause is None:
+        pass
+    late = service.submit([[5]], [longest()])
+    strict = service.submit([[5]], [longest()], highest=0)
+    engine.open.set()
+    changed.join()
+    assert [early.result()[0].policy_version, late.result()[0].policy_version] == [0, 1]
+    with pytest.raises(VersionUnavailable):
+        strict.result()
+    assert service.load == 0
+    service.close()
+
+
+def test_a_change_that_fails_leaves_the_engine_serving():
+    service = EngineService(Engine(tiny_qwen3(VOCABULARY)))
+
+    def fail():
+        raise OSError("no such blob")
+
+    with pytest.raises(OSError, match="no such blob"):
+        service.between_batches(fail)
+    assert service.submit([[5]], [longest()]).result()[0].policy_version == 0
+    service.close()
+
+
+def test_cancelled_and_excess_requests_leave_nothing_behind():
+    engine = Gate()
+    service = EngineService(engine, max_waiting=3)
+    futures = [service.submit([[5]], [longest()]) for _ in range(3)]
+    with pytest.raises(Busy, match="at most 3"):
+        service.submit([[5]], [longest()])
+    service.cancel(futures[1])
+    engine.open.set()
+    with pytest.raises(Busy, match="cancelled"):
+        futures[1].result()
+    assert len(futures[0].result()) == len(futures[2].result()) == 1
+    with pytest.raises(ConfigError, match="empty"):
+        service.submit([[5], []], [longest()] * 2).result()
+    assert service.load == 0
+    assert not engine.has_work
+    assert SamplingParams(max_tokens=1)
+    service.close()
