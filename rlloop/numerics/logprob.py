@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.cpu import distribution
-from rlloop.numerics.cpu.contract import linear_out_float32, product_cpu
+from rlloop.numerics.cpu.contract import linear_out_float32, on_cuda, product_cpu
 from rlloop.numerics.cpu.jit import threads_for
 from rlloop.numerics.layout import LogitsWarp
 
@@ -31,11 +31,12 @@ def token_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsW
 
     A row whose logits hold no distribution (NaN, +inf, all of them −inf) gives NaN.
     """
-    if len(targets) > 0 and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
+    # On a GPU, looking would mean waiting for it: there, a target that is no token has logprob NaN.
+    if len(targets) > 0 and not targets.is_cuda and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
         raise ValueError(
             f"targets run from {targets.min()} to {targets.max()}; they must be from 0 to {len(weight) - 1}"
         )
-    return _token_logprob(hidden, weight, targets, *_dense(warp, len(targets), len(weight)))
+    return _token_logprob(hidden, weight, targets, *_dense(warp, len(weight), targets))
 
 
 def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +45,7 @@ def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -
     The token is the first whose cumulative mass, in order of id and in float64, exceeds u times the whole, where u is
     the number that `random.uniform` gives for (seed, position).
     """
-    ids, logprobs, raw_logprobs = _sample(logits, seeds, positions, *_dense(warp, *logits.shape))
+    ids, logprobs, raw_logprobs = _sample(logits, seeds, positions, *_dense(warp, logits.shape[1], seeds))
     if (ids < 0).any():
         row = int((ids < 0).nonzero()[0])
         raise ValueError(
@@ -57,22 +58,29 @@ def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -
 
 def score_logits(logits: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
     """`token_logprob` of logits [T, V] float32 that were made elsewhere; without a gradient."""
+    dense = _dense(warp, logits.shape[1], targets)
+    if logits.is_cuda:
+        return on_cuda("score_logits")(logits, targets, *dense)
     logprobs, entropies = torch.empty(len(targets)), torch.empty(len(targets))
-    given = (_array(targets), tuple(_array(x) for x in _dense(warp, *logits.shape)))
+    given = (_array(targets), tuple(_array(x) for x in dense))
     distribution.score_rows(_threads(*logits.shape), _array(logits), *given, logprobs.numpy(), entropies.numpy())
     return logprobs, entropies
 
 
-def _dense(warp: LogitsWarp, rows: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The warp as arguments of a custom op: settings [T, 4] float64, which holds them all exactly, and the bans."""
-    settings = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64).repeat(rows, 1)
+def _dense(warp: LogitsWarp, vocabulary: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The warp as arguments of a custom op: settings [T, 4] float64, which holds them all exactly, and the bans.
+
+    `like`, [T] int64, has the rows and the device.
+    """
+    settings = like.new_zeros(len(like), 4, dtype=torch.float64)
+    settings[:, ::2] = 1.0
     for column, value in enumerate((warp.temperature, warp.top_k, warp.top_p, warp.min_p)):
         if value is not None:
             settings[:, column] = value
     start, ids = warp.banned_start, warp.banned_ids
     if start is None or ids is None:
-        return settings, torch.zeros(rows + 1, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-    if len(ids) > 0 and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        return settings, like.new_zeros(len(like) + 1), like.new_empty(0)
+    if len(ids) > 0 and not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError(f"banned ids run from {ids.min()} to {ids.max()}; they must be from 0 to {vocabulary - 1}")
     return settings, start, ids
 
@@ -150,6 +158,10 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tenso
 
 def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
     return (*_token_logprob_backward(*ctx.saved_tensors, grad_logprobs, grad_entropies), None, None, None, None)
+
+
+for _op in (_token_logprob, _token_logprob_backward, _sample):
+    _op.register_kernel("cuda")(on_cuda(_op._opoverload._opname))
 
 
 _token_logprob.register_autograd(_backward, setup_context=_keep_for_backward)

@@ -262,5 +262,6 @@ def test_logarithm_is_the_nearest_float32():
 
 def test_is_an_opaque_operation():
     hidden, weight = head(6, 40)
-    args = (hidden.requires_grad_(), weight.requires_grad_(), torch.arange(6), *logprob._dense(mixed(6), 6, 40))
+    targets = torch.arange(6)
+    args = (hidden.requires_grad_(), weight.requires_grad_(), targets, *logprob._dense(mixed(6), 40, targets))
     torch.library.opcheck(logprob._token_logprob, args)

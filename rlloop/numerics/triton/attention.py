@@ -1,0 +1,215 @@
+"""Causal attention over ragged sequences: the same arithmetic for decode, prefill, chunked prefill and training.
+
+A query reads keys in tiles of 64 at absolute positions with an online softmax in float32, and begins anew every
+`SEGMENT` keys: a segment's (top, total, sums) joins those before it in ascending order. Decode over a long context
+gives each segment a program of its own and joins them afterwards; everything else joins them as it goes. A query's bits
+depend on itself and its keys alone. Queries of the heads that share a key-value head stand in one tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlloop.numerics.triton.launch import EXACT, aligned, power_of_two
+
+TILE = 64
+SEGMENT = 1024
+ROWS = 64  # queries of a program: what a tensor core takes at least
+LOG2E = 1.4426950408889634
+STAGES = {torch.bfloat16: 3, torch.float16: 3, torch.float32: 1}
+
+
+@triton.jit
+def _find(starts, sequences, task, SHARE: tl.constexpr, ROWS: tl.constexpr):
+    """The sequence that `task` is of, when sequence s has the tasks from starts[s] * SHARE // ROWS + s on."""
+    low, high = 0, sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) * SHARE // ROWS + middle <= task:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _join(top, total, sums, other_top, other_total, other_sums):
+    """Two parts of one softmax, rows in front."""
+    highest = tl.maximum(top, other_top)
+    fade, other_fade = tl.exp2(top - highest), tl.exp2(other_top - highest)
+    total = tl.fma(total, fade, other_total * other_fade)
+    sums = tl.fma(sums, tl.broadcast_to(fade[:, None], sums.shape), other_sums * other_fade[:, None])
+    return highest, total, sums
+
+
+@triton.jit
+def _segment(
+    q, k, v, blocks, block_size, group, position, last, first_key, end_key, scale, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, CONTIGUOUS: tl.constexpr,
+):  # fmt: skip
+    """(top, total, sums) of the keys `first_key` to `end_key`. `scale` is for powers of two."""
+    d, dv, lane = tl.arange(0, W), tl.arange(0, VW), tl.arange(0, TILE)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, VW), tl.float32)
+    for tile in range(first_key, end_key, TILE):
+        key = tile + lane
+        seen = key <= last
+        if CONTIGUOUS:
+            slot = tl.load(blocks) + key
+        else:
+            slot = tl.load(blocks + key // block_size, seen, 0) + key % block_size
+        keys = tl.load(
+            k + (slot * GROUPS + group)[None, :] * WIDTH + d[:, None], seen[None, :] & (d < WIDTH)[:, None], 0.0
+        )
+        scores = tl.dot(q, keys, input_precision="ieee")
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1) * scale)
+        masses = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), -highest[:, None]))
+        fade = tl.exp2(top - highest)
+        total = tl.fma(total, fade, tl.sum(masses, 1))
+        values = tl.load(
+            v + (slot * GROUPS + group)[:, None] * V_WIDTH + dv[None, :], seen[:, None] & (dv < V_WIDTH)[None, :], 0.0
+        )
+        sums = tl.dot(masses.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
+        top = highest
+    return top, total, sums
+
+
+@triton.jit(do_not_specialize=["sequences", "blocks", "block_size", "segments"])
+def _attention(
+    q, k, v, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks, block_size,
+    segments, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    W: tl.constexpr, VW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, ONE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """`ONE`: a program for each sequence, which has few queries. `FORM`: 0, no context is longer than a segment;
+    1, segments join here; 2, each is a program, whose part goes to `part_sums` and `part_stats`."""
+    SHARE: tl.constexpr = HEADS // GROUPS
+    group, task = tl.program_id(1), tl.program_id(0)
+    if ONE:
+        sequence, chunk = task, 0
+    else:
+        sequence = _find(query_start, sequences, task, SHARE, ROWS)
+        chunk = task - (tl.load(query_start + sequence) * SHARE // ROWS + sequence).to(tl.int32)
+    token = tl.load(query_start + sequence)
+    rows = (tl.load(query_start + sequence + 1) - token) * SHARE
+    offset = tl.load(context + sequence)
+    row = chunk * ROWS + tl.arange(0, ROWS)
+    if chunk * ROWS < rows:
+        place = (token + row // SHARE) * HEADS + group * SHARE + row % SHARE
+        position = offset + row // SHARE
+        last = offset + (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
+        d, dv = tl.arange(0, W), tl.arange(0, VW)
+        queries = tl.load(q + place[:, None] * WIDTH + d[None, :], (row < rows)[:, None] & (d < WIDTH)[None, :], 0.0)
+        mine = block_start + sequence.to(tl.int64) * blocks
+        if FORM == 2:
+            segment = tl.program_id(2)
+            begin = segment * SEGMENT
+            if begin <= last:
+                top, total, sums = _segment(
+                    queries, k, v, mine, block_size, group, position, last, begin,
+                    tl.minimum(begin + SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, ROWS, TILE, CONTIGUOUS,
+                )  # fmt: skip
+                part = place * segments + segment
+                tl.store(
+                    part_sums + part[:, None] * V_WIDTH + dv[None, :], sums,
+                    (row < rows)[:, None] & (dv < V_WIDTH)[None, :],
+                )  # fmt: skip
+                tl.store(part_stats + part * 2, top, row < rows)
+                tl.store(part_stats + part * 2 + 1, total, row < rows)
+        else:
+            top, total, sums = _segment(
+                queries, k, v, mine, block_size, group, position, last, 0, tl.minimum(SEGMENT, last + 1), scale, GROUPS,
+                WIDTH, V_WIDTH, W, VW, ROWS, TILE, CONTIGUOUS,
+            )  # fmt: skip
+            if FORM == 1:
+                for begin in range(SEGMENT, last + 1, SEGMENT):
+                    part_top, part_total, part = _segment(
+                        queries, k, v, mine, block_size, group, position, last, begin,
+                        tl.minimum(begin + SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, ROWS, TILE,
+                        CONTIGUOUS,
+                    )  # fmt: skip
+                    # Queries that come before this segment keep what they have.
+                    new_top, new_total, new_sums = _join(top, total, sums, part_top, part_total, part)
+                    reached = position >= begin
+                    top, total = tl.where(reached, new_top, top), tl.where(reached, new_total, total)
+                    sums = tl.where(reached[:, None], new_sums, sums)
+            made = tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape)).to(out.dtype.element_ty)
+            tl.store(
+                out + place[:, None] * V_WIDTH + dv[None, :], made, (row < rows)[:, None] & (dv < V_WIDTH)[None, :]
+            )
+            tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453, row < rows)
+
+
+@triton.jit(do_not_specialize=["sequences", "segments"])
+def _join_parts(
+    part_sums, part_stats, query_start, context, out, lse, sequences, segments, HEADS: tl.constexpr,
+    V_WIDTH: tl.constexpr, VW: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """The parts of ROWS heads of one token, in ascending order."""
+    token, dv = tl.program_id(0), tl.arange(0, VW)
+    sequence, high = 0, sequences
+    while high - sequence > 1:
+        middle = (sequence + high) // 2
+        if tl.load(query_start + middle) <= token:
+            sequence = middle
+        else:
+            high = middle
+    last = tl.load(context + sequence) + token - tl.load(query_start + sequence)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    valid = head < HEADS
+    place = token.to(tl.int64) * HEADS + head
+    inside = valid[:, None] & (dv < V_WIDTH)[None, :]
+    part = place * segments
+    top, total = tl.load(part_stats + part * 2, valid, 0.0), tl.load(part_stats + part * 2 + 1, valid, 1.0)
+    sums = tl.load(part_sums + part[:, None] * V_WIDTH + dv[None, :], inside, 0.0)
+    for segment in range(1, last // SEGMENT + 1):
+        part = place * segments + segment
+        part_top = tl.load(part_stats + part * 2, valid, 0.0)
+        part_total = tl.load(part_stats + part * 2 + 1, valid, 1.0)
+        more = tl.load(part_sums + part[:, None] * V_WIDTH + dv[None, :], inside, 0.0)
+        top, total, sums = _join(top, total, sums, part_top, part_total, more)
+    made = tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape))
+    tl.store(out + place[:, None] * V_WIDTH + dv[None, :], made.to(out.dtype.element_ty), inside)
+    tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453, valid)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor, block_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, log-sum-exp of the scaled scores [T, H] float32).
+
+    With as many queries as sequences, each sequence must have one: that is decode.
+    """
+    (tokens, heads, width), (_, groups, v_width) = q.shape, v.shape
+    out, lse = q.new_empty(tokens, heads, v_width), q.new_empty(tokens, heads, dtype=torch.float32)
+    if tokens == 0:
+        return out, lse
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    query_start, context, block_start = query_start.contiguous(), context.contiguous(), block_start.contiguous()
+    sequences, blocks = block_start.shape
+    one = tokens == sequences
+    segments = triton.cdiv(blocks * block_size, SEGMENT)
+    form = 0 if segments == 1 else 2 if one else 1
+    tasks = sequences if one else tokens * (heads // groups) // ROWS + sequences
+    parts = (q.new_empty(tokens, heads, segments, n, dtype=torch.float32) for n in (v_width, 2))
+    part_sums, part_stats = parts if form == 2 else (lse, lse)
+    _attention[(tasks, groups, segments if form == 2 else 1)](
+        q, k, v, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks, block_size,
+        segments, scale * LOG2E, HEADS=heads, GROUPS=groups, WIDTH=width, V_WIDTH=v_width,
+        W=power_of_two(width, 16), VW=power_of_two(v_width, 16), ROWS=ROWS, TILE=TILE, SEGMENT=SEGMENT,
+        CONTIGUOUS=blocks == 1, ONE=one, FORM=form, num_warps=4, num_stages=STAGES[q.dtype], **EXACT,
+    )  # fmt: skip
+    if form == 2:
+        rows = 4
+        _join_parts[(tokens, triton.cdiv(heads, rows))](
+            part_sums, part_stats, query_start, context, out, lse, sequences, segments, HEADS=heads, V_WIDTH=v_width,
+            VW=power_of_two(v_width, 16), ROWS=rows, SEGMENT=SEGMENT, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return out, lse

@@ -1,0 +1,132 @@
+"""Gradients of attention, from its output and log-sum-exp, over whole sequences whose keys are the flat tokens.
+
+With p the softmax recomputed from the log-sum-exp: dv_j = sum of p_ij do_i; ds_ij = p_ij (do_i . v_j - do_i . o_i)
+scale; dq_i = sum of ds_ij k_j; dk_j = sum of ds_ij q_i. One kernel owns queries, the other keys: nothing is added up by
+atomics, so a gradient has the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlloop.numerics.triton.attention import _find
+from rlloop.numerics.triton.launch import aligned, power_of_two
+
+TILE = 64
+ROWS = 64
+
+
+@triton.jit
+def _load_rows(source, place, inside, WIDTH: tl.constexpr, W: tl.constexpr):
+    d = tl.arange(0, W)
+    return tl.load(source + place[:, None] * WIDTH + d[None, :], inside[:, None] & (d < WIDTH)[None, :], 0.0)
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _by_query(
+    q, k, v, query_start, out, lse, grad, grad_q, deltas, sequences, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    SHARE: tl.constexpr = HEADS // GROUPS
+    group, task = tl.program_id(1), tl.program_id(0)
+    sequence = _find(query_start, sequences, task, SHARE, ROWS)
+    token = tl.load(query_start + sequence)
+    chunk = task - (token * SHARE // ROWS + sequence).to(tl.int32)
+    rows = (tl.load(query_start + sequence + 1) - token) * SHARE
+    row = chunk * ROWS + tl.arange(0, ROWS)
+    if chunk * ROWS < rows:
+        valid = row < rows
+        place, position = (token + row // SHARE) * HEADS + group * SHARE + row % SHARE, row // SHARE
+        queries, slopes = _load_rows(q, place, valid, WIDTH, W), _load_rows(grad, place, valid, V_WIDTH, VW)
+        made = _load_rows(out, place, valid, V_WIDTH, VW)
+        delta = tl.sum(slopes.to(tl.float32) * made.to(tl.float32), 1)
+        tl.store(deltas + place, delta, valid)
+        log_total = tl.load(lse + place, valid, 0.0) * 1.4426950408889634
+        sums = tl.zeros((ROWS, W), tl.float32)
+        last = (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
+        for tile in range(0, last + 1, TILE):
+            key = tile + tl.arange(0, TILE)
+            at, seen = (token + key) * GROUPS + group, key <= last
+            keys, values = _load_rows(k, at, seen, WIDTH, W), _load_rows(v, at, seen, V_WIDTH, VW)
+            scores = tl.dot(queries, keys.T, input_precision="ieee") * (scale * 1.4426950408889634)
+            masses = tl.exp2(scores - log_total[:, None])
+            masses = tl.where(key[None, :] <= position[:, None], masses, 0.0)
+            by_mass = tl.dot(slopes, values.T, input_precision="ieee")
+            by_score = masses * (by_mass - delta[:, None])
+            sums = tl.dot(by_score.to(keys.dtype), keys, sums, input_precision="ieee")
+        d = tl.arange(0, W)
+        tl.store(
+            grad_q + place[:, None] * WIDTH + d[None, :], (sums * scale).to(grad_q.dtype.element_ty),
+            valid[:, None] & (d < WIDTH)[None, :],
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _by_key(
+    q, k, v, query_start, lse, grad, deltas, grad_k, grad_v, sequences, scale, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    SHARE: tl.constexpr = HEADS // GROUPS
+    group, task = tl.program_id(1), tl.program_id(0)
+    sequence = _find(query_start, sequences, task, 1, TILE)
+    token = tl.load(query_start + sequence)
+    tile = (task - (token // TILE + sequence).to(tl.int32)) * TILE
+    length = tl.load(query_start + sequence + 1) - token
+    if tile < length:
+        key = tile + tl.arange(0, TILE)
+        at, seen = (token + key) * GROUPS + group, key < length
+        keys, values = _load_rows(k, at, seen, WIDTH, W), _load_rows(v, at, seen, V_WIDTH, VW)
+        key_sums, value_sums = tl.zeros((TILE, W), tl.float32), tl.zeros((TILE, VW), tl.float32)
+        for begin in range(tile * SHARE // ROWS * ROWS, length * SHARE, ROWS):
+            row = begin + tl.arange(0, ROWS)
+            valid, position = row < length * SHARE, row // SHARE
+            place = (token + position) * HEADS + group * SHARE + row % SHARE
+            queries, slopes = _load_rows(q, place, valid, WIDTH, W), _load_rows(grad, place, valid, V_WIDTH, VW)
+            log_total = tl.load(lse + place, valid, 0.0) * 1.4426950408889634
+            delta = tl.load(deltas + place, valid, 0.0)
+            scores = tl.dot(keys, queries.T, input_precision="ieee") * (scale * 1.4426950408889634)
+            masses = tl.exp2(scores - log_total[None, :])
+            masses = tl.where((key[:, None] <= position[None, :]) & valid[None, :], masses, 0.0)
+            value_sums = tl.dot(masses.to(slopes.dtype), slopes, value_sums, input_precision="ieee")
+            by_mass = tl.dot(values, slopes.T, input_precision="ieee")
+            by_score = masses * (by_mass - delta[None, :])
+            key_sums = tl.dot(by_score.to(queries.dtype), queries, key_sums, input_precision="ieee")
+        d, dv = tl.arange(0, W), tl.arange(0, VW)
+        tl.store(
+            grad_k + at[:, None] * WIDTH + d[None, :], (key_sums * scale).to(grad_k.dtype.element_ty),
+            seen[:, None] & (d < WIDTH)[None, :],
+        )  # fmt: skip
+        tl.store(
+            grad_v + at[:, None] * V_WIDTH + dv[None, :], value_sums.to(grad_v.dtype.element_ty),
+            seen[:, None] & (dv < V_WIDTH)[None, :],
+        )  # fmt: skip
+
+
+def attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, grad, query_start = (aligned(x) for x in (q, k, v, out, grad, query_start))
+    gradients, deltas = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), torch.empty_like(lse)
+    (tokens, heads, width), (_, groups, v_width), sequences = q.shape, v.shape, len(query_start) - 1
+    if tokens == 0:
+        return gradients
+    rows, tile = (ROWS, TILE) if q.dtype.itemsize == 2 else (32, 32)
+    shape = {
+        "HEADS": heads, "GROUPS": groups, "WIDTH": width, "V_WIDTH": v_width, "W": power_of_two(width, 16),
+        "VW": power_of_two(v_width, 16), "ROWS": rows, "TILE": tile,
+    }  # fmt: skip
+    stages = 2 if q.dtype.itemsize == 2 else 1
+    _by_query[(tokens * (heads // groups) // rows + sequences, groups)](
+        q, k, v, query_start, out, lse, grad, gradients[0], deltas, sequences, scale, **shape, num_warps=4,
+        num_stages=stages,
+    )  # fmt: skip
+    _by_key[(tokens // tile + sequences, groups)](
+        q, k, v, query_start, lse, grad, deltas, gradients[1], gradients[2], sequences, scale, **shape, num_warps=8,
+        num_stages=stages,
+    )  # fmt: skip
+    return gradients

@@ -1,0 +1,32 @@
+"""What every launch shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}  # a * b + c is one rounding only where the source says fma
+ALIGNMENT = 16  # bytes
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, contiguous, at an address that vectors can be loaded from.
+
+    The compiler lays a tile out by what it knows of the address, and sums follow the layout: a slice of a tensor must
+    not be summed in another order than the tensor.
+    """
+    x = x.contiguous()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def strict_products() -> None:
+    """No TensorFloat-32 and no partial sums in bfloat16 or float16, for the whole process."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

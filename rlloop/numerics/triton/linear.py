@@ -1,0 +1,134 @@
+"""Matrix products whose every output is one float32 chain over ascending K.
+
+Tiles, and which operand is the tensor core's left one, leave the bits alone, so both follow the number of rows. Nothing
+splits K. From `VENDOR_ROWS` rows on, cuBLAS does the work where it gives the same bits for that very shape, which is
+tried once on random numbers: its choice of kernel hangs on the shape alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlloop.numerics.triton.launch import aligned
+
+VENDOR_ROWS = 1024
+VENDOR_STEP = 256  # cuBLAS gets multiples of so many rows only, or every batch would be a shape never tried
+
+
+class Tiles(NamedTuple):
+    rows: int
+    outputs: int
+    width: int  # of K at a time
+    swapped: bool  # weights on the left: their rows fill the tensor core's 64 where tokens are few
+    warps: int
+    stages: int
+
+
+WIDE = (  # (up to so many rows, the tiles)
+    (16, Tiles(16, 64, 256, True, 4, 4)),
+    (32, Tiles(32, 64, 128, True, 4, 5)),
+    (64, Tiles(64, 64, 128, True, 4, 4)),
+    (128, Tiles(64, 64, 128, False, 4, 4)),
+    (512, Tiles(128, 64, 64, False, 4, 4)),
+)
+LARGEST = Tiles(128, 256, 64, False, 8, 3)
+FLOAT32 = ((16, Tiles(16, 64, 32, False, 4, 2)),)
+LARGEST_FLOAT32 = Tiles(64, 64, 16, False, 4, 2)
+
+
+def tiles_for(rows: int, dtype: torch.dtype) -> Tiles:
+    table, largest = (FLOAT32, LARGEST_FLOAT32) if dtype == torch.float32 else (WIDE, LARGEST)
+    return next((tiles for limit, tiles in table if rows <= limit), largest)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear(
+    x, weight, bias, out, rows, outputs, width, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
+    SWAPPED: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """`WHOLE`: the width is a multiple of WIDTH, so that no load needs a mask."""
+    row_tiles, output_tiles = tl.cdiv(rows, ROWS), tl.cdiv(outputs, OUTPUTS)
+    # Eight tiles of rows share what they read of the weights before the next outputs come.
+    task, band = tl.program_id(0), 8 * output_tiles
+    first = task // band * 8
+    height = min(row_tiles - first, 8)
+    row = (first + task % band % height) * ROWS + tl.arange(0, ROWS)
+    output = task % band // height * OUTPUTS + tl.arange(0, OUTPUTS)
+    k = tl.arange(0, WIDTH)
+    x_at = x + (row % rows).to(tl.int64)[:, None] * width + k[None, :]
+    w_at = weight + (output % outputs).to(tl.int64)[:, None] * width + k[None, :]
+    if SWAPPED:
+        sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    else:
+        sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for begin in range(0, width, WIDTH):
+        if WHOLE:
+            xs, ws = tl.load(x_at), tl.load(w_at)
+        else:
+            inside = (k < width - begin)[None, :]
+            xs, ws = tl.load(x_at, inside, 0.0), tl.load(w_at, inside, 0.0)
+        if SWAPPED:
+            sums = tl.dot(ws, xs.T, sums, input_precision="ieee")
+        else:
+            sums = tl.dot(xs, ws.T, sums, input_precision="ieee")
+        x_at += WIDTH
+        w_at += WIDTH
+    if SWAPPED:
+        sums = sums.T
+    if HAS_BIAS:
+        sums += tl.load(bias + output, output < outputs, 0.0).to(tl.float32)[None, :]
+    at = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(at, sums.to(out.dtype.element_ty), (row < rows)[:, None] & (output < outputs)[None, :])
+
+
+def chain(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tiles: Tiles | None = None) -> Tensor:
+    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, by our kernel."""
+    (rows, width), outputs = x.shape, len(weight)
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    tiles = tiles or tiles_for(rows, x.dtype)
+    grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)
+    _linear[grid](
+        aligned(x), aligned(weight), weight if bias is None else aligned(bias), out, rows, outputs, width,
+        ROWS=tiles.rows, OUTPUTS=tiles.outputs, WIDTH=tiles.width, SWAPPED=tiles.swapped,
+        WHOLE=width % tiles.width == 0, HAS_BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out
+
+
+def vendor(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same by cuBLAS."""
+    return torch.mm(x, weight.T) if dtype == x.dtype else torch.mm(x, weight.T, out_dtype=dtype)
+
+
+_agreed: dict[tuple, bool] = {}
+
+
+def vendor_agrees(rows: int, outputs: int, width: int, dtype: torch.dtype, out: torch.dtype, device: int) -> bool:
+    """Whether cuBLAS has our bits for this shape. Tried once a process; never while a graph is captured."""
+    key = (rows, outputs, width, dtype, out, device)
+    if key not in _agreed and not torch.cuda.is_current_stream_capturing():
+        generator = torch.Generator(f"cuda:{device}").manual_seed(0)
+        x, weight = (
+            torch.randn(count, width, dtype=dtype, device=f"cuda:{device}", generator=generator)
+            for count in (rows, outputs)
+        )
+        bits = torch.int16 if out.itemsize == 2 else torch.int32
+        _agreed[key] = torch.equal(vendor(x, weight, out).view(bits), chain(x, weight, None, out).view(bits))
+    return _agreed.get(key, False)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`."""
+    (rows, width), outputs = x.shape, len(weight)
+    if bias is None and rows >= VENDOR_ROWS and rows % VENDOR_STEP == 0 and outputs > 0:
+        x, weight = aligned(x), aligned(weight)
+        if vendor_agrees(rows, outputs, width, x.dtype, dtype, x.get_device()):
+            return vendor(x, weight, dtype)
+    return chain(x, weight, bias, dtype)
