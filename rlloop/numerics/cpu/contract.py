@@ -1,11 +1,13 @@
-"""The contracts' operations for CPU tensors, as opaque torch operators with explicit gradients.
+"""The contracts' operations as opaque torch operators with explicit gradients, and their kernels for CPU tensors.
 
 Shapes, meaning and signatures are those of `rlloop.numerics.ops.Ops`. Forwards are our kernels, in float32 with one
-rounding to the tensors' type; so are the backwards, whose bits depend on no thread either.
+rounding to the tensors' type; so are the backwards, whose bits depend on no thread either. CUDA tensors go to the
+kernels of `rlloop.numerics.triton.contract`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,22 @@ from rlloop.numerics.layout import AttentionLayout
 _library = torch.library.Library("rlloop", "FRAGMENT")
 
 
+def on_cuda(name: str) -> Callable[..., Any]:
+    """An operator's kernel for CUDA tensors. Triton is imported when the first one comes: few machines have it."""
+
+    def call(*args: Any) -> Any:
+        from rlloop.numerics.triton import contract
+
+        return getattr(contract, name)(*args)
+
+    return call
+
+
 def _operator(schema: str, cpu: Any, fake: Any, backward: Any = None, setup: Any = None) -> Any:
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, cpu, "CPU")
+    _library.impl(name, on_cuda(name), "CUDA")
     torch.library.register_fake(f"rlloop::{name}", fake, lib=_library)
     if backward is not None:
         torch.library.register_autograd(f"rlloop::{name}", backward, setup_context=setup, lib=_library)
