@@ -47,3 +47,9 @@ def decode(codec: CodecName, content: bytes, dtype: str, shape: tuple[int, ...],
         raise CodecError(f"{len(plain)} bytes, not {size}")
     array = np.frombuffer(plain, UNSIGNED[WIDTH[dtype]]).reshape(shape)
     return Bits(dtype, array.copy() if codec == "full" or old is None else array ^ old.array)
+
+
+def max_encoded(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes that no encoding of such a tensor exceeds."""
+    size = size_of(dtype, shape)
+    return size + size // 64 + 4096

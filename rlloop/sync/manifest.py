@@ -180,7 +180,7 @@ def root_hash(entries: Iterable[Entry]) -> bytes:
     return blake3(msgspec.msgpack.encode(states)).digest()
 
 
-def hash_of(blob: bytes | memoryview) -> bytes:
+def hash_of(blob: bytes | bytearray | memoryview) -> bytes:
     return blake3(blob, max_threads=1).digest()
 
 
@@ -203,7 +203,9 @@ def load_key(path: Path) -> Ed25519PrivateKey:
     try:
         key = load_pem_private_key(path.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} holds no private key that can be read ({error}); it must be an Ed25519 PEM") from None
+        raise ConfigError(
+            f"{path} holds no private key that can be read ({error}); it must be an Ed25519 PEM"
+        ) from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{path} holds a {type(key).__name__}; it must be an Ed25519 private key")
     return key

@@ -1,0 +1,263 @@
+"""The trainer's end: each version as the shortest difference from the last published one, durable before it is named.
+
+Order of a publication: pieces, then the manifest, then the head by compare-and-swap. A kill in between leaves blobs
+that nobody names, and the old head.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from rlloop.errors import ConfigError
+from rlloop.sync import codec
+from rlloop.sync.bits import Bits, Tensors, digest
+from rlloop.sync.manifest import MAX_MANIFEST, CodecName, Entry, Head, Link, Manifest, root_hash
+from rlloop.sync.replica import MemoryTarget, Replica
+from rlloop.sync.store import Store, fetch
+from rlloop.sync.stream import StreamWriter
+
+
+@dataclass(frozen=True)
+class Published:
+    """What one publication came to."""
+
+    manifest: Manifest
+    hash: bytes  # the manifest's
+    metrics: dict[str, float] = field(default_factory=dict)  # sync/*; empty where the version stood already
+
+
+class Publisher:
+    """One at a time: a second one on the same store loses the compare-and-swap and raises `Conflict`.
+
+    Begins where the store's head stands: the last published bytes are rebuilt from the store and checked against the
+    root, since a difference from anything else would be refused by every replica.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: Ed25519PrivateKey,
+        run_id: str,
+        *,
+        anchor_every: int = 100,
+        chains: int = 2,
+        threads: int = 1,
+        wake: Callable[[Head], None] | None = None,
+    ) -> None:
+        """`anchor_every`: versions after which an anchor is due (earlier where the chain weighs more than one);
+        `chains`: whole chains, each from an anchor on, that `collect` keeps; `wake`: told of each new head, best effort
+        (an error in it is the caller's to swallow: it must not raise)."""
+        if not run_id or "/" in run_id:
+            raise ConfigError(f"run_id is {run_id!r}; it must be a name without a slash")
+        if anchor_every < 1 or chains < 1:
+            raise ConfigError(f"anchor_every is {anchor_every} and chains {chains}; both must be at least 1")
+        self.store, self.run_id = store, run_id
+        self._key, self._threads, self._wake = key, threads, wake
+        self._anchor_every, self._chains = anchor_every, chains
+        self._head_bytes = store.latest()
+        self.head = None if self._head_bytes is None else Head.decode(self._head_bytes)
+        self._tensors: dict[str, Bits] = {}
+        self._last: Manifest | None = None
+        if self.head is not None:
+            self._tensors, self._last = state_at(store, key, self.head, self.head.newest.sequence)
+
+    @property
+    def last(self) -> Manifest | None:
+        """The newest version's manifest."""
+        return self._last
+
+    def publish(self, tensors: Tensors, step: int, *, aliases: Mapping[str, str] | None = None) -> Published:
+        """Make `tensors` the newest version, `run_id/step`. They are copied where they changed.
+
+        Names are Hugging Face's; `aliases` are the other names of tied weights. The same step with the same bits again
+        changes nothing. Raises `StoreError` (the old head stands; publish again) and `Conflict`.
+        """
+        began, aliases = time.perf_counter(), dict(aliases or {})
+        if not tensors:
+            raise ConfigError("nothing to publish: no tensors were given")
+        previous = self._last
+        same_layout = previous is not None and _layout(tensors) == _layout(self._tensors)
+        base = self._tensors if same_layout else {}
+        stream = StreamWriter(self.store)
+        entries, changed = [], 0
+        digests = {} if previous is None else {entry.name: entry.digest for entry in previous.tensors}
+        for name, encoded, found in self._encoded(tensors, base, digests):
+            start = stream.write(encoded.content)
+            entries.append(_entry(name, tensors[name], encoded.codec, start, len(encoded.content), found))
+            changed += encoded.changed
+        root = root_hash(entries)
+        if (
+            previous is not None and self.head is not None and not changed and root == previous.root
+            and (step, self.run_id, aliases) == (previous.step, previous.run_id, previous.aliases)
+        ):  # fmt: skip
+            return Published(previous, self.head.newest.manifest)
+        stream.end()
+        encoded_at = time.perf_counter()
+        manifest = Manifest(
+            run_id=self.run_id,
+            step=step,
+            sequence=0 if self.head is None else self.head.newest.sequence + 1,
+            parent=self.head.newest.manifest if base and self.head is not None else None,
+            state_of=None,
+            tensors=tuple(entries),
+            aliases=aliases,
+            pieces=tuple(stream.pieces),
+            root=root,
+        )
+        link = self._store_manifest(manifest, self.head.newest.sequence if manifest.parent and self.head else None)
+        chain = (*(self.head.chain if self.head else ()), link)
+        shortcuts = self.head.shortcuts if self.head else ()
+        if link.base is None and self.head is not None:  # another layout: nothing leads over from what was before
+            chain, shortcuts = (link,), ()
+        self._move_head(Head(self.run_id, chain, shortcuts))
+        self._last = manifest
+        self._tensors = {
+            name: base[name] if entry.codec == "unchanged" else Bits(entry.dtype, tensors[name].array.copy())
+            for name, entry in zip((entry.name for entry in entries), entries, strict=True)
+        }
+        done = time.perf_counter()
+        elements = sum(bits.array.size for bits in tensors.values())
+        metrics = {
+            "sync/wire_bytes": float(link.wire_bytes),
+            "sync/ratio": manifest.full_bytes / link.wire_bytes,
+            "sync/changed": changed / elements,
+            "sync/encode_seconds": encoded_at - began - stream.seconds,
+            "sync/upload_seconds": stream.seconds + done - encoded_at,
+            "sync/publish_seconds": done - began,
+        }
+        return Published(manifest, link.manifest, metrics)
+
+    def anchor_due(self) -> bool:
+        """Whether a joiner would have more to fetch, or more versions to apply, than a new anchor is worth."""
+        head, last = self._standing()
+        anchors = [link.sequence for link in (*head.chain, *head.shortcuts) if link.base is None]
+        since = [link for link in head.chain if link.sequence > max(anchors, default=-1)]
+        return len(since) >= self._anchor_every or sum(link.wire_bytes for link in since) > last.full_bytes
+
+    def anchor(self) -> Published:
+        """Store the newest version whole, for joiners; then `collect`."""
+        published = self._shortcut(self._tensors, {}, None)
+        self.collect()
+        return published
+
+    def squash(self, base: int) -> Published:
+        """One delta from the version of sequence `base` to the newest, for replicas that are far behind."""
+        head, _ = self._standing()
+        links = [link for link in head.chain if link.sequence == base]
+        if not links or base >= head.newest.sequence:
+            have = f"{head.chain[0].sequence} to {head.newest.sequence - 1}"
+            raise ConfigError(f"no delta can be squashed from sequence {base}; the chain has {have}")
+        old, _ = state_at(self.store, self._key, head, base)
+        return self._shortcut(self._tensors, old, links[0])
+
+    def collect(self, pinned: set[int] | None = None) -> int:
+        """Delete what no replica needs: all but the last `chains` anchors and what follows the older of them.
+
+        `pinned`: sequences that live replicas stand at; the chain from the lowest of them on stays. Returns the number
+        of blobs deleted.
+        """
+        head, _ = self._standing()
+        anchors = sorted({link.sequence for link in (*head.chain, *head.shortcuts) if link.base is None})
+        first = anchors[-self._chains] if len(anchors) >= self._chains else anchors[0]
+        first = min([first, *(place for place in pinned or () if place >= head.chain[0].sequence)])
+        chain = tuple(link for link in head.chain if link.sequence >= first)
+        shortcuts = tuple(
+            link for link in head.shortcuts if link.sequence >= first and (link.base is None or link.base >= first)
+        )
+        if (chain, shortcuts) != (head.chain, head.shortcuts):
+            self._move_head(Head(head.run_id, chain, shortcuts))
+        needed = set[bytes]()
+        for link in (*chain, *shortcuts):
+            needed |= {link.manifest, *_read(self.store, self._key, link).pieces}
+        doomed = [blob for blob in self.store.blobs() if blob not in needed]
+        for blob in doomed:
+            self.store.delete(blob)
+        return len(doomed)
+
+    # ---------------------------------------------------------------------------------------------- parts
+
+    def _encoded(
+        self, tensors: Tensors, base: Tensors, digests: Mapping[str, bytes]
+    ) -> Iterator[tuple[str, codec.Encoded, bytes]]:
+        """Name, encoding and digest of each, in order; some ahead of the one that is wanted, in threads."""
+
+        def one(name: str) -> tuple[str, codec.Encoded, bytes]:
+            made = codec.encode(tensors[name], base.get(name))
+            known = made.codec == "unchanged" and name in digests
+            return name, made, digests[name] if known else digest(tensors[name].array)
+
+        if self._threads == 1:
+            yield from map(one, tensors)
+            return
+        with ThreadPoolExecutor(self._threads) as pool:
+            yield from pool.map(one, tensors)
+
+    def _shortcut(self, tensors: Tensors, base: Tensors, link: Link | None) -> Published:
+        """Another way to the newest version: from `link`'s, or from nothing."""
+        head, last = self._standing()
+        began, stream, entries = time.perf_counter(), StreamWriter(self.store), []
+        for name, encoded, found in self._encoded(tensors, base, {}):
+            start = stream.write(encoded.content)
+            entries.append(_entry(name, tensors[name], encoded.codec, start, len(encoded.content), found))
+        stream.end()
+        manifest = msgspec.structs.replace(
+            last,
+            parent=None if link is None else link.manifest,
+            state_of=head.newest.manifest,
+            tensors=tuple(entries),
+            pieces=tuple(stream.pieces),
+        )
+        made = self._store_manifest(manifest, None if link is None else link.sequence)
+        self._move_head(Head(head.run_id, head.chain, (*head.shortcuts, made)))
+        metrics = {"sync/wire_bytes": float(made.wire_bytes), "sync/publish_seconds": time.perf_counter() - began}
+        return Published(manifest, made.manifest, metrics)
+
+    def _standing(self) -> tuple[Head, Manifest]:
+        if self.head is None or self._last is None:
+            raise ConfigError("nothing was published yet; publish a version first")
+        return self.head, self._last
+
+    def _store_manifest(self, manifest: Manifest, base: int | None) -> Link:
+        signed = manifest.sign(self._key)
+        return Link(
+            manifest=self.store.put(signed),
+            sequence=manifest.sequence,
+            step=manifest.step,
+            base=base,
+            root=manifest.root,
+            wire_bytes=len(signed) + manifest.stream_bytes,
+        )
+
+    def _move_head(self, head: Head) -> None:
+        content = head.encode()
+        self.store.swap_latest(self._head_bytes, content)
+        self.head, self._head_bytes = head, content
+        if self._wake is not None:
+            self._wake(head)
+
+
+def state_at(store: Store, key: Ed25519PrivateKey, head: Head, sequence: int) -> tuple[dict[str, Bits], Manifest]:
+    """The tensors of a version that the head still leads to, rebuilt from the store and checked; and its manifest."""
+    target = MemoryTarget()
+    replica = Replica(store, key.public_key(), target)
+    replica.advance_to(sequence, head=head)
+    [link] = [link for link in head.chain if link.sequence == sequence]
+    return target.state, _read(store, key, link)
+
+
+def _read(store: Store, key: Ed25519PrivateKey, link: Link) -> Manifest:
+    return Manifest.verify(fetch(store, link.manifest, limit=MAX_MANIFEST), key.public_key())
+
+
+def _layout(tensors: Tensors) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (bits.dtype, bits.shape) for name, bits in tensors.items()}
+
+
+def _entry(name: str, bits: Bits, kind: CodecName, start: int, size: int, found: bytes) -> Entry:
+    return Entry(name, bits.dtype, bits.shape, kind, start, size, found)

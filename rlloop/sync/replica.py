@@ -1,0 +1,364 @@
+"""The engine's end: fetch, stage beside the live weights, verify, and only then commit, in a short pause.
+
+    IDLE -> FETCH -> STAGE -> VERIFY -> COMMIT -> IDLE
+               any of them -> ERROR, the old version still serving; the next try begins anew
+
+What fails before COMMIT has touched nothing. A commit that fails half-way leaves the replica `torn`: its target must
+not serve, and the next try finishes it, since every write of it is staged and can be repeated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, TypeVar
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from rlloop.errors import SyncError
+from rlloop.sync import codec
+from rlloop.sync.bits import Bits, digest
+from rlloop.sync.manifest import MAX_MANIFEST, Entry, Head, Link, Manifest, Refused, root_hash
+from rlloop.sync.route import match, route
+from rlloop.sync.store import Store, fetch
+from rlloop.sync.stream import StreamReader
+
+T = TypeVar("T")
+Layout = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> (safetensors type, shape)
+
+
+class State(StrEnum):
+    idle = "IDLE"
+    fetch = "FETCH"
+    stage = "STAGE"
+    verify = "VERIFY"
+    commit = "COMMIT"
+    error = "ERROR"
+
+
+class Target(Protocol):
+    """Live weights by Hugging Face name, and the engine that serves from them."""
+
+    def layout(self) -> Layout | None:
+        """Every parameter, a tied weight once. None: no model stands behind it, so any tensors will do."""
+        ...
+
+    def aliases(self) -> Mapping[str, str]:
+        """Other names of tied weights -> their name in `layout`."""
+        ...
+
+    def read(self, name: str) -> Bits | None:
+        """What the live parameter holds now; None only where `layout` is None and it was never written."""
+        ...
+
+    def write(self, name: str, bits: Bits) -> None:
+        """In place. Called only inside `exclusively`."""
+        ...
+
+    def exclusively(self, change: Callable[[], T]) -> T:
+        """Run `change` with nothing in flight, and its result. Where it raises, raise the same."""
+        ...
+
+    def set_version(self, step: int) -> None:
+        """The weights are now those of this version: drop caches. Called only inside `exclusively`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Where a replica stands."""
+
+    run_id: str
+    step: int
+    sequence: int
+    manifest: bytes  # the hash of the version's identity
+    root: bytes
+
+    @property
+    def version(self) -> str:
+        return f"{self.run_id}/{self.step}"
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A version decoded and verified beside the live weights."""
+
+    applied: Applied  # where the replica stands after its commit
+    writes: Mapping[str, Bits]  # live name -> what it gets; changed tensors only
+    digests: Mapping[str, bytes]  # of every live tensor afterwards
+    metrics: Mapping[str, float]
+
+
+class Replica:
+    """Brings `target` from version to version. One caller at a time.
+
+    `run_id`: the only run whose versions are taken; None: any that the key signed. `threads` fetch and decode.
+    `inject(state)` is called as each state is entered: tests raise in it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        public_key: Ed25519PublicKey,
+        target: Target,
+        *,
+        run_id: str | None = None,
+        threads: int = 1,
+        inject: Callable[[State], None] | None = None,
+    ) -> None:
+        self.store, self.target = store, target
+        self.state = State.idle
+        self.error = ""  # why, in ERROR
+        self.torn = False  # a commit began and did not end
+        self.applied: Applied | None = None
+        self.metrics: Mapping[str, float] = {}  # sync/* of the last version applied
+        self._key, self._run_id, self._threads, self._inject = public_key, run_id, threads, inject
+        self._digests: dict[str, bytes] = {}  # of the live tensors
+        self._staged: Staged | None = None  # what is being committed
+
+    @property
+    def ready(self) -> bool:
+        """Whether the target holds one whole version and may serve."""
+        return self.applied is not None and not self.torn
+
+    def poll(self) -> bool:
+        """Look for a newer version and bring it over. Returns whether one was; a failure stands in `error`."""
+        with suppress(SyncError):
+            return self.advance_to()
+        return False
+
+    def advance_to(self, sequence: int | None = None, *, head: Head | None = None) -> bool:
+        """Bring over the version of `sequence` (None: the newest). Returns False where it is applied already.
+
+        Intermediate versions are staged, never served. Raises `SyncError`; then `state` is ERROR, and what was served
+        before still is unless `torn`.
+        """
+        try:
+            head = head or self._read_head()
+            sequence = head.newest.sequence if sequence is None else sequence
+            if self.torn and self._staged is not None:
+                self.commit(self._staged)
+            if self.applied is not None and self.applied.sequence == sequence:
+                self.state = State.idle
+                return False
+            if self.applied is not None and self.applied.sequence > sequence:
+                raise Refused(f"sequence {sequence} is older than {self.applied.sequence}, which is applied")
+            if self.applied is None:
+                self._join(head)
+            standing = None if self.applied is None else (self.applied.sequence, self.applied.manifest)
+            if standing is None or standing[0] < sequence:
+                self.commit(self.stage(route(head, standing, sequence)))
+        except BaseException as failure:
+            self.state, self.error = State.error, str(failure) or type(failure).__name__
+            raise
+        self.state, self.error = State.idle, ""
+        return True
+
+    def stage(self, links: list[Link]) -> Staged:
+        """FETCH, STAGE and VERIFY: every link's manifest, then the tensors, while the target serves.
+
+        Raises `Refused`, `StoreError` or `CodecError`; nothing live was touched.
+        """
+        self._enter(State.fetch)
+        began = time.perf_counter()
+        manifests, standing = [], self.applied
+        for link in links:
+            manifest, standing = self._follow(link, standing)
+            manifests.append(manifest)
+        assert standing is not None, "a way of no links leads nowhere"
+        plan = plan_writes(manifests[-1], self.target)
+        fetched = time.perf_counter()
+        self._enter(State.stage)
+        staged: dict[str, Bits] = {}
+        reading = 0.0
+        for manifest in manifests:
+            reading += self._decode(manifest, plan, staged)
+        decoded = time.perf_counter()
+        self._enter(State.verify)
+        digests = self._verify(manifests[-1], plan, staged)
+        metrics = {
+            "sync/wire_bytes": float(sum(link.wire_bytes for link in links)),
+            "sync/fetch_seconds": fetched - began + reading,
+            "sync/stage_seconds": decoded - fetched - reading,
+            "sync/verify_seconds": time.perf_counter() - decoded,
+        }
+        writes = {live: staged[name] for name, bits in staged.items() for live in plan[name]}
+        changed = {live: bits for live, bits in writes.items() if digests[live] != self._digests.get(live)}
+        return Staged(standing, changed, digests, metrics)
+
+    def commit(self, staged: Staged) -> None:
+        """COMMIT: pause, copy what changed in place, read it back from the live weights, drop caches, resume."""
+        self._enter(State.commit)
+        self._staged, asked = staged, time.perf_counter()
+
+        def change() -> float:
+            began = time.perf_counter()
+            self.torn = True
+            for name, bits in staged.writes.items():
+                self.target.write(name, bits)
+            for name in staged.writes:
+                live = self.target.read(name)
+                if live is None or digest(live.array) != staged.digests[name]:
+                    raise SyncError(f"{name} does not hold what was written to it")
+            self.target.set_version(staged.applied.step)
+            self.torn = False
+            return time.perf_counter() - began
+
+        paused = self.target.exclusively(change)
+        self.applied, self._digests, self._staged = staged.applied, dict(staged.digests), None
+        waited = time.perf_counter() - asked - paused
+        self.metrics = {**staged.metrics, "sync/pause_seconds": paused, "sync/drain_seconds": waited}
+        self.state, self.error = State.idle, ""
+
+    # ---------------------------------------------------------------------------------------------- parts
+
+    def _read_head(self) -> Head:
+        content = self.store.latest()
+        if content is None:
+            raise Refused("the store has no version yet")
+        return Head.decode(content)
+
+    def _join(self, head: Head) -> None:
+        """Where the live weights are a version of the chain already (a model loaded from disk), begin there."""
+        layout = self.target.layout()
+        if layout is None:
+            return
+        digests = {name: self._live_digest(name) for name in layout}
+        entries = [Entry(name, *layout[name], "unchanged", 0, 0, found) for name, found in digests.items()]
+        if (link := match(head, root_hash(entries))) is None:
+            return
+        manifest = self._manifest(link)
+        plan_writes(manifest, self.target)
+        if {entry.name: entry.digest for entry in manifest.tensors} == digests:
+            self._digests = digests
+            standing = Applied(manifest.run_id, manifest.step, manifest.sequence, link.manifest, manifest.root)
+            self.commit(Staged(standing, {}, digests, {}))
+
+    def _live_digest(self, name: str) -> bytes:
+        bits = self.target.read(name)
+        assert bits is not None, f"{name} is in the layout and cannot be read"
+        return digest(bits.array)
+
+    def _manifest(self, link: Link) -> Manifest:
+        manifest = Manifest.verify(fetch(self.store, link.manifest, limit=MAX_MANIFEST), self._key)
+        if manifest.sequence != link.sequence:
+            raise Refused(f"a manifest of sequence {manifest.sequence} is offered as {link.sequence}: a replay")
+        if self._run_id not in (None, manifest.run_id):
+            raise Refused(f"version {manifest.version} is not of run {self._run_id}")
+        return manifest
+
+    def _follow(self, link: Link, standing: Applied | None) -> tuple[Manifest, Applied]:
+        """The manifest of `link`, where it may follow `standing`; and where it leads."""
+        manifest = self._manifest(link)
+        if standing is not None and manifest.sequence <= standing.sequence:
+            raise Refused(f"version {manifest.version} is older than {standing.version}, or the same")
+        if manifest.parent is not None and (standing is None or manifest.parent != standing.manifest):
+            raise Refused(f"version {manifest.version} does not continue {standing.version if standing else 'nothing'}")
+        for entry in manifest.tensors:
+            if manifest.parent is None and entry.codec != "full":
+                raise Refused(f"{entry.name} of anchor {manifest.version} is {entry.codec}")
+            if entry.size > codec.max_encoded(entry.dtype, entry.shape):
+                raise Refused(f"{entry.name} is encoded in {entry.size} bytes, more than any encoder makes")
+        identity = manifest.state_of or link.manifest
+        return manifest, Applied(manifest.run_id, manifest.step, manifest.sequence, identity, manifest.root)
+
+    def _decode(self, manifest: Manifest, plan: Mapping[str, list[str]], staged: dict[str, Bits]) -> float:
+        """Bring `staged` to the state of `manifest`. Returns the seconds spent waiting for the store."""
+
+        def one(entry: Entry, content: bytes) -> Bits:
+            if entry.name not in plan:
+                raise Refused(f"{manifest.version} has {entry.name}, which the version that it leads to has not")
+            old = None if entry.codec == "full" else staged.get(entry.name) or self.target.read(plan[entry.name][0])
+            return codec.decode(entry.codec, content, entry.dtype, entry.shape, old)
+
+        entries = [entry for entry in manifest.tensors if entry.codec != "unchanged"]
+        with ThreadPoolExecutor(self._threads) as pool, StreamReader(self.store, manifest) as reader:
+            pending: list[tuple[str, object]] = []
+            for entry in entries:
+                content = reader.read(entry.start, entry.size)
+                pending.append((entry.name, pool.submit(one, entry, content)))
+            for name, future in pending:
+                staged[name] = future.result()  # type: ignore[attr-defined]
+            return reader.seconds
+
+    def _verify(
+        self, manifest: Manifest, plan: Mapping[str, list[str]], staged: Mapping[str, Bits]
+    ) -> dict[str, bytes]:
+        """Digests of every live tensor after the commit. Raises `Refused` where the state would not be the root's."""
+        digests: dict[str, bytes] = {}
+        with ThreadPoolExecutor(self._threads) as pool:
+            found = dict(zip(staged, pool.map(lambda name: digest(staged[name].array), staged), strict=True))
+        for entry in manifest.tensors:
+            for live in plan[entry.name]:
+                have = found.get(entry.name, self._digests.get(live))
+                if have != entry.digest:
+                    raise Refused(f"{live} would not be what {manifest.version} says")
+                digests[live] = entry.digest
+        return digests
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        if self._inject is not None:
+            self._inject(state)
+
+
+def plan_writes(manifest: Manifest, target: Target) -> dict[str, list[str]]:
+    """Which live parameters each tensor of a manifest goes to: all of them are reached, and nothing is left over.
+
+    A weight that is tied on one side only has two names on the other, and goes to both.
+    Raises `Refused` for a name that reaches no parameter, a parameter that no name reaches, and other types or shapes.
+    """
+    layout, tied = target.layout(), target.aliases()
+    if layout is None:
+        return {entry.name: [entry.name] for entry in manifest.tensors}
+    source: dict[str, str] = {}  # live name -> tensor of the manifest
+    unknown = []
+    for given, name in (*((entry.name, entry.name) for entry in manifest.tensors), *manifest.aliases.items()):
+        live = given if given in layout else tied.get(given)
+        if live is None:
+            unknown.append(given)
+        elif source.setdefault(live, name) != name:
+            raise Refused(f"{given} and {source[live]} are two tensors of {manifest.version}, and one parameter here")
+    missing = sorted(layout.keys() - source.keys())
+    if unknown or missing:
+        raise Refused(f"version {manifest.version} does not fit: unknown here {unknown[:5]}, missing {missing[:5]}")
+    plan: dict[str, list[str]] = {entry.name: [] for entry in manifest.tensors}
+    entries = {entry.name: entry for entry in manifest.tensors}
+    for live, name in source.items():
+        given = (entries[name].dtype, entries[name].shape)
+        if given != layout[live]:
+            raise Refused(f"{name} of version {manifest.version} is {given}; the parameter {live} is {layout[live]}")
+        plan[name].append(live)
+    return plan
+
+
+class MemoryTarget:
+    """Tensors in memory, with or without a layout that they must have."""
+
+    def __init__(self, tensors: Mapping[str, Bits] | None = None, aliases: Mapping[str, str] | None = None) -> None:
+        self.state: dict[str, Bits] = dict(tensors or {})
+        self.version = -1
+        self._layout = {name: (bits.dtype, bits.shape) for name, bits in self.state.items()} or None
+        self._aliases = dict(aliases or {})
+
+    def layout(self) -> Layout | None:
+        return self._layout
+
+    def aliases(self) -> Mapping[str, str]:
+        return self._aliases
+
+    def read(self, name: str) -> Bits | None:
+        return self.state.get(name)
+
+    def write(self, name: str, bits: Bits) -> None:
+        self.state[name] = bits
+
+    def exclusively(self, change: Callable[[], T]) -> T:
+        return change()
+
+    def set_version(self, step: int) -> None:
+        self.version = step
