@@ -139,7 +139,7 @@ class RunFolder:
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         self.rollouts.mkdir(exist_ok=True)
         lines = b"\n".join(map(msgspec.json.encode, rows)) + b"\n"
-        write_whole(self.rollouts / f"step_{step:08d}.jsonl.zst", zstandard.compress(lines, 3), durable=False)
+        write_whole(self.rollouts / f"step_{step:08d}.jsonl.zst", zstandard.compress(lines, 1), durable=False)
 
     def note_fingerprints(self, by_digest: Mapping[str, Mapping[str, Any]]) -> None:
         """Keep what the digests in the records stand for. A new one in an old run is logged: its bits may be others."""

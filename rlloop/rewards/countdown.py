@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 from rlloop.types import Example, RewardResult
@@ -34,7 +35,10 @@ def verify(expression: str, numbers: list[int], target: int) -> bool:
         return False
     if len(numbers) > MAX_LENGTH or not all(map(_is_int, numbers)):
         return False
-    found = evaluate(expression)
+    return _solves(evaluate(expression), numbers, target)
+
+
+def _solves(found: tuple[Exact, list[int]] | None, numbers: Sequence[int], target: int) -> bool:
     return found is not None and found[0] == target and sorted(found[1]) == sorted(numbers)
 
 
@@ -150,6 +154,6 @@ def countdown_reward(prompt: str, completion: str, example: Example, *, format_c
     """
     numbers, target = example.data["numbers"], example.data["target"]
     expression = compose(completion, numbers) if "=" in completion else completion
-    solved = expression is not None and verify(expression, numbers, target)
-    well_formed = solved or (expression is not None and evaluate(expression) is not None)
+    found = None if expression is None else evaluate(expression)
+    solved, well_formed = _solves(found, numbers, target), found is not None
     return RewardResult(1.0 if solved else format_credit * well_formed, solved, {"well_formed": float(well_formed)})

@@ -11,6 +11,7 @@ import inspect
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -172,29 +173,38 @@ class RewardRunner:
         """One worker goes through the list; where it hangs, it is abandoned and another takes the rest."""
         outcomes: list[Outcome] = []
         while len(outcomes) < len(requests):
-            done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-            rest = requests[len(outcomes) :]
-            abandoned = threading.Event()
-
-            def work(
-                rest: Sequence[Request] = rest,
-                done: queue.SimpleQueue[Outcome] = done,
-                abandoned: threading.Event = abandoned,
-            ) -> None:
-                for request in rest:
-                    if abandoned.is_set():
-                        return
-                    try:
-                        done.put(self.accept(self.reward(*request)))
-                    except Exception as error:  # as above
-                        done.put(_failure(error))
-
-            threading.Thread(target=work, daemon=True, name="rlloop-reward").start()
-            for _ in rest:
-                try:
-                    outcomes.append(done.get(timeout=self.timeout))
-                except queue.Empty:
-                    abandoned.set()
-                    outcomes.append(RewardFailure("timeout", f"took longer than {self.timeout:g} s"))
-                    break
+            worker = _Worker(self.reward, self.accept, requests[len(outcomes) :])
+            threading.Thread(target=worker.run, daemon=True, name="rlloop-reward").start()
+            outcomes += worker.wait(self.timeout)
         return outcomes
+
+
+class _Worker:
+    """Calls a sync reward, request after request, in a thread that can be left behind."""
+
+    def __init__(self, reward: Callable[..., Any], accept: Callable[[Any], Any], requests: Sequence[Request]) -> None:
+        self.reward, self.accept, self.requests = reward, accept, requests
+        self.outcomes: list[Outcome] = []
+        self.began = time.monotonic()  # with the request after those that have an outcome
+        self.finished, self.abandoned = threading.Event(), False
+
+    def run(self) -> None:
+        for request in self.requests:
+            try:
+                outcome = self.accept(self.reward(*request))
+            except Exception as error:  # as above
+                outcome = _failure(error)
+            if self.abandoned:
+                return
+            self.outcomes.append(outcome)
+            self.began = time.monotonic()
+        self.finished.set()
+
+    def wait(self, timeout: float) -> list[Outcome]:
+        """All outcomes, or those before a request that takes longer than `timeout` seconds, and that it did."""
+        while not self.finished.wait(max(0.0, self.began + timeout - time.monotonic())):
+            made = len(self.outcomes)  # before the time is read: a request that ends in between has begun later
+            if time.monotonic() - self.began >= timeout:
+                self.abandoned = True
+                return [*self.outcomes[:made], RewardFailure("timeout", f"took longer than {timeout:g} s")]
+        return self.outcomes
