@@ -13,6 +13,8 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
 from rlloop.models.config import ModelConfig, parse_config, read_config
+from rlloop.models.experts import BIAS
+from rlloop.models.fused import places, stored_shapes, stored_state
 from rlloop.models.stored import StoredWeights, write_single
 from rlloop.models.transformer import Model, RopeTable
 from rlloop.numerics.profile import NumericsProfile
@@ -34,7 +36,7 @@ def load_model(
     device: str | torch.device = "cpu",
     profile: NumericsProfile | None = None,
 ) -> Model:
-    """The model of a Hugging Face checkpoint folder: Qwen3, Qwen2.5 or Llama 3.
+    """The model of a Hugging Face checkpoint folder of one of `families.FAMILIES`.
 
     `dtype` is the compute type; weights of another type are rounded to it once, to nearest (float64 is for the
     `reference` profile). `profile` says which implementation runs each operation; None: the invariant ones.
@@ -68,7 +70,7 @@ def new_model(
             tensor = torch.ones(shape)
         else:
             tensor = torch.randn(shape, generator=generator) * parsed.initializer_range
-        state[name] = tensor.to(compute)
+        state[name] = tensor.to(_compute(name, compute))
     return _assemble(parsed, state, torch.device("cpu"), profile, None)
 
 
@@ -101,15 +103,16 @@ def save_model(
         config = read_config(source)
     if config is None:
         raise ModelError("weights alone make no model folder; give source_path or config as well")
-    _check(config, {name: tuple(tensor.shape) for name, tensor in state.items()}, "the state to save")
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    _check(config, found, _shapes(config), "the state to save")
     folder.mkdir(parents=True, exist_ok=True)
     if source is None:
-        write_single(folder, state)
+        write_single(folder, stored_state(state))
     else:
         stored = StoredWeights.open(source)
         if config.tied and HEAD in stored.tensors:
             state[HEAD] = state[EMBEDDING]
-        stored.write(folder, state)
+        stored.write(folder, _as_stored(stored_state(state), stored))
         if not folder.samefile(source):
             for name in COMPANIONS:
                 if (source / name).is_file():
@@ -129,11 +132,19 @@ def _write_config(folder: Path, raw: Mapping[str, Any], source: Path | None, dty
 
 def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: torch.device) -> dict[str, Tensor]:
     """By parameter name; nothing is read before names and shapes are known to fit."""
-    stored = StoredWeights.open(folder)
-    _check(config, {name: tensor.shape for name, tensor in stored.tensors.items()}, str(folder))
+    stored, shapes = StoredWeights.open(folder), _shapes(config)
+    found = {name: tensor.shape for name, tensor in stored.tensors.items()}
+    _check(config, found, stored_shapes(shapes), str(folder))
+    where = {name: place for name, place, _ in places(shapes)}
     state: dict[str, Tensor] = {}
     for name, tensor in stored.read():
-        state[name] = tensor.to(device=device, dtype=dtype or tensor.dtype, copy=True)
+        kind, place = _compute(name, dtype) or tensor.dtype, where.get(name)
+        if place is None or place.expert is None:
+            state[name] = tensor.to(device=device, dtype=kind, copy=True)
+        else:
+            if place.parameter not in state:
+                state[place.parameter] = torch.empty(shapes[place.parameter], dtype=kind, device=device)
+            place.of(state[place.parameter]).copy_(tensor)
     if config.tied and HEAD in state and not torch.equal(state.pop(HEAD), state[EMBEDDING]):
         raise ModelError(
             f"{folder}: config.json ties {HEAD} to {EMBEDDING}, and the stored two differ; "
@@ -142,8 +153,24 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: 
     return state
 
 
-def _check(config: ModelConfig, found: Mapping[str, tuple[int, ...]], where: str) -> None:
-    expected = _shapes(config)
+def _compute(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The type that a tensor is kept in where the model computes in `dtype`."""
+    return torch.float32 if dtype is not None and dtype != torch.float64 and name.endswith(BIAS) else dtype
+
+
+def _as_stored(state: Mapping[str, Tensor], stored: StoredWeights) -> dict[str, Tensor]:
+    """Routers' biases, which are float32 in memory, in the source's type where that loses nothing."""
+    kept = dict(state)
+    for name, tensor in stored.tensors.items():
+        narrow = kept[name].to(tensor.dtype)
+        if name.endswith(BIAS) and torch.equal(narrow.to(kept[name].dtype), kept[name]):
+            kept[name] = narrow
+    return kept
+
+
+def _check(
+    config: ModelConfig, found: Mapping[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str
+) -> None:
     allowed = {**expected, HEAD: expected[EMBEDDING]}  # where the two are tied, some checkpoints store both
     if unknown := sorted(found.keys() - allowed.keys()):
         raise ModelError(f"{where} has tensors that {config.architecture} does not know: {_some(unknown)}")

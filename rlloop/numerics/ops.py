@@ -1,7 +1,7 @@
 """The operations a model is written in, dispatched by its profile. The only door of this package for models.
 
-Shapes: T flat tokens, H query heads, G key-value heads, D head width, V vocabulary. Compute dtype is that of the
-tensors; logits and logprobs are float32.
+Shapes: T flat tokens, H query heads, G key-value heads, D head width, V vocabulary, E experts, k of them a token.
+Compute dtype is that of the tensors; logits, logprobs, scores and weights of experts are float32.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from rlloop.numerics import logprob, reference, stock
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.profile import NumericsProfile
+from rlloop.numerics.routing import Routing
 
 
 def _backend(name: str) -> ModuleType:
@@ -21,7 +22,27 @@ def _backend(name: str) -> ModuleType:
         from rlloop.numerics.cpu import contract
 
         return contract
+    if name == "huggingface":
+        from rlloop.numerics import huggingface
+
+        return huggingface
     return {"stock": stock, "reference": reference}[name]
+
+
+def _mixture_backend(name: str) -> ModuleType:
+    if name == "rlloop":
+        from rlloop.numerics.cpu import mixture
+
+        return mixture
+    return _backend(name)
+
+
+def _indexer_backend(name: str) -> ModuleType:
+    if name == "rlloop":
+        from rlloop.numerics.cpu import indexing
+
+        return indexing
+    return _backend(name)
 
 
 def _logprob_backend(name: str) -> ModuleType:
@@ -61,6 +82,64 @@ class Ops:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
         """Causal attention of ragged sequences. q [T, H, D]; k, v [slots, G, D] -> [T, H, D]."""
         return self._attention(q, k, v, layout, scale)
+
+    def sparse_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, layout: AttentionLayout, scale: float
+    ) -> Tensor:
+        """`attention` in which each query reads its selected positions only, in ascending order.
+
+        G is 1; selected [T, S] int64, ascending, then −1. Where all positions are selected, the bits of `attention`.
+        """
+        return _indexer_backend(self.profile.attention).sparse_attention(q, k, v, selected, layout, scale)
+
+    def head_linear(self, x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+        """Each head times its own matrix. x [T, H, K], weight [H, N, K] (if not by_row [H, K, N]) -> [T, H, N]."""
+        return _mixture_backend(self.profile.linear).head_linear(x, weight, by_row)
+
+    def router_logits(self, x: Tensor, weight: Tensor, exact: bool) -> Tensor:
+        """The gate's sums in float32; where not exact, rounded to the compute type. [T, K], [E, K] -> [T, E]."""
+        return _mixture_backend(self.profile.router).router_logits(x, weight, exact)
+
+    def route(
+        self, logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose each token's experts and weigh them. logits [T, E], bias [E], both float32.
+
+        `given` [T, k] is a choice to weigh in place of one to make (replay). Returns (weights [T, k], chosen [T, k]
+        int64, the scores of all experts [T, E]); weights and scores are differentiable.
+        """
+        return _mixture_backend(self.profile.router).route(logits, bias, routing, given)
+
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
+        """What each chosen expert makes of its tokens: `down @ silu_mul(gate, up)`.
+
+        x [T, D], gate_up [E, 2F, D], down [E, D, F], chosen [T, k] -> [T, k, D].
+        """
+        return _mixture_backend(self.profile.experts).experts(x, gate_up, down, chosen)
+
+    def combine(self, slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
+        """The experts' weighted sum, in ascending order of expert, then `shared` [T, D]. slots [T, k, D] -> [T, D].
+
+        `profile.expert_combine` says when it is rounded: once at the end, or each product and each sum.
+        """
+        return _mixture_backend(self.profile.combine).combine(
+            slots, chosen, weights, shared, self.profile.expert_combine == "bf16_each"
+        )
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Of an indexer's keys; without a gradient. [T, D] -> [T, D]."""
+        return _indexer_backend(self.profile.indexer).layer_norm(x, weight, bias, eps)
+
+    def select(
+        self, q: Tensor, k: Tensor, weights: Tensor, layout: AttentionLayout, scale: float, count: int
+    ) -> Tensor:
+        """The `count` positions up to its own that matter most to each query; without a gradient.
+
+        Position j scores the sum over heads, in order, of weights[h] relu(q[h] . k[j] scale). Value descending, index
+        ascending; −0 is +0 and NaN −inf. q [T, H, D], k [slots, 1, D], weights [T, H] float32 -> [T, count] int64,
+        ascending, then −1.
+        """
+        return _indexer_backend(self.profile.indexer).select(q, k, weights, layout, scale, count)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Logits of the vocabulary, as `token_logprob` makes them. hidden [T, K], weight [V, K] -> [T, V] float32."""

@@ -6,7 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-IMPLEMENTATIONS = ("rlloop", "stock", "reference")
+IMPLEMENTATIONS = ("rlloop", "stock", "huggingface", "reference")
+
+# Knobs that are no choice of implementation: every implementation of the operation follows them.
+SETTINGS = {"expert_combine": ("fp32_once", "bf16_each"), "router_logits": ("float32", "compute")}
 
 # Of a `Drift`; `rlloop.numerics.quantize` says what they mean.
 WEIGHT_TYPES = ("bf16", "fp8", "int8", "int6", "int5", "int4", "fp4")
@@ -48,6 +51,7 @@ class NumericsProfile:
 
     - `rlloop` keeps the contract: the bits of a row depend on nothing but that row.
     - `stock` is what PyTorch does by default: as fast as the library gets, and it varies with batch size and phase.
+    - `huggingface` rounds and sums as transformers' eager forward does.
     - `reference` is slow and obvious, in any float type, float64 included: the oracle of the tests.
     """
 
@@ -57,9 +61,18 @@ class NumericsProfile:
     rope: str = "rlloop"
     attention: str = "rlloop"
     token_logprob: str = "rlloop"
+    router: str = "rlloop"
+    experts: str = "rlloop"
+    combine: str = "rlloop"
+    indexer: str = "rlloop"
+    expert_combine: str = "fp32_once"  # rounded once; or bf16_each: each product and each sum, as transformers
+    router_logits: str = "float32"  # or compute: of softmax routers, logits and weights rounded to the compute type
     drift: Drift | None = None  # of an engine from its trainer; None: there is none
 
     def __post_init__(self) -> None:
+        for name, allowed in SETTINGS.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"NumericsProfile.{name} is {getattr(self, name)!r}; allowed are {', '.join(allowed)}")
         for op in self.operations():
             value = getattr(self, op)
             if value not in IMPLEMENTATIONS:
@@ -68,18 +81,23 @@ class NumericsProfile:
     @classmethod
     def operations(cls) -> list[str]:
         """The names of the knobs that choose an implementation."""
-        return [field.name for field in dataclasses.fields(cls) if field.name != "drift"]
+        return [field.name for field in dataclasses.fields(cls) if field.name not in ("drift", *SETTINGS)]
 
     @classmethod
     def preset(cls, name: str) -> NumericsProfile:
-        """The profile that runs every operation by the implementation `name`."""
+        """The profile that runs every operation by the implementation `name`.
+
+        `huggingface` also rounds where transformers does.
+        """
         every: dict[str, Any] = dict.fromkeys(cls.operations(), name)
+        if name == "huggingface":
+            every |= {"expert_combine": "bf16_each", "router_logits": "compute"}
         return cls(**every)
 
     @property
     def holds_contract(self) -> bool:
         """Whether every operation is the invariant one, so that `parity.mode=require` can hold."""
-        return self == NumericsProfile()
+        return self.drift is None and all(getattr(self, op) == "rlloop" for op in self.operations())
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values. `drift` stands there only where there is one."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.random import uniform
+from rlloop.numerics.routing import Routing
 
 
 def widen(x: Tensor) -> Tensor:
@@ -61,6 +62,104 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: f
                 heads.append(weights / weights.sum() @ v_wide[slots, h // group])
             out.append(torch.stack(heads))
     return torch.stack(out).to(q.dtype) if out else q
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    wide = widen(x) - widen(x).mean(-1, keepdim=True)
+    normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    return (normed * widen(weight) + widen(bias)).to(x.dtype)
+
+
+def select(q: Tensor, k: Tensor, weights: Tensor, layout: AttentionLayout, scale: float, count: int) -> Tensor:
+    starts, contexts, blocks = layout.query_start.tolist(), layout.context.tolist(), layout.block_start.tolist()
+    rows = []
+    for s, context in enumerate(contexts):
+        for t in range(starts[s], starts[s + 1]):
+            seen = context + (t - starts[s]) + 1
+            slots = [blocks[s][j // layout.block_size] + j % layout.block_size for j in range(seen)]
+            scores = torch.relu(widen(k)[slots, 0] @ widen(q)[t].T * scale) @ weights[t].to(widen(q).dtype)
+            values = [-torch.inf if value != value else value for value in scores.tolist()]
+            best = sorted(order(values)[:count])
+            rows.append(best + [-1] * (count - len(best)))
+    return torch.tensor(rows, dtype=torch.int64).view(len(q), count)
+
+
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, layout: AttentionLayout, scale: float
+) -> Tensor:
+    sequences, blocks = layout.sequences.tolist(), layout.block_start.tolist()
+    out = []
+    for t, (s, row) in enumerate(zip(sequences, selected.tolist(), strict=True)):
+        slots = [blocks[s][j // layout.block_size] + j % layout.block_size for j in row if j >= 0]
+        scores = widen(q)[t] @ widen(k)[slots, 0].T * scale
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+        out.append(weights / weights.sum(-1, keepdim=True) @ widen(v)[slots, 0])
+    return torch.stack(out).to(q.dtype) if out else q.new_empty(0, q.shape[1], v.shape[2])
+
+
+def head_linear(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+    heads = [widen(x[:, h]) @ (widen(w).T if by_row else widen(w)) for h, w in enumerate(weight)]
+    return torch.stack(heads, dim=1).to(x.dtype)
+
+
+def router_logits(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
+    return widen(x) @ widen(weight).T if exact else widen(linear(x, weight, None))
+
+
+def _chosen(values: list[float], routing: Routing) -> list[int]:
+    """The experts of one token, by what ranks them."""
+    values = [-torch.inf if value != value else value for value in values]
+    if routing.groups > 1:
+        size = len(values) // routing.groups
+        parts = [values[g * size : (g + 1) * size] for g in range(routing.groups)]
+        best = order([sum(sorted(part)[-2:]) for part in parts])[: routing.top_groups]
+        values = [value if e // size in best else -torch.inf for e, value in enumerate(values)]
+    return order(values)[: routing.top_k]
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    if routing.score == "softmax":
+        mass = torch.exp(logits - logits.amax(-1, keepdim=True))
+        scores = mass / mass.sum(-1, keepdim=True)
+    else:
+        scores = 1 / (1 + torch.exp(-logits))
+    ranked = scores.detach() if bias is None else scores.detach() + bias
+    if given is None:
+        chosen = torch.tensor([_chosen(row, routing) for row in ranked.tolist()]).view(len(logits), routing.top_k)
+    else:
+        chosen = given.long()
+    weights = scores.gather(1, chosen)
+    if routing.normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
+    return weights * routing.scale, chosen, scores
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
+    tokens = []
+    for t, row in enumerate(chosen.tolist()):
+        slots = []
+        for expert in row:
+            gate, up = linear(x[t : t + 1], gate_up[expert], None).chunk(2, dim=-1)
+            slots.append(linear(silu_mul(gate, up), down[expert], None)[0])
+        tokens.append(torch.stack(slots))
+    return torch.stack(tokens) if tokens else x.new_empty(0, chosen.shape[1], down.shape[1])
+
+
+def combine(slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, each: bool) -> Tensor:
+    out = []
+    for t, row in enumerate(chosen.tolist()):
+        total = torch.zeros_like(widen(slots[t, 0]))
+        for slot in sorted(range(len(row)), key=lambda s: row[s]):
+            product = widen(slots[t, slot]) * weights[t, slot]
+            if each:
+                product = widen(product.to(slots.dtype))
+            total = total + product
+            if each:
+                total = widen(total.to(slots.dtype))
+        if shared is not None:
+            total = total + widen(shared[t])
+        out.append(total.to(slots.dtype))
+    return torch.stack(out) if out else slots.new_empty(0, slots.shape[2])
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:

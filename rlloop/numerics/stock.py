@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.routing import Routing
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -33,6 +34,49 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * c - high * s, high * c + low * s), dim=-1).to(x.dtype)
 
 
+def head_linear(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+    return torch.einsum("thk,hnk->thn" if by_row else "thk,hkn->thn", x, weight)
+
+
+def router_logits(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(wide), weight.to(wide)) if exact else F.linear(x, weight).to(wide)
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
+    if given is None:
+        ranked = scores.detach() if bias is None else scores.detach() + bias
+        if routing.groups > 1:
+            by_group = ranked.unflatten(-1, (routing.groups, -1))
+            best = by_group.topk(2, dim=-1)[0].sum(-1).topk(routing.top_groups, dim=-1)[1]
+            kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, True)
+            ranked = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+        chosen = ranked.topk(routing.top_k, dim=-1)[1]
+    else:
+        chosen = given.long()
+    weights = scores.gather(1, chosen)
+    if routing.normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
+    return weights * routing.scale, chosen, scores
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
+    made = x.new_zeros(chosen.numel(), down.shape[1])
+    flat = chosen.flatten()
+    for expert in flat.unique().tolist():
+        at = (flat == expert).nonzero()[:, 0]
+        gate, up = F.linear(x[at // chosen.shape[1]], gate_up[expert]).chunk(2, dim=-1)
+        made = made.index_add(0, at, F.linear(F.silu(gate) * up, down[expert]))
+    return made.view(*chosen.shape, -1)
+
+
+def combine(slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, each: bool) -> Tensor:
+    products = slots * weights[..., None].to(slots.dtype if each else weights.dtype)
+    total = products.sum(1).to(slots.dtype)  # in the order of the slots
+    return total if shared is None else total + shared
+
+
 def slots_of(layout: AttentionLayout, sequence: int, length: int) -> Tensor:
     """The slots of the first `length` keys of one sequence. [length] int64"""
     at = torch.arange(length, device=layout.block_start.device)
@@ -47,6 +91,50 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: f
         count = rows.stop - rows.start
         slots = slots_of(layout, s, context + count)
         mask = torch.ones(count, context + count, dtype=torch.bool, device=q.device).tril(context)
+        out = F.scaled_dot_product_attention(
+            q[rows].transpose(0, 1)[None],
+            k[slots].transpose(0, 1)[None],
+            v[slots].transpose(0, 1)[None],
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=True,
+        )
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def select(q: Tensor, k: Tensor, weights: Tensor, layout: AttentionLayout, scale: float, count: int) -> Tensor:
+    starts, contexts = layout.query_start.tolist(), layout.context.tolist()
+    selected = q.new_full((len(q), count), -1, dtype=torch.int64)
+    for s, context in enumerate(contexts):
+        rows = slice(starts[s], starts[s + 1])
+        length = context + rows.stop - rows.start
+        keys = k[slots_of(layout, s, length), 0].float()
+        scores = F.relu(torch.matmul(q[rows].float(), keys.T) * scale)  # [T, H, length]
+        values = torch.matmul(weights[rows][:, None], scores)[:, 0]
+        future = torch.ones_like(values, dtype=torch.bool).triu(context + 1)
+        best = values.masked_fill(future, -torch.inf).topk(min(count, length), dim=-1)[1]
+        unseen = torch.arange(context, length, device=q.device)[:, None] < best
+        best = best.masked_fill(unseen, length).sort(-1)[0]
+        selected[rows, : best.shape[1]] = best.masked_fill(best == length, -1)
+    return selected
+
+
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, layout: AttentionLayout, scale: float
+) -> Tensor:
+    starts, contexts = layout.query_start.tolist(), layout.context.tolist()
+    outs = []
+    for s, context in enumerate(contexts):
+        rows = slice(starts[s], starts[s + 1])
+        slots = slots_of(layout, s, context + rows.stop - rows.start)
+        chosen = selected[rows]
+        mask = torch.zeros(len(chosen), len(slots) + 1, dtype=torch.bool, device=q.device)
+        mask = mask.scatter(1, chosen.masked_fill(chosen < 0, len(slots)), True)[:, :-1]
         out = F.scaled_dot_product_attention(
             q[rows].transpose(0, 1)[None],
             k[slots].transpose(0, 1)[None],

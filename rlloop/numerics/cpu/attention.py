@@ -102,11 +102,12 @@ def _tile(
 
 @parallel_kernel
 def forward(
-    counter, q, k, v, query_start, context, block_start, blocks, block_size, first_task, chunk, heads, groups, width,
-    v_width, scale, out, lse,
+    counter, q, k, v, v_step, query_start, context, block_start, blocks, block_size, first_task, chunk, heads, groups,
+    width, v_width, scale, out, lse,
 ):  # fmt: skip
     """The layout's arrays are flat. Sequence s has the tasks first_task[s] to first_task[s + 1]: one for each `chunk`
-    of its queries (each of a token's heads that share a key-value head counts) and each key-value head."""
+    of its queries (each of a token's heads that share a key-value head counts) and each key-value head. Values lie
+    `v_step` apart."""
     share, wide, v_wide = heads // groups, padded(width), padded(v_width)
     queries, sums = np.empty(chunk * wide, np.float32), np.empty(chunk * v_wide, np.float32)
     scores = np.empty(chunk * TILE, np.float32)
@@ -138,7 +139,7 @@ def forward(
                 slot = block_start[sequence * blocks + position // block_size] + position % block_size
                 starts[j] = (slot * groups + group) * width
                 if j < keys:
-                    widen(v, (slot * groups + group) * v_width, v_width, v_packed, j * v_wide)
+                    widen(v, (slot * groups + group) * v_step, v_width, v_packed, j * v_wide)
             for lane in range(0, keys, LANES):
                 pack_rows(k, starts, lane, 0, width, k_packed, lane, TILE)
             first = max(0, (tile - offset) * share - begin)

@@ -242,6 +242,13 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _rope(x, positions, cos, sin, 1.0)
 
 
+def value_rows(v: Tensor) -> tuple[np.ndarray, int]:
+    """The memory of values [slots, G, D], and how far one row is from the next. Latents are part of wider rows."""
+    if v.shape[1] == 1 and v.stride(2) == 1 and v.stride(0) >= v.shape[2] and len(v) > 0:
+        return flat(v.detach().as_strided(((len(v) - 1) * v.stride(0) + v.shape[2],), (1,))), v.stride(0)
+    return flat(v.contiguous()), v.shape[2]
+
+
 def _attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor, block_size: int,
     scale: float,
@@ -254,7 +261,7 @@ def _attention_cpu(
     pairs = int(counts @ (contexts + counts)) * heads  # of a query and a key, about
     threads = threads_for(pairs * (width + v_width))
     attention_kernels.forward(
-        threads, flat(q.contiguous()), flat(k.contiguous()), flat(v.contiguous()), starts, contexts,
+        threads, flat(q.contiguous()), flat(k.contiguous()), *value_rows(v), starts, contexts,
         flat(block_start.contiguous()), block_start.shape[1], block_size,
         *attention_kernels.plan(counts, heads, groups, threads), heads, groups, width, v_width, np.float32(scale),
         flat(out), flat(lse),

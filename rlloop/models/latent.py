@@ -1,0 +1,118 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), absorbed everywhere, and the lightning indexer that
+makes it sparse (DeepSeek-V3.2-Exp).
+
+A token's keys and values of all heads are one latent c [R] and one rotated key [rope]. Queries are brought to the
+latents (q^T W_uk) and results brought back (W_uv c), so training, prefill and decode read latents alone: one head of
+keys [R + rope], of which the first R numbers are the values too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rlloop.models.parts import Linear, Step, Weight
+from rlloop.models.shape import IndexerConfig, LatentConfig, ModelConfig
+from rlloop.numerics.ops import Ops
+
+LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's others have
+
+
+class LatentAttention(nn.Module):
+    def __init__(self, config: ModelConfig, latent: LatentConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.latent, self.num_heads = layer, latent, config.num_heads
+        heads, width = config.num_heads, latent.nope_dim + latent.rope_dim
+        if latent.q_rank is None:
+            self.q_proj = Linear(config.hidden_size, heads * width)
+        else:
+            self.q_a_proj = Linear(config.hidden_size, latent.q_rank, config.qkv_bias)
+            self.q_a_layernorm = Weight(latent.q_rank)
+            self.q_b_proj = Linear(latent.q_rank, heads * width)
+        self.kv_a_proj_with_mqa = Linear(config.hidden_size, latent.kv_rank + latent.rope_dim, config.qkv_bias)
+        self.kv_a_layernorm = Weight(latent.kv_rank)
+        self.kv_b_proj = Linear(latent.kv_rank, heads * (latent.nope_dim + latent.v_dim))
+        self.o_proj = Linear(heads * latent.v_dim, config.hidden_size, config.output_bias)
+        indexer = latent.indexer
+        self.indexed_by = max(at for at in indexer.layers if at <= layer) if indexer else None
+        if indexer and latent.q_rank is not None and self.indexed_by == layer:
+            self.indexer = Indexer(config.hidden_size, latent.q_rank, latent.rope_dim, indexer, layer)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        ops, latent = step.ops, self.latent
+        reduced, q = self._queries(x, ops)
+        q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split([latent.nope_dim, latent.rope_dim], dim=-1)
+        c, k_rope = self.kv_a_proj_with_mqa(x, ops).split([latent.kv_rank, latent.rope_dim], dim=-1)
+        c, _ = ops.rms_norm(c, self.kv_a_layernorm.weight, LATENT_EPS)
+        q_rope, k_rope = (_rotated(part, step, latent.interleaved) for part in (q_rope, k_rope[:, None]))
+        up = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))  # [H, nope + v, R]
+        queries = torch.cat((ops.head_linear(q_nope, up[:, : latent.nope_dim], by_row=False), q_rope), dim=-1)
+        keys, values = torch.cat((c[:, None], k_rope), dim=-1), c[:, None]
+        if step.cache is not None:
+            (keys,) = step.cache.write(self.layer, latent=keys)
+            values = keys[..., : latent.kv_rank]
+        if latent.indexer is None:
+            read = ops.attention(queries, keys, values, step.layout, latent.scale)
+        else:
+            selected = self._selected(x, reduced, step)
+            read = ops.sparse_attention(queries, keys, values, selected, step.layout, latent.scale)
+        return self.o_proj(ops.head_linear(read, up[:, latent.nope_dim :], by_row=True).flatten(1), ops)
+
+    def _queries(self, x: Tensor, ops: Ops) -> tuple[Tensor | None, Tensor]:
+        """(their latents [T, q_rank] if they have any, the queries of all heads)."""
+        if self.latent.q_rank is None:
+            return None, self.q_proj(x, ops)
+        reduced, _ = ops.rms_norm(self.q_a_proj(x, ops), self.q_a_layernorm.weight, LATENT_EPS)
+        return reduced, self.q_b_proj(reduced, ops)
+
+    def _selected(self, x: Tensor, reduced: Tensor | None, step: Step) -> Tensor:
+        assert self.indexed_by is not None
+        if self.indexed_by == self.layer:
+            assert reduced is not None
+            step.selected[self.layer] = self.indexer(x, reduced, step)
+        return step.selected[self.indexed_by]
+
+
+class Indexer(nn.Module):
+    """Which past tokens a query reads. A choice has no gradient, so the policy's loss does not train it."""
+
+    def __init__(self, hidden_size: int, q_rank: int, rope_dim: int, config: IndexerConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.rope_dim, self.layer = config, rope_dim, layer
+        self.wq_b = Linear(q_rank, config.num_heads * config.head_dim)
+        self.wk = Linear(hidden_size, config.head_dim)
+        self.k_norm = Linear(1, config.head_dim, bias=True)
+        self.k_norm.weight = nn.Parameter(torch.empty(config.head_dim))
+        self.weights_proj = Linear(hidden_size, config.num_heads)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, reduced: Tensor, step: Step) -> Tensor:
+        """x [T, D], reduced [T, q_rank] -> positions [T, top_k] int64, ascending, then −1."""
+        ops, heads = step.ops, self.config.num_heads
+        q = self.wq_b(reduced, ops).unflatten(-1, (heads, -1))
+        assert self.k_norm.bias is not None
+        k = ops.layer_norm(self.wk(x, ops), self.k_norm.weight, self.k_norm.bias, LATENT_EPS)[:, None]
+        q, k = (self._with_rope(part, step) for part in (q, k))
+        if step.cache is not None:
+            (k,) = step.cache.write(self.layer, index_k=k)
+        weights = ops.router_logits(x, self.weights_proj.weight, exact=True) * heads**-0.5
+        return ops.select(q, k, weights, step.layout, self.config.head_dim**-0.5, self.config.top_k)
+
+    def _with_rope(self, x: Tensor, step: Step) -> Tensor:
+        turned = _rotated(x[..., : self.rope_dim], step, self.config.interleaved)
+        return torch.cat((turned, x[..., self.rope_dim :]), dim=-1)
+
+
+def _rotated(x: Tensor, step: Step, interleaved: bool) -> Tensor:
+    """[T, H, rope]; pairs of neighbours are brought apart first, and stay so: scores do not depend on the order."""
+    if interleaved:
+        x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+    return step.ops.rope(x, step.positions, *step.rope)
+
+
+def cache_shapes(config: LatentConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """What one layer keeps of a token."""
+    shapes: dict[str, tuple[int, ...]] = {"latent": (1, config.kv_rank + config.rope_dim)}
+    if config.indexer is not None and layer in config.indexer.layers:
+        shapes["index_k"] = (1, config.indexer.head_dim)
+    return shapes

@@ -1,0 +1,66 @@
+"""What layers are made of, and what one forward tells all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rlloop.models.routes import Routes
+from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.ops import Ops
+
+
+class Cache(Protocol):
+    """Where an engine keeps what later tokens read, between steps."""
+
+    def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:
+        """Puts this step's tensors [T, ...] into their slots; returns those whole stores [slots, ...], in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward: what every layer is told besides its input."""
+
+    positions: Tensor  # [T] int64
+    rope: tuple[Tensor, Tensor]
+    layout: AttentionLayout
+    cache: Cache | None
+    ops: Ops
+    routes: Routes | None
+    selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: what its indexer found, [T, S] int64
+
+
+class Linear(nn.Module):
+    """Holds a weight [N, K] and perhaps a bias [N]; the product is the operations' business."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+class Weight(nn.Module):
+    """A norm's or an embedding's weight under its Hugging Face name."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape))
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        ops = step.ops
+        return self.down_proj(ops.silu_mul(self.gate_proj(x, ops), self.up_proj(x, ops)), ops)

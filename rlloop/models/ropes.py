@@ -1,0 +1,128 @@
+"""Rotary embeddings: what a config.json says of them, and the tables of cos and sin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from rlloop.errors import ModelError
+from rlloop.models.keys import Keys
+from rlloop.models.shape import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
+
+ROPE_TYPES = ("default", "llama3", "yarn")
+
+
+def read_rope(keys: Keys, max_positions: int) -> RopeConfig:
+    """Either spelling: `rope_theta` beside `rope_scaling`, or both inside `rope_parameters` (transformers 5)."""
+    scaling, parameters = keys.take("rope_scaling", None), keys.take("rope_parameters", None)
+    if scaling and parameters and scaling != parameters:
+        raise ModelError("config.json has both rope_scaling and rope_parameters, and they differ; keep one")
+    theta = keys.number("rope_theta", 10000.0)
+    name = "rope_scaling" if scaling else "rope_parameters"
+    rope = Keys(scaling or parameters or {}, f"{name}.")
+    theta = rope.number("rope_theta", theta)
+    older_name = rope.take("type", "default")
+    kind = rope.take("rope_type", older_name)
+    if kind not in ROPE_TYPES:
+        rope.refuse("rope_type", kind, " or ".join(ROPE_TYPES))
+    if (share := rope.take("partial_rotary_factor", None)) not in (1, None):
+        rope.refuse("partial_rotary_factor", share, "1")
+    scaled = {"llama3": _llama3, "yarn": _yarn}[kind](rope, max_positions) if kind != "default" else None
+    rope.refuse_the_rest()
+    return RopeConfig(theta, scaled)
+
+
+def _llama3(rope: Keys, max_positions: int) -> Llama3Scaling:
+    scaled = Llama3Scaling(
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_positions=rope.count("original_max_position_embeddings", max_positions),
+    )
+    if scaled.high_freq_factor <= scaled.low_freq_factor:
+        rope.refuse("high_freq_factor", scaled.high_freq_factor, f"above low_freq_factor ({scaled.low_freq_factor})")
+    return scaled
+
+
+def _yarn(rope: Keys, max_positions: int) -> YarnScaling:
+    original = rope.count("original_max_position_embeddings", max_positions)
+    factor = rope.number("factor", max_positions / original)
+    mscale, everywhere = rope.take("mscale", None), rope.take("mscale_all_dim", None)
+    both = _mscale(factor, mscale) / _mscale(factor, everywhere) if mscale and everywhere else _mscale(factor, 1)
+    return YarnScaling(
+        factor=factor,
+        original_positions=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=rope.number("attention_factor", both),
+        truncate=rope.flag("truncate", True),
+        score_factor=_mscale(factor, everywhere) ** 2 if everywhere else 1.0,
+    )
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+class RopeTable(nn.Module):
+    """cos and sin, [2, positions, head_dim / 2]: float32 whatever the model is cast to, and never in a checkpoint."""
+
+    table: Tensor
+
+    def __init__(self, config: ModelConfig, device: str | None = None) -> None:
+        super().__init__()
+        table = torch.stack(rope_table(config.rope, config.rope_dim, config.max_positions, device))
+        self.register_buffer("table", table, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        exact = self.table
+        super()._apply(fn, recurse)
+        self.table = exact.to(self.table.device)
+        return self
+
+
+def rope_table(rope: RopeConfig, head_dim: int, positions: int, device: str | None = None) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, head_dim / 2] in float32, with transformers' order of operations."""
+    steps = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    frequency, factor = 1.0 / (rope.theta**steps), 1.0
+    if isinstance(rope.scaling, Llama3Scaling):
+        frequency = _stretched_llama3(frequency, rope.scaling)
+    elif isinstance(rope.scaling, YarnScaling):
+        frequency, factor = _stretched_yarn(rope.theta, steps, rope.scaling), rope.scaling.attention_factor
+    angle = torch.outer(torch.arange(positions, device=device).float(), frequency)
+    return angle.cos() * factor, angle.sin() * factor
+
+
+def _stretched_llama3(frequency: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Llama 3's scaling divides frequencies of wavelengths above `original_positions / low_freq_factor` by `factor`,
+    leaves those below `original_positions / high_freq_factor`, and blends between (Meta's llama-models,
+    `apply_scaling`)."""
+    wavelength = 2 * math.pi / frequency
+    ratio = scaling.original_positions / wavelength
+    smooth = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blended = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+    low = wavelength > scaling.original_positions / scaling.low_freq_factor
+    high = wavelength < scaling.original_positions / scaling.high_freq_factor
+    return torch.where(low, frequency / scaling.factor, torch.where(high, frequency, blended))
+
+
+def _stretched_yarn(theta: float, steps: Tensor, scaling: YarnScaling) -> Tensor:
+    """YaRN divides the frequencies that turn fewer than `beta_slow` times over the original context by `factor`, leaves
+    those that turn more than `beta_fast` times, and blends between along the dimensions."""
+    width = 2 * len(steps)
+
+    def dimension(turns: float) -> float:
+        return width * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp = (torch.arange(len(steps), dtype=torch.float32, device=steps.device) - low) / (max(high - low, 0.001))
+    kept = 1 - ramp.clamp(0, 1)
+    power = theta**steps
+    return 1.0 / (scaling.factor * power) * (1 - kept) + 1.0 / power * kept

@@ -1,0 +1,95 @@
+"""Many matrix products at once, one a group: the experts of a layer, or the heads of a projection.
+
+Each output is the chain of `linear`: fused multiply-adds over ascending k, one rounding. How many rows a group has
+decides how the work is cut and nothing else, so an expert's row has the bits that a dense layer of its weights gives.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlloop.numerics.cpu.jit import kernel, parallel_kernel, take
+from rlloop.numerics.cpu.linear import FEW_ROWS, PACKED
+from rlloop.numerics.cpu.tiles import MAIN, add_products, pack_columns, pack_rows
+from rlloop.numerics.simd import LANES, load, store, store_part
+
+
+@kernel
+def _finish(sums, tiles, num_rows, out, at, column, columns):
+    for row in range(num_rows):
+        for n in range(column, min(columns, column + tiles * LANES), LANES):
+            total = load(sums, row * tiles * LANES + n - column)
+            if columns - n >= LANES:
+                store(out, at + row * columns + n, total)
+            else:
+                store_part(out, at + row * columns + n, columns - n, total)
+
+
+@kernel
+def _group_of(first_task, task):
+    low, high = 0, len(first_task) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first_task[middle] <= task:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@parallel_kernel
+def grouped_product(
+    counter, lanes, lanes_at, by_row, rows, rows_at, rows_by_row, out, out_at, counts, widths, first_task, columns,
+    tiles, chunk,
+):  # fmt: skip
+    """Per group g: out_g[m, n] = sum over k of R_g[m, k] * L_g[n, k], counts[g] x columns sums of widths[g] terms.
+
+    L_g lies in `lanes` from lanes_at[g] on, as [columns, width] if by_row, else transposed; so does R_g in `rows`, of
+    float32. Group g has the tasks first_task[g] to first_task[g + 1]; groups without rows have none.
+    """
+    strips, depth = (columns + tiles * LANES - 1) // (tiles * LANES), PACKED // (tiles * LANES)
+    packed = np.empty(PACKED, np.float32)
+    panel = np.empty(0 if rows_by_row else depth * chunk, np.float32)
+    sums, starts = np.empty(chunk * tiles * LANES, np.float32), np.empty(tiles * LANES, np.int64)
+    tasks = first_task[-1]
+    task = take(counter)
+    while task < tasks:
+        group = _group_of(first_task, task)
+        item, width, num_rows = task - first_task[group], widths[group], counts[group]
+        column, first = item % strips * tiles * LANES, item // strips * chunk
+        count = min(chunk, num_rows - first)
+        matrix, vectors = lanes[lanes_at[group] :], rows[rows_at[group] :]
+        for lane in range(tiles * LANES):  # the last row stands in for those past the end: its sums are not kept
+            starts[lane] = min(column + lane, columns - 1) * width
+        if width == 0:
+            sums[:] = np.float32(0)
+        for begin in range(0, width, depth):
+            end = min(width, begin + depth)
+            if by_row:
+                for lane in range(0, tiles * LANES, LANES):
+                    pack_rows(matrix, starts, lane, begin, end, packed, lane, tiles * LANES)
+            else:
+                pack_columns(matrix, column, columns, begin, end, packed, tiles)
+            if rows_by_row:
+                at = first * width + begin
+                add_products(packed, 0, tiles, vectors, at, width, 1, count, end - begin, sums, 0, begin == 0)
+            else:
+                pack_columns(vectors, first, num_rows, begin, end, panel, chunk // LANES)
+                add_products(packed, 0, tiles, panel, 0, 1, chunk, count, end - begin, sums, 0, begin == 0)
+        _finish(sums, tiles, count, out, out_at[group] + first * columns, column, columns)
+        task = take(counter)
+
+
+def plan(counts: np.ndarray, columns: int, width: int, rows_by_row: bool) -> tuple[np.ndarray, int, int]:
+    """(first_task, tiles, chunk) for `grouped_product`; `width` is the widest group's."""
+    most = int(counts.max(initial=1))
+    if not rows_by_row:  # the rows are packed too: wide tasks, so that it pays, and chunks of whole sixteens
+        tiles, chunk = 4, min(96, -(-most // LANES) * LANES)
+    elif most <= FEW_ROWS and width <= 1024:
+        tiles, chunk = 4, most
+    else:
+        tiles, chunk = 1, min(-(-most // MAIN) * MAIN, 40 * MAIN)
+    strips = -(-columns // (tiles * LANES))
+    first_task = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(-(-counts // chunk) * strips, out=first_task[1:])
+    return first_task, tiles, chunk

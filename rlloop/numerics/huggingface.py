@@ -1,0 +1,103 @@
+"""Where transformers' eager forward rounds and sums: each operation as its modelling code writes it.
+
+Bit-equal to transformers on one CPU, one sequence a forward and the same number of threads, for the families whose
+attention is not latent (docs/parity.md says what was compared). Shapes are those of `rlloop.numerics.ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.stock import (
+    head_linear,
+    layer_norm,
+    linear,
+    logits,
+    route,
+    router_logits,
+    sample,
+    select,
+    silu_mul,
+    slots_of,
+    sparse_attention,
+    token_logprob,
+)
+
+__all__ = [
+    "attention",
+    "combine",
+    "experts",
+    "head_linear",
+    "layer_norm",
+    "linear",
+    "logits",
+    "rms_norm",
+    "rope",
+    "route",
+    "router_logits",
+    "sample",
+    "select",
+    "silu_mul",
+    "sparse_attention",
+    "token_logprob",
+]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rounds the normed stream before it meets the weight."""
+    stream = x if residual is None else residual + x
+    wide = stream.to(torch.promote_types(stream.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(stream.dtype), stream
+
+
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """cos and sin in the compute type, and each product rounded."""
+    c, s = (torch.cat((table[positions],) * 2, dim=-1)[:, None, :].to(x.dtype) for table in (cos, sin))
+    low, high = x.chunk(2, dim=-1)
+    return (x * c) + (torch.cat((-high, low), dim=-1) * s)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+    """Scores in the compute type, softmax in float32, weights rounded."""
+    starts, contexts, share = layout.query_start.tolist(), layout.context.tolist(), q.shape[1] // k.shape[1]
+    outs = []
+    for s, context in enumerate(contexts):
+        rows = slice(starts[s], starts[s + 1])
+        count = rows.stop - rows.start
+        slots = slots_of(layout, s, context + count)
+        keys, values = (x[slots].transpose(0, 1).repeat_interleave(share, dim=0)[None] for x in (k, v))
+        scores = torch.matmul(q[rows].transpose(0, 1)[None], keys.transpose(2, 3)) * scale
+        seen = torch.ones(count, context + count, dtype=torch.bool, device=q.device).tril(context)
+        scores = scores + torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(
+            ~seen, torch.finfo(q.dtype).min
+        )
+        weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+        outs.append(torch.matmul(weights, values)[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
+    """One expert after the other, its tokens in the order of their slots."""
+    made = x.new_zeros(*chosen.shape, down.shape[1])
+    for expert in chosen.unique().tolist():
+        slot, token = torch.where((chosen == expert).T)
+        gate, up = torch.nn.functional.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
+        out = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down[expert])
+        made = made.index_put((token, slot), out)
+    return made
+
+
+def combine(slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, each: bool) -> Tensor:
+    """Added in ascending order of expert."""
+    order = chosen.argsort(dim=-1, stable=True)
+    products = (slots * weights[..., None]).to(slots.dtype if each else weights.dtype)
+    products = products.gather(1, order[..., None].expand_as(products))
+    total = torch.zeros_like(products[:, 0])
+    for slot in range(chosen.shape[1]):
+        total = total + products[:, slot]
+    if shared is not None:
+        total = total + shared
+    return total.to(slots.dtype)
