@@ -1,0 +1,113 @@
+"""One query's attention has the same bits decoded, prefilled, in chunks and in training, over any pages."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.ops import ops_for
+from rlloop.numerics.probe import same_bits
+from rlloop.numerics.profile import NumericsProfile
+
+OURS = ops_for(NumericsProfile())
+EXACT = ops_for(NumericsProfile.preset("reference"))
+SHAPES = {"0.6B": (16, 8, 128), "grouped": (8, 1, 64), "one to one": (4, 4, 32), "odd": (6, 2, 40)}  # H, G, D
+LAST = [0, 1, 14, 15, 16, 62, 63, 64, 65, 127, 128, 511, 1022, 1023, 1024, 1025, 1087, 2047, 2048, 2599]
+LENGTH = 2600  # into the third segment
+
+
+def inputs(shape, dtype, length=LENGTH):
+    heads, groups, width = SHAPES[shape]
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(length, n, width, generator=generator).to("cuda", dtype) for n in (heads, groups, groups)]
+
+
+def paged(k, v, page):
+    """The same keys and values in scattered pages: (k store, v store, first slot of each page)."""
+    count = -(-len(k) // page)
+    starts = torch.randperm(count, generator=torch.Generator().manual_seed(1)).cuda() * page
+    at = torch.arange(len(k), device="cuda")
+    slots = starts[at // page] + at % page
+    stores = [torch.zeros(count * page, *x.shape[1:], dtype=x.dtype, device="cuda") for x in (k, v)]
+    for store, x in zip(stores, (k, v), strict=True):
+        store[slots] = x
+    return *stores, starts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_is_prefill_is_chunks_is_training(shape, dtype):
+    q, k, v = inputs(shape, dtype)
+    whole = OURS.attention(q, k, v, AttentionLayout.of_sequences([LENGTH], "cuda"), 0.1)
+    # beside other sequences
+    packed = [torch.cat((x[:77], x, x[:300])) for x in (q, k, v)]
+    packed = OURS.attention(*packed, AttentionLayout.of_sequences([77, LENGTH, 300], "cuda"), 0.1)
+    assert same_bits(packed[77 : 77 + LENGTH], whole)
+    assert same_bits(packed[:77], whole[:77])
+    for page in (16, 64):
+        keys, values, starts = paged(k, v, page)
+
+        def layout(counts, contexts, starts=starts, page=page):
+            return AttentionLayout(
+                query_start=torch.tensor([0, *counts], device="cuda").cumsum(0),
+                context=torch.tensor(contexts, device="cuda"),
+                block_start=starts.repeat(len(counts), 1),
+                block_size=page,
+                contiguous=False,
+            )
+
+        last = torch.tensor(LAST, device="cuda")
+        decoded = OURS.attention(q[last], keys, values, layout([1] * len(LAST), LAST), 0.1)
+        assert same_bits(decoded, whole[last]), f"decode, pages of {page}"
+        alone = OURS.attention(q[2599:], keys, values, layout([1], [2599]), 0.1)
+        assert same_bits(alone, whole[2599:])
+        cuts = [0, 100, 101, 165, 1020, 1030, 2600]
+        for begin, end in pairwise(cuts):
+            chunk = OURS.attention(q[begin:end], keys, values, layout([end - begin], [begin]), 0.1)
+            assert same_bits(chunk, whole[begin:end]), f"chunk {begin} to {end}, pages of {page}"
+        mixed = torch.cat([torch.arange(40, 90, device="cuda"), last])  # a chunk beside decoding
+        both = OURS.attention(q[mixed], keys, values, layout([50, *[1] * len(LAST)], [40, *LAST]), 0.1)
+        assert same_bits(both, whole[mixed]), f"mixed, pages of {page}"
+
+
+def test_short_caches_and_long_ones_agree():
+    """Where no context can be longer than a segment, another form of the kernel runs."""
+    q, k, v = inputs("0.6B", torch.bfloat16)
+    whole = OURS.attention(q, k, v, AttentionLayout.of_sequences([LENGTH], "cuda"), 0.1)
+    for length in (1, 64, 700, 1024):
+        short = OURS.attention(q[:length], k[:length], v[:length], AttentionLayout.of_sequences([length], "cuda"), 0.1)
+        assert same_bits(short, whole[:length])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_are_the_reference(shape):
+    q, k, v = inputs(shape, torch.float32, 1100)
+    ours = OURS.attention(q, k, v, AttentionLayout.of_sequences([1100], "cuda"), 0.1)
+    picked = torch.tensor([0, 63, 500, 1099], device="cuda")
+    layout = AttentionLayout(
+        query_start=torch.arange(5, device="cuda"), context=picked, block_start=torch.zeros(4, 1, dtype=torch.int64),
+        block_size=1100, contiguous=False,
+    )  # fmt: skip
+    exact = EXACT.attention(q[picked].double(), k.double(), v.double(), layout, 0.1)
+    torch.testing.assert_close(ours[picked].double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["0.6B", "odd"])
+def test_gradients_over_several_segments_are_autograd_s(shape):
+    q, k, v = (x.requires_grad_() for x in inputs(shape, torch.float32, 1200))
+    grad = torch.randn(1200, q.shape[1], q.shape[2], generator=torch.Generator().manual_seed(3)).cuda()
+    ours = OURS.attention(q, k, v, AttentionLayout.of_sequences([1100, 100], "cuda"), 0.1)
+    mine = torch.autograd.grad(ours, (q, k, v), grad)
+    share = q.shape[1] // k.shape[1]
+    outs = []
+    for begin, end in ((0, 1100), (1100, 1200)):
+        scores = torch.einsum(
+            "ihd,jhd->hij", q[begin:end].double(), k[begin:end].double().repeat_interleave(share, 1)
+        )  # fmt: skip
+        mask = torch.ones(end - begin, end - begin, dtype=torch.bool, device="cuda").tril()
+        weights = (scores * 0.1).masked_fill(~mask, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hij,jhd->ihd", weights, v[begin:end].double().repeat_interleave(share, 1)))
+    theirs = torch.autograd.grad(torch.cat(outs), (q, k, v), grad.double())
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

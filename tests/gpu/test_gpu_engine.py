@@ -1,0 +1,128 @@
+"""Needles on CUDA: what the engine samples has the bits of the same request alone, and of the trainer at every update.
+
+The traffic is that of the CPU's tests.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from rlloop.algorithms import get_loss
+from rlloop.config import TrainerConfig
+from rlloop.models import new_model, token_logprobs
+from rlloop.numerics.profile import NumericsProfile
+from rlloop.rollout.engine import Engine
+from rlloop.trainer import Trainer
+from rlloop.types import SamplingParams
+from tests.parity.test_engine_bits import NEEDLES, bits, traffic
+from tests.parity.test_trainer import as_sample, different
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 5001,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.08,
+    "eos_token_id": 2,
+}
+TYPES = ["bfloat16", "float32", "float16"]
+
+
+def model_of(dtype: str, **changes):
+    return new_model({**CONFIG, **changes}, seed=0, dtype=dtype).to("cuda")
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def model(request):
+    return model_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def hidden_among_many(model):
+    return Engine(model).generate(*traffic(96))
+
+
+def test_a_request_alone_has_the_bits_it_has_among_many(model, hidden_among_many):
+    prompts, sampling = traffic(96)
+    for needle in NEEDLES:
+        (alone,) = Engine(model).generate([prompts[needle]], [sampling[needle]])
+        assert bits(alone) == bits(hidden_among_many[needle])
+
+
+@pytest.mark.parametrize(
+    ("count", "settings"),
+    [
+        (96, {"page_size": 64}),
+        (48, {"page_size": 1}),
+        (96, {"max_batch_tokens": 64, "prefix_caching": False}),
+        (24, {"max_batch_tokens": 7, "page_size": 64}),
+        (96, {"max_running": 5}),
+        (48, {"max_cache_tokens": 144, "max_batch_tokens": 64}),
+    ],
+)
+def test_settings_leave_no_trace(model, hidden_among_many, count, settings):
+    completions = Engine(model, **settings).generate(*traffic(count))
+    assert [bits(c) for c in completions] == [bits(c) for c in hidden_among_many[:count]]
+
+
+def test_the_trainer_recomputes_the_engines_bits(model, hidden_among_many):
+    sequences = [(c.prompt_ids, c.token_ids) for c in hidden_among_many]
+    samplings = [c.sampling for c in hidden_among_many]
+    for max_tokens in (None, 500):
+        sampled = token_logprobs(model, sequences, sampling=samplings, max_tokens=max_tokens)
+        raw = token_logprobs(model, sequences, max_tokens=max_tokens)
+        for completion, s, r in zip(hidden_among_many, sampled, raw, strict=True):
+            assert completion.logprobs.tobytes() == s.detach().cpu().numpy().tobytes(), completion.sampling
+            assert completion.raw_logprobs.tobytes() == r.detach().cpu().numpy().tobytes(), completion.sampling
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_trainer_equals_engine_before_and_after_every_update(dtype):
+    model = model_of(dtype)
+    engine, trainer = Engine(model), Trainer(model, TrainerConfig(lr=3e-3, max_batch_tokens=1500))
+    rng = np.random.default_rng(0)
+    for step in range(3):
+        prompts, sampling = traffic(48)
+        made = engine.generate(prompts, sampling)
+        samples = [as_sample(i, c, float(rng.normal())) for i, c in enumerate(made)]
+        result = trainer.forward_backward(samples, get_loss("grpo"))
+        assert sum(map(len, result.logprobs)) > 500
+        assert different(samples, result.logprobs) == 0
+        assert trainer.optim_step()["loss/grad_norm"] > 0
+        assert different(samples, trainer.logprobs(samples)) > 50  # the weights, and so the engine's, have moved
+        engine.set_version(step + 1)
+
+
+def test_long_contexts_are_decoded_as_they_are_trained():
+    model = model_of("bfloat16")
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 5000, n).tolist() for n in (1000, 1020, 1500, 20)]
+    made = Engine(model).generate(prompts, [SamplingParams(60, seed=i, ignore_eos=True) for i in range(4)])
+    scored = token_logprobs(model, [(c.prompt_ids, c.token_ids) for c in made])
+    for completion, logprobs in zip(made, scored, strict=True):
+        assert completion.logprobs.tobytes() == logprobs.detach().cpu().numpy().tobytes()
+
+
+@pytest.mark.parametrize("op", ["linear", "attention", "rms_norm", "token_logprob"])
+def test_one_stock_operation_in_the_trainer_is_seen(op):
+    model = model_of("bfloat16", hidden_size=1024, num_hidden_layers=2)
+    prompts, sampling = traffic(24)
+    made = Engine(model).generate(prompts, sampling)
+    stock = model.with_profile(NumericsProfile(**{op: "stock"}))
+    scored = token_logprobs(stock, [(c.prompt_ids, c.token_ids) for c in made], sampling=sampling)
+    assert any(c.logprobs.tobytes() != s.detach().cpu().numpy().tobytes() for c, s in zip(made, scored, strict=True))
+
+
+def test_weights_that_are_not_finite_are_refused():
+    model = model_of("bfloat16")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="no distribution"):
+        Engine(model).generate([[5, 6, 7]], SamplingParams(4, seed=0))

@@ -1,0 +1,77 @@
+"""The experiment that everything rests on: tiles leave a matrix product's bits alone, splitting K does not.
+
+Should this fail on another GPU type, Triton or torch, zero train-inference KL does not hold there.
+"""
+
+import pytest
+import torch
+
+from rlloop.numerics.probe import same_bits
+
+pytest.importorskip("triton", reason="the tiles are Triton's")
+
+SHAPES = [(2048, 2048), (4096, 4096), (1024, 6144), (3072, 1024)]  # K, N
+
+
+def draw(rows, width, outputs, dtype):
+    generator = torch.Generator("cuda").manual_seed(rows + width)
+    return [torch.randn(n, width, dtype=dtype, device="cuda", generator=generator) for n in (rows, outputs)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("width", "outputs"), SHAPES)
+def test_every_tile_has_the_same_bits(width, outputs, dtype):
+    from rlloop.numerics.triton.linear import LARGEST, WIDE, Tiles, chain
+
+    x, weight = draw(200, width, outputs, dtype)
+    first = chain(x, weight, None, torch.float32, Tiles(64, 64, 64, False, 4, 2))
+    tried = [tiles for _, tiles in WIDE] + [LARGEST]
+    tried += [Tiles(16, 16, 32, False, 4, 2), Tiles(32, 64, 128, False, 2, 2), Tiles(128, 128, 64, False, 8, 3)]
+    tried += [Tiles(16, 128, 128, True, 4, 3), Tiles(128, 64, 32, True, 4, 2), Tiles(16, 16, 64, True, 1, 2)]
+    for tiles in tried:
+        assert same_bits(chain(x, weight, None, torch.float32, tiles), first), (
+            f"{tiles} has other bits on {torch.cuda.get_device_name()}: no zero train-inference KL here"
+        )
+
+
+def test_every_float32_tile_has_the_same_bits():
+    from rlloop.numerics.triton.linear import FLOAT32, LARGEST_FLOAT32, Tiles, chain
+
+    x, weight = draw(100, 1000, 300, torch.float32)
+    first = chain(x, weight, None, torch.float32, Tiles(32, 32, 32, False, 4, 1))
+    for tiles in (FLOAT32[0][1], LARGEST_FLOAT32, Tiles(16, 16, 16, False, 2, 1), Tiles(64, 32, 64, True, 8, 1)):
+        assert same_bits(chain(x, weight, None, torch.float32, tiles), first), tiles
+
+
+def test_splitting_k_changes_bits():
+    """What the contract forbids is seen by these tests."""
+    from rlloop.numerics.triton.linear import chain
+
+    x, weight = draw(64, 4096, 512, torch.bfloat16)
+    whole = chain(x, weight, None, torch.float32)
+    halves = sum(chain(x[:, k : k + 2048], weight[:, k : k + 2048], None, torch.float32) for k in (0, 2048))
+    assert not same_bits(whole, halves)
+
+
+def test_the_vendor_s_product_is_used_only_where_it_has_our_bits():
+    from rlloop.numerics.triton import linear
+
+    used = 0
+    for width, outputs in SHAPES:
+        x, weight = draw(2048, width, outputs, torch.bfloat16)
+        agrees = linear.vendor_agrees(2048, outputs, width, torch.bfloat16, torch.bfloat16, 0)
+        ours = linear.chain(x, weight, None, torch.bfloat16)
+        assert same_bits(linear.vendor(x, weight, torch.bfloat16), ours) is agrees
+        assert same_bits(linear.product(x, weight, None, torch.bfloat16), ours)
+        used += agrees
+    print(f"{used} of {len(SHAPES)} shapes by cuBLAS")
+
+
+def test_an_address_leaves_the_bits_alone():
+    """What the compiler knows of an address decides how it lays out a sum."""
+    from rlloop.numerics.triton.elementwise import rms_norm
+
+    base = torch.randn(1 + 9 * 1001, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    gain = torch.ones(1001, device="cuda")
+    x = base[1:].view(9, 1001)
+    assert same_bits(rms_norm(x, gain, 1e-6, None)[0], rms_norm(x.clone(), gain, 1e-6, None)[0])
