@@ -1,19 +1,49 @@
-"""Lossless differences of tensors."""
+"""Lossless coding of a tensor for who holds its predecessor: whatever is shortest of nothing, a delta, or all of it.
+
+    unchanged   no bytes
+    steps       types of 8 and 16 bits: gaps and steps by class of the old exponent (`rlloop.sync.steps`)
+    planes      any type: differences in the order of values, zigzag, one plane a byte of the width, each through zstd
+    full        the patterns themselves, in planes likewise; needs no predecessor
+
+Chunks of `CHUNK` elements are coded by themselves: in parallel, and in memory that a hostile length cannot enlarge,
+since every size follows from the tensor's type and shape or is checked against them before anything is allocated.
+"""
 
 from __future__ import annotations
 
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import zstandard
 
 from rlloop.errors import SyncError
+
 from rlloop.sync.bits import UNSIGNED, WIDTH, Bits, size_of
 from rlloop.sync.manifest import CodecName
+from rlloop.sync.steps import ORDERINGS, Changes, Ordering
+
+CHUNK = 1 << 22  # elements; gaps are below it, so their low bits are at most 21
+LEVEL = 1
+BLOCK = 512  # symbols that are worth an entropy table of their own
+_LENGTH = struct.Struct("<I")
 
 
 class CodecError(SyncError):
     """Encoded bytes that no encoder makes: damaged, or hostile."""
+
+
+class StepCoder(Protocol):
+    """`rlloop.sync.steps` or its compiled equal."""
+
+    def find_changes(self, old: np.ndarray, new: np.ndarray, ordering: Ordering) -> Changes: ...
+
+    def apply_changes(self, old: np.ndarray, changes: Changes, ordering: Ordering) -> np.ndarray | None: ...
 
 
 @dataclass(frozen=True)
@@ -23,33 +53,261 @@ class Encoded:
     changed: int  # elements
 
 
-def encode(new: Bits, old: Bits | None) -> Encoded:
-    """The shortest way to `new` for who has `old` (None: nothing, so all of it)."""
+def fast() -> StepCoder:
+    from rlloop.sync import steps_fast  # numba takes a second to import
+
+    return steps_fast
+
+
+def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coder: StepCoder | None = None) -> Encoded:
+    """The shortest way to `new` for who has `old` (None: nothing). `coder`: None takes the compiled one."""
+    fresh = new.array.reshape(-1)
     if old is None:
-        return Encoded("full", zstandard.ZstdCompressor(1).compress(new.array.tobytes()), new.array.size)
-    if new.same(old):
+        return Encoded("full", _framed(_mapped(pool, _encode_planes, _chunks(fresh))), fresh.size)
+    assert (old.dtype, old.shape) == (new.dtype, new.shape), "a delta is between tensors of one type and shape"
+    known = old.array.reshape(-1)
+    changed = int(np.count_nonzero(fresh != known))
+    if changed == 0:
         return Encoded("unchanged", b"", 0)
-    xor = new.array ^ old.array
-    return Encoded("planes", zstandard.ZstdCompressor(1).compress(xor.tobytes()), int(np.count_nonzero(xor)))
+    kind: CodecName
+    ordering = ORDERINGS.get(new.dtype)
+    if ordering is not None:
+        kind, work = "steps", partial(_encode_steps, ordering=ordering, coder=coder or fast())
+    else:
+        kind, work = "planes", partial(_encode_differences, floating=new.dtype.startswith("F"))
+    delta = _framed(_mapped(pool, work, _chunks(known), _chunks(fresh)))
+    if len(delta) > new.nbytes // 3:
+        full = _framed(_mapped(pool, _encode_planes, _chunks(fresh)))
+        if len(full) <= len(delta):
+            return Encoded("full", full, changed)
+    return Encoded(kind, delta, changed)
 
 
-def decode(codec: CodecName, content: bytes, dtype: str, shape: tuple[int, ...], old: Bits | None) -> Bits:
-    """The new tensor, in memory of its own. Raises `CodecError`."""
-    size = size_of(dtype, shape)
-    if codec == "unchanged":
-        assert old is not None
-        return Bits(dtype, old.array.copy())
-    try:
-        plain = zstandard.ZstdDecompressor().decompress(content, max_output_size=size)
-    except zstandard.ZstdError as error:
-        raise CodecError(str(error)) from None
-    if len(plain) != size:
-        raise CodecError(f"{len(plain)} bytes, not {size}")
-    array = np.frombuffer(plain, UNSIGNED[WIDTH[dtype]]).reshape(shape)
-    return Bits(dtype, array.copy() if codec == "full" or old is None else array ^ old.array)
+def decode(
+    codec: CodecName,
+    content: bytes,
+    dtype: str,
+    shape: tuple[int, ...],
+    old: Bits | None,
+    *,
+    pool: Executor | None = None,
+    coder: StepCoder | None = None,
+) -> Bits:
+    """The new tensor, in memory of its own. Raises `CodecError`; never allocates more than the tensor's size a few
+    times over."""
+    kind = UNSIGNED[WIDTH[dtype]]
+    count = math.prod(shape)
+    if codec != "full":
+        if old is None or (old.dtype, old.shape) != (dtype, shape):
+            raise CodecError(f"a tensor of {dtype} {shape} is {codec}, and there is no predecessor of that kind")
+        if codec == "unchanged":
+            return Bits(dtype, old.array.copy())
+    frames = list(_unframed(memoryview(content), -(-count // CHUNK)))
+    sizes = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
+    if codec == "full" or old is None:
+        parts = _mapped(pool, partial(_decode_planes, kind=kind), frames, sizes)
+    elif codec == "steps":
+        ordering = ORDERINGS.get(dtype)
+        if ordering is None:
+            raise CodecError(f"steps are not for {dtype}")
+        work = partial(_decode_steps, ordering=ordering, coder=coder or fast())
+        parts = _mapped(pool, work, frames, _chunks(old.array.reshape(-1)))
+    else:
+        work = partial(_decode_differences, floating=dtype.startswith("F"))
+        parts = _mapped(pool, work, frames, _chunks(old.array.reshape(-1)))
+    made = list(parts)
+    array = made[0] if len(made) == 1 else np.concatenate(made) if made else np.zeros(0, kind)
+    return Bits(dtype, array.reshape(shape))
 
 
 def max_encoded(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes that no encoding of such a tensor exceeds."""
+    """Bytes that no encoding of such a tensor exceeds: a full one, of what zstd cannot shorten."""
     size = size_of(dtype, shape)
-    return size + size // 64 + 4096
+    return size + size // 128 + 256 * (1 + math.prod(shape) // CHUNK)
+
+
+# ---------------------------------------------------------------------------------------------------- steps
+
+
+def _encode_steps(old: np.ndarray, new: np.ndarray, *, ordering: Ordering, coder: StepCoder) -> bytes:
+    """Header: number of changes; first class, classes less one; lengths of the overflows; a class's changes and k each.
+    Then a zstd frame, in which each class's symbols have a block, so that each has its own statistics; then the low
+    bits. All numbers are LEB128."""
+    changes = coder.find_changes(old, new, ordering)
+    present = np.flatnonzero(changes.counts)
+    if not len(present):
+        return b"\0"
+    first, last = int(present[0]), int(present[-1])
+    overflows = (changes.far, changes.farther, changes.large, changes.larger)
+    numbers = [len(changes.symbols), first, last - first, *map(len, overflows)]
+    frame, start, waiting = zstandard.ZstdCompressor(LEVEL, write_content_size=False).compressobj(), 0, 0
+    parts = []
+    for count, k in zip(changes.counts[first : last + 1].tolist(), changes.low_bits[first:].tolist(), strict=False):
+        numbers += [count, k] if count else [0]
+        parts.append(frame.compress(changes.symbols[start : start + count].data))
+        start, waiting = start + count, waiting + count
+        if waiting >= BLOCK:
+            parts.append(frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+            waiting = 0
+    parts += [frame.compress(part.tobytes()) for part in overflows]
+    parts.append(frame.flush())
+    body = b"".join(parts)
+    return _numbers([*numbers, len(body)]) + body + changes.remainders.tobytes()
+
+
+def _decode_steps(content: memoryview, old: np.ndarray, *, ordering: Ordering, coder: StepCoder) -> np.ndarray:
+    reader = _Numbers(content)
+    n = reader.next(len(old))
+    if n == 0:
+        return old.copy()
+    first = reader.next(ordering.classes - 1)
+    last = first + reader.next(ordering.classes - 1 - first)
+    lengths = [reader.next(n) for _ in range(4)]
+    counts, low_bits = np.zeros(ordering.classes, np.int64), np.zeros(ordering.classes, np.uint8)
+    for which in range(first, last + 1):
+        counts[which] = reader.next(n)
+        if counts[which]:
+            low_bits[which] = reader.next(21)
+    if counts.sum() != n:
+        raise CodecError(f"classes have {counts.sum()} changes of {n}")
+    body = reader.bytes(reader.next(len(content)))
+    remainders = np.frombuffer(reader.rest(), np.uint8)
+    if len(remainders) != -(-int((counts * low_bits).sum()) // 8):
+        raise CodecError(f"{len(remainders)} bytes of low bits are too many or too few")
+    wide = (n, lengths[0], 4 * lengths[1], lengths[2], 4 * lengths[3])
+    plain = np.frombuffer(_decompressed(body, sum(wide)), np.uint8)
+    symbols, far, farther, large, larger = np.split(plain, np.cumsum(wide)[:-1])
+    changes = Changes(
+        counts, low_bits, symbols, remainders,
+        far, np.frombuffer(farther.tobytes(), "<u4"), large, np.frombuffer(larger.tobytes(), "<u4"),
+    )  # fmt: skip
+    made = coder.apply_changes(old, changes, ordering)
+    if made is None:
+        raise CodecError("changes reach outside of the tensor, or of its type")
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------- planes
+
+
+def _encode_planes(patterns: np.ndarray) -> bytes:
+    """One zstd frame a byte of the width, each behind its length."""
+    planes = patterns.view(np.uint8).reshape(len(patterns), patterns.itemsize)
+    frames = [zstandard.ZstdCompressor(LEVEL).compress(np.ascontiguousarray(plane)) for plane in planes.T]
+    return b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
+
+
+def _decode_planes(content: memoryview, count: int, *, kind: np.dtype[Any]) -> np.ndarray:
+    planes = np.empty((count, kind.itemsize), np.uint8)
+    for index, frame in enumerate(_unframed(content, kind.itemsize)):
+        planes[:, index] = np.frombuffer(_decompressed(frame, count), np.uint8)
+    return planes.reshape(-1).view(kind)
+
+
+def _encode_differences(old: np.ndarray, new: np.ndarray, *, floating: bool) -> bytes:
+    width = 8 * old.itemsize
+    one, rest = old.dtype.type(1), old.dtype.type(width - 1)
+    step = _monotone(new, floating) - _monotone(old, floating)  # modulo 2^width
+    zigzag = (step << one) ^ (old.dtype.type(0) - (step >> rest))
+    return _encode_planes(zigzag)
+
+
+def _decode_differences(content: memoryview, old: np.ndarray, *, floating: bool) -> np.ndarray:
+    zigzag = _decode_planes(content, len(old), kind=old.dtype)
+    one = old.dtype.type(1)
+    step = (zigzag >> one) ^ (old.dtype.type(0) - (zigzag & one))
+    return _monotone(_monotone(old, floating) + step, floating)
+
+
+def _monotone(patterns: np.ndarray, floating: bool) -> np.ndarray:
+    """Two's complement in the order of the values; its own inverse."""
+    if not floating:
+        return patterns
+    rest = patterns.dtype.type(8 * patterns.itemsize - 1)
+    sign = patterns >> rest
+    return patterns ^ ((patterns.dtype.type(0) - sign) >> patterns.dtype.type(1))
+
+
+# ---------------------------------------------------------------------------------------------------- framing
+
+
+def _chunks(flat: np.ndarray) -> Iterator[np.ndarray]:
+    return (flat[start : start + CHUNK] for start in range(0, len(flat), CHUNK))
+
+
+def _mapped(pool: Executor | None, work: Callable[..., Any], *each: Iterable[Any]) -> Iterator[Any]:
+    return map(work, *each) if pool is None else pool.map(work, *each)
+
+
+def _framed(parts: Iterable[bytes]) -> bytes:
+    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+
+
+def _unframed(content: memoryview, count: int) -> Iterator[memoryview]:
+    """Exactly `count` parts and nothing after them."""
+    place = 0
+    for _ in range(count):
+        if place + _LENGTH.size > len(content):
+            raise CodecError("the content ends before its parts do")
+        [length] = _LENGTH.unpack_from(content, place)
+        place += _LENGTH.size
+        if place + length > len(content):
+            raise CodecError("a part is longer than what there is")
+        yield content[place : place + length]
+        place += length
+    if place != len(content):
+        raise CodecError(f"{len(content) - place} bytes are left over")
+
+
+def _decompressed(frame: memoryview, size: int) -> bytes:
+    """Exactly `size` bytes. What a frame says of itself is not believed."""
+    try:
+        if zstandard.frame_content_size(frame) not in (-1, size):
+            raise CodecError("a frame announces another size than it must have")
+        plain = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise CodecError(f"a frame cannot be read: {error}") from None
+    if len(plain) != size:
+        raise CodecError(f"a frame has {len(plain)} bytes, not {size}")
+    return plain
+
+
+def _numbers(values: Iterable[int]) -> bytes:
+    """LEB128: seven bits a byte, the low ones first."""
+    made = bytearray()
+    for value in values:
+        while value >= 128:
+            made.append(value & 127 | 128)
+            value >>= 7
+        made.append(value)
+    return bytes(made)
+
+
+class _Numbers:
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._place = content, 0
+
+    def next(self, limit: int) -> int:
+        value = shift = 0
+        while True:
+            if self._place >= len(self._content) or shift > 28:
+                raise CodecError("a number does not end")
+            byte = self._content[self._place]
+            self._place += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                break
+        if value > limit:
+            raise CodecError(f"a number is {value}, above {limit}")
+        return value
+
+    def bytes(self, length: int) -> memoryview:
+        part = self._content[self._place : self._place + length]
+        if len(part) != length:
+            raise CodecError("the content ends early")
+        self._place += length
+        return part
+
+    def rest(self) -> memoryview:
+        return self._content[self._place :]
