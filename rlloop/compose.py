@@ -31,11 +31,27 @@ from rlloop import recipes
 from rlloop.algorithms.presets import PRESETS
 from rlloop.config import RunConfig
 from rlloop.errors import ConfigError
+from rlloop.fleet_config import FleetConfig, FleetKind
 
-FREE = ("task", "data", "reward", "sinks", "algorithm.loss_args", "algorithm.advantage_args", "algorithm.correction")
+FREE = (
+    "task",
+    "data",
+    "reward",
+    "sinks",
+    "fleet.engines",
+    "algorithm.loss_args",
+    "algorithm.advantage_args",
+    "algorithm.correction",
+)
 
 _store = ConfigStore.instance()
-_store.store(name="rlloop", node=RunConfig)
+_root = OmegaConf.structured(RunConfig)
+OmegaConf.set_struct(_root, False)
+_root["defaults"] = ["_self_", {"fleet": "node"}]  # so that fleet=regions needs nothing of a recipe
+OmegaConf.set_struct(_root, None)
+_store.store(name="rlloop", node=_root)
+for _kind in FleetKind:
+    _store.store(group="fleet", name=_kind.value, node=FleetConfig(kind=_kind))
 for _name, _algorithm in PRESETS.items():
     _store.store(group="algorithm", name=_name, node=_algorithm)
 

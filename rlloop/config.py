@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from rlloop.errors import ConfigError
+from rlloop.fleet_config import FleetConfig, FleetKind
 from rlloop.numerics.profile import ACTIVATION_TYPES, GRANULARITIES, LOGIT_TYPES, WEIGHT_TYPES
 
 
@@ -302,6 +303,7 @@ class RunConfig:
     device: str = "cpu"
     launch: Launch = Launch.local
     ray: RayConfig = field(default_factory=RayConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
     task: dict[str, Any] = field(default_factory=dict)  # `_target_` and its arguments
@@ -329,11 +331,31 @@ class RunConfig:
             f"at most rollout.num_prompts ({self.rollout.num_prompts}): groups stay whole",
         )  # fmt: skip
         self._check_parity()
+        self._check_fleet()
 
     @property
     def max_prompts(self) -> int:
         """Prompts that one step may sample."""
         return self.rollout.num_prompts * (1 + self.algorithm.max_refills)
+
+    def _check_fleet(self) -> None:
+        if self.fleet.kind is not FleetKind.regions:
+            return
+        if self.launch is not Launch.local:
+            raise ConfigError(f"fleet=regions has its engines elsewhere: set launch=local, not launch={self.launch}")
+        if self.rollout.drift.declared or self.rollout.profile != RolloutProfile():
+            raise ConfigError("rollout.drift and rollout.profile compare numerics in one process; use fleet=node")
+        if self.fleet.max_version_lag == 0:
+            return
+        if self.algorithm.max_refills:
+            raise ConfigError(
+                "algorithm.max_refills asks for prompts in turn; set it to 0, or fleet.max_version_lag to 0"
+            )
+        if self.algorithm.anchor is not Anchor.rollout and not self.algorithm.correction:
+            raise ConfigError(
+                f"fleet.max_version_lag={self.fleet.max_version_lag} trains samples of older weights: set "
+                "algorithm.anchor=rollout, or a correction such as algorithm.correction={tis: {}}"
+            )
 
     def _check_parity(self) -> None:
         if self.parity.mode is not ParityMode.require:

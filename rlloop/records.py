@@ -32,6 +32,7 @@ import yaml
 import zstandard
 
 from rlloop.errors import RunError
+from rlloop.fleet_config import FleetConfig
 from rlloop.types import Sample, SamplingParams
 
 # Keys that say where, how long and how often, but do not reach a weight or a record: a resumed run may change them.
@@ -44,6 +45,7 @@ RESUMABLE = (
     "eval.every",
     "scoring.",
     "sinks.",
+    *(f"fleet.{name}" for name in ("engines.", *vars(FleetConfig())) if name != "max_version_lag"),
 )
 # What shapes the engine's work but not its bits, as long as the contract is enforced.
 RESUMABLE_UNDER_CONTRACT = tuple(

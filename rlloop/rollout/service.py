@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rlloop.errors import RlloopError
 from rlloop.types import Completion, SamplingParams
+
+T = TypeVar("T")
 
 
 class SteppedEngine(Protocol):
@@ -64,7 +65,7 @@ class EngineService:
     """Owns `engine`: nothing else may call it while the service runs.
 
     A completion has one version. So a change of weights waits until what runs is finished, while what comes in the
-    meantime waits for the change; `between_batches` runs it with nothing in flight.
+    meantime waits for the change; `change_weights` runs it with nothing in flight.
     """
 
     def __init__(self, engine: SteppedEngine, *, max_waiting: int = 4096) -> None:
@@ -73,17 +74,18 @@ class EngineService:
         self._changed = threading.Condition()
         self._inbox: list[_Job] = []
         self._cancelled: set[Future[list[Completion]]] = set()
-        self._pause: tuple[Callable[[], Any], Future[Any], float] | None = None
+        self._pause: tuple[Callable[[], Any], Future[Any]] | None = None
         self._closed = False
         self._running: dict[int, _Job] = {}  # by request id
         self._load = 0
-        self.drain_seconds = self.pause_seconds = 0.0  # of the last change of weights: waiting for it, making it
+        self.halted: str | None = None  # why nothing may be served; written in the engine's thread
         self._thread = threading.Thread(target=self._work, daemon=True, name="engine")
         self._thread.start()
 
     @property
     def version(self) -> int:
-        return self._engine.policy_version
+        """-1: none that may serve."""
+        return self._engine.policy_version if self.halted is None else -1
 
     @property
     def load(self) -> int:
@@ -125,12 +127,13 @@ class EngineService:
             self._cancelled.add(answer)
             self._changed.notify()
 
-    def between_batches(self, change: Callable[[], Any]) -> Any:
-        """Run `change` in the engine's thread once nothing is in flight. Returns or raises what it does."""
-        answer: Future[Any] = Future()
+    def change_weights(self, change: Callable[[], T]) -> T:
+        """Run `change` in the engine's thread once nothing is in flight. Returns or raises what it does; where it
+        raises, the weights are of no version, and nothing is served until another change succeeds."""
+        answer: Future[T] = Future()
         with self._changed:
             assert self._pause is None, "one change of weights at a time"
-            self._pause = (change, answer, time.perf_counter())
+            self._pause = (change, answer)
             self._changed.notify()
         return answer.result()
 
@@ -166,8 +169,12 @@ class EngineService:
             job.answer.set_exception(Busy("the engine was shut down"))
 
     def _admit(self, job: _Job) -> None:
-        have = self._engine.policy_version
-        if (job.lowest is not None and have < job.lowest) or (job.highest is not None and have > job.highest):
+        have = self._engine.policy_version if self.halted is None else -1
+        if (
+            self.halted is not None
+            or (job.lowest is not None and have < job.lowest)
+            or (job.highest is not None and have > job.highest)
+        ):
             self._finish(job, error=VersionUnavailable(have, job.lowest, job.highest))
             return
         try:
@@ -195,19 +202,22 @@ class EngineService:
             if len(job.done) == len(job.ids):
                 self._finish(job, [job.done[request] for request in job.ids])
 
-    def _change(self, change: Callable[[], Any], answer: Future[Any], asked: float) -> None:
-        began = time.perf_counter()
+    def _change(self, change: Callable[[], Any], answer: Future[Any]) -> None:
+        halted, self.halted = self.halted, "a change of weights did not end"
         try:
-            result, error = change(), None
-        except Exception as raised:  # belongs to who asked for the change; the engine goes on as it was
-            result, error = None, raised
-        self.drain_seconds, self.pause_seconds = began - asked, time.perf_counter() - began
+            result = change()
+        except Exception as error:  # belongs to who asked for the change
+            self.halted = halted or self.halted
+            self._changed_weights()
+            answer.set_exception(error)
+        else:
+            self.halted = None
+            self._changed_weights()
+            answer.set_result(result)
+
+    def _changed_weights(self) -> None:
         with self._changed:
             self._pause = None
-        if error is None:
-            answer.set_result(result)
-        else:
-            answer.set_exception(error)
 
     def _drop(self, cancelled: set[Future[list[Completion]]], admitted: Sequence[_Job]) -> None:
         if not cancelled:

@@ -54,7 +54,7 @@ class Follower:
     def wake(self) -> None:
         self.woken.set()
         if self.newest > self.service.version:
-            self.service.between_batches(lambda: self.engine.set_version(self.newest))
+            self.service.change_weights(lambda: self.engine.set_version(self.newest))
 
     def wait_for(self, version: int, seconds: float) -> None:
         pass
@@ -308,7 +308,7 @@ def test_weights_change_with_nothing_in_flight_and_what_came_meanwhile_has_the_n
     early = service.submit([[5]], [longest()])
     while not engine.has_work:
         pass
-    changed = threading.Thread(target=service.between_batches, args=(lambda: engine.set_version(1),))
+    changed = threading.Thread(target=service.change_weights, args=(lambda: engine.set_version(1),))
     changed.start()
     while service._pause is None:
         pass
@@ -323,15 +323,20 @@ def test_weights_change_with_nothing_in_flight_and_what_came_meanwhile_has_the_n
     service.close()
 
 
-def test_a_change_that_fails_leaves_the_engine_serving():
-    service = EngineService(Engine(tiny_qwen3(VOCABULARY)))
+def test_after_a_change_of_weights_that_failed_nothing_is_served_until_one_succeeds():
+    engine = Engine(tiny_qwen3(VOCABULARY))
+    service = EngineService(engine)
 
     def fail():
-        raise OSError("no such blob")
+        raise OSError("no room")
 
-    with pytest.raises(OSError, match="no such blob"):
-        service.between_batches(fail)
-    assert service.submit([[5]], [longest()]).result()[0].policy_version == 0
+    with pytest.raises(OSError, match="no room"):
+        service.change_weights(fail)
+    assert service.version == -1
+    with pytest.raises(VersionUnavailable, match="has version -1"):
+        service.submit([[5]], [longest()]).result()
+    service.change_weights(lambda: engine.set_version(4))
+    assert service.submit([[5]], [longest()]).result()[0].policy_version == 4
     service.close()
 
 

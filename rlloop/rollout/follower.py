@@ -1,0 +1,91 @@
+"""Keeps a served engine at the newest version of the weights: a thread around the replica, polling and waking."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+from rlloop.rollout.service import EngineService
+from rlloop.rollout.wire import Progress
+from rlloop.sync.replica import Replica
+
+WAITING = "the engine has no version of the weights yet"
+
+
+class ReplicaFollower:
+    """Polls every `interval` seconds, and at once when it is woken."""
+
+    def __init__(self, replica: Replica, service: EngineService, *, interval: float = 2.0) -> None:
+        self._replica, self._service, self._interval = replica, service, interval
+        service.halted = WAITING
+        self._changed = threading.Condition()
+        self._wanted, self._closed, self._caught_up = True, False, False
+        self._polls = 0
+        self._progress: Progress | None = None
+        self._thread = threading.Thread(target=self._work, daemon=True, name="follower")
+        self._thread.start()
+
+    @property
+    def status(self) -> Literal["ready", "behind", "failed"]:
+        if self._replica.torn:
+            return "failed"
+        return "ready" if self._caught_up and self._replica.ready else "behind"
+
+    @property
+    def error(self) -> str:
+        return self._replica.error
+
+    @property
+    def progress(self) -> Progress | None:
+        return self._progress
+
+    def wake(self) -> None:
+        with self._changed:
+            self._wanted = True
+            self._changed.notify_all()
+
+    def wait_for(self, version: int, seconds: float) -> None:
+        """Until exactly `version` serves, looking for it again and again, or until the time is over."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while not (self._replica.ready and self._service.version == version) and self.status != "failed":
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                seen = self._polls
+                self._wanted = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda seen=seen: self._polls > seen, min(left, 0.1))
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted or self._closed, self._interval)
+                if self._closed:
+                    return
+                self._wanted = False
+            moved = self._replica.poll()
+            if moved:
+                self._progress = self._measured(self._replica.metrics)
+            with self._changed:
+                self._caught_up = not self._replica.error
+                self._polls += 1
+                self._changed.notify_all()
+
+    def _measured(self, metrics: Mapping[str, float]) -> Progress:
+        return Progress(
+            self._service.version,
+            int(metrics.get("sync/wire_bytes", 0)),
+            metrics.get("sync/fetch_seconds", 0.0),
+            metrics.get("sync/stage_seconds", 0.0) + metrics.get("sync/verify_seconds", 0.0),
+            metrics.get("sync/drain_seconds", 0.0),
+            metrics.get("sync/pause_seconds", 0.0),
+        )

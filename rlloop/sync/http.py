@@ -1,0 +1,94 @@
+"""A store over HTTP, as `rlloop.sync.store.HttpStore` reads it: `rlloop serve relay`, and the trainer's end.
+
+GET /latest           the head, with its ETag; 404 before the first version
+GET /blobs/{hash}     whole, or from where a transfer broke (Range)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rlloop.errors import SyncError
+from rlloop.sync.manifest import hash_of
+from rlloop.sync.relay import CachingStore
+from rlloop.sync.store import Missing, Store
+from rlloop.web import refusal
+
+HASH = re.compile("[0-9a-f]{64}")
+RANGE = re.compile(r"bytes=(\d+)-")
+
+
+class StoreRoutes:
+    """What a server needs to answer for `store`."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.served_bytes = 0
+        self.routes = [Route("/latest", self._latest), Route("/blobs/{digest}", self._blob)]
+        self.handlers: Mapping[type[Exception], Callable[[Request, Exception], Response]] = {
+            Missing: lambda _, error: refusal(404, "no_such_blob", str(error)),
+            SyncError: lambda _, error: refusal(502, "store_failed", str(error)),
+        }
+
+    async def _latest(self, request: Request) -> Response:
+        head = await run_in_threadpool(self.store.latest)
+        if head is None:
+            return refusal(404, "no_version", "nothing was published yet")
+        tag = f'"{hash_of(head).hex()}"'
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers={"ETag": tag})
+        self.served_bytes += len(head)
+        return Response(head, headers={"ETag": tag, "Cache-Control": "no-cache"}, media_type="application/octet-stream")
+
+    async def _blob(self, request: Request) -> Response:
+        name = request.path_params["digest"]
+        if not HASH.fullmatch(name):
+            return refusal(404, "no_such_blob", "a blob's name is its hash: 64 hexadecimal digits")
+        digest = bytes.fromhex(name)
+        if request.method == "HEAD":
+            return Response(status_code=200 if await run_in_threadpool(self.store.has, digest) else 404)
+        content = await run_in_threadpool(lambda: b"".join(self.store.get(digest)))
+        wanted = RANGE.fullmatch(request.headers.get("range", ""))
+        headers = {"Accept-Ranges": "bytes", "Cache-Control": "public, max-age=31536000, immutable"}
+        status, start = 200, 0
+        if wanted is not None:
+            status, start = 206, int(wanted[1])
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            if start >= len(content):
+                return Response(status_code=416, headers={"Content-Range": f"bytes */{len(content)}"})
+        self.served_bytes += len(content) - start
+        return Response(content[start:], status, headers, media_type="application/octet-stream")
+
+
+def relay_app(store: CachingStore) -> Starlette:
+    """The application of `rlloop serve relay`."""
+    served = StoreRoutes(store)
+    registry = CollectorRegistry()
+    numbers = {
+        "served_bytes": ("bytes given to the region", lambda: served.served_bytes),
+        "fetched_bytes": ("bytes of blobs that came over the wide network", lambda: store.fetched_bytes),
+        "fetches": ("blobs that came over the wide network", lambda: store.fetches),
+        "hits": ("blobs that were in the cache", lambda: store.hits),
+        "damaged": ("blobs of the cache that were not what was stored", lambda: store.damaged),
+    }
+    for name, (text, read) in numbers.items():
+        Gauge(f"rlloop_relay_{name}", text, registry=registry).set_function(read)
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ready", **{name: read() for name, (_, read) in numbers.items()}})
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(
+        routes=[*served.routes, Route("/health", health), Route("/metrics", metrics)],
+        exception_handlers=dict(served.handlers),
+    )

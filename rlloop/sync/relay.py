@@ -1,0 +1,144 @@
+"""A region's relay: what crossed the wide network once is not fetched again.
+
+It reads a store further up and keeps blobs in a folder of bounded size. Nobody has to trust it: blobs are checked by
+whoever asks for them, and manifests are signed. It checks as well, on the way in and on the way out, so that a damaged
+disk or line costs a fetch and not a failed sync. It does not hide that the store is out of reach: an old head would
+look like the newest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlloop.errors import ConfigError
+from rlloop.sync.manifest import MAX_MANIFEST, hash_of
+from rlloop.sync.store import FolderStore, Missing, Store, StoreError, fetch
+
+T = TypeVar("T")
+
+
+class CachingStore:
+    """Reads `upstream`, each blob once. Safe to use from many threads."""
+
+    def __init__(self, upstream: Store, folder: str | Path, max_bytes: int) -> None:
+        """`max_bytes`: what `folder` may hold; the least recently used blobs go first. What lies there is used."""
+        if max_bytes < MAX_MANIFEST:
+            raise ConfigError(f"the relay's cache has {max_bytes} bytes; it must have at least {MAX_MANIFEST}")
+        self.upstream, self.max_bytes = upstream, max_bytes
+        self.hits = self.fetches = self.damaged = 0
+        self.fetched_bytes = 0
+        self._disk = FolderStore(folder)
+        self._flights = SingleFlight()
+        self._lock = threading.Lock()
+        files = sorted(self._disk.path.glob("blobs/??/" + "?" * 64), key=lambda file: file.stat().st_mtime)
+        self._sizes = OrderedDict((bytes.fromhex(file.name), file.stat().st_size) for file in files)
+        self._make_room()
+
+    def latest(self) -> bytes | None:
+        return self._flights.run("latest", self.upstream.latest)
+
+    def get(self, digest: bytes, start: int = 0) -> Iterator[bytes]:
+        yield self._blob(digest)[start:]
+
+    def has(self, digest: bytes) -> bool:
+        return self._disk.has(digest) or self.upstream.has(digest)
+
+    def put(self, blob: bytes) -> bytes:
+        raise ConfigError("a relay is only read")
+
+    def swap_latest(self, expected: bytes | None, new: bytes) -> None:
+        raise ConfigError("a relay is only read")
+
+    def blobs(self) -> Iterator[bytes]:
+        yield from list(self._sizes)
+
+    def delete(self, digest: bytes) -> None:
+        raise ConfigError("a relay is only read")
+
+    def _blob(self, digest: bytes) -> bytes:
+        try:
+            content = b"".join(self._disk.get(digest))
+        except Missing:
+            return self._flights.run(digest, lambda: self._fetch(digest))
+        if hash_of(content) != digest:
+            self.damaged += 1
+            self._forget(digest)
+            return self._flights.run(digest, lambda: self._fetch(digest))
+        with self._lock:
+            self.hits += 1
+            if digest in self._sizes:
+                self._sizes.move_to_end(digest)
+        return content
+
+    def _fetch(self, digest: bytes) -> bytes:
+        content = fetch(self.upstream, digest, limit=MAX_MANIFEST)
+        self._disk.put(content)
+        with self._lock:
+            self.fetches += 1
+            self.fetched_bytes += len(content)
+            self._sizes[digest] = len(content)
+        self._make_room()
+        return content
+
+    def _forget(self, digest: bytes) -> None:
+        with self._lock:
+            self._sizes.pop(digest, None)
+            self._disk.delete(digest)
+
+    def _make_room(self) -> None:
+        with self._lock:
+            while sum(self._sizes.values()) > self.max_bytes:
+                oldest, _ = self._sizes.popitem(last=False)
+                self._disk.delete(oldest)
+
+
+class SingleFlight:
+    """Callers that want the same at the same time share one call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._going: dict[Hashable, Future[Any]] = {}
+
+    def run(self, key: Hashable, call: Callable[[], T]) -> T:
+        mine: Future[Any] = Future()
+        with self._lock:
+            going = self._going.setdefault(key, mine)
+        if going is not mine:
+            return going.result()
+        try:
+            mine.set_result(call())
+        except BaseException as error:  # everybody who waits hears it
+            mine.set_exception(error)
+        finally:
+            with self._lock:
+                del self._going[key]
+        return mine.result()
+
+
+class Sources:
+    """Reads a relay, and the store behind it for what the relay did not deliver whole."""
+
+    def __init__(self, relay: Store, origin: Store) -> None:
+        self._relay, self._origin = relay, origin
+        self._again: OrderedDict[bytes, bool] = OrderedDict()  # digest -> whether it was begun more than once
+
+    def latest(self) -> bytes | None:
+        try:
+            return self._relay.latest()
+        except StoreError:
+            return self._origin.latest()
+
+    def get(self, digest: bytes, start: int = 0) -> Iterator[bytes]:
+        if start == 0:
+            self._again[digest] = digest in self._again
+            while len(self._again) > 4096:
+                self._again.popitem(last=False)
+        return (self._origin if self._again.get(digest) else self._relay).get(digest, start)
+
+    def has(self, digest: bytes) -> bool:
+        return self._origin.has(digest)
