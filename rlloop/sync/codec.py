@@ -23,7 +23,6 @@ import numpy as np
 import zstandard
 
 from rlloop.errors import SyncError
-
 from rlloop.sync.bits import UNSIGNED, WIDTH, Bits, size_of
 from rlloop.sync.manifest import CodecName
 from rlloop.sync.steps import ORDERINGS, Changes, Ordering
