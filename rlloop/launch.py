@@ -252,7 +252,10 @@ def _ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
             logging_level=logging.ERROR,
         )
     except ConnectionError as error:
-        raise ConfigError(f"no Ray cluster answers at ray.address={address}: {error}") from None
+        raise ConfigError(
+            f"no Ray cluster answers at ray.address={address}: {error}. One that asks for a token needs "
+            "RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN in the environment"
+        ) from None
     try:
         yield
     finally:

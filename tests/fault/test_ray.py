@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -41,12 +44,17 @@ def same(folder: Path, other: Path) -> None:
         assert files[0].read_bytes() == files[1].read_bytes(), name
 
 
-def test_one_engine_or_three_and_a_killed_one_give_the_bits_of_a_local_run(tmp_path, monkeypatch):
-    finish(train(tmp_path / "local"))
+@pytest.fixture(scope="module")
+def local(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "local"
+    finish(train(folder))
+    return folder
 
+
+def test_one_engine_or_three_and_a_killed_one_give_the_bits_of_a_local_run(tmp_path, monkeypatch, local):
     monkeypatch.setenv("RLLOOP_TEST_RUN", "alone")
     finish(train(tmp_path / "alone", "launch=ray", "ray.replicas=0"))
-    same(tmp_path / "alone", tmp_path / "local")
+    same(tmp_path / "alone", local)
     assert not workers("alone"), "processes were left behind"
 
     monkeypatch.setenv("RLLOOP_TEST_RUN", "three")
@@ -58,6 +66,35 @@ def test_one_engine_or_three_and_a_killed_one_give_the_bits_of_a_local_run(tmp_p
     assert victims, "no replica was there to be killed"
     os.kill(victims[0], signal.SIGKILL)
     finish(process)
-    same(tmp_path / "three", tmp_path / "local")
+    same(tmp_path / "three", local)
     assert not workers("three"), "processes were left behind"
     assert len(list(read_records(metrics))) == 7
+
+
+@pytest.fixture
+def cluster(monkeypatch, tmp_path):
+    """A cluster that somebody else started, which asks for a token. Its address."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "5" * 64)
+    monkeypatch.setenv("RLLOOP_TEST_RUN", "cluster")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=2"]
+    command += ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
+    with (tmp_path / "ray.log").open("w") as log:
+        head = subprocess.Popen(command, stdout=log, stderr=log)
+    while head.poll() is None and "Ray runtime started" not in (tmp_path / "ray.log").read_text():
+        time.sleep(0.05)
+    assert head.poll() is None, (tmp_path / "ray.log").read_text()
+    yield f"127.0.0.1:{port}"
+    head.send_signal(signal.SIGTERM)
+    head.wait(timeout=60)
+
+
+def test_a_running_cluster_is_attached_to_by_address_and_left_running_and_empty(tmp_path, local, cluster, monkeypatch):
+    finish(train(tmp_path / "attached", "launch=ray", "ray.replicas=1", f"ray.address={cluster}"))
+    same(tmp_path / "attached", local)
+    left = workers("cluster").values()
+    assert any("raylet" in command for command in left), "the cluster is not ours to stop"
+    assert not any("ray::Replica" in command or "ray::Colocated" in command for command in left)
