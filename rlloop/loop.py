@@ -24,6 +24,7 @@ from rlloop.environments import player_for
 from rlloop.errors import ParityError, RlloopError, RunError
 from rlloop.metrics import Mean, Reduction, merge, values
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, describe, report
+from rlloop.parity.regions import by_region
 from rlloop.protocols import Checkpoints, Engine, Observer, Scorer, Stateful, Task, Trainer, WeightSync
 from rlloop.records import RunFolder, rollout_rows
 from rlloop.types import RewardResult, Sample, SamplingParams
@@ -48,6 +49,8 @@ class Parts:
     checkpoints: Checkpoints
     doctor: Callable[[Sample, TokenDifference], Finding | None] | None = None
     stateful: tuple[Stateful, ...] = ()  # parts beside the trainer whose state a checkpoint must hold
+    history: Any = None  # with fleet.max_version_lag: logprobs under past versions (rlloop.pipeline.History)
+    measured: Callable[[], Mapping[str, float]] = dict  # what the parts measured by themselves since the last step
 
 
 class Loop:
@@ -110,6 +113,7 @@ class Loop:
             **rollout_metrics(samples, version),
             **reward_metrics(accepted),
             **self._speed(samples, trained),
+            **self.parts.measured(),
             "ledger/sampled": len(samples),
             "ledger/accepted": len(accepted),
             "ledger/rejected": len(rejected),
@@ -208,23 +212,30 @@ class Loop:
         if not trained:
             return self._compare(step, version, [], [], rest)
         trainer, count = self.parts.trainer, self.config.trainer.num_minibatches
-        at_rollout = self.config.algorithm.anchor is Anchor.rollout
         merged: dict[str, Reduction] = {}
         metrics: dict[str, Any] = {}
-        before = None if count == 1 else trainer.logprobs(trained)
+        before = self.recompute(trained)
         if before is not None:
             metrics = self._compare(step, version, trained, before, rest)
+        anchors = self.anchors(trained, before)
         for chosen in minibatches(trained, count):
             batch = [trained[i] for i in chosen]
-            old = None if before is None else [before[i] for i in chosen]
-            if at_rollout:
-                old = [sample.completion.logprobs for sample in batch]
+            old = None if anchors is None else [anchors[i] for i in chosen]
             result = trainer.forward_backward(batch, self.parts.loss, old_logprobs=old)
             if before is None:
                 metrics = self._compare(step, version, trained, result.logprobs, rest)
             stepped = {name: Mean(value, 1) for name, value in trainer.optim_step().items()}
             merged = merge([merged, result.metrics, stepped])
         return {**metrics, **values(merged)}
+
+    def recompute(self, trained: Sequence[Sample]) -> Sequence[np.ndarray] | None:
+        """The trainer's logprobs, to compare before anything moves. None: the update's own forward will have them."""
+        return None if self.config.trainer.num_minibatches == 1 else self.parts.trainer.logprobs(trained)
+
+    def anchors(self, trained: Sequence[Sample], before: Sequence[np.ndarray] | None) -> Sequence[np.ndarray] | None:
+        """What the policy ratios divide by. None: the update's own forward, so that they start at 1."""
+        at_rollout = self.config.algorithm.anchor is Anchor.rollout
+        return [sample.completion.logprobs for sample in trained] if at_rollout else before
 
     def evaluate(self, version: int) -> dict[str, Any]:
         """`eval/*` of held-out problems under the weights of `version`. The same problems and seeds at every step.
@@ -325,7 +336,7 @@ class Loop:
         objection = self.monitor.objection(comparison)
         if objection is not None:
             raise self._parity_error(step, comparison, objection, trained)
-        return dict(comparison.metrics)
+        return {**comparison.metrics, **by_region(trained, logprobs)}
 
     def _parity_error(
         self, step: int, comparison: Comparison, objection: str, trained: Sequence[Sample]

@@ -243,6 +243,7 @@ def rollout_rows(
                 "sampling": {key: value for key, value in vars(made.sampling).items() if value != _DEFAULTS[key]},
                 "prompt_ids": made.prompt_ids,
                 "token_ids": made.token_ids,
+                **({} if made.origin is None else {"origin": made.origin}),
                 "logprobs": text,
             }
         )

@@ -1,0 +1,68 @@
+"""The weights of past versions, for comparing samples with the very weights that made them while training goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlloop.models import Model, score
+from rlloop.trainer.batching import make_step_batch
+from rlloop.types import Sample
+
+FILE = "history.safetensors"
+
+
+class WeightHistory:
+    """Copies of the last versions of `model`'s weights, and the trainer's forward over them.
+
+    For samples that are trained some steps after they were made: whether engine and trainer agree can only be seen
+    under the weights that made them. `keep` versions take `keep` + 1 times the memory of the weights.
+    """
+
+    def __init__(self, model: Model, keep: int, max_batch_tokens: int) -> None:
+        self._live, self._keep, self._max_batch_tokens = model, keep, max_batch_tokens
+        self._twin = copy.deepcopy(model).requires_grad_(False)
+        self._versions: dict[int, dict[str, Tensor]] = {}
+
+    def remember(self, version: int) -> None:
+        """The model's weights are those of `version` now."""
+        self._versions[version] = {name: weight.detach().clone() for name, weight in self._live.named_parameters()}
+        for old in [each for each in self._versions if each <= version - self._keep]:
+            del self._versions[old]
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """[T] float32 a sample: what the trainer would have computed with the weights that sampled it."""
+        found: dict[int, np.ndarray] = {}
+        for version in sorted({sample.completion.policy_version for sample in samples}):
+            places = [i for i, sample in enumerate(samples) if sample.completion.policy_version == version]
+            for name, weight in self._twin.named_parameters():
+                weight.copy_(self._versions[version][name])
+            batch = make_step_batch(
+                [samples[i] for i in places],
+                max_batch_tokens=self._max_batch_tokens,
+                old_logprobs=None,
+                device=self._twin.device,
+            )
+            scored = torch.cat([score(self._twin, batch.rows[part.sequences])[0] for part in batch.micro_batches])
+            found |= dict(zip(places, batch.split(scored), strict=True))
+        return [found[i] for i in range(len(samples))]
+
+    def save(self, folder: Path) -> None:
+        """Into a checkpoint: a resumed run has samples of these versions still to train."""
+        tensors = {
+            f"{version}/{name}": weight for version, kept in self._versions.items() for name, weight in kept.items()
+        }
+        save_file(tensors, folder / FILE)
+
+    def restore(self, folder: Path) -> None:
+        self._versions = {}
+        for key, weight in load_file(folder / FILE).items():
+            version, _, name = key.partition("/")
+            self._versions.setdefault(int(version), {})[name] = weight.to(self._twin.device)
