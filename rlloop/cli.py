@@ -25,6 +25,7 @@ commands:
   train     run, resume or sweep a recipe
   verify    check a run's records: ledger, certificate, checkpoints
   compare   lay runs side by side: outcomes, verdicts, and the keys that differ
+  delta     what a weight sync from one checkpoint to another weighs
   doctor    what this machine can do, and what is missing for the rest
 """
 
@@ -217,6 +218,25 @@ def _compare(arguments: list[str]) -> int:
     return 0
 
 
+def _delta(arguments: list[str]) -> int:
+    parser = _parser("delta", "What a weight sync from checkpoint A to B weighs, beside other codecs and the entropy.")
+    parser.add_argument("old", type=Path, metavar="A", help="a Hugging Face folder with safetensors")
+    parser.add_argument("new", type=Path, metavar="B", help="the same model, some steps later")
+    parser.add_argument("--tensors", action="store_true", help="a line for each tensor, too")
+    given = parser.parse_args(arguments)
+
+    from rlloop.delta import Sizes, compare, describe
+
+    total = Sizes()
+    for name, tensor in compare(given.old, given.new):
+        if given.tensors:
+            changed = 100 * tensor.changed / max(1, tensor.elements)
+            print(f"{name}: {tensor.full:,} bytes, {changed:.3g}% changed, {tensor.delta:,} bytes of delta")
+        total += tensor
+    print("\n".join(describe(total)))
+    return 0
+
+
 def _doctor(arguments: list[str]) -> int:
     parser = _parser(
         "doctor",
@@ -238,6 +258,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "verify": _verify,
     "compare": _compare,
+    "delta": _delta,
     "doctor": _doctor,
 }
 

@@ -192,7 +192,7 @@ def _decode_steps(content: memoryview, old: np.ndarray, *, ordering: Ordering, c
 def _encode_planes(patterns: np.ndarray) -> bytes:
     """One zstd frame a byte of the width, each behind its length."""
     planes = patterns.view(np.uint8).reshape(len(patterns), patterns.itemsize)
-    frames = [zstandard.ZstdCompressor(LEVEL).compress(np.ascontiguousarray(plane)) for plane in planes.T]
+    frames = [zstandard.ZstdCompressor(LEVEL).compress(plane.tobytes()) for plane in planes.T]
     return b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
 
 

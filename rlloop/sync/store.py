@@ -217,7 +217,7 @@ class FsspecStore:
                 self._files.pipe_file(self._head(following), new, mode="create")
             except FileExistsError:
                 raise Conflict(f"the head of {self.url} was moved by another publisher") from None
-            for old in numbers[:-2]:
+            for old in numbers[:-2]:  # a reader may be on its way to one of the last
                 self._files.rm_file(self._head(old))
 
     def blobs(self) -> Iterator[bytes]:
@@ -256,10 +256,10 @@ class FsspecStore:
 def _translated(url: str) -> Iterator[None]:
     try:
         yield
-    except FileExistsError:
+    except (SyncError, FileExistsError):
         raise
-    except OSError as error:
-        raise StoreError(f"{url}: {error}") from error
+    except Exception as error:  # each backend has errors of its own: OSError here, botocore's or aiohttp's there
+        raise StoreError(f"{url}: {error or type(error).__name__}") from error
 
 
 class HttpStore:
