@@ -7,7 +7,7 @@ of other requests, at any page size, chunk size, cache state or preemption.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from rlloop.errors import ConfigError
 from rlloop.models.warp import warp_for
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.rollout.graphs import DecodeGraphs
 from rlloop.rollout.kv_cache import BlockManager, PagedCache, bytes_per_token
 from rlloop.rollout.request import Request
 from rlloop.rollout.scheduler import EngineStats, Scheduler, StepBatch
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from rlloop.models import Model
 
 DEFAULT_CACHE_BYTES = 4 << 30
-LOGITS_AT_ONCE = 1 << 25  # elements; rows are independent, so cutting them changes no bits
+LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements; rows are independent, so cutting them changes no bits
 
 
 class Engine:
@@ -83,6 +84,9 @@ class Engine:
             )
         self._num_blocks = max_cache_tokens // page_size
         self._cache = PagedCache(spec, self._num_blocks * page_size, dtype, self._device)
+        self._graphs = None
+        if self._device.type == "cuda":
+            self._graphs = DecodeGraphs(model, self._cache, page_size)
         self._scheduler = self._new_scheduler()
         self._last_warp: tuple[list[SamplingParams], LogitsWarp] = ([], LogitsWarp())
 
@@ -168,6 +172,8 @@ class Engine:
             )
         self.policy_version = version
         self._scheduler.blocks.forget(version)
+        if self._graphs is not None:
+            self._graphs.check_weights()
 
     def stats(self) -> EngineStats:
         return dataclasses.replace(self._stats)
@@ -188,9 +194,11 @@ class Engine:
         positions = np.arange(end[-1]) - query_start[sequence] + batch.context[sequence]
         blocks = -(-int((batch.context + batch.counts).max()) // self.page_size)
         block_start = table.blocks[batch.rows, :blocks] * self.page_size
-        self._cache.slots = self._tensor(
-            block_start[sequence, positions // self.page_size] + positions % self.page_size
-        )
+        slots = block_start[sequence, positions // self.page_size] + positions % self.page_size
+        token_ids, emitting = table.tokens[batch.rows[sequence], positions], batch.rows[batch.emits]
+        if self._graphs is not None and len(emitting) == end[-1]:  # each request decodes
+            return self._sample([self._graphs.logits(token_ids, positions, slots, block_start)], emitting)
+        self._cache.slots = self._tensor(slots)
         layout = AttentionLayout(
             query_start=self._tensor(query_start),
             context=self._tensor(batch.context),
@@ -198,22 +206,24 @@ class Engine:
             block_size=self.page_size,
             contiguous=False,
         )
-        tokens = self._tensor(table.tokens[batch.rows[sequence], positions])
+        tokens = self._tensor(token_ids)
         hidden = self.model.hidden(tokens, self._tensor(positions), layout, self._cache)
-        return self._sample(hidden[self._tensor(end[batch.emits] - 1)], batch.rows[batch.emits])
+        last, head = hidden[self._tensor(end[batch.emits] - 1)], self.model.head
+        at_once = max(1, LOGITS_AT_ONCE[self._device.type] // len(head))
+        return self._sample((self.model.ops.logits(part, head) for part in last.split(at_once)), emitting)
 
-    def _sample(self, hidden: Tensor, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _sample(self, logits: Iterable[Tensor], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Draw a token for each row of the table, whose logits come in parts."""
+        if len(rows) == 0:
+            return np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32)
         table, ops = self._scheduler.table, self.model.ops
         warp = self._warp(rows)
         seeds, positions = self._tensor(table.seed[rows]), self._tensor(table.length[rows])
-        at_once = max(1, LOGITS_AT_ONCE // len(self.model.head))
-        parts = []
-        for begin in range(0, len(rows), at_once):
-            cut = slice(begin, min(begin + at_once, len(rows)))
-            logits = ops.logits(hidden[cut], self.model.head)
-            parts.append(ops.sample(logits, warp.rows(cut.start, cut.stop), seeds[cut], positions[cut]))
-        if not parts:
-            return np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32)
+        parts, begin = [], 0
+        for part in logits:
+            end = begin + len(part)
+            parts.append(ops.sample(part, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
+            begin = end
         ids, logprobs, raw = (torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True))
         return ids, logprobs, raw
 
@@ -229,7 +239,10 @@ class Engine:
         return self._last_warp[1]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)  # or the host would wait for all before it
 
     # ---------------------------------------------------------------------------------------------- requests
 

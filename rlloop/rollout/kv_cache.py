@@ -118,7 +118,8 @@ class BlockManager:
 
 
 class PagedCache:
-    """The stores of all layers. `slots` says where the tokens of the current step go.
+    """The stores of all layers. `slots` says where the tokens of the current step go. `spare` is one slot more, on a GPU,
+    for rows that only fill up a batch: nobody reads it.
 
     Built from `Model.cache_spec()`, so it holds keys and values, latents, or whatever a layer declares per token.
     """
@@ -126,6 +127,9 @@ class PagedCache:
     def __init__(
         self, spec: list[dict[str, tuple[int, ...]]], num_slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.spare = num_slots
+        if device.type != "cpu":
+            num_slots += 1
         self.stores = [
             {name: _zeros((num_slots, *shape), dtype, device) for name, shape in layer.items()} for layer in spec
         ]

@@ -110,7 +110,8 @@ def test_long_contexts_are_decoded_as_they_are_trained():
         assert completion.logprobs.tobytes() == logprobs.detach().cpu().numpy().tobytes()
 
 
-@pytest.mark.parametrize("op", ["linear", "attention", "rms_norm", "token_logprob"])
+# (Stock products happen to have our bits at this model's shapes: test_gpu_operations has one where they do not.)
+@pytest.mark.parametrize("op", ["attention", "rms_norm", "token_logprob"])
 def test_one_stock_operation_in_the_trainer_is_seen(op):
     model = model_of("bfloat16", hidden_size=1024, num_hidden_layers=2)
     prompts, sampling = traffic(24)

@@ -202,11 +202,11 @@ def _score(
     log_total = tl.log(total)
     target = tl.load(targets + row)
     known = (target >= 0) & (target < SIZE)
-    x = tl.load(logits + row * SIZE + target, known, float("nan"))
+    x = tl.load(logits + row * SIZE + target, known, 0.0)
     z = _kept(
         _warped(x, target, row, temperature, banned_start, banned_ids, SIZE), target, row, temperature, min_p, cuts
     )
-    tl.store(logprobs + row, (z - top) - log_total)
+    tl.store(logprobs + row, tl.where(known, (z - top) - log_total, float("nan")))
     tl.store(entropies + row, log_total - tl.div_rn(tl.sum(spreads, 0), total))
     tl.store(stats + row * 2, top)
     tl.store(stats + row * 2 + 1, total)

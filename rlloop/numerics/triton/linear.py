@@ -17,7 +17,7 @@ from torch import Tensor
 from rlloop.numerics.triton.launch import aligned
 
 VENDOR_ROWS = 1024
-VENDOR_STEP = 256  # cuBLAS gets multiples of so many rows only, or every batch would be a shape never tried
+VENDOR_STEP = 256  # of whole steps of so many rows, and our kernel the rest: else every batch would be an untried shape
 
 
 class Tiles(NamedTuple):
@@ -86,10 +86,14 @@ def _linear(
     tl.store(at, sums.to(out.dtype.element_ty), (row < rows)[:, None] & (output < outputs)[None, :])
 
 
-def chain(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tiles: Tiles | None = None) -> Tensor:
+def chain(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tiles: Tiles | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, by our kernel."""
     (rows, width), outputs = x.shape, len(weight)
-    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    if out is None:
+        out = x.new_empty(rows, outputs, dtype=dtype)
     if out.numel() == 0:
         return out
     tiles = tiles or tiles_for(rows, x.dtype)
@@ -102,9 +106,11 @@ def chain(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ti
     return out
 
 
-def vendor(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def vendor(x: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """The same by cuBLAS."""
-    return torch.mm(x, weight.T) if dtype == x.dtype else torch.mm(x, weight.T, out_dtype=dtype)
+    if dtype == x.dtype:
+        return torch.mm(x, weight.T, out=out)
+    return torch.mm(x, weight.T, out_dtype=dtype, out=out)
 
 
 _agreed: dict[tuple, bool] = {}
@@ -127,8 +133,14 @@ def vendor_agrees(rows: int, outputs: int, width: int, dtype: torch.dtype, out: 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`."""
     (rows, width), outputs = x.shape, len(weight)
-    if bias is None and rows >= VENDOR_ROWS and rows % VENDOR_STEP == 0 and outputs > 0:
+    whole = rows // VENDOR_STEP * VENDOR_STEP  # the rows that cuBLAS can have
+    if bias is None and whole >= VENDOR_ROWS and outputs > 0:
         x, weight = aligned(x), aligned(weight)
-        if vendor_agrees(rows, outputs, width, x.dtype, dtype, x.get_device()):
-            return vendor(x, weight, dtype)
+        if vendor_agrees(whole, outputs, width, x.dtype, dtype, x.get_device()):
+            if rows == whole:
+                return vendor(x, weight, dtype)
+            out = x.new_empty(rows, outputs, dtype=dtype)
+            vendor(x[:whole], weight, dtype, out=out[:whole])
+            chain(x[whole:], weight, None, dtype, out=out[whole:])
+            return out
     return chain(x, weight, bias, dtype)
