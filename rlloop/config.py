@@ -15,7 +15,8 @@ from omegaconf import MISSING
 
 from rlloop.errors import ConfigError
 from rlloop.fleet_config import FleetConfig, FleetKind
-from rlloop.numerics.profile import ACTIVATION_TYPES, GRANULARITIES, LOGIT_TYPES, WEIGHT_TYPES
+from rlloop.numerics.profile import SETTINGS
+from rlloop.profile_config import DriftConfig, ProfileConfig, RolloutProfile
 
 
 class Launch(StrEnum):
@@ -48,84 +49,10 @@ class RunSection:
 
 
 @dataclass
-class ProfileConfig:
-    """Mirrors `rlloop.numerics.profile.NumericsProfile`: rlloop, stock or reference, an operation each."""
-
-    linear: str = "rlloop"
-    rms_norm: str = "rlloop"
-    activation: str = "rlloop"
-    rope: str = "rlloop"
-    attention: str = "rlloop"
-    token_logprob: str = "rlloop"
-
-    def __post_init__(self) -> None:
-        for op, given in vars(self).items():
-            _check(
-                f"model.profile.{op}", given, given in ("rlloop", "stock", "reference"), "rlloop, stock or reference"
-            )
-
-
-@dataclass
-class RolloutProfile:
-    """Where the engine's arithmetic departs from the model's, on purpose; null: it does not. For experiments."""
-
-    linear: str | None = None
-    rms_norm: str | None = None
-    activation: str | None = None
-    rope: str | None = None
-    attention: str | None = None
-    token_logprob: str | None = None
-
-    def __post_init__(self) -> None:
-        for op, given in vars(self).items():
-            good = given in (None, "rlloop", "stock", "reference")
-            _check(f"rollout.profile.{op}", given, good, "null (the model's own), rlloop, stock or reference")
-
-    def over(self, model: ProfileConfig) -> ProfileConfig:
-        """The engine's whole profile, given the model's."""
-        return ProfileConfig(**{op: given or getattr(model, op) for op, given in vars(self).items()})
-
-
-@dataclass
-class DriftConfig:
-    """Mirrors `rlloop.numerics.profile.Drift`: how the engine departs from the trainer on purpose. For experiments."""
-
-    weights: str = "none"  # none, or what the engine stores linear weights as: bf16 (all weights), fp8, int8, int4, ...
-    granularity: str = "channel"  # of the weights' scales: tensor, channel (an output row), block (16 inputs of a row)
-    activations: str = "none"  # none, bf16 (every result is stored so), fp8 (what enters a linear, one scale a token)
-    logits: str = "float32"  # or bfloat16
-    stale_steps: int = 0  # a control: the engine's weights are this many steps old
-    lossy_sync: bool = False  # a sync defect, not numerics: bf16 weights, and bf16 differences added to them
-    from_step: int = 1  # the first step that is sampled so; the engine is the trainer's equal before it
-
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("weights", ("none", *WEIGHT_TYPES)),
-            ("granularity", GRANULARITIES),
-            ("activations", ("none", *ACTIVATION_TYPES)),
-            ("logits", LOGIT_TYPES),
-        ):
-            given = getattr(self, name)
-            _check(f"rollout.drift.{name}", given, given in allowed, f"one of {', '.join(allowed)}")
-        _check("rollout.drift.stale_steps", self.stale_steps, self.stale_steps >= 0, "0 (off) or a positive number")
-        _check("rollout.drift.from_step", self.from_step, self.from_step >= 1, "at least 1, the run's first step")
-        if self.lossy_sync and (self.weights != "none" or self.stale_steps):
-            raise ConfigError(
-                "rollout.drift.lossy_sync=true says what weights the engine has (bf16, with lost updates); leave "
-                "rollout.drift.weights at none and rollout.drift.stale_steps at 0"
-            )
-
-    @property
-    def declared(self) -> list[str]:
-        """The keys that make a difference, as `key=value`; empty: the engine computes what the trainer does."""
-        plain = {"weights": "none", "activations": "none", "logits": "float32", "stale_steps": 0, "lossy_sync": False}
-        return [f"{key}={getattr(self, key)}" for key, value in plain.items() if getattr(self, key) != value]
-
-
-@dataclass
 class ModelSection:
     path: str | None = None  # a Hugging Face folder; None: the recipe makes its own
     reference_path: str | None = None  # for losses with kl_coef > 0; None: the weights that the run starts from
+    reference_swapped: bool = False  # on a GPU: keep the reference in host memory between its uses
     dtype: str = "float32"  # compute dtype; masters are float32
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
@@ -146,6 +73,8 @@ class TrainerConfig:
     grad_clip: float = 1.0  # global norm; 0 switches it off
     max_batch_tokens: int = 16384  # tokens of one micro-batch (one forward and backward)
     num_minibatches: int = 1  # optimizer steps a rollout batch is split into, whole groups in each
+    balance_coef: float = 0.0  # of the experts' balance loss; 0 switches it off
+    expert_bias_rate: float = 0.0  # what experts' biases move by in a step, towards even loads; 0: not at all
 
     def __post_init__(self) -> None:
         _check("trainer.betas", self.betas, len(self.betas) == 2, "two numbers")
@@ -159,6 +88,8 @@ class TrainerConfig:
         _check("trainer.grad_clip", self.grad_clip, 0 <= self.grad_clip < math.inf, "0 (off) or a positive number")
         _check("trainer.max_batch_tokens", self.max_batch_tokens, self.max_batch_tokens >= 2, "at least 2")
         _check("trainer.num_minibatches", self.num_minibatches, self.num_minibatches >= 1, "at least 1")
+        _check("trainer.balance_coef", self.balance_coef, 0 <= self.balance_coef < math.inf, "0 (off) or more")
+        _check("trainer.expert_bias_rate", self.expert_bias_rate, 0 <= self.expert_bias_rate < 1, "from 0 to below 1")
 
 
 @dataclass
@@ -373,7 +304,7 @@ class RunConfig:
                     f"rollout.profile.{op} is {sampled} and model.profile.{op} is {trained}: engine and trainer would "
                     "differ, which parity.mode=require refuses; set parity.mode=observe to measure the difference"
                 )
-            if trained != "rlloop":
+            if op not in SETTINGS and trained != "rlloop":
                 raise ConfigError(
                     f"model.profile.{op} is {trained}, so bits vary with the batch: parity.mode=require cannot hold; "
                     "leave it at rlloop, or set parity.mode=observe"

@@ -174,6 +174,8 @@ class _Talk:
             token_ids=self.ids[begin:],
             logprobs=np.concatenate([turn.logprobs for turn in self.turns]),
             raw_logprobs=np.concatenate([turn.raw_logprobs for turn in self.turns]),
+            routed_experts=self.turns[-1].routed_experts,  # its prompt was all that came before
+            selected=self.turns[-1].selected,
             finish_reason="abort" if self.broken else "stop" if ended else "length",
             turns=tuple(
                 (len(turn.prompt_ids) - begin, len(turn.prompt_ids) - begin + len(turn.token_ids))

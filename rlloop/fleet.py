@@ -139,6 +139,12 @@ class RemoteTrainer:
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> Sequence[float]:
         return self._handle.call("reference_kl", batch, kind)()
 
+    def routing(self) -> Mapping[str, float]:
+        return self._handle.call("routing")()
+
+    def replay_experts(self, on: bool) -> None:
+        self._handle.call("replay_experts", on)()
+
     def save(self, folder: Path) -> None:
         self._handle.call("save", folder)()
 

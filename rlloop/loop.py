@@ -212,6 +212,7 @@ class Loop:
         if not trained:
             return self._compare(step, version, [], [], rest)
         trainer, count = self.parts.trainer, self.config.trainer.num_minibatches
+        trainer.replay_experts(self.monitor.replays)
         merged: dict[str, Reduction] = {}
         metrics: dict[str, Any] = {}
         before = self.recompute(trained)
@@ -322,11 +323,11 @@ class Loop:
     def _compare(
         self, step: int, version: int, trained: Sequence[Sample], logprobs: Sequence[np.ndarray], rest: Sequence[Failed]
     ) -> dict[str, Any]:
-        rung = self.monitor.rung
         with self._timed("parity"):
-            comparison = self.monitor.compare(step, version, trained, logprobs)
-        if self.monitor.rung != rung:
-            self.folder.log(f"step {step}: stepped down from {rung} to {self.monitor.rung}: {describe(comparison)}")
+            routing = self.parts.trainer.routing() if trained else {}
+            comparison = self.monitor.compare(step, version, trained, logprobs, routing)
+        if comparison.step_down is not None:
+            self.folder.log(f"step {step}: {comparison.step_down}")
         with self._timed("record"):
             samples = [*trained, *(sample for sample, _ in rest)]
             outcomes = ["trained"] * len(trained) + [why for _, why in rest]

@@ -150,6 +150,12 @@ class FakeTrainer:
         level = float(np.log(self.policy.vocabulary))
         return [float((sample.completion.logprobs + level).sum()) for sample in batch]
 
+    def routing(self) -> dict[str, float]:
+        return {}
+
+    def replay_experts(self, on: bool) -> None:
+        assert not on, "a fake policy has no experts"
+
     def optim_step(self) -> dict[str, float]:
         norm = float(np.linalg.norm(self.gradient))
         self.momentum = 0.9 * self.momentum + self.gradient

@@ -66,8 +66,10 @@ class Completion:
     policy_version: int  # the weights that made every token of it
     finish_reason: FinishReason
     sampling: SamplingParams  # as used: its seed is always set
-    routed_experts: np.ndarray | None = None  # [tokens, layers, top_k] for mixture-of-experts models
+    # Of a mixture-of-experts model, for every token that it read (all of prompt and completion but the last one):
+    routed_experts: np.ndarray | None = None  # [tokens, layers, top_k], the smallest unsigned type that holds them
     turns: tuple[tuple[int, int], ...] | None = None  # [start, end) in token_ids of what the policy wrote; None: all
+    selected: np.ndarray | None = None  # [tokens, layers] int64: digests of the positions that sparse attention read
     origin: str | None = None  # which engine of several made it: region/address
 
     @property

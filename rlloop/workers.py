@@ -62,7 +62,9 @@ def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
     """The trainer of `model`, with a frozen reference where loss or reward has a KL term to one."""
     reference = None
     if config.algorithm.loss_args.get("kl_coef") or config.algorithm.reward_kl_coef:
-        reference = load(config, config.model.reference_path or path)
+        settings, source = config.model, config.model.reference_path or path
+        home = "cpu" if settings.reference_swapped else config.device
+        reference = load_model(source, dtype=settings.dtype, device=home, profile=model.profile)
     return Trainer(model, config.trainer, reference=reference)
 
 
@@ -123,6 +125,12 @@ class Colocated(Replica):
 
     def reference_kl(self, batch: Sequence[Sample], kind: KLKind) -> list[float]:
         return self.trainer.reference_kl(batch, kind)
+
+    def routing(self) -> dict[str, float]:
+        return self.trainer.routing()
+
+    def replay_experts(self, on: bool) -> None:
+        self.trainer.replay_experts(on)
 
     def save(self, folder: Path) -> None:
         self.trainer.save(folder)

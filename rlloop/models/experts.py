@@ -21,12 +21,17 @@ class Router(nn.Module):
         bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if config.bias else None
         self.register_parameter(BIAS, bias)
 
+    @property
+    def bias_of_choice(self) -> Tensor | None:
+        """[E] what each expert's score is raised by when experts are ranked, not when they are weighed."""
+        return getattr(self, BIAS)
+
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """x [T, D] -> (weights [T, k] float32, experts [T, k] int64)."""
         exact = self.config.exact_gate or step.ops.profile.router_logits == "float32"
         logits = step.ops.router_logits(x, self.weight, exact)
         given = None if step.routes is None else step.routes.given(self.place)
-        weights, chosen, scores = step.ops.route(logits, getattr(self, BIAS), self.config.routing, given)
+        weights, chosen, scores = step.ops.route(logits, self.bias_of_choice, self.config.routing, given)
         if step.routes is not None:
             step.routes.record(self.place, chosen, scores)
         return weights if exact else weights.to(x.dtype).float(), chosen

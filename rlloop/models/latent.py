@@ -70,6 +70,8 @@ class LatentAttention(nn.Module):
         if self.indexed_by == self.layer:
             assert reduced is not None
             step.selected[self.layer] = self.indexer(x, reduced, step)
+            if step.routes is not None:
+                step.routes.record_selected(self.layer, step.selected[self.layer])
         return step.selected[self.indexed_by]
 
 

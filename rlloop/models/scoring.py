@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError
+from rlloop.models.routes import Routes
 from rlloop.models.transformer import Model
 from rlloop.models.warp import warp_for
 from rlloop.numerics.layout import AttentionLayout
@@ -26,17 +27,45 @@ class ScoreRow:
     token_ids: list[int]
     predict: Sequence[int]  # ascending positions, 1 or more: the token there is predicted from those before it
     sampling: SamplingParams | None = None  # the distribution to score under; None: temperature 1, nothing truncated
+    routed_experts: np.ndarray | None = None  # [tokens, layers, top_k], as the engine recorded them
+    selected: np.ndarray | None = None  # [tokens, layers], likewise
 
 
-def score(model: Model, rows: Sequence[ScoreRow]) -> tuple[Tensor, Tensor]:
+def score(
+    model: Model,
+    rows: Sequence[ScoreRow],
+    *,
+    replay: bool = False,
+    watch: Callable[[Routes, list[ScoreRow]], None] | None = None,
+) -> tuple[Tensor, Tensor]:
     """One forward over the sequences laid end to end: the logprob of every predicted token, and the entropy there.
 
     Returns ([N] float32, [N] float32) in order, both differentiable. N is the number of predicted tokens of all rows.
+    With `replay` every token takes the experts that its row names. `watch` is told what the model chose, and for which
+    rows: those that have something to predict.
 
     Raises `ConfigError` for a token outside the vocabulary or a sequence beyond the model's positions.
     """
     _check(model, rows)
-    return _score(model, rows)
+    used = [row for row in rows if len(row.predict)]
+    routes = Routes(_replayed(model, used) if replay and used and model.route_shape() is not None else None)
+    scored = _score(model, used, routes)
+    if watch is not None and used:
+        watch(routes, used)
+    return scored
+
+
+def _replayed(model: Model, rows: Sequence[ScoreRow]) -> Tensor:
+    """[T, layers, top_k]: the recorded experts of the tokens that the forward reads."""
+    parts = []
+    for index, row in enumerate(rows):
+        if row.routed_experts is None or len(row.routed_experts) < int(row.predict[-1]):
+            raise ConfigError(
+                f"sequence {index} carries no expert choices for its {int(row.predict[-1])} tokens, so they cannot be "
+                "replayed; sample with Engine(..., record_choices=True)"
+            )
+        parts.append(row.routed_experts[: int(row.predict[-1])])
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(model.device)
 
 
 def token_logprobs(
@@ -76,7 +105,7 @@ def token_logprobs(
     ]
 
 
-def _score(model: Model, rows: Sequence[ScoreRow]) -> tuple[Tensor, Tensor]:
+def _score(model: Model, rows: Sequence[ScoreRow], routes: Routes | None = None) -> tuple[Tensor, Tensor]:
     device = model.head.device
     used = [row for row in rows if len(row.predict)]
     if not used:
@@ -94,6 +123,7 @@ def _score(model: Model, rows: Sequence[ScoreRow]) -> tuple[Tensor, Tensor]:
         flat([ids[:length] for ids, length in zip(tokens, lengths, strict=True)]),
         flat([np.arange(length) for length in lengths]),
         AttentionLayout.of_sequences(lengths, device),
+        routes=routes,
     )
     warp = warp_for(
         [row.sampling for row in used],

@@ -111,10 +111,17 @@ class Model(nn.Module):
             return [attention.cache_shapes(config) for _ in range(config.num_layers)]
         return [latent.cache_shapes(config.latent, layer) for layer in range(config.num_layers)]
 
-    def route_shape(self) -> tuple[int, int] | None:
-        """(layers with experts, experts chosen a token); None: the model has no router."""
+    def route_shape(self) -> tuple[int, int, int] | None:
+        """(layers with experts, experts chosen a token, experts of a layer); None: the model has no router."""
         mixture = self.config.mixture
-        return None if mixture is None or not mixture.layers else (len(mixture.layers), mixture.routing.top_k)
+        if mixture is None or not mixture.layers:
+            return None
+        return len(mixture.layers), mixture.routing.top_k, mixture.num_experts
+
+    def indexed_layers(self) -> int:
+        """How many layers select which past tokens they read."""
+        latent = self.config.latent
+        return 0 if latent is None or latent.indexer is None else len(latent.indexer.layers)
 
     def with_profile(self, profile: NumericsProfile) -> Model:
         """The same parameters under other arithmetic: a view, not a copy."""

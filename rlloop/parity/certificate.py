@@ -5,8 +5,8 @@
      "previous": "77d2...", "hash": "03be..."}
 
 `engine` and `trainer` are digests of all logprob bits of the step, in sample order; at zero KLD they are equal. `rung`
-is where the run stands on the ladder of `parity.mode=fallback`: bitwise, or correction after a step down. A line's
-`hash` covers the rest of it, so a line that was changed, added or taken out breaks the chain.
+is where the run stands on the ladder of `parity.mode=fallback` (bitwise, replay, correction); the line of a step down
+has its `reason`. A line's `hash` covers the rest of it: a line that was changed, added or taken out breaks the chain.
 """
 
 from __future__ import annotations
@@ -45,9 +45,14 @@ class Certificate:
 
     def reload(self) -> None:
         """Go on where the file ends; for when the run folder was rewound."""
-        self.previous, self.rung = GENESIS, "bitwise"
+        self.previous, self.rung, self.replayed = GENESIS, "bitwise", False
         for line in read_records(self._journal.path):
-            self.previous, self.rung = line["hash"], line["rung"]
+            self.previous = line["hash"]
+            self.step_down(line["rung"])
+
+    def step_down(self, rung: str) -> None:
+        self.rung = rung
+        self.replayed = self.replayed or rung == "replay"  # from there on, on lower rungs too
 
     def append(self, line: Mapping[str, Any]) -> None:
         chained = {**line, "rung": self.rung, "previous": self.previous}

@@ -7,7 +7,7 @@ r = exp(d). Sums are float64, and k3 is expm1(d) − d, so that a drift of 1e-9 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from rlloop.config import ParityConfig, ParityMode
 from rlloop.errors import ConfigError
 from rlloop.parity.certificate import Certificate, bits_digest, content_digest
 from rlloop.types import Sample
+
+RUNGS = ("bitwise", "replay", "correction")  # of parity.mode=fallback; under the last one is to stop
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Comparison:
     engine_digest: str
     trainer_digest: str
     metrics: dict[str, float]  # parity/* and is/*
+    step_down: str | None = None  # for people: from which rung of the ladder to which, and why; None: it stays
 
     @property
     def equal(self) -> bool:
@@ -152,14 +155,33 @@ class ParityMonitor:
 
     @property
     def rung(self) -> str:
-        """Where the run stands on the ladder: bitwise, or correction after a step down."""
+        """Where the run stands on the ladder: one of `RUNGS`."""
         return self.certificate.rung
 
-    def compare(self, step: int, version: int, samples: Sequence[Sample], trainer: Sequence[np.ndarray]) -> Comparison:
-        """Compare, step down the ladder where that is due, and certify. Whether to go on is `objection`'s to say."""
+    @property
+    def replays(self) -> bool:
+        """Whether the trainer is to take the engine's experts. Below the rung of that name it still helps."""
+        return self.certificate.replayed
+
+    def compare(
+        self,
+        step: int,
+        version: int,
+        samples: Sequence[Sample],
+        trainer: Sequence[np.ndarray],
+        routing: Mapping[str, float] | None = None,
+    ) -> Comparison:
+        """Compare, step down the ladder where that is due, and certify. Whether to go on is `objection`'s to say.
+
+        `routing`: the trainer's comparison of choices, beside that of logprobs.
+        """
         comparison = compare(samples, trainer)
-        if self.config.mode is ParityMode.fallback and not comparison.equal:
-            self.certificate.rung = "correction"
+        comparison = replace(comparison, metrics={**comparison.metrics, **(routing or {})})
+        down = self._step_down(comparison)
+        if down is not None:
+            rung, reason = down
+            comparison = replace(comparison, step_down=f"stepped down from {self.rung} to {rung}: {reason}")
+            self.certificate.step_down(rung)
         self.certificate.append(
             {
                 "step": step,
@@ -169,9 +191,21 @@ class ParityMonitor:
                 "engine": comparison.engine_digest,
                 "trainer": comparison.trainer_digest,
                 "fingerprints": self.fingerprints,
+                **({} if down is None else {"reason": down[1]}),
             }
         )
         return comparison
+
+    def _step_down(self, comparison: Comparison) -> tuple[str, str] | None:
+        """The next rung and the reason for it, where the present one does not hold."""
+        if self.config.mode is not ParityMode.fallback or comparison.equal or self.rung == RUNGS[-1]:
+            return None
+        flips, found = comparison.metrics.get("parity/router_different"), describe(comparison)
+        if self.rung == "bitwise" and flips:
+            return "replay", f"{found}; {flips:.2%} of expert choices differ: the trainer takes the engine's"
+        if self.rung == "replay":
+            return "correction", f"with the engine's experts too, {found}"
+        return "correction", found if flips is None else f"{found}; no expert choice differs, so replay would not help"
 
     def objection(self, comparison: Comparison) -> str | None:
         """Why the run must not go on; None where it may."""

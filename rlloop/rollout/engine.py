@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError
+from rlloop.models.routes import Routes
 from rlloop.models.warp import warp_for
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.rollout.choices import ChoiceStore
 from rlloop.rollout.graphs import DecodeGraphs
 from rlloop.rollout.kv_cache import BlockManager, PagedCache, bytes_per_token
 from rlloop.rollout.request import Request
@@ -39,6 +41,7 @@ class Engine:
     - `max_cache_tokens`: tokens of the key-value cache. None: `max_running` whole contexts, or 4 GiB if that is less.
     - `prefix_caching`: keep the blocks of finished requests for others that begin alike, until the policy changes.
     - `max_running`: requests in one step.
+    - `record_choices`: keep which experts and past tokens the model chose for each token; `Completion` has them.
     - `seed`: of the stream that requests without a seed of their own draw theirs from.
 
     None of these decides a completion's bits, `seed` apart.
@@ -55,6 +58,7 @@ class Engine:
         max_cache_tokens: int | None = None,
         prefix_caching: bool = True,
         max_running: int = 512,
+        record_choices: bool = True,
         seed: int = 0,
     ) -> None:
         for name, value in (
@@ -84,8 +88,10 @@ class Engine:
             )
         self._num_blocks = max_cache_tokens // page_size
         self._cache = PagedCache(spec, self._num_blocks * page_size, dtype, self._device)
+        self._choices = ChoiceStore.of(model, self._num_blocks * page_size) if record_choices else None
+        # What a model chose for each token is looked at on the host, which no graph can do.
         self._graphs = None
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and self._choices is None:
             self._graphs = DecodeGraphs(model, self._cache, page_size)
         self._scheduler = self._new_scheduler()
         self._last_warp: tuple[list[SamplingParams], LogitsWarp] = ([], LogitsWarp())
@@ -207,7 +213,10 @@ class Engine:
             contiguous=False,
         )
         tokens = self._tensor(token_ids)
-        hidden = self.model.hidden(tokens, self._tensor(positions), layout, self._cache)
+        routes = None if self._choices is None else Routes()
+        hidden = self.model.hidden(tokens, self._tensor(positions), layout, self._cache, routes=routes)
+        if self._choices is not None and routes is not None:
+            self._choices.write(self._cache.slots, routes)
         last, head = hidden[self._tensor(end[batch.emits] - 1)], self.model.head
         at_once = max(1, LOGITS_AT_ONCE[self._device.type] // len(head))
         return self._sample((self.model.ops.logits(part, head) for part in last.split(at_once)), emitting)
@@ -253,7 +262,13 @@ class Engine:
             prefix_caching=self._prefix_caching,
             policy_version=self.policy_version,
         )
-        return Scheduler(blocks, self._stats, max_batch_tokens=self._max_batch_tokens, max_running=self._max_running)
+        return Scheduler(
+            blocks,
+            self._stats,
+            max_batch_tokens=self._max_batch_tokens,
+            max_running=self._max_running,
+            choices=self._choices,
+        )
 
     def _check(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
         vocabulary, limit = len(self.model.head), self.model.max_positions

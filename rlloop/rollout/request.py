@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlloop.models.warp import stop_ids
+from rlloop.rollout.choices import Choices, ChoiceStore
 from rlloop.types import Completion, FinishReason, SamplingParams
 
 
@@ -29,6 +30,7 @@ class Request:
     token_ids: np.ndarray  # [known] int64: the prompt, then what was made of it before it was last preempted
     logprobs: np.ndarray  # [known] float32 by absolute position; those of the prompt mean nothing
     raw_logprobs: np.ndarray  # [known] float32, likewise
+    choices: Choices = (None, None)  # experts and selections of the tokens that were computed
     block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as anyone asked
 
     @classmethod
@@ -55,6 +57,8 @@ class Request:
             policy_version=policy_version,
             finish_reason=reason,
             sampling=self.sampling,
+            routed_experts=self.choices[0],
+            selected=self.choices[1],
         )
 
 
@@ -64,8 +68,9 @@ class RequestTable:
     Rows never move while a request runs. The arrays widen to the longest request seen.
     """
 
-    def __init__(self, max_rows: int, page_size: int) -> None:
+    def __init__(self, max_rows: int, page_size: int, choices: ChoiceStore | None = None) -> None:
         self.page_size = page_size
+        self.choices = choices
         self.requests: list[Request | None] = [None] * max_rows
         self.tokens = np.zeros((max_rows, 0), dtype=np.int64)  # [R, W]
         self.logprobs = np.zeros((max_rows, 0), dtype=np.float32)  # [R, W] by absolute position
@@ -116,6 +121,10 @@ class RequestTable:
         request.token_ids = self.tokens[row, :known].copy()
         request.logprobs = self.logprobs[row, :known].copy()
         request.raw_logprobs = self.raw_logprobs[row, :known].copy()
+        if self.choices is not None:
+            at = np.arange(self.computed[row])
+            slots = self.blocks[row, at // self.page_size] * self.page_size + at % self.page_size
+            request.choices = self.choices.read(slots)
         self.requests[row] = None
         self._free.append(row)
         return request, self.blocks[row, : self.num_blocks[row]].tolist()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlloop.rollout.choices import ChoiceStore
 from rlloop.rollout.kv_cache import BlockManager
 from rlloop.rollout.request import Request, RequestTable
 
@@ -44,11 +45,19 @@ class Scheduler:
     """`schedule`, let the model run, `postprocess`: strictly in turn. What lies between must not fail half-way: blocks
     are named when they are scheduled, so after a step that did not finish the scheduler has to be thrown away."""
 
-    def __init__(self, blocks: BlockManager, stats: EngineStats, *, max_batch_tokens: int, max_running: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        stats: EngineStats,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        choices: ChoiceStore | None = None,
+    ) -> None:
         self.blocks = blocks
         self.stats = stats
         self.max_batch_tokens = max_batch_tokens
-        self.table = RequestTable(max_running, blocks.page_size)
+        self.table = RequestTable(max_running, blocks.page_size, choices)
         self.waiting: deque[Request] = deque()
         self.running = np.zeros(0, dtype=np.int64)  # rows, in order of admission
 

@@ -28,6 +28,8 @@ class TrainSequence:
     advantages: np.ndarray  # [P] float32
     rollout_logprobs: np.ndarray | None = None  # [P] float32, as the engine sampled; None: not from an engine
     sampling: SamplingParams | None = None  # the distribution to score under; None: temperature 1, nothing truncated
+    routed_experts: np.ndarray | None = None  # [tokens, layers, top_k], as the engine recorded them
+    selected: np.ndarray | None = None  # [tokens, layers], likewise
     mask: np.ndarray | None = None  # [P] bool; False: scored, compared and recorded, but not trained. None: all trained
 
     @classmethod
@@ -41,6 +43,8 @@ class TrainSequence:
             advantages=np.full(len(written), sample.advantage, np.float32),
             rollout_logprobs=made.logprobs,
             sampling=made.sampling,
+            routed_experts=made.routed_experts,
+            selected=made.selected,
         )
 
     @classmethod
@@ -136,7 +140,10 @@ def make_step_batch(
     advantages = flat([item.advantages for item in sequences])
     assert advantages is not None
     return StepBatch(
-        rows=[ScoreRow(item.token_ids, item.predict, item.sampling) for item in sequences],
+        rows=[
+            ScoreRow(item.token_ids, item.predict, item.sampling, item.routed_experts, item.selected)
+            for item in sequences
+        ],
         micro_batches=_cut([len(item.token_ids) for item in sequences], counts, max_batch_tokens),
         counts=counts,
         sequence=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device),

@@ -23,6 +23,7 @@ from rlloop.metrics import Reduction, Sum, merge
 from rlloop.models import Model, read_state, save_model, score
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
 from rlloop.trainer.masters import Masters
+from rlloop.trainer.routers import Routers
 from rlloop.trainer.schedule import learning_rate
 from rlloop.types import Sample
 
@@ -53,7 +54,8 @@ class Trainer:
     """
 
     def __init__(self, model: Model, config: TrainerConfig, *, reference: Model | None = None) -> None:
-        """`reference`, for losses with a KL term to it, is only scored; its weights are its own."""
+        """`reference`, for KL terms to it, is only scored; its weights are its own. One that was loaded on another device
+        is there between its uses, so that host memory holds it while a GPU trains."""
         self.model = model
         self.config = config
         self.reference = reference
@@ -61,6 +63,7 @@ class Trainer:
         self._masters = Masters(model)
         self._optimizer = _adamw(self._masters.tensors, config)
         self._has_gradient = False
+        self.routers = Routers(model, config)
 
     @property
     def masters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -70,13 +73,21 @@ class Trainer:
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         """[P] float32 a sequence, without learning: the bits that `forward_backward` would report now."""
         step = self._flatten(batch)
-        return step.split(_score(self.model, step, step.micro_batches)[0])
+        return step.split(self._logprobs(step)[0])
+
+    def replay_experts(self, on: bool) -> None:
+        """Whether the policy's forwards take the experts that the engine recorded."""
+        self.routers.replay = on
+
+    def routing(self) -> dict[str, float]:
+        """`parity/router_different` and `parity/indexer_different` of the batch that was scored last, where it has
+        routers and its samples say what the engine chose."""
+        return self.routers.counts.metrics()
 
     def reference_kl(self, batch: Sequence[Sample], kind: KLKind) -> list[float]:
         """KL(policy ‖ reference) of each completion, summed over its tokens, from what it was sampled with. In nats."""
-        assert self.reference is not None
         step = self._flatten(batch)
-        scored = step.split(_score(self.reference, step, step.micro_batches)[0])
+        scored = step.split(self._reference_logprobs(step))
         return [sequence_kl(each.completion.logprobs, ref, kind) for each, ref in zip(batch, scored, strict=True)]
 
     def forward_backward(
@@ -88,11 +99,14 @@ class Trainer:
         """
         step = self._flatten(batch, old_logprobs)
         self._begin()
-        scored, metrics = [], []
+        self.routers.begin()
+        scored, metrics, routers = [], [], self.routers
+        reference = None if self.reference is None else self._reference_logprobs(step)
         for part in step.micro_batches:
-            logprobs, entropy = score(self.model, step.rows[part.sequences])
-            out = loss(step.loss_batch(part, logprobs, entropy, self._reference_logprobs(step, [part])))
-            out.loss.backward()
+            rows, anchored = step.rows[part.sequences], None if reference is None else reference[part.tokens]
+            logprobs, entropy = score(self.model, rows, replay=routers.replay, watch=routers.watch)
+            out = loss(step.loss_batch(part, logprobs, entropy, anchored))
+            (out.loss + routers.penalty(len(step.rows))).backward()
             self._masters.collect()
             scored.append(logprobs.detach())
             metrics.append(_metrics(out))
@@ -111,14 +125,19 @@ class Trainer:
         """
         step = self._flatten(batch, old_logprobs)
         self._begin()
-        leaves = _score(self.model, step, step.micro_batches)
+        leaves, routers = self._logprobs(step), self.routers
+        reference = None if self.reference is None else self._reference_logprobs(step)
         logprobs, entropy = (leaf.requires_grad_() for leaf in leaves)
-        out = fn(step.loss_batch(step.whole, logprobs, entropy, self._reference_logprobs(step, step.micro_batches)))
+        out = fn(step.loss_batch(step.whole, logprobs, entropy, reference))
         out.loss.backward()
         for part in step.micro_batches:
-            again = score(self.model, step.rows[part.sequences])
+            again = score(self.model, step.rows[part.sequences], replay=routers.replay, watch=routers.watch)
             used = [(output, leaf.grad) for output, leaf in zip(again, leaves, strict=True) if leaf.grad is not None]
-            torch.autograd.backward([output for output, _ in used], [grad[part.tokens] for _, grad in used])
+            gradients: list[Tensor | None] = [grad[part.tokens] for _, grad in used]
+            if isinstance(penalty := routers.penalty(len(step.rows)), Tensor):
+                used.append((penalty, penalty))
+                gradients.append(None)
+            torch.autograd.backward([output for output, _ in used], gradients)
             self._masters.collect()
         self._has_gradient = True
         return _result(step, logprobs, _metrics(out))
@@ -145,7 +164,8 @@ class Trainer:
         self._masters.zero_grad()
         self._has_gradient = False
         self.updates += 1
-        return {"loss/grad_norm": float(norm), "trainer/lr": lr, "trainer/refused": float(not finite)}
+        refused = float(not finite)
+        return {"loss/grad_norm": float(norm), "trainer/lr": lr, "trainer/refused": refused, **self.routers.update()}
 
     def save(self, folder: Path) -> None:
         """Masters as a Hugging Face folder that `load_model` and others read, and beside them what training needs."""
@@ -186,14 +206,29 @@ class Trainer:
             self._masters.zero_grad()  # whatever else was differentiated through the shared model is not ours
         self._has_gradient = False  # until all of it is there: what raises on the way leaves none
 
-    def _reference_logprobs(self, step: StepBatch, parts: Sequence[MicroBatch]) -> Tensor | None:
-        return None if self.reference is None else _score(self.reference, step, parts)[0]
+    @torch.no_grad()
+    def _logprobs(self, step: StepBatch) -> tuple[Tensor, Tensor]:
+        """The policy's logprobs and entropies of all predicted tokens, without a graph."""
+        self.routers.begin()
+        return _score(self.model, step, step.micro_batches, self.routers)
+
+    def _reference_logprobs(self, step: StepBatch) -> Tensor:
+        """[N] of all predicted tokens."""
+        assert self.reference is not None
+        home = self.reference.device
+        self.reference.to(self.model.device)
+        logprobs = _score(self.reference, step, step.micro_batches)[0]
+        self.reference.to(home)
+        return logprobs
 
 
 @torch.no_grad()
-def _score(model: Model, step: StepBatch, parts: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
+def _score(
+    model: Model, step: StepBatch, parts: Sequence[MicroBatch], routers: Routers | None = None
+) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies of the predicted tokens of some micro-batches, without a graph."""
-    scored = [score(model, step.rows[part.sequences]) for part in parts]
+    watching = {} if routers is None else {"replay": routers.replay, "watch": routers.watch}
+    scored = [score(model, step.rows[part.sequences], **watching) for part in parts]
     return torch.cat([logprobs for logprobs, _ in scored]), torch.cat([entropy for _, entropy in scored])
 
 

@@ -18,7 +18,7 @@ from rlloop.config import (
     TrainerConfig,
 )
 from rlloop.errors import ConfigError
-from rlloop.numerics.profile import Drift, NumericsProfile
+from rlloop.numerics.profile import SETTINGS, Drift, NumericsProfile
 
 RECIPE = """\
 defaults:
@@ -120,7 +120,7 @@ def test_what_does_not_compose_is_refused_by_name_in_a_line(override, says):
         ("algorithm.reward_kl_coef=-1", "0 (off) or positive"),
         ("rollout.profile.linear=stock", "set parity.mode=observe"),
         ("model.profile.linear=stock", "parity.mode=require cannot hold"),
-        ("rollout.profile.linear=stok", "null (the model's own), rlloop, stock or reference"),
+        ("rollout.profile.linear=stok", "null (the model's own), rlloop, stock, huggingface, reference"),
         ("model.dtype=int8", "float32, bfloat16, float16"),
         ("seed=-1", "seed is -1"),
         ("checkpoint.keep=0", "checkpoint.keep is 0; it must be at least 1"),
@@ -228,7 +228,7 @@ def test_every_preset_composes_and_is_found():
 
 
 def test_profiles_mirror_the_numerics():
-    ops = NumericsProfile.operations()
+    ops = [*NumericsProfile.operations(), *SETTINGS]
     assert [field.name for field in dataclasses.fields(ProfileConfig)] == ops
     assert [field.name for field in dataclasses.fields(RolloutProfile)] == ops
     assert vars(ProfileConfig()) == NumericsProfile().as_dict()

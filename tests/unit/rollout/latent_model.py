@@ -38,7 +38,13 @@ class LatentModel(nn.Module):
     def cache_spec(self) -> list[dict[str, tuple[int, ...]]]:
         return [{"latent": (1, WIDTH)}] * LAYERS
 
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout, cache=None) -> Tensor:
+    def route_shape(self) -> None:
+        return None
+
+    def indexed_layers(self) -> int:
+        return 0
+
+    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout, cache=None, routes=None):
         ops, x, rest = self.ops, self.embed[tokens], None
         for layer in range(LAYERS):
             normed, rest = ops.rms_norm(x, self.norm, 1e-6, rest)
