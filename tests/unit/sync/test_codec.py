@@ -1,0 +1,215 @@
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlloop.delta import sizes
+from rlloop.sync import codec, steps
+from rlloop.sync.bits import UNSIGNED, WIDTH, Bits
+from rlloop.sync.codec import CodecError, decode, encode, max_encoded
+from rlloop.sync.steps import ORDERINGS, ordered, patterns_of
+
+TYPES = sorted(WIDTH)
+SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7F81, 0xFFC1, 0x7FFF, 0xFFFF, 0x0001, 0x8001, 0x7F7F, 0xFF7F, 0x3F80]
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    wide = values.astype(np.float32).view(np.uint32)
+    return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def trained_pair(count: int, lr: float, seed: int = 0) -> tuple[Bits, Bits]:
+    """bf16 weights before and after an update of about `lr`."""
+    rng = np.random.default_rng(seed)
+    master = rng.standard_normal(count) * 0.02
+    update = np.clip(0.4 * rng.standard_normal(count) + 0.3 * rng.standard_normal(count), -1, 1)
+    return Bits("BF16", bf16(master)), Bits("BF16", bf16(master - lr * update))
+
+
+def same_both_ways(new: Bits, old: Bits | None) -> codec.Encoded:
+    """Encodes by both coders, and decodes by both."""
+    made = encode(new, old)
+    assert encode(new, old, coder=steps) == made
+    assert len(made.content) <= max_encoded(new.dtype, new.shape)
+    for coder in (steps, None):
+        back = decode(made.codec, made.content, new.dtype, new.shape, old, coder=coder)
+        assert back.same(new)
+        assert back.shape == new.shape
+        assert not np.shares_memory(back.array, new.array)
+    return made
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_bf16_pattern_becomes_every_other(seed):
+    patterns = np.arange(65536, dtype=np.uint16)
+    rng = np.random.default_rng(seed)
+    same_both_ways(Bits("BF16", rng.permutation(patterns)), Bits("BF16", patterns))
+    near = patterns_of(np.clip(ordered(patterns, ORDERINGS["BF16"]) + rng.integers(-2, 3, 65536), -32768, 32767),
+                       ORDERINGS["BF16"])  # fmt: skip
+    made = same_both_ways(Bits("BF16", near), Bits("BF16", patterns))
+    assert made.codec == "steps"
+    assert made.changed == np.count_nonzero(near != patterns)
+
+
+def test_special_values_keep_every_bit():
+    pairs = np.array([(a, b) for a in SPECIAL for b in SPECIAL], np.uint16)
+    for new, old in (pairs.T, pairs.T[::-1]):
+        same_both_ways(Bits("BF16", new.copy()), Bits("BF16", old.copy()))
+    zero, negative = Bits("BF16", np.zeros(9, np.uint16)), Bits("BF16", np.full(9, 0x8000, np.uint16))
+    assert encode(negative, zero).codec != "unchanged"  # as floats they are equal
+    nan = Bits("BF16", np.full(9, 0x7FC1, np.uint16))
+    assert encode(nan, nan).codec == "unchanged"  # as floats they are not
+
+
+@pytest.mark.parametrize("name", sorted(ORDERINGS))
+def test_order_is_a_bijection_that_follows_the_values(name):
+    ordering = ORDERINGS[name]
+    patterns = np.arange(1 << ordering.bits, dtype=np.dtype(f"u{ordering.bits // 8}"))
+    values = ordered(patterns, ordering)
+    assert sorted(values.tolist()) == list(range(-(1 << ordering.bits - 1), 1 << ordering.bits - 1))
+    assert (patterns_of(values, ordering) == patterns).all()
+    if name == "F16":
+        finite = patterns[(patterns & 0x7C00) != 0x7C00]
+        floats = finite.view(np.float16)[np.argsort(ordered(finite, ordering))]
+        assert (np.diff(floats.astype(np.float64)) >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7, 3), (300, 41)])
+def test_every_type_and_shape(dtype, shape):
+    rng = np.random.default_rng(len(shape))
+    kind = UNSIGNED[WIDTH[dtype]]
+    old = rng.integers(0, 2 ** (8 * WIDTH[dtype]), shape, kind, endpoint=False)
+    flips = rng.random(shape) < 0.05
+    new = np.where(flips, old ^ rng.integers(1, 255, shape, dtype=kind), old).astype(kind)
+    same_both_ways(Bits(dtype, new), Bits(dtype, old))
+    same_both_ways(Bits(dtype, new), None)
+    assert encode(Bits(dtype, old), Bits(dtype, old.copy())) == codec.Encoded("unchanged", b"", 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(TYPES), count=st.integers(1, 3000), rate=st.floats(0, 1), reach=st.integers(0, 63),
+    seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_fuzzed_pairs(dtype, count, rate, reach, seed):
+    """Changes of any density and size, clustered, over random patterns; chunks that end anywhere."""
+    rng = np.random.default_rng(seed)
+    width = WIDTH[dtype]
+    kind = UNSIGNED[width]
+    old = rng.integers(0, 2 ** (8 * width - 1), count, kind, endpoint=True)
+    where = np.repeat(rng.random(-(-count // 8)) < rate, 8)[:count]
+    by = rng.integers(0, 2 ** min(reach + 1, 8 * width - 1), count, np.uint64, endpoint=True).astype(kind)
+    new = np.where(where, old + by, old).astype(kind)
+    before = codec.CHUNK
+    codec.CHUNK = 1 + seed % 2000
+    try:
+        same_both_ways(Bits(dtype, new), Bits(dtype, old))
+    finally:
+        codec.CHUNK = before
+
+
+def test_chunks_in_parallel_are_the_same_bytes(monkeypatch):
+    monkeypatch.setattr(codec, "CHUNK", 1000)
+    old, new = trained_pair(10_500, 1e-5)
+    with ThreadPoolExecutor(3) as pool:
+        made = encode(new, old, pool=pool)
+        assert made == encode(new, old)
+        assert decode(made.codec, made.content, "BF16", new.shape, old, pool=pool).same(new)
+
+
+def test_noncontiguous_tensors():
+    old, new = trained_pair(600, 1e-4)
+    a, b = Bits("BF16", old.array.reshape(20, 30).T), Bits("BF16", new.array.reshape(20, 30).T)
+    same_both_ways(b, a)
+
+
+@pytest.mark.parametrize(("lr", "of_reference"), [(1e-6, 0.92), (1e-5, 0.94), (3e-4, 0.93)])
+def test_sizes_beside_xor_and_the_entropy(lr, of_reference):
+    old, new = trained_pair(1 << 20, lr)
+    found = sizes(new, old)
+    assert found.conditional / found.delta > of_reference
+    assert found.conditional < found.unconditional < found.index_value
+    assert found.delta < found.xor / (2 if lr <= 1e-5 else 1.5)
+    assert found.full == 2 << 20
+
+
+def test_the_shortest_way_is_taken():
+    rng = np.random.default_rng(0)
+    old = Bits("BF16", rng.integers(0, 65536, 5000, np.uint16))
+    fresh = Bits("BF16", bf16(rng.standard_normal(5000)))
+    assert encode(fresh, old).codec == "full"
+    one = Bits("BF16", old.array.copy())
+    one.array[4321] ^= 1
+    assert len(encode(one, old).content) < 40
+    noise = Bits("F32", rng.integers(0, 2**32, 5000, np.uint32))
+    assert len(encode(noise, None).content) <= max_encoded("F32", (5000,))
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3"])
+def test_damage_is_an_error_or_another_tensor_but_never_worse(dtype):
+    """What the hashes let through by a miracle still cannot read or write outside of the tensor. Seeds 0 to 299."""
+    rng = np.random.default_rng(0)
+    kind = UNSIGNED[WIDTH[dtype]]
+    old = Bits(dtype, rng.integers(0, 200, 2000, kind))
+    new = Bits(dtype, np.where(rng.random(2000) < 0.1, old.array + 3, old.array).astype(kind))
+    made = encode(new, old)
+    failed = 0
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        damaged = bytearray(made.content)
+        for _ in range(rng.integers(1, 4)):
+            damaged[rng.integers(len(damaged))] ^= 1 << rng.integers(8)
+        content = bytes(damaged[: rng.integers(len(damaged))] if seed % 5 == 0 else damaged)
+        results = []
+        for coder in (steps, None):
+            try:
+                back = decode(made.codec, content, dtype, new.shape, old, coder=coder)
+                assert back.shape == new.shape
+                results.append(back.array.tobytes())
+            except CodecError as error:
+                results.append(type(error))
+        assert results[0] == results[1]
+        failed += results[0] is CodecError
+    assert failed > 150
+
+
+def test_sizes_are_capped_before_anything_is_unpacked():
+    bomb = zstandard.ZstdCompressor(1).compress(bytes(50_000_000))
+    quiet = zstandard.ZstdCompressor(1, write_content_size=False)
+    hidden = quiet.compressobj()
+    unnamed = hidden.compress(bytes(50_000_000)) + hidden.flush()
+    for frame in (bomb, unnamed):
+        plane = struct.pack("<I", len(frame)) + frame
+        content = struct.pack("<I", len(plane)) + plane
+        with pytest.raises(CodecError):
+            decode("full", content, "U8", (1000,), None)
+    old = Bits("BF16", np.zeros(1000, np.uint16))
+    for header in (b"\xff\xff\xff\xff\x7f", b"\xe8\x07\xff\x01\x00", b"\x80" * 20):
+        with pytest.raises(CodecError):
+            decode("steps", struct.pack("<I", len(header)) + header, "BF16", (1000,), old)
+    with pytest.raises(CodecError, match="no predecessor"):
+        decode("steps", b"", "BF16", (1000,), None)
+    with pytest.raises(CodecError, match="left over"):
+        decode("full", encode(old, None).content + b"x", "BF16", (1000,), None)
+
+
+def test_changes_outside_of_the_tensor_or_the_type():
+    old = Bits("BF16", np.full(100, 0x3F80, np.uint16))
+    new = Bits("BF16", old.array.copy())
+    new.array[99] += 1
+    content = encode(new, old).content
+    shorter = Bits("BF16", old.array[:50])
+    for coder in (steps, None):
+        with pytest.raises(CodecError, match="reach outside"):
+            decode("steps", content, "BF16", (50,), shorter, coder=coder)
+    top = Bits("BF16", np.full(100, 0x7FFF, np.uint16))  # the same class in another place of the order
+    bottom = Bits("BF16", np.full(100, 0x7F80, np.uint16))
+    content = encode(top, bottom).content
+    for coder in (steps, None):
+        with pytest.raises(CodecError, match="reach outside"):
+            decode("steps", content, "BF16", (100,), top, coder=coder)
