@@ -26,6 +26,7 @@ commands:
   verify    check a run's records: ledger, certificate, checkpoints
   compare   lay runs side by side: outcomes, verdicts, and the keys that differ
   delta     what a weight sync from one checkpoint to another weighs
+  serve     engine, relay or trainer: the servers of a fleet
   doctor    what this machine can do, and what is missing for the rest
 """
 
@@ -254,12 +255,19 @@ def _doctor(arguments: list[str]) -> int:
     return 1 if broken else 0
 
 
+def _serve(arguments: list[str]) -> int:
+    from rlloop.serve import command
+
+    return command(arguments)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "verify": _verify,
     "compare": _compare,
     "delta": _delta,
     "doctor": _doctor,
+    "serve": _serve,
 }
 
 

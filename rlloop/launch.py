@@ -27,11 +27,13 @@ from rlloop.config import Anchor, Launch, ParityMode, RunConfig
 from rlloop.console import Progress, print_summary
 from rlloop.errors import ConfigError, ModelError, ParityError
 from rlloop.fleet import EngineDied, FleetEngine, FleetSync, RemoteTrainer
+from rlloop.fleet_config import FleetKind
 from rlloop.loop import Advantages, Loop, Parts
 from rlloop.numerics.profile import Drift
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.doctor import diagnose
 from rlloop.parity.monitor import ParityMonitor
+from rlloop.pipeline import PipelinedLoop
 from rlloop.protocols import Task
 from rlloop.records import RunFolder, read_records, summarize
 from rlloop.rewards import resolve_reward
@@ -298,18 +300,27 @@ class RayHandle:
 BUILDERS: dict[Launch, Builder] = {Launch.local: local_parts, Launch.ray: ray_parts}
 
 
+def _builder(config: RunConfig) -> Builder:
+    if config.fleet.kind is FleetKind.regions:
+        from rlloop.regions import region_parts  # brings the servers' packages, an extra
+
+        return region_parts
+    return BUILDERS[config.launch]
+
+
 def _drive(job: Job, prepared: Prepared, folder: RunFolder, interrupts: Interrupts, console: Console) -> bool:
     """Returns whether the last step was reached."""
     config = job.config
     with ExitStack() as stack:
-        parts = stack.enter_context(BUILDERS[config.launch](config, prepared, folder))
+        parts = stack.enter_context(_builder(config)(config, prepared, folder))
         engine, trainer = parts.engine.fingerprint(), parts.trainer.fingerprint()
         monitor = ParityMonitor(config.parity, Certificate(folder.parity), engine, trainer)
         folder.note_fingerprints({monitor.fingerprints["engine"]: engine, monitor.fingerprints["trainer"]: trainer})
         observers: list[Any] = make_sinks(config.sinks, folder.path, job.plain)
         for sink in observers:
             stack.callback(sink.close)
-        loop = Loop(config, parts, folder, monitor, observers)
+        kind = PipelinedLoop if config.fleet.max_version_lag else Loop
+        loop = kind(config, parts, folder, monitor, observers)
         stack.callback(loop.player.close)
         start = loop.restore()
         folder.log(f"{job.recipe}: starting after step {start} of {config.trainer.num_steps}, process {os.getpid()}")

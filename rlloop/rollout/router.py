@@ -160,6 +160,11 @@ class Router:
     def members(self) -> list[dict[str, Any]]:
         return self._thread.run(_run(self._listed))
 
+    @property
+    def version(self) -> int:
+        """What serves, or is to; -1 before the first."""
+        return self._version
+
     def serve_version(self, version: int, canary: Canary | None) -> dict[str, float]:
         """From now on only `version` serves. Returns metrics once engines serve it; raises `NoEngine`."""
         return self._thread.run(self._serve_version(version, canary))

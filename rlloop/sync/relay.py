@@ -22,7 +22,23 @@ from rlloop.sync.store import FolderStore, Missing, Store, StoreError, fetch
 T = TypeVar("T")
 
 
-class CachingStore:
+class _ReadOnly:
+    """The part of `Store` that only publishers call."""
+
+    def put(self, blob: bytes) -> bytes:
+        raise ConfigError("a relay is only read")
+
+    def swap_latest(self, expected: bytes | None, new: bytes) -> None:
+        raise ConfigError("a relay is only read")
+
+    def blobs(self) -> Iterator[bytes]:
+        raise ConfigError("a relay cannot be listed")
+
+    def delete(self, digest: bytes) -> None:
+        raise ConfigError("a relay is only read")
+
+
+class CachingStore(_ReadOnly):
     """Reads `upstream`, each blob once. Safe to use from many threads."""
 
     def __init__(self, upstream: Store, folder: str | Path, max_bytes: int) -> None:
@@ -47,18 +63,6 @@ class CachingStore:
 
     def has(self, digest: bytes) -> bool:
         return self._disk.has(digest) or self.upstream.has(digest)
-
-    def put(self, blob: bytes) -> bytes:
-        raise ConfigError("a relay is only read")
-
-    def swap_latest(self, expected: bytes | None, new: bytes) -> None:
-        raise ConfigError("a relay is only read")
-
-    def blobs(self) -> Iterator[bytes]:
-        yield from list(self._sizes)
-
-    def delete(self, digest: bytes) -> None:
-        raise ConfigError("a relay is only read")
 
     def _blob(self, digest: bytes) -> bytes:
         try:
@@ -120,7 +124,7 @@ class SingleFlight:
         return mine.result()
 
 
-class Sources:
+class Sources(_ReadOnly):
     """Reads a relay, and the store behind it for what the relay did not deliver whole."""
 
     def __init__(self, relay: Store, origin: Store) -> None:

@@ -1,0 +1,126 @@
+"""The trainer's end of a fleet over HTTP: its versions of the weights, and the door by which engines join.
+
+    GET  /latest, /blobs/{hash}   the store (rlloop.sync.http)
+    POST /fleet/join              {"url": ..., "region": ...}: said again every few seconds, it is a sign of life
+    POST /fleet/leave             {"url": ...}
+    GET  /fleet/engines           who there is
+    GET  /health, /metrics
+
+And, for trainers that are not rlloop's (`rlloop serve trainer`), which publish and sample through it:
+
+    POST /fleet/publish?step=N    the weights as safetensors: the newest version from now on, served when it answers
+    POST /fleet/generate          rlloop.rollout.wire.Ask -> Answer, made by whichever engines serve the version
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rlloop.errors import ConfigError, RlloopError
+from rlloop.rollout import wire
+from rlloop.rollout.router import Router
+from rlloop.sync.http import StoreRoutes
+from rlloop.sync.store import Store
+from rlloop.web import refusal
+
+Publish = Callable[[bytes, int], Mapping[str, float]]  # safetensors, step -> metrics; returns when it is served
+
+
+class Joining(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    region: str = "home"
+
+
+def trainer_app(store: Store, router: Router, publish: Publish | None = None) -> Starlette:
+    """`publish`: only for trainers elsewhere; without it neither publishing nor sampling is offered."""
+    served = StoreRoutes(store)
+    registry = CollectorRegistry()
+    Gauge("rlloop_store_served_bytes", "bytes of weights given out", registry=registry).set_function(
+        lambda: served.served_bytes
+    )
+    engines = Gauge("rlloop_engines", "engines by region and status", ["region", "status"], registry=registry)
+    publishing = threading.Lock()
+
+    async def join(request: Request) -> Response:
+        joining = _decode(await request.body(), Joining)
+        if not joining.url.startswith(("http://", "https://")) or not joining.region or "/" in joining.region:
+            raise ConfigError("joining takes the engine's http(s) address and a region's name without /")
+        await run_in_threadpool(router.join, joining.url, joining.region)
+        return JSONResponse({})
+
+    async def leave(request: Request) -> Response:
+        await run_in_threadpool(router.leave, _decode(await request.body(), Joining).url)
+        return JSONResponse({})
+
+    async def listed(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(router.members))
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ready"})
+
+    async def metrics(request: Request) -> Response:
+        engines.clear()
+        for member in await run_in_threadpool(router.members):
+            engines.labels(member["region"], member["status"]).inc()
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def publish_weights(request: Request) -> Response:
+        assert publish is not None
+        try:
+            step = int(request.query_params["step"])
+        except (KeyError, ValueError):
+            raise ConfigError("publishing takes the version's number, as in /fleet/publish?step=3") from None
+        content = await request.body()
+
+        def one_at_a_time() -> Mapping[str, float]:
+            with publishing:
+                return publish(content, step)
+
+        return JSONResponse(dict(await run_in_threadpool(one_at_a_time)))
+
+    async def generate(request: Request) -> Response:
+        try:
+            ask = msgspec.msgpack.decode(await request.body(), type=wire.Ask)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise ConfigError(f"the body is no msgpack of rlloop.rollout.wire.Ask: {error}") from None
+        version = ask.lowest if ask.lowest is not None else router.version
+        made = await run_in_threadpool(router.generate, ask.prompts, ask.sampling, version)
+        answer = wire.Answer([wire.pack(completion) for completion in made], "fleet")
+        return Response(msgspec.msgpack.encode(answer), media_type=wire.CONTENT_TYPE)
+
+    foreign = [
+        Route("/fleet/publish", publish_weights, methods=["POST"]),
+        Route("/fleet/generate", generate, methods=["POST"]),
+    ]
+    return Starlette(
+        routes=[
+            *served.routes,
+            Route("/fleet/join", join, methods=["POST"]),
+            Route("/fleet/leave", leave, methods=["POST"]),
+            Route("/fleet/engines", listed),
+            Route("/health", health),
+            Route("/metrics", metrics),
+            *(foreign if publish is not None else []),
+        ],
+        exception_handlers={
+            **served.handlers,
+            ConfigError: lambda _, error: refusal(400, "bad_request", str(error)),
+            RlloopError: lambda _, error: refusal(503, "fleet_failed", str(error)),
+        },
+    )
+
+
+def _decode(body: bytes, kind: type[Joining]) -> Joining:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise ConfigError(f"the body must be JSON with url and region: {error}") from None

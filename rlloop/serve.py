@@ -1,0 +1,267 @@
+"""`rlloop serve engine|relay|trainer`: the three servers of a fleet, from their command lines."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from rlloop.errors import ConfigError
+from rlloop.web import TOKEN_VARIABLE, Listen, read_token, serve
+
+if TYPE_CHECKING:
+    from rlloop.rollout.server import EngineServer
+    from rlloop.sync.store import Store
+
+DESCRIPTION = """\
+Servers of a fleet. Each prints its address as soon as it listens, and ends with SIGINT or SIGTERM.
+
+  engine    samples over HTTP: OpenAI's /v1/completions and rlloop's own exact route; follows a store of weights
+  relay     a region's cache of weights: what crossed the wide network once is not fetched again
+  trainer   the trainer's end, for trainers that are not rlloop's: publish weights, sample from the fleet.
+            (`rlloop train fleet=regions` has its own)
+
+Off loopback a token is required, on every route: --token-file, or the environment variable RLLOOP_TOKEN.
+"""
+
+
+def command(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="rlloop serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="engine|relay|trainer")
+    for kind, add in (("engine", _engine_options), ("relay", _relay_options), ("trainer", _trainer_options)):
+        options = kinds.add_parser(kind, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+        _listen_options(options)
+        add(options)
+    given = parser.parse_args(arguments)
+    with ExitStack() as stack:
+        {"engine": _engine, "relay": _relay, "trainer": _trainer}[given.kind](given, stack)
+    return 0
+
+
+def _listen_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    options.add_argument("--port", type=int, default=0, help="0: any free one")
+    options.add_argument("--token-file", type=Path, help=f"what every request must bring; else ${TOKEN_VARIABLE}")
+    options.add_argument("--certificate", type=Path, help="PEM; with --key, the server speaks TLS")
+    options.add_argument("--key", type=Path, help="PEM")
+    options.add_argument("--ca-file", type=Path, help="PEM: whose certificates other servers must have")
+    options.add_argument("--max-body", type=int, default=64 << 20, help="bytes of one request")
+
+
+def _listen(given: argparse.Namespace) -> Listen:
+    token = read_token(given.token_file)
+    return Listen(given.host, given.port, token, given.certificate, given.key, given.max_body)
+
+
+def _announce(kind: str) -> Callable[[str], None]:
+    return lambda url: print(f"rlloop {kind}: {url}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------ engine
+
+
+def _engine_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--model", type=Path, required=True, help="Hugging Face folder: architecture and tokenizer")
+    options.add_argument("--model-name", default="rlloop", help="what OpenAI's clients call it")
+    options.add_argument("--dtype", default="float32", help="as the trainer's model.dtype")
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--threads", type=int, help="of the CPU; default: all")
+    options.add_argument("--page-size", type=int, default=16, help="tokens of a cache block")
+    options.add_argument("--max-batch-tokens", type=int, default=8192, help="computed in one step")
+    options.add_argument("--max-cache-tokens", type=int, help="of the key-value cache; default: what fits")
+    options.add_argument("--max-waiting", type=int, default=4096, help="requests above which others are refused")
+    options.add_argument("--store", metavar="URL", help="follow the weights of this store (a folder, http, s3, ...)")
+    options.add_argument("--relay", metavar="URL", help="read that store through this relay; around it where it fails")
+    options.add_argument("--public-key", metavar="HEX|FILE", help="whose versions are taken; needed with --store")
+    options.add_argument("--interval", type=float, default=2.0, help="seconds between looks at the store")
+    options.add_argument("--join", metavar="URL", help="announce itself to this trainer")
+    options.add_argument("--region", default="home", help="its name there")
+    options.add_argument("--advertise", metavar="URL", help="where the trainer reaches it; default: where it listens")
+
+
+def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
+    listen = _listen(given)
+    if (given.store is None) != (given.public_key is None):
+        raise ConfigError("--store and --public-key belong together: versions are only taken from who signed them")
+    if given.relay is not None and given.store is None:
+        raise ConfigError("--relay needs --store: the store that the relay reads, for when the relay fails")
+    store = None if given.store is None else _followed(given, listen.token)
+    if not (given.model / "config.json").is_file():
+        raise ConfigError(f"--model {given.model} has no config.json; it must be a Hugging Face checkpoint folder")
+
+    import torch  # a second of imports, after what can be refused without them
+
+    from rlloop.models import load_model
+    from rlloop.rollout import Engine
+    from rlloop.rollout.follower import ReplicaFollower
+    from rlloop.rollout.server import EngineServer, tokenizer_of
+    from rlloop.rollout.service import EngineService
+    from rlloop.sync.live import LiveTarget
+    from rlloop.sync.manifest import public_key
+    from rlloop.sync.replica import Replica
+
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    model = load_model(given.model, dtype=given.dtype, device=given.device)
+    engine = Engine(
+        model,
+        page_size=given.page_size,
+        max_batch_tokens=given.max_batch_tokens,
+        max_cache_tokens=given.max_cache_tokens,
+    )
+    service = EngineService(engine, max_waiting=given.max_waiting)
+    stack.callback(service.close)
+    follower = None
+    if store is not None:
+        named = model.named_parameters(remove_duplicate=False)
+        target = LiveTarget(named, engine.set_version, service.change_weights)
+        replica = Replica(store, public_key(_text(given.public_key)), target)
+        follower = ReplicaFollower(replica, service, interval=given.interval)
+        stack.callback(follower.close)
+    address: list[str] = []
+    joining = None if given.join is None else _Joining(given, listen.token, address)
+    server = EngineServer(
+        service,
+        name=f"{socket.gethostname()}:{given.model.name}",
+        region=given.region,
+        model=given.model_name,
+        tokenizer=tokenizer_of(given.model),
+        follower=follower,
+        lifespan=None if joining is None else joining.lifespan,
+    )
+
+    def announce(url: str) -> None:
+        address.append(url)
+        _announce("engine")(url)
+
+    serve(server.app, listen, announce)
+
+
+def _followed(given: argparse.Namespace, token: str | None) -> Store:
+    from rlloop.sync.relay import Sources
+
+    origin = _open(given.store, token, given.ca_file)
+    return origin if given.relay is None else Sources(_open(given.relay, token, given.ca_file), origin)
+
+
+def _open(url: str, token: str | None, ca_file: Path | None) -> Store:
+    from rlloop.rollout.remote import tls_context
+    from rlloop.sync.store import HttpStore, open_store
+
+    if not url.startswith(("http://", "https://")):
+        return open_store(url)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    timeout = httpx.Timeout(30.0, connect=5.0)
+    client = httpx.Client(headers=headers, timeout=timeout, verify=tls_context(ca_file), trust_env=False)
+    return HttpStore(url, client=client)
+
+
+def _text(given: str) -> str:
+    """Itself, or what the file of this name holds."""
+    return Path(given).read_text() if Path(given).is_file() else given
+
+
+class _Joining:
+    """Tells a trainer again and again that this engine is there; at the end, that it goes."""
+
+    EVERY = 3.0  # seconds
+
+    def __init__(self, given: argparse.Namespace, token: str | None, address: list[str]) -> None:
+        from rlloop.rollout.remote import tls_context
+
+        self._given, self._address = given, address
+        self._http = httpx.AsyncClient(
+            base_url=given.join,
+            headers={} if token is None else {"Authorization": f"Bearer {token}"},
+            verify=tls_context(given.ca_file),
+            timeout=5.0,
+            trust_env=False,
+        )
+
+    @asynccontextmanager
+    async def lifespan(self, server: EngineServer) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._again_and_again())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(httpx.HTTPError):
+                await self._http.post("/fleet/leave", json=self._self())
+            await self._http.aclose()
+
+    async def _again_and_again(self) -> None:
+        while True:
+            with contextlib.suppress(httpx.HTTPError):  # it may come later, or be starting anew
+                reply = await self._http.post("/fleet/join", json=self._self())
+                if reply.status_code in (400, 401):
+                    print(f"rlloop engine: {self._given.join} refuses it: {reply.text}", flush=True)
+            await asyncio.sleep(self.EVERY)
+
+    def _self(self) -> dict[str, str]:
+        return {"url": self._given.advertise or self._address[0], "region": self._given.region}
+
+
+# ------------------------------------------------------------------------------------------------ relay
+
+
+def _relay_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--upstream", metavar="URL", required=True, help="the store: the trainer's address, s3://...")
+    options.add_argument("--cache", type=Path, required=True, help="folder for what was fetched")
+    options.add_argument("--cache-bytes", type=int, default=16 << 30, help="what the folder may hold")
+
+
+def _relay(given: argparse.Namespace, stack: ExitStack) -> None:
+    from rlloop.sync.http import relay_app
+    from rlloop.sync.relay import CachingStore
+
+    listen = _listen(given)
+    upstream = _open(given.upstream, listen.token, given.ca_file)
+    serve(relay_app(CachingStore(upstream, given.cache, given.cache_bytes)), listen, _announce("relay"))
+
+
+# ------------------------------------------------------------------------------------------------ trainer
+
+
+def _trainer_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--store", required=True, help="where versions are published: a folder or an fsspec URL")
+    options.add_argument("--signing-key", type=Path, required=True, help="Ed25519 PEM; made when it is not there")
+    options.add_argument("--run-id", required=True, help="name of the run, in every version's")
+    options.add_argument("--anchor-every", type=int, default=50, help="versions between whole copies")
+    options.add_argument("--engine", action="append", default=[], metavar="REGION=URL", help="engines may also join")
+    options.add_argument("--patience", type=float, default=120.0, help="seconds to wait for an engine")
+    options.set_defaults(max_body=16 << 30)
+
+
+def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
+    from rlloop.fleet_config import FleetConfig, FleetKind
+    from rlloop.fleet_server import trainer_app
+    from rlloop.foreign import Publishing
+    from rlloop.regions import open_router
+    from rlloop.sync.manifest import load_or_make_key
+    from rlloop.sync.store import open_store
+
+    listen = _listen(given)
+    engines: dict[str, list[str]] = {}
+    for text in given.engine:
+        region, _, url = text.partition("=")
+        engines.setdefault(region, []).append(url)
+    ca_file = None if given.ca_file is None else str(given.ca_file)
+    fleet = FleetConfig(FleetKind.regions, engines=engines, patience=given.patience, ca_file=ca_file)
+    store = open_store(given.store)
+    publishing = Publishing(store, load_or_make_key(given.signing_key), given.run_id, given.anchor_every)
+    router = open_router(fleet, _print_event, token=listen.token, holder=given.run_id, term=publishing.term)
+    stack.callback(router.close)
+    serve(trainer_app(store, router, publishing.bound_to(router)), listen, _announce("trainer"))
+
+
+def _print_event(event: Any) -> None:
+    print(f"rlloop trainer: {event['event']} {event['engine']}", flush=True)
