@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
+import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rlloop.errors import ConfigError
@@ -19,7 +21,7 @@ from rlloop.sync import codec
 from rlloop.sync.bits import Bits, Tensors, digest
 from rlloop.sync.manifest import MAX_MANIFEST, CodecName, Entry, Head, Link, Manifest, root_hash
 from rlloop.sync.replica import MemoryTarget, Replica
-from rlloop.sync.store import Store, fetch
+from rlloop.sync.store import Conflict, Store, fetch
 from rlloop.sync.stream import StreamWriter
 
 
@@ -64,6 +66,7 @@ class Publisher:
         self.head = None if self._head_bytes is None else Head.decode(self._head_bytes)
         self._tensors: dict[str, Bits] = {}
         self._last: Manifest | None = None
+        self._pieces: dict[bytes, tuple[bytes, ...]] = {}  # of manifests that `collect` has read
         if self.head is not None:
             self._tensors, self._last = state_at(store, key, self.head, self.head.newest.sequence)
 
@@ -117,10 +120,11 @@ class Publisher:
             chain, shortcuts = (link,), ()
         self._move_head(Head(self.run_id, chain, shortcuts))
         self._last = manifest
-        self._tensors = {
-            name: base[name] if entry.codec == "unchanged" else Bits(entry.dtype, tensors[name].array.copy())
-            for name, entry in zip((entry.name for entry in entries), entries, strict=True)
-        }
+        for entry in entries:
+            if entry.name in base and entry.codec != "unchanged":
+                np.copyto(base[entry.name].array, tensors[entry.name].array)
+        if not base:
+            self._tensors = {name: Bits(bits.dtype, bits.array.copy()) for name, bits in tensors.items()}
         done = time.perf_counter()
         elements = sum(bits.array.size for bits in tensors.values())
         metrics = {
@@ -174,7 +178,9 @@ class Publisher:
             self._move_head(Head(head.run_id, chain, shortcuts))
         needed = set[bytes]()
         for link in (*chain, *shortcuts):
-            needed |= {link.manifest, *_read(self.store, self._key, link).pieces}
+            if link.manifest not in self._pieces:
+                self._pieces[link.manifest] = _read(self.store, self._key, link).pieces
+            needed |= {link.manifest, *self._pieces[link.manifest]}
         doomed = [blob for blob in self.store.blobs() if blob not in needed]
         for blob in doomed:
             self.store.delete(blob)
@@ -187,16 +193,16 @@ class Publisher:
     ) -> Iterator[tuple[str, codec.Encoded, bytes]]:
         """Name, encoding and digest of each, in order; some ahead of the one that is wanted, in threads."""
 
-        def one(name: str) -> tuple[str, codec.Encoded, bytes]:
-            made = codec.encode(tensors[name], base.get(name))
+        def one(name: str, pool: Executor | None = None) -> tuple[str, codec.Encoded, bytes]:
+            made = codec.encode(tensors[name], base.get(name), pool=pool)
             known = made.codec == "unchanged" and name in digests
             return name, made, digests[name] if known else digest(tensors[name].array)
 
         if self._threads == 1:
             yield from map(one, tensors)
             return
-        with ThreadPoolExecutor(self._threads) as pool:
-            yield from pool.map(one, tensors)
+        with ThreadPoolExecutor(self._threads) as chunks, ThreadPoolExecutor(self._threads) as pool:
+            yield from pool.map(partial(one, pool=chunks), tensors)  # who waits for chunks is in another pool
 
     def _shortcut(self, tensors: Tensors, base: Tensors, link: Link | None) -> Published:
         """Another way to the newest version: from `link`'s, or from nothing."""
@@ -236,7 +242,11 @@ class Publisher:
 
     def _move_head(self, head: Head) -> None:
         content = head.encode()
-        self.store.swap_latest(self._head_bytes, content)
+        try:
+            self.store.swap_latest(self._head_bytes, content)
+        except Conflict:
+            if self.store.latest() != content:  # else an earlier try had come through after all
+                raise
         self.head, self._head_bytes = head, content
         if self._wake is not None:
             self._wake(head)

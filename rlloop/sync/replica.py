@@ -3,8 +3,9 @@
     IDLE -> FETCH -> STAGE -> VERIFY -> COMMIT -> IDLE
                any of them -> ERROR, the old version still serving; the next try begins anew
 
-What fails before COMMIT has touched nothing. A commit that fails half-way leaves the replica `torn`: its target must
-not serve, and the next try finishes it, since every write of it is staged and can be repeated.
+What fails before COMMIT has touched nothing. A commit that fails half-way leaves the replica `torn`, its target at
+version `TORN`, which must not serve, and the next try finishes it, since every write is staged and can be repeated.
+Live weights that are found to be no version at all (a bit flipped in memory) are torn, too, and fetched anew.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rlloop.sync.store import Store, fetch
 from rlloop.sync.stream import StreamReader
 
 T = TypeVar("T")
+TORN = -1  # the version of weights that are none
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> (safetensors type, shape)
 
 
@@ -64,7 +66,10 @@ class Target(Protocol):
         ...
 
     def set_version(self, step: int) -> None:
-        """The weights are now those of this version: drop caches. Called only inside `exclusively`."""
+        """The weights are now those of this version: drop caches. Called only inside `exclusively`.
+
+        `TORN`: they are those of none, and nothing may be sampled.
+        """
         ...
 
 
@@ -153,7 +158,11 @@ class Replica:
             if standing is None or standing[0] < sequence:
                 self.commit(self.stage(route(head, standing, sequence)))
         except BaseException as failure:
+            doubtful = isinstance(failure, codec.CodecError) or self.state is State.verify
+            odd = self.audit() if doubtful and not self.torn else []
             self.state, self.error = State.error, str(failure) or type(failure).__name__
+            if odd:
+                self.error = f"live weights have changed by themselves, and are fetched anew: {', '.join(odd[:5])}"
             raise
         self.state, self.error = State.idle, ""
         return True
@@ -198,6 +207,7 @@ class Replica:
         def change() -> float:
             began = time.perf_counter()
             self.torn = True
+            self.target.set_version(TORN)
             for name, bits in staged.writes.items():
                 self.target.write(name, bits)
             for name in staged.writes:
@@ -213,6 +223,17 @@ class Replica:
         waited = time.perf_counter() - asked - paused
         self.metrics = {**staged.metrics, "sync/pause_seconds": paused, "sync/drain_seconds": waited}
         self.state, self.error = State.idle, ""
+
+    def audit(self) -> list[str]:
+        """Names whose live bits are not those of the applied version. With any, the target is torn.
+
+        Called after a verification has failed, since a delta from the wrong bits never fits; call it at leisure, too.
+        """
+        odd = [name for name, expected in self._digests.items() if self._live_digest(name) != expected]
+        if odd:
+            self.torn, self.applied, self._staged, self._digests = True, None, None, {}
+            self.target.exclusively(lambda: self.target.set_version(TORN))
+        return odd
 
     # ---------------------------------------------------------------------------------------------- parts
 
