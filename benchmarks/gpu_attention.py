@@ -1,0 +1,111 @@
+"""The invariant attention beside PyTorch's (the faster of its FlashAttention 2 and cuDNN), bfloat16, by CUDA graphs.
+
+    python benchmarks/gpu_attention.py [--quick]
+
+Ours decodes over a paged cache (pages of 16, scattered); the peer over keys that lie in one piece. FlashAttention 3 is
+measured too where `flash_attn_interface` can be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from gpu_shapes import seconds
+from results_schema import Figure, report, table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.ops import ops_for
+from rlloop.numerics.profile import NumericsProfile
+
+HEADS = {"0.6B": (16, 8, 128), "8B": (32, 8, 128)}
+DECODE = ((256, 384), (128, 1024), (32, 4096), (8, 16384), (1, 32768), (8, 32768))  # sequences, context
+PREFILL = ((32, 512), (16, 1024), (4, 4096), (1, 16384))
+OPS = ops_for(NumericsProfile())
+BACKENDS = {"FlashAttention 2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+def peers(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, list]:
+    """[B, H, T, D] each."""
+
+    def call(backend: SDPBackend) -> object:
+        with sdpa_kernel([backend]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    found = {}
+    for name, backend in BACKENDS.items():
+        try:
+            call(backend)
+        except RuntimeError as error:
+            print(f"SDPA with {name} does not run here: {str(error).splitlines()[0]}")
+            continue
+        found[name] = [lambda backend=backend: call(backend)]
+    return found
+
+
+def compared(name: str, unit: str, scale: float, ours: list, others: dict[str, list], aim: float) -> Figure:
+    mine, *theirs = seconds([ours, *others.values()])
+    best = min(range(len(theirs)), key=theirs.__getitem__)
+    return Figure(
+        name=name, unit=unit, value=scale / mine, peer=f"SDPA ({list(others)[best]})", peer_value=scale / theirs[best],
+        aim=aim,
+    )  # fmt: skip
+
+
+def decode(model: str, sequences: int, context: int) -> Figure:
+    heads, groups, width = HEADS[model]
+    page, pages = 16, context // 16
+    order = torch.randperm(sequences * pages, device="cuda").view(sequences, pages) * page
+    k, v = (draw(sequences * context, groups, width) for _ in range(2))
+    q = draw(sequences, heads, width)
+    layout = AttentionLayout(
+        query_start=torch.arange(sequences + 1, device="cuda"),
+        context=torch.full((sequences,), context - 1, device="cuda"),
+        block_start=order, block_size=page, contiguous=False,
+    )  # fmt: skip
+    shaped = [x.view(sequences, context, groups, width).transpose(1, 2).contiguous() for x in (k, v)]
+    others = peers(q[:, :, None], *shaped, causal=False)
+    moved = 4e-9 * sequences * context * groups * width
+    ours = [lambda: OPS.attention(q, k, v, layout, width**-0.5)]
+    return compared(f"attention decode {model}, {sequences} x {context}", "GB/s", moved, ours, others, 0.85)
+
+
+def prefill(model: str, sequences: int, length: int) -> Figure:
+    heads, groups, width = HEADS[model]
+    q, k, v = (draw(sequences * length, n, width) for n in (heads, groups, groups))
+    layout = AttentionLayout.of_sequences([length] * sequences, "cuda")
+    shaped = [x.view(sequences, length, -1, width).transpose(1, 2) for x in (q, k, v)]
+    work = 2e-12 * sequences * heads * length * length * width
+    ours = [lambda: OPS.attention(q, k, v, layout, width**-0.5)]
+    others = peers(*shaped, causal=True)
+    return compared(f"attention prefill {model}, {sequences} x {length}", "TFLOP/s", work, ours, others, 0.75)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one model, nothing recorded")
+    args = parser.parse_args()
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        print("FlashAttention 3 is not installed here")
+    torch.manual_seed(0)
+    figures = []
+    with torch.inference_mode():
+        for model in list(HEADS)[: 1 if args.quick else 2]:
+            figures += [decode(model, *shape) for shape in DECODE]
+            figures += [prefill(model, *shape) for shape in PREFILL]
+    if args.quick:
+        print(table(figures))
+    else:
+        report("gpu-attention", figures, packages=("triton",))
+
+
+if __name__ == "__main__":
+    main()
