@@ -51,6 +51,7 @@ class RouterSettings:
     chunk: int = 128  # prompts of one call, at most
     hedge: float | None = None  # seconds after which an unanswered call is made elsewhere as well
     affinity: int = 16  # leading tokens by which prompts are alike
+    together: int = 32  # prompts that are alike stay in one call, up to so many
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,7 @@ class Router:
         settings = self.settings
         while True:
             member.kick.clear()
+            began = time.monotonic()
             try:
                 if member.boot and member.status in ("behind", "lost") and self._version >= 0:
                     state = await member.client.wake(self._version, wait=settings.heartbeat)
@@ -232,9 +234,9 @@ class Router:
             except (BadAnswer, ConfigError, Fenced) as error:
                 self._out(member, "quarantined", str(error))
                 member.condemned = self._version
-            if member.status != "behind" or member.version > self._version:  # else it was its answer that we waited for
-                with_news = asyncio.wait_for(member.kick.wait(), settings.heartbeat)
-                await asyncio.gather(with_news, return_exceptions=True)
+            left = settings.heartbeat - (time.monotonic() - began)
+            if left > 0:
+                await asyncio.gather(asyncio.wait_for(member.kick.wait(), left), return_exceptions=True)
 
     async def _look(self, member: Member, state: EngineState) -> None:
         member.seen, member.last, member.version = time.monotonic(), state, state.version
@@ -380,8 +382,9 @@ class Router:
             alike.setdefault(repr(prompt[: self.settings.affinity]).encode(), []).append(place)
         chunks: list[_Chunk] = []
         for prefix, places in alike.items():
-            for start in range(0, len(places), size):
-                part = places[start : start + size]
+            most = max(size, min(self.settings.together, self.settings.chunk))
+            for start in range(0, len(places), most):
+                part = places[start : start + most]
                 if chunks and len(chunks[-1].places) + len(part) <= size:
                     chunks[-1].places += part
                 else:

@@ -245,16 +245,15 @@ class EngineServer:
         )  # fmt: skip
 
     async def _wake(self, request: Request) -> Response:
-        if self.follower is None:
-            return refusal(409, "no_store", "this engine follows no store of weights; start it with --store")
         try:
             version = int(request.query_params.get("version", "-1"))
             seconds = min(float(request.query_params.get("wait", "0")), 60.0)
         except ValueError:
             raise ConfigError("version and wait must be numbers") from None
-        self.follower.wake()
-        if seconds > 0:
-            await run_in_threadpool(self.follower.wait_for, version, seconds)
+        if self.follower is not None:  # else its weights are what they are
+            self.follower.wake()
+            if seconds > 0:
+                await run_in_threadpool(self.follower.wait_for, version, seconds)
         return await self._state(request)
 
     async def _health(self, request: Request) -> Response:

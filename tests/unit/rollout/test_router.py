@@ -1,0 +1,247 @@
+"""Many engines as one, over real sockets: bits, affinity, deaths, canaries, fencing, versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from rlloop.rollout import Engine
+from rlloop.rollout.remote import Fenced
+from rlloop.rollout.router import Canary, NoEngine, Router, RouterSettings, hardware_class, same_bits
+from rlloop.rollout.server import EngineServer
+from rlloop.rollout.service import EngineService
+from rlloop.testing import plant_fault
+from rlloop.types import SamplingParams
+from rlloop.web import BackgroundServer, Listen
+from tests.parity.models import tiny_qwen3
+
+FAST = RouterSettings(heartbeat=0.05, timeout=1.0, patience=20.0, settle=20.0)
+PROMPTS = [[3 + place % 5, 7, 9, place] for place in range(40)]
+SAMPLING = [SamplingParams(max_tokens=12, seed=place, ignore_eos=True) for place in range(40)]
+CANARY = Canary([[5, 6, 7]], [SamplingParams(max_tokens=8, seed=0, ignore_eos=True)])
+
+
+class Slow:
+    """An engine that may be made to wait in a step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.go = engine, threading.Event()
+        self.go.set()
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def step(self):
+        self.go.wait()
+        return self.engine.step()
+
+
+class OneEngine:
+    """An engine with its server; like a process, it can die, and come back at the same address."""
+
+    def __init__(self, fault: str | None = None) -> None:
+        engine = Engine(tiny_qwen3(64))
+        if fault is not None:
+            plant_fault(engine, fault)
+        self.engine = Slow(engine)
+        self.service = EngineService(self.engine)
+        self.server = EngineServer(self.service, name="test")
+        self.http = BackgroundServer(self.server.app, Listen())
+        self.url = self.http.url
+
+    def made(self) -> int:
+        return self.service.stats().requests
+
+    def close(self) -> None:
+        self.engine.go.set()
+        self.http.close()
+        self.service.close()
+
+
+class Events(list):
+    def of(self, event: str) -> list:
+        return [each for each in self if each["event"] == event]
+
+
+@contextmanager
+def fleet(*engines: OneEngine, settings: RouterSettings = FAST, **options) -> Iterator[tuple[Router, Events]]:
+    events = Events()
+    router = Router(settings, events.append, **options)
+    try:
+        for place, engine in enumerate(engines):
+            router.join(engine.url, f"r{place}")
+        yield router, events
+    finally:
+        router.close()
+        for engine in engines:
+            engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return Engine(tiny_qwen3(64)).generate(PROMPTS, SAMPLING)
+
+
+def check(made, expected) -> None:
+    assert all(same_bits(a, b) for a, b in zip(made, expected, strict=True))
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_two_engines_make_what_one_would_and_share_the_work(expected):
+    engines = OneEngine(), OneEngine()
+    with fleet(*engines) as (router, events):
+        router.serve_version(0, CANARY)
+        made = router.generate(PROMPTS, SAMPLING, 0)
+        check(made, expected)
+        assert {completion.origin for completion in made} == {f"r{i}/{e.url[7:]}" for i, e in enumerate(engines)}
+        assert all(engine.made() > 1 for engine in engines)
+        assert len(events.of("serving")) == 2
+        metrics = router.take_metrics()
+        assert metrics["fleet/engines"] == 2
+        assert metrics["fleet/r0/completions"] + metrics["fleet/r1/completions"] == 40
+        assert router.generate([], [], 0) == []
+
+
+def test_prompts_that_begin_alike_stay_together_as_long_as_there_is_room():
+    engines = OneEngine(), OneEngine(), OneEngine()
+    prompts = [[group, *range(20), place] for group in range(3) for place in range(4)]
+    settings = dataclasses.replace(FAST, chunk=4, calls=4)
+    with fleet(*engines, settings=settings) as (router, _):
+        router.serve_version(0, None)
+        homes = []
+        for _ in range(2):
+            made = router.generate(prompts, [SamplingParams(max_tokens=2, seed=1)] * 12, 0)
+            homes.append([{made[4 * group + place].origin for place in range(4)} for group in range(3)])
+        assert all(len(origins) == 1 for homes_of_one in homes for origins in homes_of_one)
+
+
+def test_what_a_dead_engine_leaves_behind_is_made_again_bit_for_bit(expected):
+    engines = OneEngine(), OneEngine()
+    with fleet(*engines) as (router, events):
+        router.serve_version(0, CANARY)
+        engines[0].engine.go.clear()  # it takes its share, and hangs
+
+        def die():
+            until(lambda: engines[0].service.load > 0)
+            engines[0].http._server.force_exit = True
+            engines[0].http.close()
+
+        death = threading.Thread(target=die)
+        death.start()
+        check(router.generate(PROMPTS, SAMPLING, 0), expected)
+        death.join()
+        assert events.of("reissued")
+        until(lambda: events.of("lost"))
+        assert router.take_metrics()["fleet/engines"] == 1
+        check(router.generate(PROMPTS, SAMPLING, 0), expected)
+
+
+def test_an_engine_that_hangs_is_hedged(expected):
+    engines = OneEngine(), OneEngine()
+    with fleet(*engines, settings=dataclasses.replace(FAST, hedge=0.2)) as (router, events):
+        router.serve_version(0, None)
+        engines[0].engine.go.clear()
+        check(router.generate(PROMPTS, SAMPLING, 0), expected)
+        assert events.of("hedged")
+        engines[0].engine.go.set()
+        until(lambda: engines[0].service.load == 0)  # what nobody waits for any more was cancelled there
+
+
+def test_an_engine_whose_bits_are_others_serves_nothing(expected):
+    good, bad = OneEngine(), OneEngine("linear")
+    reference = Engine(tiny_qwen3(64))
+    canary = dataclasses.replace(
+        CANARY,
+        hardware=hardware_class(reference.fingerprint()),
+        expected=reference.generate(CANARY.prompts, CANARY.sampling),
+    )
+    with fleet(bad, good) as (router, events):
+        router.serve_version(0, canary)
+        until(lambda: events.of("quarantined"))
+        assert "the bits of its canary" in events.of("quarantined")[0]["why"]
+        made = router.generate(PROMPTS, SAMPLING, 0)
+        check(made, expected)
+        assert {completion.origin.partition("/")[0] for completion in made} == {"r1"}
+
+
+def test_an_engine_of_other_numerics_is_let_in_only_where_nobody_objects():
+    with fleet(OneEngine(), objection=lambda state: "not ours", settings=dataclasses.replace(FAST, patience=0.5)) as (
+        router,
+        events,
+    ):
+        with pytest.raises(NoEngine, match="is quarantined"):
+            router.serve_version(0, None)
+        assert events.of("quarantined")[0]["why"] == "not ours"
+
+
+def test_only_engines_of_the_version_serve_and_they_come_as_they_catch_up():
+    engines = OneEngine(), OneEngine()
+    with fleet(*engines, settings=dataclasses.replace(FAST, settle=0.0, patience=1.0)) as (router, _):
+        engines[0].service.change_weights(lambda: engines[0].engine.set_version(3))
+        router.serve_version(3, None)
+        made = router.generate(PROMPTS, SAMPLING, 3)
+        assert {completion.policy_version for completion in made} == {3}
+        assert engines[1].made() == 0
+        engines[1].service.change_weights(lambda: engines[1].engine.set_version(3))
+        until(lambda: router.take_metrics()["fleet/engines"] == 2)
+        with pytest.raises(NoEngine, match="version 4"):
+            router.serve_version(4, None)
+
+
+def test_engines_join_and_leave_in_the_middle(expected):
+    first, second = OneEngine(), OneEngine()
+    with fleet(first, settings=dataclasses.replace(FAST, chunk=4, calls=1, together=1)) as (router, events):
+        router.serve_version(0, CANARY)
+        first.engine.go.clear()
+        results = []
+        work = threading.Thread(target=lambda: results.append(router.generate(PROMPTS, SAMPLING, 0)))
+        work.start()
+        until(lambda: first.service.load > 0)
+        router.join(second.url, "late")
+        until(lambda: second.made() > 1)
+        router.leave(first.url)
+        work.join()
+        check(results[0], expected)
+        assert [member["region"] for member in router.members()] == ["late"]
+        assert [each["why"] for each in events.of("lost")] == ["it left"]
+    second.close()
+
+
+def test_a_process_of_an_earlier_term_is_fenced_off():
+    engine = OneEngine()
+    settings = dataclasses.replace(FAST, heartbeat=60.0)
+    with fleet(engine, settings=settings, holder="run", term=1) as (old, _):
+        old.serve_version(0, None)
+        new = Router(FAST, lambda event: None, holder="run", term=2)
+        new.join(engine.url, "r0")
+        new.serve_version(0, None)
+        assert len(new.generate(PROMPTS[:2], SAMPLING[:2], 0)) == 2
+        with pytest.raises(Fenced, match="term 1"):
+            old.generate(PROMPTS, SAMPLING, 0)
+        new.close()
+
+
+def test_without_engines_the_wait_is_bounded():
+    with fleet(settings=dataclasses.replace(FAST, patience=0.3)) as (router, _):
+        with pytest.raises(NoEngine, match=r"fleet.patience=0.3 s \(engines: none\)"):
+            router.serve_version(0, None)
+        with pytest.raises(NoEngine, match="no engine has served version 0"):
+            router.generate(PROMPTS, SAMPLING, 0)
+
+
+def test_requests_without_a_seed_are_given_one_so_that_any_engine_makes_the_same():
+    with fleet(OneEngine()) as (router, _):
+        router.serve_version(0, None)
+        made = router.generate([[5]] * 3, [SamplingParams(max_tokens=2)] * 3, 0)
+        assert len({completion.sampling.seed for completion in made}) == 3
