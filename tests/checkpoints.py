@@ -6,7 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV32Config,
+    GlmMoeDsaConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -16,12 +27,33 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # small enough that frequencies are stretched, blended and left alone
+YARN_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 4.0,
+    "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 1.3,
+}  # fmt: skip
 # family -> (configuration class, what is its own). Heads are grouped; Qwen3's are wider than hidden_size / heads.
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {"head_dim": 16}),
     "qwen2": (Qwen2Config, {}),
     "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
 }
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    **MIXTURE, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}  # fmt: skip
+# Fewer positions than the sequences have; enough heads that no two positions have the same score.
+INDEXER = {"index_topk": 24, "index_head_dim": 16, "index_n_heads": 16}
+MIXTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3_moe": (Qwen3MoeConfig, {**MIXTURE, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True}),
+    "deepseek_v3": (DeepseekV3Config, LATENT),
+    "deepseek_v32": (DeepseekV32Config, {**LATENT, **INDEXER}),
+    "glm_moe_dsa": (GlmMoeDsaConfig, {
+        **LATENT, **INDEXER, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"],
+    }),
+}  # fmt: skip
+EVERY = {**FAMILIES, **MIXTURES}
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -38,13 +70,18 @@ SIZES = {
 
 def random_model(family: str = "qwen3", *, seed: int = 0, **config: Any) -> PreTrainedModel:
     """transformers' own model, float32. Every parameter is random: norms and biases are not ones and zeros."""
-    make, own = FAMILIES[family]
+    make, own = EVERY[family]
     model = AutoModelForCausalLM.from_config(make(**{**SIZES, **own, **config}))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = [(name, tensor) for name, tensor in model.named_buffers() if "e_score" in name]
+        for name, parameter in [*model.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "e_score" in name:
+                parameter.copy_(0.1 * noise)
+            elif ".gate.weight" in name:
+                parameter.copy_(noise * 4 / parameter.shape[-1] ** 0.5)
+            elif "norm" in name:
                 parameter.copy_(1 + 0.2 * noise)
             elif "embed_tokens" in name or "lm_head" in name:
                 parameter.copy_(0.4 * noise)

@@ -117,7 +117,7 @@ def test_keys_of_older_files_that_change_nothing():
         ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": ...}, "window is 1"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "rope_type is 'dynamic'.*llama3"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "rope_type is 'dynamic'"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [4, 4]}}, "rope_parameters.mrope_section"),
         ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "g.rope_type is 'linear'"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, "both rope_scaling and rope_parameters"),

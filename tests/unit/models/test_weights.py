@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlloop.errors import ConfigError, ModelError
 from rlloop.models import load_model, new_model, read_state, save_model
-from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.checkpoints import EVERY, make_checkpoint
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -33,7 +33,7 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("shards", [None, "30KB"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_was_loaded_is_saved_byte_equal(tmp_path: Path, family: str, shards: str | None, dtype: str):
     make_checkpoint(tmp_path / "a", family, dtype=getattr(torch, dtype), max_shard_size=shards)
@@ -210,14 +210,14 @@ def test_types_and_devices_that_cannot_be_used(tmp_path: Path):
             load_model(tmp_path, device="cuda")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_new_model_is_its_seeds_and_what_transformers_reads(tmp_path: Path, family: str):
     make_checkpoint(tmp_path / "config", family, initializer_range=0.05)
     config = json.loads((tmp_path / "config" / "config.json").read_text())
     model, same, other = (new_model(config, seed) for seed in (7, 7, 8))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, same.get_parameter(name))
-        if parameter.ndim == 2:
+        if parameter.ndim >= 2:
             assert not torch.equal(parameter, other.get_parameter(name))
             assert parameter.std().item() == pytest.approx(0.05, rel=0.15)
         else:
@@ -225,6 +225,7 @@ def test_a_new_model_is_its_seeds_and_what_transformers_reads(tmp_path: Path, fa
     assert model.source_path is None
     save_model(model, tmp_path / "new")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "new").state_dict()
+    assert len(theirs) == len(model.state_dict()) + (model.lm_head is None)
     assert all(torch.equal(theirs[name], tensor) for name, tensor in model.state_dict().items())
     again = load_model(tmp_path / "new")
     assert again.config.rope == model.config.rope
