@@ -107,6 +107,11 @@ class Histogram:
         return {"edges": list(self.edges), "counts": list(self.counts)}
 
 
+# Edges of d = ln r: half decades from 1e-6 to 10 on either side of 0, so that rounding and collapse are told apart.
+_HALF_DECADES = tuple(10.0 ** (k / 2) for k in range(-12, 3))
+LOG_RATIO_EDGES = (*(-edge for edge in reversed(_HALF_DECADES)), *_HALF_DECADES)
+
+
 def merge(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, Reduction]:
     """One dictionary out of many: what shares a name is added."""
     merged: dict[str, Reduction] = {}

@@ -35,13 +35,9 @@ from torch import Tensor
 
 from rlloop.algorithms.batch import Loss, LossBatch, LossOutput
 from rlloop.algorithms.terms import token_means
-from rlloop.metrics import EffectiveSampleSize, Histogram, Max, Mean, Min, Reduction
+from rlloop.metrics import LOG_RATIO_EDGES, EffectiveSampleSize, Histogram, Max, Mean, Min, Reduction
 
 Level = Literal["token", "sequence", "geometric"]
-
-# Edges of d = ln r: half decades from 1e-6 to 10 on either side of 0, so that rounding and collapse are told apart.
-_HALF_DECADES = tuple(10.0 ** (k / 2) for k in range(-12, 3))
-LOG_RATIO_EDGES = (*(-edge for edge in reversed(_HALF_DECADES)), *_HALF_DECADES)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlloop.config import ParityConfig, ParityMode
 from rlloop.errors import ConfigError
+from rlloop.metrics import LOG_RATIO_EDGES, Histogram
 from rlloop.parity.certificate import Certificate, bits_digest, content_digest
 from rlloop.types import Sample
 
@@ -51,7 +52,7 @@ class Comparison:
     worst: TokenDifference | None  # of the largest absolute difference
     engine_digest: str
     trainer_digest: str
-    metrics: dict[str, float]  # parity/* and is/*
+    metrics: dict[str, Any]  # parity/* and is/*
     step_down: str | None = None  # for people: from which rung of the ladder to which, and why; None: it stays
 
     @property
@@ -108,7 +109,7 @@ def _token(
 
 def _metrics(
     mu: np.ndarray, pi: np.ndarray, different: np.ndarray, sequence: np.ndarray, counts: Sequence[int]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     with np.errstate(
         all="ignore"
     ):  # a collapsed or broken pair may hold infinities; they are to be seen, not warned of
@@ -130,7 +131,14 @@ def _metrics(
             "is/ratio_max": float(r.max()),
             "is/ratio_min": float(r.min()),
             "is/ess": float(r.sum() ** 2 / (len(r) * (r * r).sum())),
+            "is/log_ratio_histogram": Histogram(LOG_RATIO_EDGES, tuple(_counts(d))).value,
         }
+
+
+def _counts(d: np.ndarray) -> list[int]:
+    """Of each bin of `LOG_RATIO_EDGES`; what is not a number belongs to none."""
+    bins = np.searchsorted(LOG_RATIO_EDGES, d[~np.isnan(d)], side="right")
+    return np.bincount(bins, minlength=len(LOG_RATIO_EDGES) + 1).tolist()
 
 
 class ParityMonitor:

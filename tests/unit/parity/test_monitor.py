@@ -6,6 +6,7 @@ import pytest
 
 from rlloop.config import ParityConfig, ParityMode
 from rlloop.errors import ConfigError
+from rlloop.metrics import LOG_RATIO_EDGES
 from rlloop.parity.certificate import Certificate, find_breaks
 from rlloop.parity.monitor import ParityMonitor, compare
 from rlloop.records import Journal, read_records
@@ -40,6 +41,7 @@ def test_equal_bits_are_exactly_zero_everywhere():
         "is/ratio_max": 1.0,
         "is/ratio_min": 1.0,
         "is/ess": 1.0,
+        "is/log_ratio_histogram": {"edges": list(LOG_RATIO_EDGES), "counts": [3 * (at == 15) for at in range(31)]},
     }
 
 
