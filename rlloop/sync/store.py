@@ -184,8 +184,8 @@ class FsspecStore:
             raise ConfigError(f"the store {url!r} needs fsspec: pip install 'rlloop[stores]'") from None
         try:
             self._files, self.path = fsspec.core.url_to_fs(url, **options)
-        except ImportError as error:
-            raise ConfigError(f"the store {url!r} needs another package: {error}") from None
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"the store {url!r} is of no kind that fsspec can open here: {error}") from None
         self.url = url
 
     def latest(self) -> bytes | None:
@@ -270,6 +270,15 @@ class HttpStore:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = client or httpx.Client(headers=headers, timeout=httpx.Timeout(30.0, connect=5.0))
         self._head: tuple[str, bytes] | None = None  # ETag, content
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __enter__(self) -> HttpStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def latest(self) -> bytes | None:
         headers = {"If-None-Match": self._head[0]} if self._head else {}
