@@ -194,7 +194,7 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
     rows = _Spread.apply(x, order, inverse, top_k)
     gate, up = _grouped_linear(rows, gate_up, True, offsets).chunk(2, dim=-1)
     made = _grouped_linear(silu_mul(gate, up), down, True, offsets)
-    return _Spread.apply(made, inverse, order, 1).view(tokens, top_k, -1)
+    return _Spread.apply(made, inverse, order, 1).unflatten(0, (tokens, top_k))
 
 
 def head_linear(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:

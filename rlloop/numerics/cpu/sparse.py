@@ -13,7 +13,7 @@ from rlloop.numerics.cpu.attention import MINUS_INFINITY, TILE, _tile, padded
 from rlloop.numerics.cpu.attention_backward import BLOCK, _add_to_keys, _dot, _masses_and_slopes
 from rlloop.numerics.cpu.jit import kernel, parallel_kernel, take
 from rlloop.numerics.cpu.tiles import add_products, narrow, pack_rows, widen
-from rlloop.numerics.simd import LANES, add, div, fma, load, maximum, mul, reduce_sum, splat, store
+from rlloop.numerics.simd import LANES, add, div, fma, load, mul, reduce_sum, select_less, splat, store
 
 QUERIES = 16  # of a task of the indexer: they share the packing of the keys
 ZERO = np.float32(0)
@@ -87,7 +87,8 @@ def select(
                 for i in range(0, TILE, LANES):
                     total = splat(ZERO)
                     for h in range(heads):
-                        score = maximum(mul(load(scores, (r * heads + h) * TILE + i), splat(scale)), splat(ZERO))
+                        score = mul(load(scores, (r * heads + h) * TILE + i), splat(scale))
+                        score = select_less(score, splat(ZERO), splat(ZERO), score)  # NaN stays
                         total = fma(splat(weights[(first + r) * heads + h]), score, total)
                     store(totals, r * room + tile + i, total)
         for r in range(count):
