@@ -1,0 +1,367 @@
+"""Publisher and replica over a folder: chains, anchors, squashes, collection, names."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from rlloop.errors import ConfigError
+from rlloop.sync.bits import Bits
+from rlloop.sync.manifest import (
+    Ed25519PrivateKey,
+    Head,
+    Manifest,
+    Refused,
+    load_key,
+    load_or_make_key,
+    public_hex,
+    public_key,
+)
+from rlloop.sync.publisher import Publisher, state_at
+from rlloop.sync.replica import MemoryTarget, Replica, State
+from rlloop.sync.route import route
+from rlloop.sync.store import Conflict, FolderStore
+from tests.unit.sync.weights import KEY, PUBLIC, first_weights, history, next_weights, same
+
+
+@pytest.fixture
+def store(tmp_path):
+    return FolderStore(tmp_path / "store")
+
+
+def new_replica(store, weights=None, **options) -> tuple[Replica, MemoryTarget]:
+    target = MemoryTarget(weights)
+    return Replica(store, PUBLIC, target, **options), target
+
+
+def zeros(weights):
+    return {name: Bits(bits.dtype, np.zeros_like(bits.array)) for name, bits in weights.items()}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_replica_follows_bit_for_bit(store, threads):
+    versions = history(4)
+    publisher = Publisher(store, KEY, "run", threads=threads)
+    replica, target = new_replica(store, zeros(versions[0]), threads=threads)
+    assert not replica.poll()
+    assert not replica.ready
+    for step, weights in enumerate(versions):
+        published = publisher.publish(weights, step)
+        assert published.manifest.version == f"run/{step}"
+        assert replica.poll()
+        assert same(target.state, weights)
+        assert target.version == step
+        assert replica.applied.version == f"run/{step}"
+        assert (replica.state, replica.error, replica.ready) == (State.idle, "", True)
+        assert replica.metrics["sync/wire_bytes"] == published.metrics["sync/wire_bytes"]
+        assert not replica.poll()
+    assert published.metrics["sync/ratio"] > 3
+    assert 0.03 < published.metrics["sync/changed"] < 0.07
+    kinds = {entry.name: entry.codec for entry in published.manifest.tensors}
+    assert kinds["model.norm.weight"] == "unchanged"
+    assert kinds["model.embed_tokens.weight"] == "steps"
+    assert kinds["model.layers.0.bias"] == "planes"
+
+
+def test_only_changed_tensors_are_written(store):
+    versions = history(1)
+    publisher = Publisher(store, KEY, "run")
+    replica, target = new_replica(store, versions[0])
+    written = []
+    write = target.write
+    target.write = lambda name, bits: (written.append(name), write(name, bits))
+    publisher.publish(versions[0], 0)
+    replica.poll()
+    assert written == []  # the model was loaded with these weights already
+    publisher.publish(versions[1], 1)
+    replica.poll()
+    assert "model.embed_tokens.weight" in written
+    assert "model.norm.weight" not in written
+
+
+def test_the_same_version_again_changes_nothing(store):
+    weights = first_weights()
+    publisher = Publisher(store, KEY, "run")
+    first = publisher.publish(weights, 3)
+    assert publisher.publish(dict(weights), 3).hash == first.hash
+    assert publisher.publish(weights, 4).manifest.sequence == 1
+
+
+def test_staging_shares_no_memory_with_what_is_published_or_served(store):
+    versions = history(2)
+    publisher = Publisher(store, KEY, "run")
+    given = {name: Bits(bits.dtype, bits.array.copy()) for name, bits in versions[0].items()}
+    publisher.publish(given, 0)
+    for bits in given.values():
+        bits.array[...] ^= 1  # the trainer goes on in place
+    publisher.publish(versions[1], 1)
+    replica, target = new_replica(store)
+    replica.poll()
+    assert same(target.state, versions[1])
+
+
+def test_a_trainer_that_resumes_rebuilds_what_was_published(store):
+    versions = history(5)
+    publisher = Publisher(store, KEY, "run")
+    for step in range(4):
+        publisher.publish(versions[step], step)
+    replica, target = new_replica(store)
+    replica.poll()
+    resumed = Publisher(store, KEY, "run")
+    assert resumed.last == publisher.last
+    again = resumed.publish(versions[2], 2)  # from an older checkpoint: the step goes back, the sequence does not
+    assert (again.manifest.sequence, again.manifest.step) == (4, 2)
+    assert replica.poll()
+    assert same(target.state, versions[2])
+    assert target.version == 2
+    with pytest.raises(Conflict):  # the one that was taken for dead
+        publisher.publish(versions[4], 4)
+    assert replica.poll() is False
+    assert same(target.state, versions[2])
+
+
+def test_joiners_take_the_cheapest_way(store):
+    versions = history(9)
+    publisher = Publisher(store, KEY, "run")
+    for step in range(7):
+        publisher.publish(versions[step], step)
+    behind, behind_target = new_replica(store)
+    behind.advance_to(2)
+    assert same(behind_target.state, versions[2])
+    squashed = publisher.squash(2)
+    anchor = publisher.anchor()
+    publisher.publish(versions[7], 7)
+    head = publisher.head
+    from_two = route(head, (2, head.chain[2].manifest), 7)
+    assert [link.base for link in from_two] == [2, 6]
+    assert [link.base for link in route(head, None, 7)] == [None, 6]
+    assert from_two[0].wire_bytes == squashed.metrics["sync/wire_bytes"] < anchor.metrics["sync/wire_bytes"]
+    committed = []
+    behind_target.set_version = committed.append
+    behind.poll()
+    assert same(behind_target.state, versions[7])
+    assert committed[-1] == 7  # in one commit, with no version in between
+    assert committed.count(-1) == 1
+    joiner, target = new_replica(store)
+    joiner.poll()
+    assert same(target.state, versions[7])
+    publisher.publish(versions[8], 8)  # who came by a shortcut goes on along the chain
+    assert joiner.poll()
+    assert behind.poll()
+    assert same(target.state, versions[8])
+    assert same(behind_target.state, versions[8])
+
+
+def test_a_replica_of_another_history_needs_an_anchor(store, tmp_path):
+    versions = history(3)
+    publisher = Publisher(store, KEY, "run")
+    for step in range(3):
+        publisher.publish(versions[step], step)
+    head = publisher.head
+    assert [link.sequence for link in route(head, (0, head.chain[0].manifest), 2)] == [1, 2]
+    with pytest.raises(Refused, match="no way leads"):
+        route(head, (1, b"x" * 32), 2)
+    publisher.anchor()
+    assert [link.base for link in route(publisher.head, (1, b"x" * 32), 2)] == [None]
+
+
+def test_anchors_are_due_by_count_and_by_weight(store):
+    weights = first_weights()
+    publisher = Publisher(store, KEY, "run", anchor_every=3)
+    due = []
+    for step in range(8):
+        publisher.publish(weights, step)
+        weights = next_weights(weights, step)
+        due.append(publisher.anchor_due())
+        if due[-1]:
+            publisher.anchor()
+    assert due == [False, False, False, True, False, False, True, False]
+    noisy = Publisher(store, KEY, "run", anchor_every=100)
+    for step in range(8, 10):
+        noisy.publish(first_weights(step), step)
+    assert noisy.anchor_due()
+
+
+def test_collection_keeps_whole_chains_and_what_live_replicas_need(store):
+    versions = history(12)
+    publisher = Publisher(store, KEY, "run", chains=2)
+    replica, target = new_replica(store)
+    for step in range(12):
+        publisher.publish(versions[step], step)
+        if step == 1:
+            replica.poll()
+        if step in (4, 8):
+            publisher._shortcut(publisher._tensors, {}, None)
+    stray = store.put(b"left by a publisher that was killed")
+    before = set(store.blobs())
+    publisher.collect(pinned={1})
+    assert publisher.head.chain[0].sequence == 1
+    assert not store.has(stray)
+    publisher.collect()
+    assert publisher.head.chain[0].sequence == 4
+    assert set(store.blobs()) < before
+    for sequence in range(4, 12):
+        state, manifest = state_at(store, KEY, publisher.head, sequence)
+        assert same(state, versions[sequence])
+        assert manifest.sequence == sequence
+    assert replica.poll()  # its chain is pruned: an anchor leads on
+    assert same(target.state, versions[11])
+    assert not publisher.collect()
+
+
+def test_another_layout_begins_anew(store):
+    weights = first_weights()
+    publisher = Publisher(store, KEY, "run")
+    publisher.publish(weights, 0)
+    grown = {**weights, "model.extra": Bits("BF16", np.ones(5, np.uint16))}
+    published = publisher.publish(grown, 1)
+    assert published.manifest.parent is None
+    replica, target = new_replica(store)
+    replica.poll()
+    assert same(target.state, grown)
+    assert same(Publisher(store, KEY, "run")._tensors, grown)
+
+
+# ---------------------------------------------------------------------------------------------------- names
+
+
+def test_every_name_must_reach_a_parameter_and_every_parameter_a_name(store):
+    weights = first_weights()
+    Publisher(store, KEY, "run").publish(weights, 0)
+    without = {name: bits for name, bits in zeros(weights).items() if "experts" not in name}
+    replica, _ = new_replica(store, without)
+    assert not replica.poll()
+    assert "unknown here ['model.layers.0.mlp.experts.7.up_proj.weight']" in replica.error
+    replica, _ = new_replica(store, {**zeros(weights), "draft_head.weight": Bits("BF16", np.zeros(3, np.uint16))})
+    assert not replica.poll()
+    assert "missing ['draft_head.weight']" in replica.error
+    for other in (Bits("BF16", np.zeros(41, np.uint16)), Bits("F16", np.zeros(40, np.uint16))):
+        replica, target = new_replica(store, {**zeros(weights), "model.norm.weight": other})
+        assert not replica.poll()
+        assert "model.norm.weight" in replica.error
+        assert target.version == -1
+        assert replica.applied is None
+
+
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("tied_here", [True, False])
+@pytest.mark.parametrize("tied_there", [True, False])
+def test_tied_weights(store, tied_there, tied_here):
+    """A tied lm_head never goes stale, whichever side ties it."""
+    versions = history(2)
+    publisher = Publisher(store, KEY, "run")
+    layout = zeros(versions[0])
+    target = MemoryTarget(layout if tied_here else {**layout, HEAD: layout[EMBED]}, {HEAD: EMBED} if tied_here else {})
+    replica = Replica(store, PUBLIC, target)
+    for step, weights in enumerate(versions):
+        if tied_there:
+            publisher.publish(weights, step, aliases={HEAD: EMBED})
+        else:
+            publisher.publish({**weights, HEAD: weights[EMBED]}, step)
+        moved = replica.poll()
+        if tied_here and not tied_there:
+            assert not moved
+            assert "two tensors" in replica.error
+        else:
+            assert moved, replica.error
+            assert target.state[EMBED].same(weights[EMBED])
+            assert tied_here or target.state[HEAD].same(weights[EMBED])
+
+
+# ---------------------------------------------------------------------------------------------------- signatures
+
+
+def test_manifests_are_refused_where_anything_is_odd():
+    weights = first_weights()
+    publisher = Publisher(FolderStoreInMemory(), KEY, "run")
+    manifest = publisher.publish(weights, 0).manifest
+    signed = manifest.sign(KEY)
+    assert Manifest.verify(signed, PUBLIC) == manifest
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        damaged = bytearray(signed)
+        damaged[rng.integers(len(damaged))] ^= 1 << rng.integers(8)
+        with pytest.raises(Refused):
+            Manifest.verify(bytes(damaged[: rng.integers(len(damaged))] if rng.random() < 0.2 else damaged), PUBLIC)
+    with pytest.raises(Refused, match="another key"):
+        Manifest.verify(manifest.sign(Ed25519PrivateKey.generate()), PUBLIC)
+    first = manifest.tensors[0]
+    change, entry = msgspec.structs.replace, manifest.tensors[1:]
+    for odd in (
+        change(manifest, format=2),
+        change(manifest, root=bytes(32)),
+        change(manifest, pieces=()),
+        change(manifest, aliases={"x": "y"}),
+        change(manifest, tensors=manifest.tensors[::-1]),
+        change(manifest, tensors=(change(first, dtype="F7"), *entry)),
+        change(manifest, tensors=(change(first, shape=(-1,)), *entry)),
+        change(manifest, tensors=(change(first, shape=(1 << 30, 1 << 30)), *entry)),
+        change(manifest, tensors=(first, first, *entry)),
+        change(manifest, tensors=(change(first, size=-1), *entry)),
+        change(manifest, tensors=(change(first, digest=b""), *entry)),
+    ):
+        with pytest.raises(Refused):
+            Manifest.verify(odd.sign(KEY), PUBLIC)
+
+
+class FolderStoreInMemory:
+    """Blobs in a dictionary."""
+
+    def __init__(self) -> None:
+        self.held, self.head = {}, None
+
+    def latest(self):
+        return self.head
+
+    def get(self, digest, start=0):
+        yield self.held[digest][start:]
+
+    def put(self, blob):
+        from rlloop.sync.manifest import hash_of
+
+        self.held[hash_of(blob)] = blob
+        return hash_of(blob)
+
+    def swap_latest(self, expected, new):
+        assert self.head == expected
+        self.head = new
+
+
+def test_an_odd_head_is_refused():
+    for content in (b"", b"x", Head("run", ()).encode(), msgspec.msgpack.encode({"run_id": 3})):
+        with pytest.raises(Refused):
+            Head.decode(content)
+
+
+def test_keys(tmp_path):
+    key = load_or_make_key(tmp_path / "key")
+    assert public_hex(load_or_make_key(tmp_path / "key")) == public_hex(key)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    text = (tmp_path / "key.pub").read_text()
+    assert public_hex(public_key(text)) == text.strip() == public_hex(key)
+    (tmp_path / "odd").write_text("no key")
+    for wrong in (tmp_path / "odd", tmp_path / "absent"):
+        with pytest.raises(ConfigError):
+            load_key(wrong)
+    with pytest.raises(ConfigError, match="64 hexadecimal"):
+        public_key("abc")
+
+
+def test_what_a_publisher_refuses(store):
+    publisher = Publisher(store, KEY, "run")
+    for wrong in (lambda: Publisher(store, KEY, "a/b"), lambda: Publisher(store, KEY, ""),
+                  lambda: Publisher(store, KEY, "run", anchor_every=0), lambda: publisher.publish({}, 0),
+                  publisher.anchor, lambda: publisher.squash(0)):  # fmt: skip
+        with pytest.raises(ConfigError):
+            wrong()
+    publisher.publish(first_weights(), 0)
+    with pytest.raises(ConfigError, match="sequence 0"):
+        publisher.squash(0)
+
+
+def test_versions_of_another_run_are_refused_where_one_is_named(store):
+    Publisher(store, KEY, "other").publish(first_weights(), 0)
+    replica, _ = new_replica(store, run_id="run")
+    assert not replica.poll()
+    assert "not of run run" in replica.error
