@@ -142,8 +142,9 @@ def test_threads_leave_no_trace(model, hidden_among_many, threads):
     assert [bits(c) for c in completions] == [bits(c) for c in hidden_among_many[:24]]
 
 
-def test_bfloat16_keeps_the_same_promises():
-    model = tiny_qwen3(vocab_size=VOCABULARY, dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_keeps_the_same_promises(dtype):
+    model = tiny_qwen3(vocab_size=VOCABULARY, dtype=dtype)
     prompts, sampling = traffic(24)
     together = Engine(model).generate(prompts, sampling)
     again = Engine(model, max_batch_tokens=16, page_size=4, max_cache_tokens=320).generate(prompts, sampling)

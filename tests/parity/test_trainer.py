@@ -71,7 +71,7 @@ def different(samples: list[Sample], logprobs: list[np.ndarray]) -> int:
     return sum(int((s.completion.logprobs.view(np.int32) != mine.view(np.int32)).sum()) for s, mine in pairs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("budget", [110, 4096])
 def test_trainer_equals_engine_before_and_after_every_update(folder: Path, dtype: str, budget: int) -> None:
     model = load_model(folder, dtype=dtype)
