@@ -27,6 +27,7 @@ LEAST_TOKENS = 1024  # what the pages of a row hold at least
 class _Recorded:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor  # [R, 3 + B] int64: token, position, slot, first slots of pages
+    layout: AttentionLayout  # filled from them
     logits: Tensor  # [R, V] float32
 
 
@@ -86,7 +87,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits = work()
-        made = self._recorded[rows, columns] = _Recorded(graph, inputs, logits)
+        made = self._recorded[rows, columns] = _Recorded(graph, inputs, layout, logits)
         return made
 
     def _addresses(self) -> list[int]:

@@ -18,6 +18,8 @@ from rlloop.numerics.triton.launch import EXACT, aligned, power_of_two
 TILE = 64
 SEGMENT = 1024
 ROWS = 64  # queries of a program: what a tensor core takes at least
+MANY_ROWS, MANY_WARPS = 64, 4  # the same where a sequence has more than one query
+HEADS_JOINED = 4  # of a program that joins parts
 LOG2E = 1.4426950408889634
 STAGES = {torch.bfloat16: 3, torch.float16: 3, torch.float32: 1}
 
@@ -197,19 +199,19 @@ def attention(
     one = tokens == sequences
     segments = triton.cdiv(blocks * block_size, SEGMENT)
     form = 0 if segments == 1 else 2 if one else 1
-    tasks = sequences if one else tokens * (heads // groups) // ROWS + sequences
+    rows, warps = (ROWS, 4) if one or q.dtype == torch.float32 else (MANY_ROWS, MANY_WARPS)
+    tasks = sequences if one else tokens * (heads // groups) // rows + sequences
     parts = (q.new_empty(tokens, heads, segments, n, dtype=torch.float32) for n in (v_width, 2))
     part_sums, part_stats = parts if form == 2 else (lse, lse)
     _attention[(tasks, groups, segments if form == 2 else 1)](
         q, k, v, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks, block_size,
         segments, scale * LOG2E, HEADS=heads, GROUPS=groups, WIDTH=width, V_WIDTH=v_width,
-        W=power_of_two(width, 16), VW=power_of_two(v_width, 16), ROWS=ROWS, TILE=TILE, SEGMENT=SEGMENT,
-        CONTIGUOUS=blocks == 1, ONE=one, FORM=form, num_warps=4, num_stages=STAGES[q.dtype], **EXACT,
+        W=power_of_two(width, 16), VW=power_of_two(v_width, 16), ROWS=rows, TILE=TILE, SEGMENT=SEGMENT,
+        CONTIGUOUS=blocks == 1, ONE=one, FORM=form, num_warps=warps, num_stages=STAGES[q.dtype], **EXACT,
     )  # fmt: skip
     if form == 2:
-        rows = 4
-        _join_parts[(tokens, triton.cdiv(heads, rows))](
+        _join_parts[(tokens, triton.cdiv(heads, HEADS_JOINED))](
             part_sums, part_stats, query_start, context, out, lse, sequences, segments, HEADS=heads, V_WIDTH=v_width,
-            VW=power_of_two(v_width, 16), ROWS=rows, SEGMENT=SEGMENT, num_warps=4, **EXACT,
+            VW=power_of_two(v_width, 16), ROWS=HEADS_JOINED, SEGMENT=SEGMENT, num_warps=4, **EXACT,
         )  # fmt: skip
     return out, lse

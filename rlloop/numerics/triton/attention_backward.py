@@ -15,8 +15,8 @@ from torch import Tensor
 from rlloop.numerics.triton.attention import _find
 from rlloop.numerics.triton.launch import aligned, power_of_two
 
-TILE = 64
-ROWS = 64
+ROWS, TILE = 64, 64
+QUERY_WARPS, KEY_WARPS, STAGES = 4, 8, 2
 
 
 @triton.jit
@@ -120,13 +120,13 @@ def attention_backward(
         "HEADS": heads, "GROUPS": groups, "WIDTH": width, "V_WIDTH": v_width, "W": power_of_two(width, 16),
         "VW": power_of_two(v_width, 16), "ROWS": rows, "TILE": tile,
     }  # fmt: skip
-    stages = 2 if q.dtype.itemsize == 2 else 1
+    stages = STAGES if q.dtype.itemsize == 2 else 1
     _by_query[(tokens * (heads // groups) // rows + sequences, groups)](
-        q, k, v, query_start, out, lse, grad, gradients[0], deltas, sequences, scale, **shape, num_warps=4,
+        q, k, v, query_start, out, lse, grad, gradients[0], deltas, sequences, scale, **shape, num_warps=QUERY_WARPS,
         num_stages=stages,
     )  # fmt: skip
     _by_key[(tokens // tile + sequences, groups)](
-        q, k, v, query_start, lse, grad, deltas, gradients[1], gradients[2], sequences, scale, **shape, num_warps=8,
+        q, k, v, query_start, lse, grad, deltas, gradients[1], gradients[2], sequences, scale, **shape, num_warps=KEY_WARPS,
         num_stages=stages,
     )  # fmt: skip
     return gradients

@@ -95,7 +95,7 @@ def sample(
     """(ids, logprobs, raw logprobs); id −1 where a row holds no distribution."""
     if len(logits) == 0:
         return torch.empty_like(seeds), logits.new_empty(0), logits.new_empty(0)
-    rows = Rows(logits, Warp.of(settings, banned_start, banned_ids))
+    rows = Rows(logits, Warp.of(settings, banned_start, banned_ids), raw=True)
     ids = rows.draw(seeds, positions)
     return ids, rows.score(ids)[0], rows.score(ids, raw=True)[0]
 

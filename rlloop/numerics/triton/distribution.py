@@ -151,9 +151,10 @@ def _measured(z):
 
 @triton.jit
 def _measure(
-    logits, warp, banned_start, banned_ids, cuts, parts, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """parts[row, kind, 3, block]: kind 0 is the raw row, 1 the warped one. A block with NaN or +inf weighs NaN."""
+    logits, warp, banned_start, banned_ids, cuts, parts, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    RAW: tl.constexpr,
+):  # fmt: skip
+    """parts[row, kind, 3, block]: kind 0 is the raw row, if `RAW`; 1 the warped one. NaN and +inf weigh NaN."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
@@ -161,16 +162,25 @@ def _measure(
     min_p = tl.load(warp + row * 4 + 3).to(tl.float32)
     broken = tl.max((x < float("inf")).to(tl.int32) ^ 1, 0) > 0
     at = parts + row * (6 * BLOCKS) + block
-    top, mass, spread = _measured(x)
-    mass = tl.where(broken, float("nan"), mass)
-    tl.store(at, top)
-    tl.store(at + BLOCKS, mass)
-    tl.store(at + 2 * BLOCKS, spread)
-    z = _warped(x, ids, row, temperature, banned_start, banned_ids, SIZE)
-    top, mass, spread = _measured(_kept(z, ids, row, temperature, min_p, cuts))
-    tl.store(at + 3 * BLOCKS, top)
-    tl.store(at + 4 * BLOCKS, tl.where(broken, float("nan"), mass))
-    tl.store(at + 5 * BLOCKS, spread)
+    whole = (tl.load(cuts + row * 3) == float("-inf")) & (min_p <= 0)
+    unbanned = tl.load(banned_start + row) == tl.load(banned_start + row + 1)
+    plain = (temperature == 0) | ((temperature == 1) & whole & unbanned)
+    if RAW or plain:
+        top, mass, spread = _measured(x)
+        mass = tl.where(broken, float("nan"), mass)
+        tl.store(at, top)
+        tl.store(at + BLOCKS, mass)
+        tl.store(at + 2 * BLOCKS, spread)
+        if plain:
+            tl.store(at + 3 * BLOCKS, top)
+            tl.store(at + 4 * BLOCKS, mass)
+            tl.store(at + 5 * BLOCKS, spread)
+    if not plain:
+        z = _warped(x, ids, row, temperature, banned_start, banned_ids, SIZE)
+        top, mass, spread = _measured(_kept(z, ids, row, temperature, min_p, cuts))
+        tl.store(at + 3 * BLOCKS, top)
+        tl.store(at + 4 * BLOCKS, tl.where(broken, float("nan"), mass))
+        tl.store(at + 5 * BLOCKS, spread)
 
 
 @triton.jit
@@ -302,9 +312,9 @@ class Warp(NamedTuple):
 
 
 class Rows:
-    """Rows of logits [T, V] under a warp, T at least 1, measured."""
+    """Rows of logits [T, V] under a warp, T at least 1, measured; with `raw`, without the warp too."""
 
-    def __init__(self, logits: Tensor, warp: Warp) -> None:
+    def __init__(self, logits: Tensor, warp: Warp, *, raw: bool = False) -> None:
         self.logits, self.warp = aligned(logits), warp
         self.count, size = logits.shape
         self.block = min(BLOCK, power_of_two(size, 16))
@@ -315,7 +325,9 @@ class Rows:
         self.shared = (self.logits, *warp, self.cuts)
         _cuts[(self.count,)](*self.shared, **self.size, BLOCK=self.block, num_warps=8, **EXACT)
         grid = (self.count, blocks)
-        _measure[grid](*self.shared, self.parts, **self.size, BLOCK=self.block, BLOCKS=blocks, num_warps=4, **EXACT)
+        _measure[grid](
+            *self.shared, self.parts, **self.size, BLOCK=self.block, BLOCKS=blocks, RAW=raw, num_warps=4, **EXACT
+        )  # fmt: skip
 
     def score(self, targets: Tensor, *, raw: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """(logprobs [T], entropies [T], stats [T, 2])."""

@@ -91,12 +91,12 @@ def rms_norm_backward(
     return grad_x, parts.sum(0).to(weight.dtype)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _silu_mul(gate, up, out, count, NUMBERS: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     x = tl.load(gate + at, at < count, 0.0).to(tl.float32)
     y = tl.load(up + at, at < count, 0.0).to(tl.float32)
-    tl.store(out + at, (tl.div_rn(x, 1.0 + tl.exp(-x)) * y).to(out.dtype.element_ty), at < count)
+    tl.store(out + at, (x / (1.0 + tl.exp(-x)) * y).to(out.dtype.element_ty), at < count)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -107,13 +107,13 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _silu_mul_backward(gate, up, grad, grad_gate, grad_up, count, NUMBERS: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     x = tl.load(gate + at, at < count, 0.0).to(tl.float32)
     y = tl.load(up + at, at < count, 0.0).to(tl.float32)
     slope = tl.load(grad + at, at < count, 0.0).to(tl.float32)
-    sigmoid = tl.div_rn(1.0, 1.0 + tl.exp(-x))
+    sigmoid = 1.0 / (1.0 + tl.exp(-x))
     by_gate = slope * y * sigmoid * (1.0 + x * (1.0 - sigmoid))
     tl.store(grad_gate + at, by_gate.to(grad_gate.dtype.element_ty), at < count)
     tl.store(grad_up + at, (slope * x * sigmoid).to(grad_up.dtype.element_ty), at < count)
