@@ -1,0 +1,62 @@
+"""Puts recorded figures into README.md: the text between `<!-- figures: NAME ... -->` and `<!-- end of figures -->`.
+
+    python benchmarks/readme.py            # rewrites README.md from benchmarks/results/NAME.json
+    python benchmarks/readme.py --check    # exit code 1 where README.md says anything else
+
+`NAME:text` takes only the records whose name contains the text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+from results_schema import RESULTS, ROOT
+
+README = ROOT / "README.md"
+BLOCK = re.compile(r"(<!-- figures: (.+?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    file, _, part = name.partition(":")
+    return [each for each in json.loads((RESULTS / f"{file}.json").read_text()) if part in each["name"]]
+
+
+def table(names: list[str]) -> str:
+    """A Markdown table of the named results, and under it where, with what and at which commit they were measured."""
+    rows = ["| what | rlloop | beside it | ratio | aim |", "|---|---|---|---|---|"]
+    sources: dict[str, None] = {}
+    for each in (record for name in names for record in records(name)):
+        peer = f"{each['peer']}: {number(each['peer_value'])}" if each["peer"] else ""
+        value = f"{number(each['value'])} {each['unit']}"
+        rows.append(f"| {each['name']} | {value} | {peer} | {number(each['ratio'])} | {number(each['aim'])} |")
+        packages = ", ".join(f"{package} {version}" for package, version in each["versions"].items())
+        sources[f"`{each['command']}` at {each['commit'][:7]}, {each['date']}: {each['gpu']}; {packages}."] = None
+    return "\n".join([*rows, "", *(f"- {source}" for source in sources)])
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def rewritten(text: str) -> str:
+    return BLOCK.sub(lambda block: f"{block[1]}{table(block[2].split())}\n{block[3]}", text)
+
+
+def main() -> int:
+    before = README.read_text()
+    after = rewritten(before)
+    if "--check" in sys.argv[1:]:
+        if after != before:
+            print("README.md's figures are not those of benchmarks/results; run python benchmarks/readme.py")
+        return int(after != before)
+    README.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
