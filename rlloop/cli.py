@@ -25,6 +25,7 @@ commands:
   train     run, resume or sweep a recipe
   verify    check a run's records: ledger, certificate, checkpoints
   compare   lay runs side by side: outcomes, verdicts, and the keys that differ
+  dashboard look at runs in a browser, live or finished
   delta     what a weight sync from one checkpoint to another weighs
   serve     engine, relay or trainer: the servers of a fleet
   doctor    what this machine can do, and what is missing for the rest
@@ -261,10 +262,17 @@ def _serve(arguments: list[str]) -> int:
     return command(arguments)
 
 
+def _dashboard(arguments: list[str]) -> int:
+    from rlloop.dashboard.command import main as dashboard
+
+    return dashboard(arguments)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "verify": _verify,
     "compare": _compare,
+    "dashboard": _dashboard,
     "delta": _delta,
     "doctor": _doctor,
     "serve": _serve,

@@ -1,0 +1,99 @@
+"""What the server knows while it runs: the runs, their rollout indices, and who is to be told when a file changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.concurrency import run_in_threadpool
+
+from rlloop.dashboard.rollouts import RolloutIndex
+from rlloop.dashboard.runs import Run, Runs
+
+POLL = 1.0  # seconds between looks at the runs' files, while anybody watches
+SEARCH = 5  # of which every such one also looks for new runs
+HEARTBEAT = 15.0  # seconds of silence after which a comment keeps the connection
+
+
+class Dashboard:
+    """`root`: where runs are. `cache`: where rollout indices are kept, unless in the user's cache. `note`: for all to
+    see, such as that this is a demonstration."""
+
+    def __init__(self, root: Path, *, cache: Path | None = None, note: str = "") -> None:
+        self.runs = Runs(root)
+        self.note = note
+        self._cache = cache
+        self._indices: dict[str, RolloutIndex] = {}
+        self._watchers: set[asyncio.Queue[str]] = set()
+        self._watch: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+
+    def index(self, run: Run) -> RolloutIndex:
+        if run.id not in self._indices:
+            self._indices[run.id] = RolloutIndex(run.path, self._cache)
+        return self._indices[run.id]
+
+    async def events(self) -> AsyncIterator[str]:
+        """Server-sent events: all runs at first, then those that changed."""
+        queue: asyncio.Queue[str] = asyncio.Queue()
+        self._watchers.add(queue)
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._look())
+        try:
+            yield _event("runs", await run_in_threadpool(lambda: [run.overview() for run in self.runs.find()]))
+            while not self._closing.is_set():
+                try:
+                    yield await asyncio.wait_for(queue.get(), timeout=HEARTBEAT)
+                except TimeoutError:
+                    yield ": nothing new\n\n"
+        finally:
+            self._watchers.discard(queue)
+
+    async def _look(self) -> None:
+        """Compare the runs' files with what they were, as long as somebody listens."""
+        seen: dict[str, tuple[Any, str]] = {}  # run -> its files' signature, its status
+        known: list[str] = []
+        rounds = 0
+        while self._watchers and not self._closing.is_set():
+            ids, changed = await run_in_threadpool(self._changes, seen, rounds % SEARCH == 0)
+            if changed or ids != known:
+                for queue in self._watchers:
+                    queue.put_nowait(_event("changed", {"ids": ids, "runs": changed}))
+            known = ids
+            rounds += 1
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), timeout=POLL)
+
+    def _changes(self, seen: dict[str, tuple[Any, str]], search: bool) -> tuple[list[str], list[dict[str, Any]]]:
+        """(all ids, overviews of the runs that changed). A run that falls silent changes too, without a file of it."""
+        changed = []
+        runs = self.runs.find() if search else self.runs.known()
+        for run in runs:
+            signature, (before, status) = run.signature(), seen.get(run.id, (None, ""))
+            if signature != before or (search and status == "live"):
+                overview = run.overview()
+                if signature != before or overview["status"] != status:
+                    changed.append(overview)
+                seen[run.id] = signature, overview["status"]
+        return [run.id for run in runs], changed
+
+    def close(self) -> None:
+        """Ends the events, so that the server can stop."""
+        self._closing.set()
+        for queue in self._watchers:
+            queue.put_nowait(": closing\n\n")
+        for index in self._indices.values():
+            index.close()
+
+
+def to_json(content: Any) -> bytes:
+    """What is not finite becomes null; numpy's numbers are numbers."""
+    return msgspec.json.encode(content, enc_hook=lambda value: value.item())
+
+
+def _event(name: str, content: Any) -> str:
+    return f"event: {name}\ndata: {to_json(content).decode()}\n\n"

@@ -1,0 +1,262 @@
+"""An index over a run's completions, so that a million of them can be sorted, filtered and leafed through.
+
+The index is an SQLite file in the user's cache, never in the run's folder. It is made of the rollout files in the
+background, newest step first, brought up to date file by file, and thrown away by nobody's harm: it can be made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zstandard
+
+from rlloop.records import rollout_files, step_of
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (step INTEGER PRIMARY KEY, size INTEGER, changed INTEGER, rows INTEGER, problem TEXT);
+CREATE TABLE IF NOT EXISTS rollouts (
+    step INTEGER, line INTEGER, uid TEXT, grp INTEGER, version INTEGER, outcome TEXT, kind INTEGER, reward REAL,
+    solved INTEGER, advantage REAL, tokens INTEGER, finish TEXT, different INTEGER, diff REAL, k3 REAL,
+    prompt TEXT, text TEXT, PRIMARY KEY (step, line)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_diff ON rollouts (diff DESC);
+CREATE INDEX IF NOT EXISTS by_reward ON rollouts (reward);
+CREATE INDEX IF NOT EXISTS by_tokens ON rollouts (tokens);
+CREATE INDEX IF NOT EXISTS by_kind_diff ON rollouts (kind, diff DESC);
+CREATE INDEX IF NOT EXISTS by_solved_diff ON rollouts (solved, diff DESC);
+"""
+VERSION = 1  # of the schema; another one's file is made again
+COLUMNS = (
+    "step", "line", "uid", "grp", "version", "outcome", "reward", "solved", "advantage", "tokens", "finish",
+    "different", "diff", "k3", "prompt", "text",
+)  # fmt: skip
+ORDERS = {
+    "worst": "diff DESC",
+    "k3": "k3 DESC",
+    "newest": "step DESC, line",
+    "order": "step, line",
+    "reward_high": "reward DESC",
+    "reward_low": "reward",
+    "longest": "tokens DESC",
+    "advantage": "abs(advantage) DESC",
+}
+KINDS = ("trained", "rejected", "dropped")
+SHOWN = 100  # characters of a prompt's end and a completion's beginning that a list shows
+
+
+class _Row(msgspec.Struct):
+    """Of a rollout record, what the index needs; the rest is skipped unread."""
+
+    uid: str
+    outcome: str
+    logprobs: list[float | None]
+    reward: float | None = None
+    solved: bool = False
+    group: int = 0
+    policy_version: int = 0
+    advantage: float | None = None
+    finish_reason: str = ""
+    prompt: str = ""
+    text: str = ""
+    trainer_logprobs: list[float | None] | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Row)
+
+
+def cache_folder() -> Path:
+    """Where indices are kept: `dashboard` in the environment's RLLOOP_CACHE, or in ~/.cache/rlloop."""
+    return Path(os.environ.get("RLLOOP_CACHE") or Path.home() / ".cache" / "rlloop") / "dashboard"
+
+
+class RolloutIndex:
+    """Of one run. Methods may be called from several threads, and several dashboards may share one file."""
+
+    def __init__(self, run: Path, cache: Path | None = None) -> None:
+        self.run = run
+        cache = cache or cache_folder()
+        cache.mkdir(parents=True, exist_ok=True)
+        name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:24]
+        self.file = cache / f"{name}-v{VERSION}.sqlite"
+        self._writing = threading.Lock()
+        self._worker: threading.Thread | None = None
+        self._stop = threading.Event()
+        with self._open() as database:
+            database.execute("PRAGMA journal_mode=WAL")
+            database.executescript(SCHEMA)
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        with closing(sqlite3.connect(self.file, timeout=30)) as database, database:
+            database.execute("PRAGMA synchronous=OFF")
+            yield database
+
+    # -------------------------------------------------------------------------------------------- keeping up
+
+    def pending(self) -> tuple[list[Path], list[int]]:
+        """(files to be read, newest step first; steps whose file is gone)"""
+        with self._open() as database:
+            known = {step: stamp for step, *stamp in database.execute("SELECT step, size, changed FROM files")}
+        stale, present = [], set()
+        for file in rollout_files(self.run):
+            stat = file.stat()
+            present.add(step_of(file))
+            if known.get(step_of(file)) != [stat.st_size, stat.st_mtime_ns]:
+                stale.append(file)
+        return stale[::-1], [step for step in known if step not in present]
+
+    def update(self) -> None:
+        """Read every file that is new or changed. Returns when done, or soon after `close`."""
+        stale, gone = self.pending()
+        with self._writing, self._open() as database:
+            for step in gone:
+                _forget(database, step)
+        for file in stale:
+            if self._stop.is_set():
+                return
+            self._read(file)
+
+    def keep_up(self) -> None:
+        """Update in the background, unless that is already going on."""
+        if self._worker is None or not self._worker.is_alive():
+            self._worker = threading.Thread(target=self.update, name=f"index {self.run.name}", daemon=True)
+            self._worker.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._worker is not None:
+            self._worker.join()
+
+    def _read(self, file: Path) -> None:
+        step = step_of(file)
+        with self._writing:
+            try:
+                stat = file.stat()
+            except FileNotFoundError:  # set aside by a resume since it was listed
+                return
+            try:
+                rows, problem = _index_rows(step, file), None
+            except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError) as error:
+                rows, problem = [], f"{file.name} is damaged: {error}"
+            with self._open() as database:
+                _forget(database, step)
+                marks = ",".join("?" * 17)
+                database.executemany(f"INSERT INTO rollouts VALUES ({marks})", rows)
+                entry = (step, stat.st_size, stat.st_mtime_ns, len(rows), problem)
+                database.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?)", entry)
+
+    # -------------------------------------------------------------------------------------------- asking
+
+    def progress(self) -> dict[str, Any]:
+        with self._open() as database:
+            files, rows = database.execute("SELECT count(*), total(rows) FROM files").fetchone()
+            problems = [text for (text,) in database.execute("SELECT problem FROM files WHERE problem NOT NULL")]
+        return {"files": files, "of": len(rollout_files(self.run)), "rollouts": int(rows), "problems": problems}
+
+    def page(
+        self,
+        *,
+        step: int | None = None,
+        order: str = "worst",
+        kind: str | None = None,
+        solved: bool | None = None,
+        group: int | None = None,
+        offset: int = 0,
+        limit: int = 100,
+    ) -> dict[str, Any]:
+        """Completions of one step or of the run. A step's file is read first where it is not in the index yet."""
+        if step is not None:
+            stale, _ = self.pending()
+            for file in stale:
+                if step_of(file) == step:
+                    self._read(file)
+        asked = {
+            "step": step,
+            "kind": None if kind is None else KINDS.index(kind),
+            "solved": None if solved is None else int(solved),
+            "grp": group,
+        }
+        given = {name: value for name, value in asked.items() if value is not None}
+        where = " WHERE " + " AND ".join(f"{name} = :{name}" for name in given) if given else ""
+        with self._open() as database:
+            if list(given) == ["step"] or not given:
+                total = database.execute(f"SELECT total(rows) FROM files{where}", given).fetchone()[0]
+            else:
+                total = database.execute(f"SELECT count(*) FROM rollouts{where}", given).fetchone()[0]
+            query = f"SELECT {', '.join(COLUMNS)} FROM rollouts{where} ORDER BY {ORDERS[order]}"
+            window = {**given, "limit": limit, "offset": offset}
+            found = database.execute(f"{query} LIMIT :limit OFFSET :offset", window).fetchall()
+        return {"total": int(total), "rows": [dict(zip(COLUMNS, row, strict=True)) for row in found]}
+
+    def row(self, step: int, line: int) -> dict[str, Any] | None:
+        """One completion's whole record; None where there is none. Raises what a damaged file raises."""
+        file = self.run / "rollouts" / f"step_{step:08d}.jsonl.zst"
+        if not file.exists():
+            return None
+        with _lines(file) as lines:
+            found = next((text for number, text in enumerate(lines) if number == line), None)
+        return None if found is None else msgspec.json.decode(found)
+
+
+def _forget(database: sqlite3.Connection, step: int) -> None:
+    database.execute("DELETE FROM rollouts WHERE step = ?", (step,))
+    database.execute("DELETE FROM files WHERE step = ?", (step,))
+
+
+@contextmanager
+def _lines(file: Path) -> Iterator[io.BufferedReader]:
+    with file.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as stream:
+        yield io.BufferedReader(stream)
+
+
+def _index_rows(step: int, file: Path) -> list[tuple[Any, ...]]:
+    with _lines(file) as lines:
+        rows = [_DECODER.decode(line) for line in lines]
+    scored = [row for row in rows if row.trainer_logprobs is not None]
+    for row in scored:
+        if len(row.logprobs) != len(row.trainer_logprobs or ()):
+            raise msgspec.ValidationError(f"{row.uid} has other counts of engine's and trainer's logprobs")
+    compared = iter(_differences(scored))
+    table = []
+    for line, row in enumerate(rows):
+        kind = next((index for index, name in enumerate(KINDS) if row.outcome.startswith(name)), 0)
+        if row.trainer_logprobs is not None:
+            different, diff, k3 = next(compared)
+        else:  # the trainer's stand in the record only where a bit differs, and only trained tokens are compared
+            different, diff, k3 = (0, 0.0, 0.0) if kind == 0 else (None, None, None)
+        table.append(
+            (
+                step, line, row.uid, row.group, row.policy_version, row.outcome, kind, row.reward, row.solved,
+                row.advantage, len(row.logprobs), row.finish_reason, different, diff, k3,
+                row.prompt[-SHOWN:], row.text[:SHOWN],
+            )
+        )  # fmt: skip
+    return table
+
+
+def _differences(rows: Sequence[_Row]) -> list[tuple[int, float, float]]:
+    """(tokens that differ in a bit, largest |d|, mean of exp(d) − 1 − d) of each row; infinite where not finite."""
+    if not rows:
+        return []
+    counts = np.array([len(row.logprobs) for row in rows])
+    mu = np.array(list(chain.from_iterable(row.logprobs for row in rows)), np.float32)
+    pi = np.array(list(chain.from_iterable(row.trainer_logprobs or () for row in rows)), np.float32)
+    d = pi.astype(np.float64) - mu
+    starts = np.cumsum(counts) - counts
+    with np.errstate(over="ignore", invalid="ignore"):
+        k3 = np.add.reduceat(np.expm1(d) - d, starts) / counts
+    different = np.add.reduceat((mu.view(np.int32) != pi.view(np.int32)).astype(np.int64), starts)
+    largest = np.maximum.reduceat(np.nan_to_num(np.abs(d), nan=np.inf), starts)
+    k3 = np.nan_to_num(k3, nan=np.inf)
+    return list(zip(different.tolist(), largest.tolist(), k3.tolist(), strict=True))

@@ -1,0 +1,330 @@
+"""Reading runs that may be growing, rewound or damaged. Nothing is ever written below a run's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import yaml
+
+from rlloop.parity.certificate import find_breaks
+from rlloop.records import flatten
+
+MARKS = ("metrics.jsonl", "parity.jsonl", "run.log", ".lock")  # beside a config.yaml, any of them makes it a run
+INSIDE = {"checkpoints", "rollouts", "orphaned", "wandb", "tensorboard", "__pycache__"}
+DEPTH = 5
+QUIET = 120.0  # seconds without a new record, or five steps' time, after which a run no longer counts as live
+TOTALLED = (
+    "parity/tokens", "parity/tokens_different", "parity/k3", "eval/solved", "reward/mean", "loss/tokens_discarded",
+    "time/step", "ledger/trained", "ledger/sampled",
+)  # fmt: skip
+CERTIFIED = ("step", "version", "tokens", "tokens_different", "engine", "trainer", "previous", "hash")
+
+
+def find_runs(root: Path) -> list[str]:
+    """Ids of the runs at or below `root`: their paths relative to it, sorted; "." for `root` itself."""
+    found = []
+    for folder, below, files in os.walk(root):
+        path = Path(folder).relative_to(root)
+        if "config.yaml" in files and any(mark in files for mark in MARKS):
+            found.append(path.as_posix())
+            below.clear()
+        elif len(path.parts) >= DEPTH:
+            below.clear()
+        below[:] = sorted(name for name in below if name not in INSIDE and not name.startswith("."))
+    return sorted(found)
+
+
+class Tail:
+    """The objects of a JSONL file, each read once. A line that cannot be one is a problem, not the end."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.generation = 0  # counts how often the file began anew: a resumed run cuts its records
+        self._reset()
+
+    def _reset(self) -> None:
+        self.problems: list[str] = []
+        self._at = self._line = 0
+        self._last = b""  # the end of what was read: where it no longer stands, the file is another one
+
+    def rewound(self) -> bool:
+        """Whether the file is not the one that was read so far; if so, reading begins anew."""
+        if self._at == 0:
+            return False
+        try:
+            with self.file.open("rb") as handle:
+                handle.seek(self._at - len(self._last))
+                same = handle.read(len(self._last)) == self._last
+        except FileNotFoundError:
+            same = False
+        if not same:
+            self.generation += 1
+            self._reset()
+        return not same
+
+    def new(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """(line, byte offset, object) of every whole line since the last call. A torn last line waits for its end."""
+        if not self.file.exists():
+            return
+        with self.file.open("rb") as handle:
+            handle.seek(self._at)
+            for line in handle:
+                if not line.endswith(b"\n"):
+                    return
+                offset, self._at, self._last = self._at, self._at + len(line), line[-200:]
+                self._line += 1
+                try:
+                    found = msgspec.json.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    self.complain(f"is damaged and left out: {error}")
+                    continue
+                if isinstance(found, dict) and isinstance(found.get("step"), int):
+                    yield self._line, offset, found
+                else:
+                    self.complain("is left out: it has no step")
+
+    def complain(self, what: str) -> None:
+        self.problems.append(f"{self.file.name}, line {self._line}, {what}")
+
+
+class Metrics:
+    """`metrics.jsonl` as columns: one float64 a row and metric. NaN: absent; infinity: recorded as not finite."""
+
+    def __init__(self, file: Path) -> None:
+        self.tail = Tail(file)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.columns: dict[str, array[float]] = {"step": array("d")}
+        self.histograms: set[str] = set()
+        self._offsets = array("Q")
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @property
+    def names(self) -> set[str]:
+        return self.columns.keys() - {"step"} | self.histograms
+
+    def refresh(self) -> None:
+        if self.tail.rewound():
+            self._clear()
+        steps = self.columns["step"]
+        for _, offset, record in self.tail.new():
+            if steps and record["step"] <= steps[-1]:
+                self.tail.complain(f"is left out: step {record['step']} stands after step {steps[-1]:.0f}")
+                continue
+            rows = len(self._offsets)
+            for name, value in record.items():
+                if isinstance(value, dict):
+                    self.histograms.add(name)
+                elif value is None or isinstance(value, int | float):
+                    column = self.columns.get(name)
+                    if column is None:
+                        column = self.columns[name] = array("d", b"")
+                    if len(column) < rows:
+                        column.extend([np.nan] * (rows - len(column)))
+                    column.append(np.inf if value is None else value)
+            self._offsets.append(offset)
+
+    def column(self, name: str, start: int = 0) -> np.ndarray:
+        """[rows − start] float64."""
+        values = np.full(len(self) - start, np.nan)
+        if name in self.columns:
+            have = np.asarray(self.columns[name][start:])
+            values[: len(have)] = have
+        return values
+
+    def record(self, step: int) -> dict[str, Any] | None:
+        """The whole record of a step, as it stands in the file."""
+        steps = self.columns["step"]
+        row = bisect_left(steps, step)
+        if row == len(steps) or steps[row] != step:
+            return None
+        with self.tail.file.open("rb") as handle:
+            handle.seek(self._offsets[row])
+            return msgspec.json.decode(handle.readline())
+
+
+class Run:
+    """One run's records. Methods may be called from several threads."""
+
+    def __init__(self, path: Path, id: str) -> None:
+        self.path, self.id = path, id
+        self._metrics = Metrics(path / "metrics.jsonl")
+        self._parity = Tail(path / "parity.jsonl")
+        self._certificate: list[dict[str, Any]] = []
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def metrics(self) -> Iterator[Metrics]:
+        """Up to date, and left alone by other threads while it is held."""
+        with self._lock:
+            self._metrics.refresh()
+            yield self._metrics
+
+    def certificate(self) -> list[dict[str, Any]]:
+        with self._lock:
+            if self._parity.rewound():
+                self._certificate = []
+            for _, _, line in self._parity.new():
+                if all(key in line for key in CERTIFIED):
+                    self._certificate.append(line)
+                else:
+                    self._parity.complain("is no line of a certificate")
+            return self._certificate
+
+    def breaks(self) -> list[str]:
+        """What is wrong with the certificate's chain."""
+        return find_breaks(self.certificate())
+
+    @property
+    def problems(self) -> list[str]:
+        return self._metrics.tail.problems + self._parity.problems
+
+    def config(self) -> dict[str, Any]:
+        """Flat: dotted key -> value. Raises `yaml.YAMLError` or `OSError` where it cannot be read."""
+        loaded = yaml.safe_load((self.path / "config.yaml").read_text(errors="replace"))
+        return flatten(loaded) if isinstance(loaded, Mapping) else {}
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """A JSON file of the run; None where there is none, or none that can be read."""
+        try:
+            found = json.loads((self.path / name).read_text())
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def signature(self) -> tuple[Any, ...]:
+        """Differs when anything was written."""
+        return tuple(_stamp(self.path / name) for name in ("metrics.jsonl", "parity.jsonl", "summary.json", "rollouts"))
+
+    def overview(self) -> dict[str, Any]:
+        """What a list of runs tells of this one. Reads the file's end only."""
+        record, problem = self.last_record()
+        step = int(record.get("step", 0))
+        try:
+            config = self.config()
+        except (OSError, yaml.YAMLError) as error:
+            config, problem = {}, f"config.yaml cannot be read: {' '.join(str(error).split())}"
+        summary = self.read_json("summary.json")
+        changed = max((stamp[1] for stamp in self.signature() if stamp), default=0) / 1e9
+        quiet_after = max(QUIET, 5 * float(record.get("time/step") or 0.0))
+        if summary is not None and summary.get("step", -1) >= step:
+            status = str(summary.get("status", "finished"))
+        elif (self.path / "parity_report.json").exists() and not _stamp(self.path / "summary.json"):
+            status = "parity broken"
+        else:
+            status = "live" if time.time() - changed < quiet_after else "stopped"
+        return {
+            "id": self.id,
+            "status": status,
+            "step": step,
+            "num_steps": config.get("trainer.num_steps"),
+            "changed": changed,
+            "mode": config.get("parity.mode"),
+            "problems": list(dict.fromkeys([*([problem] if problem else []), *self.problems])),
+        }
+
+    def totals(self) -> dict[str, Any]:
+        """Of all steps so far."""
+        with self.metrics() as metrics:
+            columns = {name: metrics.column(name) for name in (*TOTALLED, "step")}
+
+        def series(name: str) -> np.ndarray:
+            values = columns[name]
+            return values[np.isfinite(values)]
+
+        def course(name: str) -> dict[str, float] | None:
+            values = series(name)
+            return {"first": values[0], "last": values[-1], "best": values.max()} if len(values) else None
+
+        tokens, share = columns["parity/tokens"], columns["parity/tokens_different"]
+        both = np.isfinite(tokens) & np.isfinite(share)
+        k3 = series("parity/k3")
+        return {
+            "tokens": int(tokens[both].sum()),
+            "different": round(float((tokens * share)[both].sum())),
+            "k3_max": float(np.abs(k3).max()) if len(k3) else None,
+            "k3_mean": float(k3.mean()) if len(k3) else None,
+            "pass": course("eval/solved"),
+            "reward": course("reward/mean"),
+            "discarded": _mean(series("loss/tokens_discarded")),
+            "seconds": float(series("time/step").sum()),
+            "steps": int(columns["step"][-1]) if len(columns["step"]) else 0,
+            "trained": int(series("ledger/trained").sum()),
+            "sampled": int(series("ledger/sampled").sum()),
+        }
+
+    def log(self, lines: int = 200) -> list[str]:
+        file = self.path / "run.log"
+        return file.read_text(errors="replace").splitlines()[-lines:] if file.exists() else []
+
+    def last_record(self, span: int = 1 << 16) -> tuple[dict[str, Any], str | None]:
+        """The newest whole record, and what is wrong with the file's end."""
+        file = self.path / "metrics.jsonl"
+        if not file.exists():
+            return {}, None
+        problem = None
+        with file.open("rb") as handle:
+            size = handle.seek(0, os.SEEK_END)
+            handle.seek(max(0, size - span))
+            end = handle.read()
+        lines = end.rpartition(b"\n")[0].split(b"\n")
+        for index in range(len(lines) - 1, 0 if size > span else -1, -1):
+            try:
+                record = msgspec.json.decode(lines[index]) if lines[index] else None
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                problem = f"metrics.jsonl has a damaged line near its end: {error}"
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                return record, problem
+        return {}, problem
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """(size, time of change in ns)"""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+class Runs:
+    """All runs below a folder, found again when asked to."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._runs: dict[str, Run] = {}
+        self._lock = threading.Lock()
+
+    def find(self) -> list[Run]:
+        ids = find_runs(self.root)
+        with self._lock:
+            self._runs = {id: self._runs.get(id) or Run(self.root / id, id) for id in ids}
+            return list(self._runs.values())
+
+    def known(self) -> list[Run]:
+        with self._lock:
+            return list(self._runs.values())
+
+    def get(self, id: str) -> Run | None:
+        """Only what `find` found: an id is never taken as a path."""
+        with self._lock:
+            return self._runs.get(id)

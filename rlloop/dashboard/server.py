@@ -1,0 +1,275 @@
+"""The dashboard's server: pages, data, live events and Prometheus. Everything is a GET behind a token."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import yaml
+import zstandard
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from rlloop import __version__
+from rlloop.dashboard import panels
+from rlloop.dashboard.guard import Guard
+from rlloop.dashboard.live import Dashboard, to_json
+from rlloop.dashboard.rollouts import KINDS, ORDERS
+from rlloop.dashboard.runs import Run
+from rlloop.dashboard.tokens import explain, find_tokenizer, load_tokenizer
+
+STATIC = Path(__file__).parent / "static"
+
+
+def _run(dashboard: Dashboard, request: Request, key: str = "run") -> Run:
+    """The run that a query names; it may have appeared since the last look."""
+    id = request.query_params.get(key, "")
+    run = dashboard.runs.get(id)
+    if run is None:
+        dashboard.runs.find()
+        run = dashboard.runs.get(id)
+    if run is None:
+        raise HTTPException(404, f"there is no run {id!r} here")
+    return run
+
+
+def _reply(content: Any) -> Response:
+    return Response(to_json(content), media_type="application/json")
+
+
+def _number(request: Request, key: str, default: int | None = None) -> int:
+    text = request.query_params.get(key)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise HTTPException(400, f"{key} is {text!r}; it must be a whole number") from None
+
+
+def _choice(request: Request, key: str, allowed: Any) -> str | None:
+    text = request.query_params.get(key)
+    if text is not None and text not in allowed:
+        raise HTTPException(400, f"{key} is {text!r}; it must be one of {', '.join(allowed)}")
+    return text
+
+
+# ------------------------------------------------------------------------------------------------ pages and data
+
+
+def make_app(dashboard: Dashboard, token: str, port: int = 0) -> Starlette:
+    """`port` goes into the cookie's name, since a browser shares cookies between all ports of a host."""
+
+    def page(request: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    def runs(request: Request) -> Response:
+        found = [run.overview() for run in dashboard.runs.find()]
+        return _reply({"version": __version__, "root": str(dashboard.runs.root), "note": dashboard.note, "runs": found})
+
+    def layout(request: Request) -> Response:
+        names: set[str] = set()
+        for id in request.query_params.getlist("run"):
+            run = dashboard.runs.get(id)
+            if run is not None:
+                with run.metrics() as metrics:
+                    names |= metrics.names
+        return _reply(panels.present(names))
+
+    def totals(request: Request) -> Response:
+        run = _run(dashboard, request)
+        return _reply({**run.overview(), **run.totals()})
+
+    def series(request: Request) -> Response:
+        """float64 columns, little-endian, one after the other: step, then each `name`, from row `after` on."""
+        names = ["step", *request.query_params.getlist("name")]
+        with _run(dashboard, request).metrics() as metrics:
+            generation = metrics.tail.generation
+            same = request.query_params.get("generation") == str(generation)
+            start = min(_number(request, "after", 0), len(metrics)) if same else 0
+            columns = [metrics.column(name, start) for name in names]
+        headers = {"x-generation": str(generation), "x-start": str(start), "x-columns": str(len(names))}
+        body = np.concatenate(columns).astype("<f8").tobytes()
+        return Response(body, headers=headers, media_type="application/octet-stream")
+
+    def series_csv(request: Request) -> Response:
+        names = request.query_params.getlist("name")
+        file = io.StringIO()
+        writer = csv.writer(file)
+        writer.writerow(["run", "step", *names])
+        for id in request.query_params.getlist("run"):
+            run = dashboard.runs.get(id)
+            if run is None:
+                raise HTTPException(404, f"there is no run {id!r} here")
+            with run.metrics() as metrics:
+                columns = [metrics.column(name) for name in ("step", *names)]
+            for step, *values in zip(*columns, strict=True):
+                if not all(math.isnan(value) for value in values):
+                    texts = ["" if math.isnan(v) else "not finite" if math.isinf(v) else repr(float(v)) for v in values]
+                    writer.writerow([id, int(step), *texts])
+        return _attachment(file.getvalue(), "metrics.csv")
+
+    def record(request: Request) -> Response:
+        run, step = _run(dashboard, request), _number(request, "step")
+        with run.metrics() as metrics:
+            found, steps = metrics.record(step), metrics.column("step")
+        line = next((line for line in reversed(run.certificate()) if line["step"] == step), None)
+        bounds = {"first": steps[0], "last": steps[-1]} if len(steps) else None
+        return _reply({"record": found, "certificate": line, "bounds": bounds})
+
+    def certificate(request: Request) -> Response:
+        run = _run(dashboard, request)
+        lines, last = run.certificate(), _number(request, "last", 0)
+        return _reply(
+            {
+                "steps": len(lines),
+                "tokens": sum(line["tokens"] for line in lines),
+                "different": sum(line["tokens_different"] for line in lines),
+                "breaks": run.breaks(),
+                "rungs": _rungs(lines),
+                "lines": lines[-last:] if last else [],
+                "fingerprints": run.read_json("fingerprints.json") or {},
+                "report": run.read_json("parity_report.json"),
+                "problems": run.problems,
+            }
+        )
+
+    def config(request: Request) -> Response:
+        """Of one run, or of two (`other`) side by side: rows of key, values, and whether they differ."""
+        chosen = [_run(dashboard, request)]
+        if "other" in request.query_params:
+            chosen.append(_run(dashboard, request, "other"))
+        configs, problems = [], []
+        for run in chosen:
+            try:
+                configs.append(run.config())
+            except (OSError, yaml.YAMLError) as error:
+                configs.append({})
+                problems.append(f"{run.id}: config.yaml cannot be read: {error}")
+        keys = list(dict.fromkeys(key for each in configs for key in each))
+        rows = [
+            {
+                "key": key,
+                "values": [_plain(each[key]) if key in each else None for each in configs],
+                "differ": any(key not in each or each[key] != configs[0].get(key) for each in configs),
+            }
+            for key in keys
+        ]
+        return _reply({"runs": [run.id for run in chosen], "rows": rows, "problems": problems})
+
+    def rollouts(request: Request) -> Response:
+        run = _run(dashboard, request)
+        index = dashboard.index(run)
+        index.keep_up()
+        asked = request.query_params
+        order = _choice(request, "order", ORDERS) or "worst"
+        solved = _choice(request, "solved", ("yes", "no"))
+        found = index.page(
+            step=_number(request, "step") if "step" in asked else None,
+            order=order,
+            kind=_choice(request, "kind", KINDS),
+            solved=None if solved is None else solved == "yes",
+            group=_number(request, "group") if "group" in asked else None,
+            offset=max(0, _number(request, "offset", 0)),
+            limit=min(max(1, _number(request, "limit", 100)), 10_000),
+        )
+        if asked.get("format") == "csv":
+            file = io.StringIO()
+            writer = csv.DictWriter(file, list(found["rows"][0]) if found["rows"] else ["step"])
+            writer.writeheader()
+            writer.writerows(found["rows"])
+            return _attachment(file.getvalue(), "rollouts.csv")
+        return _reply({**found, "index": index.progress()})
+
+    def rollout(request: Request) -> Response:
+        run, step, line = _run(dashboard, request), _number(request, "step"), _number(request, "line")
+        try:
+            row = dashboard.index(run).row(step, line)
+        except (zstandard.ZstdError, msgspec.DecodeError) as error:
+            raise HTTPException(422, f"the rollouts of step {step} are damaged: {error}") from error
+        if row is None:
+            raise HTTPException(404, f"step {step} of {run.id} has no completion {line}")
+        try:
+            file = find_tokenizer(run.path, run.config())
+        except (OSError, yaml.YAMLError):
+            file = find_tokenizer(run.path, {})
+        return _reply(explain(row, None if file is None else load_tokenizer(file)))
+
+    def log(request: Request) -> Response:
+        return _reply({"lines": _run(dashboard, request).log()})
+
+    async def events(request: Request) -> Response:
+        return StreamingResponse(dashboard.events(), media_type="text/event-stream")
+
+    def prometheus(request: Request) -> Response:
+        return Response(_gauges(dashboard.runs.find()), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def failed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return Response(to_json({"error": error.detail}), error.status_code, media_type="application/json")
+
+    routes: list[tuple[str, Callable[[Request], Any]]] = [
+        ("/", page), ("/api/runs", runs), ("/api/panels", layout), ("/api/totals", totals), ("/api/series", series),
+        ("/api/series.csv", series_csv), ("/api/record", record), ("/api/certificate", certificate),
+        ("/api/config", config), ("/api/rollouts", rollouts), ("/api/rollout", rollout), ("/api/log", log),
+        ("/api/events", events), ("/metrics", prometheus),
+    ]  # fmt: skip
+    return Starlette(
+        routes=[*(Route(path, handler) for path, handler in routes), Mount("/static", StaticFiles(directory=STATIC))],
+        middleware=[Middleware(Guard, token=token, cookie=f"rlloop_{port}")],
+        exception_handlers={HTTPException: failed},
+    )
+
+
+def _attachment(text: str, name: str) -> Response:
+    return Response(text, media_type="text/csv", headers={"content-disposition": f'attachment; filename="{name}"'})
+
+
+def _plain(value: Any) -> str:
+    """A configuration's value as it would be written in an override."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _rungs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Where the run stood on the ladder: each change, with its step."""
+    changes: list[dict[str, Any]] = []
+    for line in lines:
+        rung = line.get("rung", "bitwise")
+        if not changes or changes[-1]["rung"] != rung:
+            changes.append({"step": line["step"], "rung": rung})
+    return changes
+
+
+def _gauges(runs: list[Run]) -> bytes:
+    """The newest numbers of every run in Prometheus' text format; names as those of the sink (rlloop.sinks)."""
+    from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+    registry = CollectorRegistry()
+    gauges: dict[str, Gauge] = {}
+
+    def put(run: Run, name: str, about: str, value: float) -> None:
+        if name not in gauges:
+            gauges[name] = Gauge(name, about, ["run"], registry=registry)
+        gauges[name].labels(run.id).set(value)
+
+    for run in runs:
+        overview, record = run.overview(), run.last_record()[0]
+        put(run, "rlloop_live", "1 while the run writes records", float(overview["status"] == "live"))
+        put(run, "rlloop_last_record_timestamp_seconds", "when the run last wrote", overview["changed"])
+        for name, value in record.items():
+            if isinstance(value, int | float) or value is None:
+                key = "rlloop_" + "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
+                put(run, key, f"rlloop metric {name}", math.nan if value is None else float(value))
+    return generate_latest(registry)

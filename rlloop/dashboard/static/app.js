@@ -1,0 +1,139 @@
+// Starts everything: the list of runs, the views by address, news from the server, the keyboard.
+
+import { $, ago, h, number } from "./dom.js";
+import { get, listen } from "./api.js";
+import { swatch, setRange } from "./chart.js";
+import { cardOf, leaveCharts, refreshCharts, showCharts, toggleTables } from "./charts.js";
+import { address, go, look, route, state } from "./state.js";
+import { keyOfRollouts, refreshRollouts, showRollouts, showStep } from "./rollouts.js";
+import { refreshCertificate, showCertificate, showConfig } from "./records.js";
+
+const VIEWS = { charts: showCharts, rollouts: showRollouts, step: showStep, certificate: showCertificate, config: showConfig };
+const REFRESH = { charts: refreshCharts, rollouts: refreshRollouts, step: refreshRollouts, certificate: refreshCertificate };
+let drawn = "";
+
+async function draw(force = false) {
+  const { view, query } = route();
+  const named = query.getAll("run").filter((run) => state.runs.has(run));
+  if (query.has("run")) state.chosen = named;
+  const now = JSON.stringify([location.hash, state.chosen]);
+  if (now === drawn && !force) return;
+  drawn = now;
+  listRuns();
+  for (const tab of document.querySelectorAll("#tabs a")) {
+    const current = tab.dataset.view === view || (view === "step" && tab.dataset.view === "rollouts");
+    tab.toggleAttribute("aria-current", current);
+    tab.href = address(tab.dataset.view);
+  }
+  if (view !== "charts") leaveCharts();
+  document.title = `rlloop · ${view === "step" ? `step ${query.get("step")}` : view}`;
+  try {
+    await (VIEWS[view] ?? showCharts)($("main"), query);
+  } catch (error) {
+    $("main").replaceChildren(h("div", { class: "empty" }, h("h2", {}, "This cannot be shown"), h("p", {}, error.message)));
+  }
+}
+
+const STATUS = { live: "live", finished: "finished", stopped: "stopped", "parity broken": "bad" };
+
+function listRuns() {
+  const wanted = $("filter").value.toLowerCase();
+  let folder = "";
+  $("runs").replaceChildren(...[...state.runs.values()].filter((run) => run.id.toLowerCase().includes(wanted)).flatMap((run) => {
+    const parent = run.id.includes("/") ? run.id.slice(0, run.id.lastIndexOf("/")) : "";
+    const heading = parent === folder ? [] : [h("li", { class: "folder" }, parent || "·")];
+    folder = parent;
+    const order = state.chosen.indexOf(run.id);
+    const { colour, dash } = look(Math.max(0, order));
+    const share = run.num_steps ? Math.min(100, (100 * run.step) / run.num_steps) : 0;
+    return [...heading, h("li", {}, h("label", { title: `${run.id}, last record ${ago(run.changed)}` },
+      h("input", { type: "checkbox", checked: order >= 0, value: run.id, onchange: () => choose(run.id) }),
+      order >= 0 ? swatch(colour, dash) : h("span"),
+      h("span", { class: "name" }, run.id === "." ? "this run" : run.id.slice(run.id.lastIndexOf("/") + 1)),
+      h("span", { class: "sub" }, h("i", { class: `dot ${run.problems.length ? "bad" : STATUS[run.status] ?? ""}` }),
+        `${run.problems.length ? "damaged, " : ""}${run.status}${run.status === "finished" ? `, ${number(run.step)} steps` : ` at ${number(run.step)}${run.num_steps ? ` of ${number(run.num_steps)}` : ""}`}`),
+      run.num_steps && run.status === "live" ? h("span", { class: "bar" }, h("i", { style: { width: `${share}%` } })) : null))];
+  }));
+}
+
+function choose(id) {
+  state.chosen = state.chosen.includes(id) ? state.chosen.filter((run) => run !== id) : [...state.chosen, id];
+  const { view, query } = route();
+  go(VIEWS[view] ? view : "charts", view === "step" ? { of: query.get("of"), step: query.get("step") } : {});
+  if (!state.chosen.length) draw(true);
+}
+
+function setRuns(overviews) {
+  state.runs = new Map(overviews.map((run) => [run.id, run]));
+  state.chosen = state.chosen.filter((run) => state.runs.has(run));
+}
+
+function announce({ runs, ids }) {
+  const before = [...state.runs.keys()].join("\n");
+  const all = new Map([...state.runs.values(), ...runs].map((run) => [run.id, run]));
+  state.runs = new Map(ids.filter((id) => all.has(id)).map((id) => [id, all.get(id)]));
+  const gone = state.chosen.filter((run) => !state.runs.has(run));
+  if (gone.length) state.chosen = state.chosen.filter((run) => state.runs.has(run));
+  listRuns();
+  if (!before && state.runs.size) { chooseFirst(); draw(true); return; }
+  if (gone.length) draw(true);
+  else if (runs.length) REFRESH[route().view]?.(runs.map((run) => run.id));
+}
+
+// At first: what runs now, or else the run that ran last.
+function chooseFirst() {
+  const all = [...state.runs.values()].sort((a, b) => b.changed - a.changed);
+  const live = all.filter((run) => run.status === "live");
+  state.chosen = (live.length ? live : all).slice(0, live.length ? 4 : 1).map((run) => run.id);
+}
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  localStorage.setItem("rlloop-theme", theme);
+  $("theme").textContent = theme === "dark" ? "Light" : "Dark";
+  listRuns();
+  draw(true);
+}
+const otherTheme = () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+
+function key(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const typing = event.target.matches("input[type=search], input[type=text], select, textarea");
+  if (typing) { if (event.key === "Escape") event.target.blur(); return; }
+  if (document.querySelector("dialog[open]")) return;
+  const view = route().view;
+  const views = { 1: "charts", 2: "rollouts", 3: "certificate", 4: "config" };
+  if (views[event.key]) go(views[event.key]);
+  else if (event.key === "/") document.querySelector("#find")?.focus();
+  else if (event.key === "d") otherTheme();
+  else if (event.key === "?") $("help").showModal();
+  else if (event.key === "r") setRange(null);
+  else if (event.key === "t" && view === "charts" && !cardOf(event.target)) toggleTables();
+  else if (event.key === "Escape" && view !== "charts") go("charts");
+  else if (!keyOfRollouts(event)) return;
+  event.preventDefault();
+}
+
+async function start() {
+  const { runs, note } = await get("runs");
+  setRuns(runs);
+  $("note").textContent = note;
+  $("theme").textContent = document.documentElement.dataset.theme === "dark" ? "Light" : "Dark";
+  $("theme").addEventListener("click", otherTheme);
+  $("help-button").addEventListener("click", () => $("help").showModal());
+  $("filter").addEventListener("input", listRuns);
+  addEventListener("keydown", key);
+  addEventListener("hashchange", () => draw());
+  chooseFirst();
+  await draw(true);
+  listen({
+    runs: (found) => announce({ runs: found, ids: found.map((run) => run.id) }),
+    changed: announce,
+    state: (connected) => {
+      $("connection").textContent = connected ? "" : "The dashboard's server does not answer; what is shown may be old.";
+      $("connection").classList.toggle("warn", !connected);
+    },
+  });
+}
+
+start().catch((error) => $("main").replaceChildren(h("div", { class: "empty" }, h("h2", {}, "The dashboard could not start"), h("p", {}, error.message))));

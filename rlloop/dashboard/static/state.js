@@ -1,0 +1,74 @@
+// What is shown: the chosen runs, the view, and how runs look. The address holds it, so a page can be kept or sent.
+
+import { load } from "./api.js";
+
+export const state = {
+  runs: new Map(), // id -> overview, in the server's order
+  chosen: [], // ids, in the order chosen: it decides their colour and dash
+  smooth: Number(localStorage.getItem("rlloop-smooth") ?? 0),
+  range: null, // [first, last] step of all charts; null: all
+  tables: false, // every chart as a table
+  search: "",
+};
+
+// Okabe and Ito's palette, told apart by the colour-blind; lighter twins on a dark page. Dashes tell the rest.
+const COLOURS = {
+  light: ["#0072b2", "#d55e00", "#008262", "#b4568d", "#b27f00", "#2f8fc4", "#4d4d4d"],
+  dark: ["#58b4ee", "#f08a4b", "#3cc79e", "#e39cc4", "#e9b949", "#9ad4f5", "#c9c9c9"],
+};
+const DASHES = [[], [8, 4], [2, 3], [9, 3, 2, 3]];
+
+export const theme = () => document.documentElement.dataset.theme;
+export const look = (index) => ({
+  colour: COLOURS[theme()][index % COLOURS.light.length],
+  dash: DASHES[index % DASHES.length],
+});
+export const lookOf = (run) => look(Math.max(0, state.chosen.indexOf(run)));
+
+// One metric: runs differ in colour and dash. One run: metrics do. Both: colour is the run's, dash the metric's.
+export function lookOfSeries(run, metric, metrics) {
+  if (metrics.length === 1) return lookOf(run);
+  if (state.chosen.length === 1) return look(metrics.indexOf(metric));
+  return { colour: lookOf(run).colour, dash: look(metrics.indexOf(metric)).dash };
+}
+
+export const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// The last part of its path, unless another chosen run ends alike.
+export function shortName(run) {
+  const last = run.slice(run.lastIndexOf("/") + 1);
+  if (run === ".") return "this run";
+  return state.chosen.some((other) => other !== run && other.endsWith(`/${last}`)) ? run : last;
+}
+
+export function route() {
+  const [path, query = ""] = location.hash.replace(/^#\//, "").split("?");
+  return { view: path || "charts", query: new URLSearchParams(query) };
+}
+
+export function address(view, parameters = {}) {
+  const query = new URLSearchParams();
+  for (const run of state.chosen) query.append("run", run);
+  for (const [name, value] of Object.entries(parameters)) if (value !== undefined && value !== null && value !== "") query.set(name, value);
+  return `#/${view}?${query}`;
+}
+
+export const go = (view, parameters) => { location.hash = address(view, parameters); };
+
+// [x, y] of a run's metric without the steps that do not have it. Infinity stays: it is to be seen.
+export function points(column, smooth = 0) {
+  const xs = [], ys = [], raw = [];
+  let mean = 0, weight = 0;
+  for (let row = 0; row < column.steps.length; row++) {
+    const value = column.values[row];
+    if (Number.isNaN(value)) continue;
+    xs.push(column.steps[row]);
+    raw.push(value);
+    if (!Number.isFinite(value)) { ys.push(null); continue; }
+    mean = smooth * mean + (1 - smooth) * value;
+    weight = smooth * weight + (1 - smooth);
+    ys.push(mean / weight);
+  }
+  return { xs, ys, raw };
+}
+
+export { load };
