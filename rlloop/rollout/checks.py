@@ -1,0 +1,35 @@
+"""What every engine refuses, and the seeds that it draws where a caller leaves them out."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from rlloop.errors import ConfigError
+from rlloop.types import SamplingParams
+
+
+def check_request(prompt_ids: list[int], sampling: SamplingParams, vocabulary: int, limit: int, room: int) -> None:
+    """Raises `ConfigError` for what no engine can continue: `limit` positions of the model, `room` cached tokens."""
+    if len(prompt_ids) == 0:
+        raise ConfigError("a prompt is empty; it must have at least one token")
+    for what, ids in (("prompt", prompt_ids), ("stop_token_ids", sampling.stop_token_ids)):
+        if ids and (min(ids) < 0 or max(ids) >= vocabulary):
+            wrong = next(id for id in ids if not 0 <= id < vocabulary)
+            raise ConfigError(f"token id {wrong} in {what} is not in the vocabulary; ids are 0 to {vocabulary - 1}")
+    total = len(prompt_ids) + sampling.max_tokens
+    if total > limit:
+        raise ConfigError(
+            f"a prompt of {len(prompt_ids)} tokens with max_tokens={sampling.max_tokens} takes {total} positions; "
+            f"the model has {limit}. Shorten the prompt or lower max_tokens"
+        )
+    if total - 1 > room:  # the last token is never read
+        raise ConfigError(
+            f"a prompt of {len(prompt_ids)} tokens with max_tokens={sampling.max_tokens} needs {total - 1} cached "
+            f"tokens; the cache holds {room}. Raise max_cache_tokens or lower max_tokens"
+        )
+
+
+def drawn_seed(seed: int, counter: int) -> int:
+    """The `counter`-th number, below 2**63, of the stream that an engine's own seed names."""
+    digest = blake2b(b"%d/%d" % (seed, counter), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

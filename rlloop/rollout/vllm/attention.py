@@ -1,0 +1,119 @@
+"""vLLM's pages, read by our attention with its fixed tiles.
+
+Each store of a layer (keys, values, or whatever `Model.cache_spec` names) is one paged tensor of vLLM's, so a slot is
+vLLM's slot and the stores need no other layout than [slots, ...].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec
+
+from rlloop.numerics.layout import AttentionLayout
+
+
+@dataclass(frozen=True)
+class StepMetadata:
+    """One step's tokens, as our model wants them."""
+
+    layout: AttentionLayout
+    slots: Tensor  # [T] int64: where each token's keys and values go
+
+
+class LayoutBuilder(AttentionMetadataBuilder[StepMetadata]):
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.block_size = kv_cache_spec.block_size
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> StepMetadata:
+        step = common_attn_metadata
+        query_start = step.query_start_loc.long()
+        lengths = step.seq_lens.long()
+        blocks = -(-int(lengths.max()) // self.block_size)
+        layout = AttentionLayout(
+            query_start=query_start,
+            context=lengths - query_start.diff(),
+            block_start=step.block_table_tensor[:, :blocks].long() * self.block_size,
+            block_size=self.block_size,
+            contiguous=False,
+        )
+        return StepMetadata(layout, step.slot_mapping[: step.num_actual_tokens].long())
+
+
+class FixedTileBackend(AttentionBackend):
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        raise NotImplementedError("our layers call rlloop.numerics themselves")
+
+    @staticmethod
+    def get_builder_cls() -> type[LayoutBuilder]:
+        return LayoutBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBNHC,)  # a token's heads together: slots in order, a layer at a time
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+
+class PagedStore(nn.Module, AttentionLayerBase):
+    """One store of one layer, as vLLM's cache manager sees it: a layer with `heads` x `width` numbers a token."""
+
+    kv_cache: Tensor
+
+    def __init__(self, heads: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads, self.width, self.dtype = heads, width, dtype
+        self.rows = torch.empty(0)
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return FixedTileBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=self.heads,
+            head_size=self.width,
+            head_size_v=0,
+            dtype=self.dtype,
+        )
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """[blocks, heads, block_size, width], of which the tokens are the slower dimension in memory."""
+        self.kv_cache = kv_cache
+        by_token = kv_cache.permute(0, 2, 1, 3)
+        assert by_token.is_contiguous(), f"a store in strides {kv_cache.stride()}"
+        self.rows = by_token.view(-1, self.heads, self.width)
+
+
+class PagedStores:
+    """The `Cache` of `Model.hidden`: writes this step's tensors into vLLM's pages."""
+
+    def __init__(self, stores: list[dict[str, PagedStore]], slots: Tensor) -> None:
+        self._stores, self._slots = stores, slots
+
+    def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:
+        stores = self._stores[layer]
+        for name, tensor in tensors.items():
+            rows = stores[name].rows
+            rows.view(len(rows), -1).index_copy_(0, self._slots, tensor.reshape(len(tensor), -1))
+        return tuple(stores[name].rows for name in tensors)

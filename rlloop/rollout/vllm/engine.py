@@ -1,0 +1,243 @@
+"""Tier 1: vLLM schedules, pages and shares prefixes; every number comes of the trainer's own model and operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+
+from rlloop.errors import ConfigError
+from rlloop.models.warp import stop_ids
+from rlloop.rollout.checks import check_request, drawn_seed
+from rlloop.rollout.vllm import plugin, versions
+from rlloop.types import Completion, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+    from rlloop.models import Model
+
+LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to it
+DEFAULT_CACHE_BYTES = 1 << 30
+
+
+class VllmEngine:
+    """Continues prompts with `model` inside vLLM, in this process: the parameters are shared, nothing is copied.
+
+    The arguments are those of `rlloop.Engine`, and as there, none of them decides a completion's bits. One caller at a
+    time. The model's parameters may change in place; call `set_version` after, and `close` when done.
+
+    Raises `ConfigError` where vLLM cannot be used here (`rlloop doctor` says why, too).
+    """
+
+    formats: ClassVar = {"config_format": plugin.FORMAT, "load_format": plugin.FORMAT}
+    raw_column = True  # whether the sampler sends logprobs at temperature 1 as well
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        page_size: int = 16,
+        max_batch_tokens: int = 8192,
+        max_cache_tokens: int | None = None,
+        prefix_caching: bool = True,
+        max_running: int = 512,
+        seed: int = 0,
+    ) -> None:
+        versions.require()
+        self.model = model
+        self.policy_version = 0
+        self._seed = seed
+        self._next_id = 0
+        self._requests: dict[str, SamplingParams] = {}
+        spec = model.cache_spec()
+        token_bytes = sum(prod(shape) for layer in spec for shape in layer.values()) * model.dtype.itemsize
+        if max_cache_tokens is None:
+            whole = max_running * -(-model.max_positions // page_size) * page_size
+            max_cache_tokens = max(model.max_positions, min(whole, DEFAULT_CACHE_BYTES // token_bytes))
+        self._room = max_cache_tokens
+        blocks = -(-max_cache_tokens // page_size) + 1  # vLLM keeps one to itself
+        self._llm = self._start(
+            dtype=str(model.dtype).removeprefix("torch."),
+            max_model_len=min(model.max_positions, max_cache_tokens + 1),
+            block_size=page_size,
+            kv_cache_memory_bytes=blocks * page_size * token_bytes,
+            max_num_seqs=max_running,
+            max_num_batched_tokens=max(max_batch_tokens, max_running),
+            enable_prefix_caching=prefix_caching,
+            enable_chunked_prefill=True,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # not the folder's own sampling defaults
+            disable_log_stats=True,
+        )
+
+    # ---------------------------------------------------------------------------------------------- whole batches
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams | list[SamplingParams],
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Completion]:
+        """As `rlloop.Engine.generate`; completions come in the order of the prompts."""
+        if self.has_work:
+            raise ConfigError("generate was called while requests are in flight; step() until has_work is False")
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or as many")
+        for prompt, params in zip(prompts, each, strict=True):
+            self._check(prompt, params)
+        done: dict[int, Completion] = {}
+        try:
+            ids = [self._add(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+            while self.has_work:
+                done.update(self.step())
+                if on_progress is not None:
+                    on_progress(len(done), sum(len(completion.token_ids) for completion in done.values()))
+        finally:
+            self.abort_all()  # nothing is left unless an exception or an interrupt passes through
+        return [done[id] for id in ids]
+
+    # ---------------------------------------------------------------------------------------------- step by step
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
+        """Queue one prompt; returns the id under which `step` will hand out its completion."""
+        self._check(prompt_ids, sampling)
+        return self._add(prompt_ids, sampling)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Compute one batch of tokens; returns the requests that it finished."""
+        if not self.has_work:
+            return []
+        return [self._completion(output) for output in self._llm.step() if output.finished]
+
+    def abort_all(self) -> list[tuple[int, Completion]]:
+        """End every request now; returns what each has."""
+        if not self.has_work:
+            return []
+        from vllm.v1.engine import FinishReason as Reason
+
+        states = list(self._llm.output_processor.request_states.values())
+        partial = [state.make_request_output([], None, Reason.ABORT, None, None, None) for state in states]
+        self._llm.abort_request(list(self._requests))
+        ended = [self._completion(output) for output in partial]
+        self._requests.clear()
+        return ended
+
+    # ---------------------------------------------------------------------------------------------- weights and facts
+
+    def set_version(self, version: int) -> None:
+        """The model's weights are now those of `version`: forget everything computed with others."""
+        if self.has_work:
+            raise ConfigError(
+                f"set_version({version}) came while {len(self._requests)} requests are in flight; a completion has one "
+                "version, so finish them or call abort_all() first"
+            )
+        self.policy_version = version
+        assert self._llm.reset_prefix_cache(), "vLLM kept its prefix cache, though no request is in flight"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that decides the bits: of that, vLLM is no part."""
+        return self.model.fingerprint()
+
+    def close(self) -> None:
+        """Gives the cache's memory back."""
+        self._llm.engine_core.shutdown()
+
+    # ---------------------------------------------------------------------------------------------- vLLM
+
+    def _start(self, **settings: Any) -> Any:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from rlloop.rollout.vllm.loading import lend
+
+        with tempfile.TemporaryDirectory() as folder, _process_left_alone():
+            (Path(folder) / "config.json").write_text(json.dumps(self.model.config.raw))
+            settings |= {**self.formats, "additional_config": lend(self.model)}
+            return LLMEngine.from_engine_args(EngineArgs(model=folder, **settings))
+
+    def _check(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
+        check_request(prompt_ids, sampling, len(self.model.head), self.model.max_positions, self._room)
+        if 0 < sampling.temperature < LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature is {sampling.temperature}; vLLM takes 0 (greedy) or at least {LEAST_TEMPERATURE}"
+            )
+
+    def _add(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
+        id = self._next_id
+        self._next_id += 1
+        if sampling.seed is None:
+            sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
+        self._requests[str(id)] = sampling
+        self._llm.add_request(str(id), {"prompt_token_ids": list(prompt_ids)}, self._params(sampling))
+        return id
+
+    def _params(self, sampling: SamplingParams) -> Any:
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import SamplingParams as VllmParams
+
+        from rlloop.rollout.vllm.sampler import RAW
+
+        return VllmParams(
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            ignore_eos=True,  # what ends it is all in the stop tokens
+            stop_token_ids=list(stop_ids(sampling, self.model.eos_token_ids)),
+            logprobs=int(self.raw_column),
+            flat_logprobs=True,
+            extra_args={RAW: True} if self.raw_column else None,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion(self, output: RequestOutput) -> tuple[int, Completion]:
+        sampling = self._requests.pop(output.request_id)
+        [made] = output.outputs
+        logprobs = np.array(made.logprobs.logprobs, np.float32).reshape(len(made.token_ids), 1 + self.raw_column)
+        raw = logprobs[:, -1].copy()
+        if not self.raw_column and (sampling.temperature not in (0, 1) or sampling.min_tokens):
+            raw[:] = np.nan  # vLLM gives one of the two, and of the two it is the other that counts
+        reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+        return int(output.request_id), Completion(
+            prompt_ids=list(output.prompt_token_ids or ()),
+            token_ids=list(made.token_ids),
+            logprobs=logprobs[:, 0].copy(),
+            raw_logprobs=raw,
+            policy_version=self.policy_version,
+            finish_reason=reasons.get(made.finish_reason, "abort"),
+            sampling=sampling,
+        )
+
+
+@contextmanager
+def _process_left_alone() -> Iterator[None]:
+    """vLLM seeds Python, numpy and torch, and sets the number of threads, as if the process were its own."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        torch.set_num_threads(threads)

@@ -1,0 +1,88 @@
+"""How vLLM finds our model: a configuration format and a loader, and models lent to engines of this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import nn
+from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.transformers_utils.config import get_config_parser
+from vllm.transformers_utils.config_parser_base import ConfigParserBase
+
+from rlloop.models import Model, load_model
+
+LENT_AS = "rlloop_model"  # the key of `additional_config` that names a lent model
+_LENT: WeakValueDictionary[str, Model] = WeakValueDictionary()
+
+
+def lend(model: Model) -> dict[str, str]:
+    """Makes `model` known to the engines of this process. Returns the `additional_config` that asks for it."""
+    name = str(id(model))
+    _LENT[name] = model
+    return {LENT_AS: name}
+
+
+def policy_of(config: VllmConfig) -> Model:
+    """The lent model, whose parameters stay shared; or, of a server, the folder's own."""
+    asked = config.additional_config if isinstance(config.additional_config, dict) else {}
+    if LENT_AS in asked:
+        return _LENT[asked[LENT_AS]]
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    return load_model(config.model_config.model, dtype=dtype, device=config.device_config.device or "cpu")
+
+
+class ConfigParser(ConfigParserBase):
+    """Format `rlloop`: a folder's config.json as Hugging Face's parser reads it, with our architecture."""
+
+    def parse(self, model: str | Path, *args: Any, **kwargs: Any) -> tuple[dict, Any]:
+        from rlloop.rollout.vllm.plugin import ARCHITECTURE
+
+        plain, config = get_config_parser("hf").parse(model, *args, **kwargs)
+        config.architectures = [ARCHITECTURE]
+        return {**plain, "architectures": [ARCHITECTURE]}, config
+
+
+class Loader(BaseModelLoader):
+    """Load format `rlloop`: the model arrives with its weights, since rlloop reads them (or they were lent)."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Folders are local."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """They are there."""
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        return initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix).eval()
+
+
+class StockLoader(BaseModelLoader):
+    """Load format `rlloop_stock`: vLLM's own model with the lent model's weights, which stay live parameters.
+
+    On the CPU vLLM would pack each matrix for oneDNN and let go of the original. A packed matrix cannot be written, and
+    packing anew is no way out: 0.32 remembers primitives by the address of the old one and goes on multiplying by it
+    (docs/vllm.md). So linears here take vLLM's fallback, torch's own product.
+    """
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Weights are lent."""
+
+    def load_weights(self, model: Any, model_config: ModelConfig) -> None:
+        config = get_current_vllm_config()
+        model.load_weights((name, weight.detach()) for name, weight in policy_of(config).named_parameters())
+        for module in model.modules():
+            if isinstance(module, LinearBase):
+                module._cpu_skip_gemm_dispatch = True
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        with set_current_vllm_config(vllm_config):
+            model = super().load_model(vllm_config, model_config, prefix)
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+                module.cpu_linear = nn.functional.linear
+        return model

@@ -1,0 +1,65 @@
+"""rlloop's model as vLLM sees one: the very `Model` of the trainer, with its caches in vLLM's pages."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+
+from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
+from rlloop.rollout.vllm.loading import policy_of
+
+
+class RlloopForCausalLM(nn.Module):
+    """Every number comes of `policy`; vLLM decides which tokens are computed when, and where their keys lie."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        parallel = vllm_config.parallel_config
+        if (ranks := parallel.world_size) > 1:
+            raise ValueError(f"rlloop's model runs on one rank inside vLLM, and {ranks} were asked for")
+        self.policy = policy_of(vllm_config)
+        known = vllm_config.compilation_config.static_forward_context
+        self.stores: list[dict[str, PagedStore]] = []
+        for layer, spec in enumerate(self.policy.cache_spec()):
+            stores = {}
+            for name, shape in spec.items():
+                store = PagedStore(prod(shape[:-1]), shape[-1], self.policy.dtype)
+                known[f"layers.{layer}.{name}"] = store
+                stores[name] = store
+            self.stores.append(stores)
+        self._any_store = next(iter(known))
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return nn.functional.embedding(input_ids.long(), self.policy.model.embed_tokens.weight)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
+        """Last hidden states. [T] -> [T, D]"""
+        steps = get_forward_context().attn_metadata
+        if steps is None:  # a trial run, to see how much memory is left
+            return self.embed_input_ids(input_ids)
+        assert isinstance(steps, dict)
+        step = steps[self._any_store]
+        assert isinstance(step, StepMetadata)
+        count = len(step.slots)
+        cache = PagedStores(self.stores, step.slots)
+        hidden = self.policy.hidden(input_ids[:count].long(), positions[:count].long(), step.layout, cache)
+        return hidden if count == len(input_ids) else nn.functional.pad(hidden, (0, 0, 0, len(input_ids) - count))
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """[N, D] -> [N, V] float32"""
+        return self.policy.ops.logits(hidden_states, self.policy.head)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        """In place, by Hugging Face name; every name must be a live parameter's."""
+        live = dict(self.policy.named_parameters())
+        loaded = set()
+        with torch.no_grad():
+            for name, tensor in weights:
+                live[name].copy_(tensor)
+                loaded.add(f"policy.{name}")
+        return loaded

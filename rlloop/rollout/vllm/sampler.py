@@ -1,0 +1,118 @@
+"""Our sampler in vLLM's place: a token and its logprob by the operations that the trainer scores with."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams as VllmParams
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor.interface import LogitsProcessor
+from vllm.v1.sample.sampler import Sampler
+
+from rlloop.models import Model
+from rlloop.models.warp import warp_for
+from rlloop.numerics.layout import LogitsWarp
+from rlloop.types import SamplingParams
+
+RAW = "rlloop_raw_logprobs"  # a request's `extra_args` key: a second column of logprobs, at temperature 1, untruncated
+
+
+class ExactSampler(Sampler):
+    """Takes a row's random number from its request's seed and its position, so nothing depends on the batch."""
+
+    def __init__(self, runner: Any, policy: Model) -> None:
+        super().__init__("processed_logprobs")
+        self.runner, self.ops, self.eos = runner, policy.ops, policy.eos_token_ids
+        self._known: dict[str, SamplingParams] = {}  # of the requests of the last step
+        self._last: tuple[list[SamplingParams], LogitsWarp] = ([], LogitsWarp())
+
+    def forward(self, logits: Tensor, sampling_metadata: Any, *unused: Any, **also_unused: Any) -> SamplerOutput:
+        """logits [N, V] float32, a row for each request of the batch, also for those whose prompt goes on."""
+        # Ours are numbered. On the CPU vLLM would wind its own back after a part of a prompt, which torch cannot.
+        self.runner.input_batch.generators.clear()
+        ids = self.runner.input_batch.req_ids[: len(logits)]
+        states = [self.runner.requests[id] for id in ids]
+        self._known = {
+            id: self._known.get(id) or ours(state.sampling_params, id) for id, state in zip(ids, states, strict=True)
+        }
+        sampling = list(self._known.values())
+        made = [len(state.output_token_ids) for state in states]
+        seeds = torch.tensor([params.seed for params in sampling], dtype=torch.int64)
+        positions = torch.tensor([state.num_tokens for state in states], dtype=torch.int64)
+        tokens, logprobs, raw = self.ops.sample(logits, self._warp(sampling, made), seeds, positions)
+        columns = sampling_metadata.max_num_logprobs
+        out = None
+        if columns is not None:
+            both = torch.stack([logprobs, raw], 1)[:, : 1 + columns]
+            # Ranks would cost a pass over the vocabulary, and nobody asked.
+            out = LogprobsTensors(tokens[:, None].expand_as(both).int().contiguous(), both.contiguous(), 0 * tokens)
+        return SamplerOutput(sampled_token_ids=tokens.int()[:, None], logprobs_tensors=out)
+
+    def _warp(self, sampling: list[SamplingParams], made: list[int]) -> LogitsWarp:
+        """The last step's where nothing changed."""
+        banning = any(done < params.min_tokens for done, params in zip(made, sampling, strict=True))
+        if banning or sampling != self._last[0]:
+            warp = warp_for(sampling, made, ())
+            self._last = ([] if banning else sampling, warp)
+        return self._last[1]
+
+
+def ours(params: VllmParams, request_id: str) -> SamplingParams:
+    """A request's parameters as rlloop's. A request without a seed gets one from its id."""
+    seed = params.seed
+    if seed is None:
+        seed = int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "little") >> 1
+    return SamplingParams(
+        max_tokens=params.max_tokens or 1 << 30,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        seed=seed,
+        ignore_eos=True,  # what ends it is all in the stop tokens
+        stop_token_ids=tuple(sorted(params.all_stop_token_ids)),
+    )
+
+
+class OnlyExact(LogitsProcessor):
+    """Changes no logits: it is vLLM's hook for refusing a request as it comes in, with an answer 400 of the server."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: VllmParams) -> None:
+        given = sampling_params
+        unknown = {
+            "presence_penalty": given.presence_penalty != 0,
+            "frequency_penalty": given.frequency_penalty != 0,
+            "repetition_penalty": given.repetition_penalty != 1,
+            "logit_bias": bool(given.logit_bias),
+            "allowed_token_ids": bool(given.allowed_token_ids),
+            "bad_words": bool(given.bad_words),
+            "structured_outputs": given.structured_outputs is not None,
+            "prompt_logprobs": given.prompt_logprobs is not None,
+        }
+        if named := [name for name, asked in unknown.items() if asked]:
+            raise ValueError(
+                f"{', '.join(named)}: the trainer's distribution knows nothing of it, so logprobs would not be its; "
+                "leave it out, or serve the stock model"
+            )
+        if (given.logprobs or 0) > (RAW in (given.extra_args or {})):
+            raise ValueError(
+                f"logprobs is {given.logprobs}; rlloop's model gives the sampled token's alone: logprobs=0"
+            )
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        """Keeps nothing."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        """Has no state."""

