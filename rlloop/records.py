@@ -33,6 +33,7 @@ import zstandard
 
 from rlloop.errors import RunError
 from rlloop.fleet_config import FleetConfig
+from rlloop.parity.replay import pack_experts
 from rlloop.types import Sample, SamplingParams
 
 # Keys that say where, how long and how often, but do not reach a weight or a record: a resumed run may change them.
@@ -249,6 +250,8 @@ def rollout_rows(
         )
         if made.turns is not None:
             rows[-1]["turns"] = made.turns
+        if made.routed_experts is not None:
+            rows[-1]["routed_experts"] = pack_experts(made.routed_experts)
     for name, arrays in (("raw_logprobs", raw), ("trainer_logprobs", scored)):
         differing = _differing(logprobs, arrays)
         for index, text in zip(differing, _floats([arrays[index] for index in differing]), strict=True):
