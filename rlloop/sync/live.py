@@ -1,7 +1,8 @@
 """Torch's side of the weight sync: parameters as bits, and live parameters as a replica's target.
 
 A live parameter may be a part of a larger tensor: engines fuse projections and stack experts, while versions name them
-one by one. `split` and `unstack` give the parts as views, so a write lands in the fused tensor itself.
+one by one. Targets take views into such tensors, so a write lands in the fused tensor itself: `named_weights` gives
+them for rlloop's own models, `split` and `unstack` help with others.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import SyncError
+from rlloop.models import Model
+from rlloop.models.fused import stored_state
+from rlloop.models.weights import HEAD
 from rlloop.sync.bits import UNSIGNED, Bits
 from rlloop.sync.replica import Layout
 
@@ -38,7 +42,7 @@ def bits_of(tensor: Tensor) -> Bits:
 def tensors_of(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Bits], dict[str, str]]:
     """What `Publisher.publish` takes: tensors by name, and the aliases of those that are tied.
 
-    Give all names, tied ones too: `model.named_parameters(remove_duplicate=False)`.
+    Give all names, tied ones too: `named_weights(model).items()`, or another framework's names and tensors.
     """
     tensors, aliases = untie(dict(named))
     return {name: bits_of(tensor) for name, tensor in tensors.items()}, aliases
@@ -54,6 +58,13 @@ def untie(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str
         if owner != name:
             aliases[name] = owner
     return {name: tensor for name, tensor in named.items() if name not in aliases}, aliases
+
+
+def named_weights(model: Model) -> dict[str, Tensor]:
+    """The parameters of rlloop's own model as checkpoints name them: experts one by one, as views into the tensor that
+    holds all of them; a tied head under its own name, too."""
+    named = stored_state({name: parameter.detach() for name, parameter in model.named_parameters()})
+    return {**named, HEAD: model.head.detach()}
 
 
 class LiveTarget:
