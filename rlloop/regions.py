@@ -28,7 +28,7 @@ from rlloop.records import Journal, RunFolder, write_whole
 from rlloop.rollout import Engine
 from rlloop.rollout.router import Canary, Router, RouterSettings, hardware_class
 from rlloop.rollout.wire import EngineState
-from rlloop.sync.live import tensors_of
+from rlloop.sync.live import named_weights, tensors_of
 from rlloop.sync.manifest import load_or_make_key
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import open_store
@@ -158,7 +158,7 @@ class RegionSync:
     def publish(self, version: int) -> dict[str, float]:
         if self.history is not None:
             self.history.remember(version)
-        tensors, aliases = tensors_of(self.model.named_parameters(remove_duplicate=False))
+        tensors, aliases = tensors_of(named_weights(self.model).items())
         published = self.publisher.publish(tensors, version, aliases=aliases)
         if self.publisher.anchor_due():
             self.publisher.anchor()

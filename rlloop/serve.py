@@ -105,7 +105,7 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.rollout.follower import ReplicaFollower
     from rlloop.rollout.server import EngineServer, tokenizer_of
     from rlloop.rollout.service import EngineService
-    from rlloop.sync.live import LiveTarget
+    from rlloop.sync.live import LiveTarget, named_weights
     from rlloop.sync.manifest import public_key
     from rlloop.sync.replica import Replica
 
@@ -122,8 +122,7 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     stack.callback(service.close)
     follower = None
     if store is not None:
-        named = model.named_parameters(remove_duplicate=False)
-        target = LiveTarget(named, engine.set_version, service.change_weights)
+        target = LiveTarget(named_weights(model).items(), engine.set_version, service.change_weights)
         replica = Replica(store, public_key(_text(given.public_key)), target)
         follower = ReplicaFollower(replica, service, interval=given.interval)
         stack.callback(follower.close)
