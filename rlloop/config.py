@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from rlloop.engine_config import EngineKind, check_engine
 from rlloop.errors import ConfigError
 from rlloop.fleet_config import FleetConfig, FleetKind
 from rlloop.numerics.profile import SETTINGS
@@ -102,6 +103,7 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    engine: EngineKind = EngineKind.embedded  # or vllm, vllm_stock: docs/vllm.md
     page_size: int = 16
     max_batch_tokens: int = 8192  # tokens of one engine step
     max_cache_tokens: int | None = None  # None: what fits the batch and the model's context
@@ -263,6 +265,7 @@ class RunConfig:
         )  # fmt: skip
         self._check_parity()
         self._check_fleet()
+        check_engine(self)
 
     @property
     def max_prompts(self) -> int:

@@ -7,23 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from rlloop.algorithms.kl import KLKind
 from rlloop.config import ParityMode, ProfileConfig, RolloutConfig, RunConfig
+from rlloop.engine_config import EngineKind
 from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
 from rlloop.numerics.probe import probe
 from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.parity.doctor import diagnose
 from rlloop.parity.monitor import Finding, TokenDifference
-from rlloop.rollout import Engine
+from rlloop.rollout import Engine, vllm
 from rlloop.trainer import Trainer
 from rlloop.trainer.trainer import UpdateResult
 from rlloop.types import Completion, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from rlloop.rollout.vllm.engine import VllmEngine
 
 Weights = dict[str, np.ndarray]  # bit patterns, by Hugging Face name
 _BITS = {4: torch.int32, 2: torch.int16, 8: torch.int64}
@@ -47,10 +51,15 @@ def load(config: RunConfig, source: str | Path) -> Model:
     return model
 
 
-def make_engine(model: Model, profile: ProfileConfig, rollout: RolloutConfig, drift: Drift | None = None) -> Engine:
+def make_engine(
+    model: Model, profile: ProfileConfig, rollout: RolloutConfig, drift: Drift | None = None
+) -> Engine | VllmEngine:
     """An engine over `model`'s own parameters, under `profile` and with the drift that it declares."""
+    sampled = model.with_profile(NumericsProfile(**vars(profile), drift=drift))
+    if rollout.engine is not EngineKind.embedded:
+        return vllm.build(sampled, rollout)
     return Engine(
-        model.with_profile(NumericsProfile(**vars(profile), drift=drift)),
+        sampled,
         page_size=rollout.page_size,
         max_batch_tokens=rollout.max_batch_tokens,
         max_cache_tokens=rollout.max_cache_tokens,
