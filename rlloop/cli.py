@@ -192,12 +192,16 @@ def _listed_recipes() -> str:
 def _verify(arguments: list[str]) -> int:
     parser = _parser("verify", "Check a run's records against each other. Exit code 1 where something does not hold.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument(
+        "--rescore", type=int, default=64, metavar="N",
+        help="completions to compute again under the checkpoints that sampled them, bit for bit; default 64, 0: none",
+    )  # fmt: skip
     given = parser.parse_args(arguments)
 
     from rlloop.verify import verify
 
     problems = 0
-    for check in verify(given.run):
+    for check in verify(given.run, given.rescore):
         print(f"{'ok ' if not check.problems else 'BAD'} {check.name}: {check.found}")
         for problem in check.problems:
             print(f"      {problem}")

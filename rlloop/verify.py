@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlloop.parity.certificate import bits_digest, find_breaks
-from rlloop.records import read_records, read_rollouts, require_run, rollout_files, step_of
+from rlloop.records import read_config, read_records, read_rollouts, require_run, rollout_files, step_of
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,11 @@ class Check:
     problems: list[str] = field(default_factory=list)
 
 
-def verify(run: Path) -> Iterator[Check]:
-    """Every check in turn. Raises `RunError` where `run` is no run's folder. Reads only; the run may be going on."""
+def verify(run: Path, rescored: int = 0) -> Iterator[Check]:
+    """Every check in turn; `rescored` completions are computed again (`rlloop.rescore`).
+
+    Raises `RunError` where `run` is no run's folder. Reads only; the run may be going on.
+    """
     require_run(run)
     metrics = {record["step"]: record for record in read_records(run / "metrics.jsonl")}
     certificate = {line["step"]: line for line in read_records(run / "parity.jsonl")}
@@ -30,7 +33,16 @@ def verify(run: Path) -> Iterator[Check]:
     yield _check_ledger(metrics)
     yield _check_certificate(list(certificate.values()), metrics)
     yield _check_rollouts(run, metrics, certificate)
+    yield _check_outcomes(run)
+    if (run / "orphaned").exists():
+        yield _check_orphaned(run)
+    if (run / "fleet.jsonl").exists():
+        yield _check_fleet(run)
     yield _check_checkpoints(run)
+    if rescored:
+        from rlloop.rescore import rescore
+
+        yield Check("re-scored", *rescore(run, rescored))
 
 
 def _check_steps(metrics: Mapping[int, Mapping[str, Any]]) -> Check:
@@ -87,6 +99,62 @@ def _check_rollouts(
         if line is not None:
             problems += _check_bits(file.name, trained, line)
     return Check("rollouts", f"{completions} completions of {len(files)} steps", problems)
+
+
+def _check_outcomes(run: Path) -> Check:
+    """The ledger, completion by completion: each ends once, and says why where it was not trained."""
+    problems, outcomes = [], Counter[str]()
+    settings = read_config(run) or {}
+    lag = settings.get("fleet", {}).get("max_version_lag", 0)
+    stale = lag + settings.get("rollout", {}).get("drift", {}).get("stale_steps", 0)
+    for file in rollout_files(run):
+        step = step_of(file)
+        for row in read_rollouts(file):
+            kind, _, why = row["outcome"].partition(": ")
+            outcomes[kind] += 1
+            if kind not in ("trained", "rejected", "dropped") or bool(why) != (kind != "trained"):
+                problems.append(f"{row['uid']} ended as {row['outcome']!r}")
+            if not row["uid"].startswith(f"{step}/"):
+                problems.append(f"{row['uid']} stands among the completions of step {step}")
+            age = step - 1 - row["policy_version"]
+            if kind == "trained" and not 0 <= age <= stale:
+                problems.append(f"{row['uid']} was trained with weights {age} steps old; the run allows {stale}")
+    return Check("outcomes", ", ".join(f"{count} {kind}" for kind, count in outcomes.items()) or "none", problems)
+
+
+def _check_orphaned(run: Path) -> Check:
+    """What a crash undid was sampled again: under the contract, the same bits, so that nothing was chosen by luck."""
+    problems, compared = [], 0
+    if (read_config(run) or {}).get("parity", {}).get("mode") != "require":
+        return Check("orphaned", "kept beside; the mode does not promise that they are repeated bit for bit", [])
+    kept = {step_of(file): file for file in rollout_files(run)}
+    for file in sorted((run / "orphaned").glob("*/rollouts/step_*.jsonl.zst")):
+        if step_of(file) not in kept:
+            continue  # the run has not come there again
+        now = {row["uid"]: row for row in read_rollouts(kept[step_of(file)])}
+        for row in read_rollouts(file):
+            again = now.get(row["uid"], {})
+            if row["engine"] != again.get("engine"):
+                continue  # not sampled again yet, or on another machine
+            compared += 1
+            if any(row[key] != again.get(key) for key in ("token_ids", "logprobs", "policy_version")):
+                problems.append(f"{row['uid']}, sampled again after a crash, is another completion")
+    return Check("orphaned", f"{compared} completions were sampled again, bit for bit", problems)
+
+
+def _check_fleet(run: Path) -> Check:
+    """The fleet's own history against the completions: each was made by an engine that served its version."""
+    events = list(read_records(run / "fleet.jsonl"))
+    served = {(event["engine"], event["version"]) for event in events if event["event"] == "serving"}
+    problems, made = [], 0
+    for file in rollout_files(run):
+        for row in read_rollouts(file):
+            made += 1
+            if (row.get("origin"), row["policy_version"]) not in served:
+                problems.append(f"{row['uid']} is of {row.get('origin')}, which never served {row['policy_version']}")
+    count = Counter(event["event"] for event in events)
+    found = ", ".join(f"{number} {event}" for event, number in sorted(count.items()))
+    return Check("fleet", f"{made} completions of {len({engine for engine, _ in served})} engines; {found}", problems)
 
 
 def _check_bits(name: str, trained: Sequence[Mapping[str, Any]], line: Mapping[str, Any]) -> list[str]:

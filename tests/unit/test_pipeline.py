@@ -1,0 +1,152 @@
+"""The bounded-lag loop over fakes: how old samples are, bits compared under the right weights, resuming."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from rlloop.config import AlgorithmConfig, Anchor, CheckpointConfig, EvalConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlloop.errors import ConfigError
+from rlloop.fleet_config import FleetConfig, FleetKind
+from rlloop.loop import Loop
+from rlloop.metrics import is_timing
+from rlloop.parity.certificate import Certificate
+from rlloop.parity.monitor import ParityMonitor
+from rlloop.pipeline import PipelinedLoop
+from rlloop.records import RunFolder, read_records, read_rollouts, rollout_files
+from rlloop.testing import FakeEngine, FakePolicy, FakeTrainer, fake_parts
+from rlloop.verify import verify
+
+
+def config(lag: int, **algorithm) -> RunConfig:
+    return RunConfig(
+        seed=5,
+        fleet=FleetConfig(FleetKind.regions, max_version_lag=lag),
+        algorithm=AlgorithmConfig(**{"loss": "grpo", "advantage": "group_norm", "anchor": Anchor.rollout, **algorithm}),
+        trainer=TrainerConfig(num_steps=8, num_minibatches=2),
+        rollout=RolloutConfig(num_prompts=4, group_size=3, max_tokens=6),
+        eval=EvalConfig(every=4, num_draws=8),
+        checkpoint=CheckpointConfig(every=3),
+    )
+
+
+class History:
+    """The policy's distribution at each version."""
+
+    def __init__(self, policy: FakePolicy) -> None:
+        self.policy, self.logits = policy, {}
+
+    def remember(self, version: int) -> None:
+        self.logits[version] = self.policy.logits.tolist()
+
+    def logprobs(self, samples):
+        found = []
+        for sample in samples:
+            past = FakePolicy(self.policy.vocabulary)
+            past.logits = np.array(self.logits[sample.completion.policy_version])
+            found.append(past.logprobs()[sample.completion.token_ids])
+        return found
+
+    def save(self, folder) -> None:
+        (folder / "history.json").write_text(json.dumps(self.logits))
+
+    def restore(self, folder) -> None:
+        self.logits = {int(key): value for key, value in json.loads((folder / "history.json").read_text()).items()}
+
+
+class Sync:
+    """Copies the policy to an engine of its own."""
+
+    def __init__(self, policy: FakePolicy, engine: FakeEngine, history: History) -> None:
+        self.policy, self.engine, self.history = policy, engine, history
+
+    def publish(self, version):
+        self.history.remember(version)
+        self.engine.policy.logits = self.policy.logits.copy()
+        self.engine.set_version(version)
+        return {}
+
+
+class Run:
+    def __init__(self, path, lag: int, kind: type[Loop] = PipelinedLoop) -> None:
+        self.config, self.folder = config(lag), RunFolder(path)
+        self.policy, engine = FakePolicy(), FakeEngine(FakePolicy())
+        history = History(self.policy)
+        parts = fake_parts(
+            self.folder.checkpoints,
+            policy=self.policy,
+            engine=engine,
+            trainer=FakeTrainer(self.policy),
+            sync=Sync(self.policy, engine, history),
+            history=history,
+        )
+        monitor = ParityMonitor(self.config.parity, Certificate(self.folder.parity), {}, {})
+        self.loop = kind(self.config, parts, self.folder, monitor)
+
+    def __call__(self, stop_after: int = 99) -> list:
+        steps = iter(range(1, stop_after + 1))
+        with self.folder:
+            self.loop.run(self.loop.restore(), lambda: next(steps) == stop_after)
+        metrics = [
+            {name: value for name, value in record.items() if not is_timing(name)}
+            for record in read_records(self.folder.metrics.path)
+        ]
+        rollouts = [read_rollouts(file) for file in rollout_files(self.folder.path)]
+        return [metrics, rollouts, list(read_records(self.folder.parity.path)), self.policy.logits.tolist()]
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_samples_are_as_old_as_asked_for_and_compared_under_the_weights_that_made_them(tmp_path, lag):
+    run = Run(tmp_path, lag)
+    metrics, rollouts, certificate, _ = run()
+    versions = [{row["policy_version"] for row in rows} for rows in rollouts]
+    assert versions == [{max(0, step - 1 - lag)} for step in range(1, 9)]
+    assert [line["version"] for line in certificate] == [max(0, step - 1 - lag) for step in range(1, 9)]
+    for step, record in enumerate(metrics[1:], start=1):
+        assert record["rollout/version_lag"] == min(step - 1, lag)
+        assert record["parity/tokens_different"] == record["parity/k3"] == 0
+        assert record["ledger/sampled"] == record["ledger/trained"] == 12
+    assert metrics[-1]["eval/reward"] > metrics[0]["eval/reward"]
+    assert len({row["uid"] for rows in rollouts for row in rows}) == 8 * 12
+    (tmp_path / "config.yaml").touch()
+    assert [check.problems for check in verify(tmp_path) if check.name != "checkpoints"] == [[]] * 4
+
+
+def test_without_lag_it_is_the_strict_loop(tmp_path):
+    assert Run(tmp_path / "a", 0)() == Run(tmp_path / "b", 0, Loop)()
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_what_was_under_way_is_in_the_checkpoint(tmp_path, stop):
+    whole = Run(tmp_path / "whole", 2)()
+    Run(tmp_path / "parts", 2)(stop_after=stop)
+    assert Run(tmp_path / "parts", 2)() == whole
+
+
+def test_a_sample_that_is_too_old_is_rejected_with_the_reason(tmp_path):
+    run = Run(tmp_path, 1)
+    take = run.loop._ahead.take  # pyright: ignore[reportAttributeAccessIssue]
+
+    def older(step):
+        first, *rest = take(step)
+        stale = dataclasses.replace(first.completion, policy_version=first.completion.policy_version - 1)
+        return [dataclasses.replace(first, completion=stale), *rest]
+
+    run.loop._ahead.take = older  # pyright: ignore[reportAttributeAccessIssue]
+    _, rollouts, _, _ = run()
+    outcomes = {row["uid"]: row["outcome"] for rows in rollouts for row in rows}
+    assert outcomes["6/0/0"] == "rejected: its weights are 2 steps old, and fleet.max_version_lag is 1"
+    assert sorted(outcomes.values()).count("trained") == 8 * 11 + 1  # in step 1 it is no older than the bound
+
+
+def test_a_lag_that_nothing_corrects_is_refused():
+    with pytest.raises(ConfigError, match=r"anchor=rollout, or a correction"):
+        config(1, anchor=Anchor.trainer)
+    config(1, anchor=Anchor.trainer, correction={"tis": {}})
+    with pytest.raises(ConfigError, match="set fleet=regions"):
+        FleetConfig(max_version_lag=1)
+    with pytest.raises(ConfigError, match=r"fleet.engines.eu is \['host:1'\]; it must be a list of http"):
+        FleetConfig(FleetKind.regions, engines={"eu": ["host:1"]})
