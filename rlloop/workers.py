@@ -56,15 +56,15 @@ def make_engine(
 ) -> Engine | VllmEngine:
     """An engine over `model`'s own parameters, under `profile` and with the drift that it declares."""
     sampled = model.with_profile(NumericsProfile(**vars(profile), drift=drift))
+    settings = {
+        "page_size": rollout.page_size,
+        "max_batch_tokens": rollout.max_batch_tokens,
+        "max_cache_tokens": rollout.max_cache_tokens,
+        "prefix_caching": rollout.prefix_caching,
+    }
     if rollout.engine is not EngineKind.embedded:
-        return vllm.build(sampled, rollout)
-    return Engine(
-        sampled,
-        page_size=rollout.page_size,
-        max_batch_tokens=rollout.max_batch_tokens,
-        max_cache_tokens=rollout.max_cache_tokens,
-        prefix_caching=rollout.prefix_caching,
-    )
+        return vllm.build(rollout.engine, sampled, **settings)
+    return Engine(sampled, **settings)
 
 
 def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:

@@ -18,6 +18,7 @@ import torch
 from rlloop.errors import ConfigError
 from rlloop.models.warp import stop_ids
 from rlloop.rollout.checks import check_request, drawn_seed
+from rlloop.rollout.scheduler import EngineStats
 from rlloop.rollout.vllm import plugin, versions
 from rlloop.types import Completion, FinishReason, SamplingParams
 
@@ -59,6 +60,7 @@ class VllmEngine:
         self._seed = seed
         self._next_id = 0
         self._requests: dict[str, SamplingParams] = {}
+        self._stats = EngineStats()
         spec = model.cache_spec()
         token_bytes = sum(prod(shape) for layer in spec for shape in layer.values()) * model.dtype.itemsize
         if max_cache_tokens is None:
@@ -123,20 +125,25 @@ class VllmEngine:
         """Compute one batch of tokens; returns the requests that it finished."""
         if not self.has_work:
             return []
+        self._stats.steps += 1
         return [self._completion(output) for output in self._llm.step() if output.finished]
+
+    def abort(self, request_id: int) -> Completion | None:
+        """End one request now; returns what it has, or None if it is not in flight."""
+        ended = self._abort([str(request_id)] if str(request_id) in self._requests else [])
+        return ended[0][1] if ended else None
 
     def abort_all(self) -> list[tuple[int, Completion]]:
         """End every request now; returns what each has."""
-        if not self.has_work:
-            return []
+        return self._abort(list(self._requests))
+
+    def _abort(self, ids: list[str]) -> list[tuple[int, Completion]]:
         from vllm.v1.engine import FinishReason as Reason
 
-        states = list(self._llm.output_processor.request_states.values())
+        states = [state for state in self._llm.output_processor.request_states.values() if state.external_req_id in ids]
         partial = [state.make_request_output([], None, Reason.ABORT, None, None, None) for state in states]
-        self._llm.abort_request(list(self._requests))
-        ended = [self._completion(output) for output in partial]
-        self._requests.clear()
-        return ended
+        self._llm.abort_request(ids)
+        return [self._completion(output) for output in partial]
 
     # ---------------------------------------------------------------------------------------------- weights and facts
 
@@ -149,6 +156,10 @@ class VllmEngine:
             )
         self.policy_version = version
         assert self._llm.reset_prefix_cache(), "vLLM kept its prefix cache, though no request is in flight"
+
+    def stats(self) -> EngineStats:
+        """Counts since the engine was made, of what it finished; vLLM does not tell how often it preempted."""
+        return dataclasses.replace(self._stats)
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides the bits: of that, vLLM is no part."""
@@ -217,9 +228,10 @@ class VllmEngine:
         raw = logprobs[:, -1].copy()
         if not self.raw_column and (sampling.temperature not in (0, 1) or sampling.min_tokens):
             raw[:] = np.nan  # vLLM gives one of the two, and of the two it is the other that counts
+        self._count(len(output.prompt_token_ids), len(made.token_ids), output.num_cached_tokens or 0)
         reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
         return int(output.request_id), Completion(
-            prompt_ids=list(output.prompt_token_ids or ()),
+            prompt_ids=list(output.prompt_token_ids),
             token_ids=list(made.token_ids),
             logprobs=logprobs[:, 0].copy(),
             raw_logprobs=raw,
@@ -227,6 +239,14 @@ class VllmEngine:
             finish_reason=reasons.get(made.finish_reason, "abort"),
             sampling=sampling,
         )
+
+    def _count(self, prompt: int, made: int, cached: int) -> None:
+        stats = self._stats
+        stats.requests += 1
+        stats.prompt_tokens += prompt
+        stats.made_tokens += made
+        stats.cached_tokens += cached
+        stats.computed_tokens += prompt + made - 1 - cached
 
 
 @contextmanager

