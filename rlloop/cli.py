@@ -28,6 +28,7 @@ commands:
   dashboard look at runs in a browser, live or finished
   delta     what a weight sync from one checkpoint to another weighs
   serve     engine, relay or trainer: the servers of a fleet
+  parity    how far two engines, or engine and trainer, are apart, and what brings it
   doctor    what this machine can do, and what is missing for the rest
 """
 
@@ -266,6 +267,12 @@ def _serve(arguments: list[str]) -> int:
     return command(arguments)
 
 
+def _parity(arguments: list[str]) -> int:
+    from rlloop.parity.command import main as parity
+
+    return parity(arguments)
+
+
 def _dashboard(arguments: list[str]) -> int:
     from rlloop.dashboard.command import main as dashboard
 
@@ -280,6 +287,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "delta": _delta,
     "doctor": _doctor,
     "serve": _serve,
+    "parity": _parity,
 }
 
 

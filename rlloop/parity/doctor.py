@@ -23,7 +23,18 @@ from rlloop.parity.monitor import Finding, TokenDifference
 from rlloop.types import Sample
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # views that compare bits, by item size
-KNOBS = {"silu_mul": "activation", "logits": "token_logprob", "residual sum": "rms_norm"}  # of the others: their name
+KNOBS = {  # of operations that do not have their knob's name
+    "silu_mul": "activation",
+    "logits": "token_logprob",
+    "residual sum": "rms_norm",
+    "head_linear": "linear",
+    "router_logits": "router",
+    "route": "router",
+    "expert choice": "router",
+    "sparse_attention": "attention",
+    "select": "indexer",
+    "layer_norm": "indexer",
+}
 
 
 @dataclass
@@ -39,7 +50,7 @@ class Trace:
     """Stands in for a model's `Ops` and keeps what each call of one forward returned."""
 
     def __init__(self, model: Model) -> None:
-        self._ops = model.ops
+        self._ops, self.profile = model.ops, model.profile
         self._names = {id(weight): name.removesuffix(".weight") for name, weight in model.named_parameters()}
         self._layer = ""
         self.calls: list[Call] = []
@@ -47,13 +58,15 @@ class Trace:
     def __getattr__(self, op: str) -> Callable[..., Any]:
         function = getattr(self._ops, op)
 
-        def call(*args: Any) -> Any:
-            result = function(*args)
+        def call(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
             weighted = next((self._names[id(arg)] for arg in args if id(arg) in self._names), None)
             where = weighted or self._layer
             self._layer = re.sub(r"(\.\d+)\..*", r"\1", where)  # model.layers.3.mlp.up_proj -> model.layers.3
             if op == "rms_norm":
                 self.calls += [Call(where, "residual sum", result[1]), Call(where, op, result[0])]
+            elif op == "route":
+                self.calls += [Call(where, "expert choice", result[1]), Call(where, op, result[0])]
             else:
                 self.calls.append(Call(where, op, result))
             return result
@@ -74,7 +87,7 @@ class FlatCache:
     def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:
         for name, rows in tensors.items():
             self._stores[layer][name][self.start : self.start + len(rows)] = rows
-        return tuple(self._stores[layer].values())
+        return tuple(self._stores[layer][name] for name in tensors)
 
 
 @torch.no_grad()
@@ -82,15 +95,15 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     """The first operation that differs on the way to `token` of `sample`, rerun alone."""
     made = sample.completion
     ids = torch.tensor((made.prompt_ids + made.token_ids)[: token.position], device=trainer.head.device)
-    theirs, their_hidden = _trace_whole(trainer, ids)
+    theirs, their_hidden = trace_whole(trainer, ids)
     ours, our_hidden = _trace_decode(engine, ids, len(made.prompt_ids))
     for mine, other in zip(ours, theirs, strict=True):
-        if (found := _first_row(mine.rows, other.rows)) is not None:
+        if (found := first_row(mine.rows, other.rows)) is not None:
             return _finding(mine.where, mine.op, found, mine.rows, other.rows, len(made.prompt_ids))
     our_logits, their_logits = (
         model.ops.logits(hidden[-1:], model.head) for model, hidden in ((engine, our_hidden), (trainer, their_hidden))
     )
-    if _first_row(our_logits, their_logits) is not None:
+    if first_row(our_logits, their_logits) is not None:
         return _finding("lm_head", "logits", token.position, our_logits, their_logits, len(made.prompt_ids))
     place = token.position - len(made.prompt_ids)
     turn = max(start for start, _ in made.turns or ((0, 0),) if start <= place)
@@ -99,7 +112,7 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     target = torch.tensor([token.token_id], device=ids.device)
     _, sampled, _ = engine.ops.sample(our_logits, warp, seed, position)
     scored, _ = trainer.ops.token_logprob(their_hidden[-1:], trainer.head, target, warp)
-    if _first_row(sampled, scored) is not None:
+    if first_row(sampled, scored) is not None:
         return _finding("lm_head", "token_logprob", token.position, sampled, scored, len(made.prompt_ids))
     return Finding(
         "This sequence alone, rerun the engine's way and the trainer's, shows no operation that differs: the "
@@ -108,7 +121,7 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     )
 
 
-def _trace_whole(model: Model, ids: Tensor) -> tuple[list[Call], Tensor]:
+def trace_whole(model: Model, ids: Tensor) -> tuple[list[Call], Tensor]:
     trace = Trace(model)
     positions = torch.arange(len(ids), device=ids.device)
     hidden = _under(model, trace).hidden(ids, positions, AttentionLayout.of_sequences([len(ids)], ids.device))
@@ -143,7 +156,7 @@ def _under(model: Model, trace: Trace) -> Model:
     return view
 
 
-def _first_row(mine: Tensor, other: Tensor) -> int | None:
+def first_row(mine: Tensor, other: Tensor) -> int | None:
     """The first row whose bits differ."""
     integers = INTEGERS[mine.element_size()]
     different = mine.contiguous().view(integers) != other.contiguous().view(integers)
