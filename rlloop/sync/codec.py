@@ -65,8 +65,7 @@ def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coder: 
         return Encoded("full", _framed(_mapped(pool, _encode_planes, _chunks(fresh))), fresh.size)
     assert (old.dtype, old.shape) == (new.dtype, new.shape), "a delta is between tensors of one type and shape"
     known = old.array.reshape(-1)
-    changed = int(np.count_nonzero(fresh != known))
-    if changed == 0:
+    if np.array_equal(fresh, known):
         return Encoded("unchanged", b"", 0)
     kind: CodecName
     ordering = ORDERINGS.get(new.dtype)
@@ -74,7 +73,9 @@ def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coder: 
         kind, work = "steps", partial(_encode_steps, ordering=ordering, coder=coder or fast())
     else:
         kind, work = "planes", partial(_encode_differences, floating=new.dtype.startswith("F"))
-    delta = _framed(_mapped(pool, work, _chunks(known), _chunks(fresh)))
+    made = list(_mapped(pool, work, _chunks(known), _chunks(fresh)))
+    changed = sum(count for count, _ in made)
+    delta = _framed(part for _, part in made)
     if len(delta) > new.nbytes // 3:
         full = _framed(_mapped(pool, _encode_planes, _chunks(fresh)))
         if len(full) <= len(delta):
@@ -128,14 +129,17 @@ def max_encoded(dtype: str, shape: tuple[int, ...]) -> int:
 # ---------------------------------------------------------------------------------------------------- steps
 
 
-def _encode_steps(old: np.ndarray, new: np.ndarray, *, ordering: Ordering, coder: StepCoder) -> bytes:
-    """Header: number of changes; first class, classes less one; lengths of the overflows; a class's changes and k each.
-    Then a zstd frame, in which each class's symbols have a block, so that each has its own statistics; then the low
-    bits. All numbers are LEB128."""
+def _encode_steps(old: np.ndarray, new: np.ndarray, *, ordering: Ordering, coder: StepCoder) -> tuple[int, bytes]:
+    """Number of changes, and the chunk.
+
+    Header: number of changes; first class, classes less one; lengths of the overflows; a class's changes and k each;
+    length of what follows. Then a zstd frame, in which each class's symbols have a block, so that each has its own
+    statistics; then the low bits. All numbers are LEB128.
+    """
     changes = coder.find_changes(old, new, ordering)
     present = np.flatnonzero(changes.counts)
     if not len(present):
-        return b"\0"
+        return 0, b"\0"
     first, last = int(present[0]), int(present[-1])
     overflows = (changes.far, changes.farther, changes.large, changes.larger)
     numbers = [len(changes.symbols), first, last - first, *map(len, overflows)]
@@ -151,13 +155,15 @@ def _encode_steps(old: np.ndarray, new: np.ndarray, *, ordering: Ordering, coder
     parts += [frame.compress(part.tobytes()) for part in overflows]
     parts.append(frame.flush())
     body = b"".join(parts)
-    return _numbers([*numbers, len(body)]) + body + changes.remainders.tobytes()
+    return len(changes.symbols), _numbers([*numbers, len(body)]) + body + changes.remainders.tobytes()
 
 
 def _decode_steps(content: memoryview, old: np.ndarray, *, ordering: Ordering, coder: StepCoder) -> np.ndarray:
     reader = _Numbers(content)
     n = reader.next(len(old))
     if n == 0:
+        if reader.rest():
+            raise CodecError("bytes follow a chunk without changes")
         return old.copy()
     first = reader.next(ordering.classes - 1)
     last = first + reader.next(ordering.classes - 1 - first)
@@ -203,12 +209,13 @@ def _decode_planes(content: memoryview, count: int, *, kind: np.dtype[Any]) -> n
     return planes.reshape(-1).view(kind)
 
 
-def _encode_differences(old: np.ndarray, new: np.ndarray, *, floating: bool) -> bytes:
+def _encode_differences(old: np.ndarray, new: np.ndarray, *, floating: bool) -> tuple[int, bytes]:
+    """Number of changes, and the chunk."""
     width = 8 * old.itemsize
     one, rest = old.dtype.type(1), old.dtype.type(width - 1)
     step = _monotone(new, floating) - _monotone(old, floating)  # modulo 2^width
     zigzag = (step << one) ^ (old.dtype.type(0) - (step >> rest))
-    return _encode_planes(zigzag)
+    return int(np.count_nonzero(step)), _encode_planes(zigzag)
 
 
 def _decode_differences(content: memoryview, old: np.ndarray, *, floating: bool) -> np.ndarray:

@@ -20,24 +20,25 @@ def _order(pattern, sign, floating):
 @kernel
 def _scan(old, new, shift, sign, floating, classes, gaps, steps, counts, spans):
     """Every change in the order of its place: class, gap within the class, step."""
-    since = np.zeros(256, np.uint32)
+    since = np.zeros(512, np.uint32)  # two of each class, in turn: an increment need not wait for the one before
     found = 0
     mask = np.uint32(sign - 1)
     for i in range(len(old)):
         before = np.uint32(old[i])
-        which = np.uint8((before & mask) >> shift)
+        which = (before & mask) >> shift
         if old[i] == new[i]:
-            since[which] += np.uint32(1)
+            since[which | np.uint32((i & 1) << 8)] += np.uint32(1)
         else:
             step = _order(np.int64(new[i]), sign, floating) - _order(np.int64(before), sign, floating)
+            gap = since[which] + since[which | np.uint32(256)]
             classes[found] = which
-            gaps[found] = since[which]
+            gaps[found] = gap
             steps[found] = 2 * step - 2 if step > 0 else -2 * step - 1
             counts[which] += 1
-            spans[which] += np.int64(since[which]) + 1
+            spans[which] += np.int64(gap) + 1
             since[which] = 0
+            since[which | np.uint32(256)] = 0
             found += 1
-    return found
 
 
 @kernel
