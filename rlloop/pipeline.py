@@ -81,6 +81,10 @@ class PipelinedLoop(Loop):
         why = f"its weights are {age} steps old, and fleet.max_version_lag is {self._ahead.lag}"
         return dataclasses.replace(sample, broken=why)
 
+    def save(self, step: int) -> None:
+        self._ahead.wait()  # what has begun counts as taken from the task
+        super().save(step)
+
     def _sync(self, version: int) -> dict[str, Any]:
         self._ahead.wait()  # an engine serves one version: all that was asked of the last one comes first
         return super()._sync(version)

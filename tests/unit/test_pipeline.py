@@ -111,8 +111,11 @@ def test_samples_are_as_old_as_asked_for_and_compared_under_the_weights_that_mad
         assert record["ledger/sampled"] == record["ledger/trained"] == 12
     assert metrics[-1]["eval/reward"] > metrics[0]["eval/reward"]
     assert len({row["uid"] for rows in rollouts for row in rows}) == 8 * 12
-    (tmp_path / "config.yaml").touch()
-    assert [check.problems for check in verify(tmp_path) if check.name != "checkpoints"] == [[]] * 4
+    (tmp_path / "config.yaml").write_text(json.dumps({"fleet": {"max_version_lag": lag}}))
+    assert not [problem for check in verify(tmp_path) if check.name != "checkpoints" for problem in check.problems]
+    (tmp_path / "config.yaml").write_text(json.dumps({"fleet": {"max_version_lag": lag - 1}}))
+    [outcomes] = [check for check in verify(tmp_path) if check.name == "outcomes"]
+    assert f"was trained with weights {lag} steps old; the run allows {lag - 1}" in outcomes.problems[0]
 
 
 def test_without_lag_it_is_the_strict_loop(tmp_path):
@@ -132,6 +135,8 @@ def test_a_sample_that_is_too_old_is_rejected_with_the_reason(tmp_path):
 
     def older(step):
         first, *rest = take(step)
+        if step == 1:
+            return [first, *rest]
         stale = dataclasses.replace(first.completion, policy_version=first.completion.policy_version - 1)
         return [dataclasses.replace(first, completion=stale), *rest]
 
@@ -139,7 +144,7 @@ def test_a_sample_that_is_too_old_is_rejected_with_the_reason(tmp_path):
     _, rollouts, _, _ = run()
     outcomes = {row["uid"]: row["outcome"] for rows in rollouts for row in rows}
     assert outcomes["6/0/0"] == "rejected: its weights are 2 steps old, and fleet.max_version_lag is 1"
-    assert sorted(outcomes.values()).count("trained") == 8 * 11 + 1  # in step 1 it is no older than the bound
+    assert sorted(outcomes.values()).count("trained") == 8 * 11 + 1
 
 
 def test_a_lag_that_nothing_corrects_is_refused():
