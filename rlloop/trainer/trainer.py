@@ -54,8 +54,10 @@ class Trainer:
     """
 
     def __init__(self, model: Model, config: TrainerConfig, *, reference: Model | None = None) -> None:
-        """`reference`, for KL terms to it, is only scored; its weights are its own. One that was loaded on another device
-        is there between its uses, so that host memory holds it while a GPU trains."""
+        """`reference`, for KL terms to it, is only scored; its weights are its own.
+
+        One that was loaded on another device returns there between its uses: host memory holds it while a GPU trains.
+        """
         self.model = model
         self.config = config
         self.reference = reference
