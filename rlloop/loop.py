@@ -23,7 +23,7 @@ from rlloop.config import Anchor, RunConfig
 from rlloop.environments import player_for
 from rlloop.errors import ParityError, RlloopError, RunError
 from rlloop.metrics import Mean, Reduction, merge, values
-from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, describe, report
+from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
 from rlloop.parity.regions import by_region
 from rlloop.protocols import Checkpoints, Engine, Observer, Scorer, Stateful, Task, Trainer, WeightSync
 from rlloop.records import RunFolder, rollout_rows
