@@ -28,11 +28,11 @@ from rlloop.types import Completion, SamplingParams
 PROMPTS, GROUP, TOKENS = 8, 8, 16
 
 
-def main(folder: str, url: str, steps: int = 5) -> list[float]:
+def main(folder: str, url: str, steps: int = 5, lr: float = 3e-3) -> list[float]:
     token = os.environ.get("RLLOOP_TOKEN")
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     rewards = []
     with httpx.Client(base_url=url, headers=headers, timeout=600.0, trust_env=False) as fleet:
         for step in range(steps):

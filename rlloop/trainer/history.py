@@ -22,7 +22,7 @@ class WeightHistory:
     """Copies of the last versions of `model`'s weights, and the trainer's forward over them.
 
     For samples that are trained some steps after they were made: whether engine and trainer agree can only be seen
-    under the weights that made them. `keep` versions take `keep` + 1 times the memory of the weights.
+    under the weights that made them. Those up to `keep` versions back take `keep` + 2 times the memory of the weights.
     """
 
     def __init__(self, model: Model, keep: int, max_batch_tokens: int) -> None:
@@ -33,7 +33,7 @@ class WeightHistory:
     def remember(self, version: int) -> None:
         """The model's weights are those of `version` now."""
         self._versions[version] = {name: weight.detach().clone() for name, weight in self._live.named_parameters()}
-        for old in [each for each in self._versions if each <= version - self._keep]:
+        for old in [each for each in self._versions if each < version - self._keep]:
             del self._versions[old]
 
     @torch.no_grad()
