@@ -215,7 +215,7 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
             engine=engine,
             eval_engine=engine,
             trainer=RemoteTrainer(trainer),
-            sync=FleetSync(engine, lambda: trainer.reference("weights")),
+            sync=FleetSync(engine, trainer.reference),
             scorer=prepared.scorer,
             advantages=prepared.advantages,
             loss=prepared.loss,
@@ -247,7 +247,7 @@ def _ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
         return
     try:
         ray.init(
-            address=address,
+            address=address or "local",  # never one that somebody else happens to have started here
             num_cpus=None if address else max(int(cpus), os.cpu_count() or 1),
             include_dashboard=None if address else False,
             log_to_driver=False,
