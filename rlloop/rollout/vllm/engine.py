@@ -55,7 +55,7 @@ class VllmEngine:
         seed: int = 0,
     ) -> None:
         versions.require()
-        self.model = model
+        self._model = model
         self.policy_version = 0
         self._seed = seed
         self._next_id = 0
@@ -82,6 +82,16 @@ class VllmEngine:
             generation_config="vllm",  # not the folder's own sampling defaults
             disable_log_stats=True,
         )
+
+    @property
+    def model(self) -> Model:
+        """What computes every number. Another view of the same weights may take its place between requests."""
+        return self._model
+
+    @model.setter
+    def model(self, view: Model) -> None:
+        self._model = view
+        self._llm.collective_rpc("run", args=(view,))
 
     # ---------------------------------------------------------------------------------------------- whole batches
 

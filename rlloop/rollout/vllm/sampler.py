@@ -26,7 +26,7 @@ class ExactSampler(Sampler):
 
     def __init__(self, runner: Any, policy: Model) -> None:
         super().__init__("processed_logprobs")
-        self.runner, self.ops, self.eos = runner, policy.ops, policy.eos_token_ids
+        self.runner, self.policy = runner, policy
         self._known: dict[str, SamplingParams] = {}  # of the requests of the last step
         self._last: tuple[list[SamplingParams], LogitsWarp] = ([], LogitsWarp())
 
@@ -43,7 +43,7 @@ class ExactSampler(Sampler):
         made = [len(state.output_token_ids) for state in states]
         seeds = torch.tensor([params.seed for params in sampling], dtype=torch.int64)
         positions = torch.tensor([state.num_tokens for state in states], dtype=torch.int64)
-        tokens, logprobs, raw = self.ops.sample(logits, self._warp(sampling, made), seeds, positions)
+        tokens, logprobs, raw = self.policy.ops.sample(logits, self._warp(sampling, made), seeds, positions)
         columns = sampling_metadata.max_num_logprobs
         out = None
         if columns is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from rlloop.models import Model
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.sampler import ExactSampler
 from rlloop.rollout.vllm.weights import live_parts
@@ -23,6 +24,12 @@ class CpuWorker(CPUWorker):
         model = self.model_runner.get_model()
         if isinstance(model, RlloopForCausalLM):
             self.model_runner.sampler = ExactSampler(self.model_runner, model.policy)
+
+    def run(self, policy: Model) -> None:
+        """Another view of the weights, of a caller in this process."""
+        model = self.model_runner.get_model()
+        assert isinstance(model, RlloopForCausalLM), "vLLM's own model has no views"
+        model.policy = self.model_runner.sampler.policy = policy
 
     def live_parts(self) -> dict[str, torch.Tensor]:
         """A stock model's live weights by Hugging Face name; views, for callers in this process."""
