@@ -35,6 +35,7 @@ class ProfileConfig:
     indexer: str = "rlloop"
     expert_combine: str = "fp32_once"
     router_logits: str = "float32"
+    latent: str = "absorbed"
 
     def __post_init__(self) -> None:
         for knob, given in vars(self).items():
@@ -57,6 +58,7 @@ class RolloutProfile:
     indexer: str | None = None
     expert_combine: str | None = None
     router_logits: str | None = None
+    latent: str | None = None
 
     def __post_init__(self) -> None:
         for knob, given in vars(self).items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rlloop.errors import ConfigError
 from rlloop.models.parts import Linear, Step, Weight
 from rlloop.models.shape import IndexerConfig, LatentConfig, ModelConfig
 from rlloop.numerics.ops import Ops
@@ -45,18 +46,33 @@ class LatentAttention(nn.Module):
         c, k_rope = self.kv_a_proj_with_mqa(x, ops).split([latent.kv_rank, latent.rope_dim], dim=-1)
         c, _ = ops.rms_norm(c, self.kv_a_layernorm.weight, LATENT_EPS)
         q_rope, k_rope = (_rotated(part, step, latent.interleaved) for part in (q_rope, k_rope[:, None]))
-        up = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))  # [H, nope + v, R]
-        queries = torch.cat((ops.head_linear(q_nope, up[:, : latent.nope_dim], by_row=False), q_rope), dim=-1)
         keys, values = torch.cat((c[:, None], k_rope), dim=-1), c[:, None]
         if step.cache is not None:
             (keys,) = step.cache.write(self.layer, latent=keys)
             values = keys[..., : latent.kv_rank]
+        if ops.profile.latent == "expanded":
+            return self.o_proj(self._expanded(torch.cat((q_nope, q_rope), dim=-1), keys, step).flatten(1), ops)
+        up = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))  # [H, nope + v, R]
+        queries = torch.cat((ops.head_linear(q_nope, up[:, : latent.nope_dim], by_row=False), q_rope), dim=-1)
         if latent.indexer is None:
             read = ops.attention(queries, keys, values, step.layout, latent.scale)
         else:
             selected = self._selected(x, reduced, step)
             read = ops.sparse_attention(queries, keys, values, selected, step.layout, latent.scale)
         return self.o_proj(ops.head_linear(read, up[:, latent.nope_dim :], by_row=True).flatten(1), ops)
+
+    def _expanded(self, queries: Tensor, latents: Tensor, step: Step) -> Tensor:
+        """The definition of the paper's equations: keys and values of every head. For comparisons: over a cache it
+        expands every slot anew."""
+        ops, latent = step.ops, self.latent
+        if latent.indexer is not None:
+            raise ConfigError("profile.latent=expanded is not for sparse attention, which reads latents; set absorbed")
+        c, k_rope = latents[:, 0].split([latent.kv_rank, latent.rope_dim], dim=-1)
+        k_nope, values = self.kv_b_proj(c, ops).unflatten(-1, (self.num_heads, -1)).split(
+            [latent.nope_dim, latent.v_dim], dim=-1
+        )  # fmt: skip
+        keys = torch.cat((k_nope, k_rope[:, None].expand(-1, self.num_heads, -1)), dim=-1)
+        return ops.attention(queries, keys, values, step.layout, latent.scale)
 
     def _queries(self, x: Tensor, ops: Ops) -> tuple[Tensor | None, Tensor]:
         """(their latents [T, q_rank] if they have any, the queries of all heads)."""

@@ -9,7 +9,11 @@ from typing import Any
 IMPLEMENTATIONS = ("rlloop", "stock", "huggingface", "reference")
 
 # Knobs that are no choice of implementation: every implementation of the operation follows them.
-SETTINGS = {"expert_combine": ("fp32_once", "bf16_each"), "router_logits": ("float32", "compute")}
+SETTINGS = {
+    "expert_combine": ("fp32_once", "bf16_each"),
+    "router_logits": ("float32", "compute"),
+    "latent": ("absorbed", "expanded"),
+}
 
 # Of a `Drift`; `rlloop.numerics.quantize` says what they mean.
 WEIGHT_TYPES = ("bf16", "fp8", "int8", "int6", "int5", "int4", "fp4")
@@ -67,6 +71,7 @@ class NumericsProfile:
     indexer: str = "rlloop"
     expert_combine: str = "fp32_once"  # rounded once; or bf16_each: each product and each sum, as transformers
     router_logits: str = "float32"  # or compute: of softmax routers, logits and weights rounded to the compute type
+    latent: str = "absorbed"  # latent attention reads latents; or expanded: the keys and values of every head
     drift: Drift | None = None  # of an engine from its trainer; None: there is none
 
     def __post_init__(self) -> None:
@@ -91,7 +96,7 @@ class NumericsProfile:
         """
         every: dict[str, Any] = dict.fromkeys(cls.operations(), name)
         if name == "huggingface":
-            every |= {"expert_combine": "bf16_each", "router_logits": "compute"}
+            every |= {"expert_combine": "bf16_each", "router_logits": "compute", "latent": "expanded"}
         return cls(**every)
 
     @property

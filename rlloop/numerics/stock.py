@@ -49,10 +49,10 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor |
         ranked = scores.detach() if bias is None else scores.detach() + bias
         if routing.groups > 1:
             by_group = ranked.unflatten(-1, (routing.groups, -1))
-            best = by_group.topk(2, dim=-1)[0].sum(-1).topk(routing.top_groups, dim=-1)[1]
+            best = by_group.topk(2, dim=-1)[0].sum(-1).topk(routing.top_groups, dim=-1, sorted=False)[1]
             kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, True)
             ranked = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-        chosen = ranked.topk(routing.top_k, dim=-1)[1]
+        chosen = ranked.topk(routing.top_k, dim=-1, sorted=routing.score == "softmax")[1]
     else:
         chosen = given.long()
     weights = scores.gather(1, chosen)

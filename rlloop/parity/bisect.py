@@ -79,10 +79,16 @@ def _hooked(model: Any, ids: Tensor) -> Iterator[Call]:
     found: dict[tuple[str, str], Tensor] = {}
 
     def keep(where: str, op: str) -> Any:
-        return lambda _, __, out: found.setdefault((where, op), (out[0] if isinstance(out, tuple) else out).detach())
+        def hook(_: Any, __: Any, out: Any) -> None:  # what it returned would take the result's place
+            found.setdefault((where, op), (out[0] if isinstance(out, tuple) else out).detach())
+
+        return hook
 
     def entering(where: str, op: str) -> Any:
-        return lambda _, args: found.setdefault((where, op), args[0].detach())
+        def hook(_: Any, args: Any) -> None:
+            found.setdefault((where, op), args[0].detach())
+
+        return hook
 
     hooks = []
     for name, module in model.named_modules():
