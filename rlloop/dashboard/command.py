@@ -10,7 +10,7 @@ import socket
 import sys
 import webbrowser
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from rlloop.errors import ConfigError
@@ -108,7 +108,7 @@ def _serve(given: argparse.Namespace, note: str) -> int:
         )
     if given.open:
         webbrowser.open(address)
-    with listener:
+    with listener, suppress(KeyboardInterrupt):
         Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listener])
     return 0
 

@@ -66,6 +66,8 @@ SECTIONS: tuple[Section, ...] = (
             Panel("Tokens different", ("parity/tokens_different",), "Fraction of trained tokens whose two logprobs "
                   "differ in a bit.", scale=Scale.fraction, guides=(0.0,)),
             Panel("Perplexity ratio", ("parity/ppl_ratio",), "Mean over sequences of exp(mean mu − mean pi)."),
+            Panel("Chi-squared", ("parity/chi2",), "Mean of r² − 1: what the weights' variance is.", scale=Scale.symlog,
+                  guides=(0.0,)),
         ),
     ),
     Section(
@@ -81,8 +83,8 @@ SECTIONS: tuple[Section, ...] = (
                   "masking: what a mismatch costs.", scale=Scale.fraction),
             Panel("Correction", ("is/truncated_high", "is/truncated_low", "is/masked"), "Fraction of tokens that the "
                   "importance correction touched.", scale=Scale.fraction),
-            Panel("Ratio, largest and smallest", ("is/ratio_max", "is/ratio_min"), "Of r = exp(d).", scale=Scale.log,
-                  guides=(1.0,)),
+            Panel("Ratio", ("is/ratio_max", "is/ratio_mean", "is/ratio_min"), "r = exp(d): largest, mean, smallest.",
+                  scale=Scale.log, guides=(1.0,)),
         ),
     ),
     Section(
@@ -115,7 +117,8 @@ SECTIONS: tuple[Section, ...] = (
             Panel("Gradient norm", ("loss/grad_norm",), "Before clipping.", scale=Scale.zero),
             Panel("KL to reference", ("loss/kl_ref", "reward/kl_ref"), "To the reference model.", scale=Scale.symlog,
                   unit="nats"),
-            Panel("Policy loss", ("loss/policy",), "The part of the loss that follows the reward."),
+            Panel("Loss", ("loss/policy", "loss/total"), "The part that follows the reward, and what was "
+                  "differentiated."),
             Panel("Learning rate", ("trainer/lr",), "", scale=Scale.zero),
             Panel("Updates refused", ("trainer/refused",), "1 where a gradient was not finite.", scale=Scale.zero),
         ),
@@ -199,7 +202,7 @@ def present(names: Iterable[str]) -> list[dict[str, Any]]:
             sections.append({"title": section.title, "panels": panels})
     rest = [name for name in have if name not in shown]
     if rest:
-        other = [{**asdict(Panel(name, (name,), "")), "named": False} for name in rest]
+        other = [{**asdict(Panel(name, (name,), "")), "metrics": [name], "named": False} for name in rest]
         sections.append({"title": "Everything else", "panels": other})
     return sections
 

@@ -221,8 +221,15 @@ def _lines(file: Path) -> Iterator[io.BufferedReader]:
 
 
 def _index_rows(step: int, file: Path) -> list[tuple[Any, ...]]:
+    with file.open("rb") as packed:
+        whole = zstandard.frame_content_size(packed.read(18))
     with _lines(file) as lines:
-        rows = [_DECODER.decode(line) for line in lines]
+        rows, read = [], 0
+        for line in lines:
+            rows.append(_DECODER.decode(line))
+            read += len(line)
+    if whole not in (-1, read):  # the decompressor says nothing of a frame that was cut off
+        raise zstandard.ZstdError(f"it holds {read} of {whole} bytes")
     scored = [row for row in rows if row.trainer_logprobs is not None]
     for row in scored:
         if len(row.logprobs) != len(row.trainer_logprobs or ()):

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,21 @@ from rlloop.dashboard.tokens import explain, find_tokenizer, load_tokenizer
 STATIC = Path(__file__).parent / "static"
 
 
-def _run(dashboard: Dashboard, request: Request, key: str = "run") -> Run:
-    """The run that a query names; it may have appeared since the last look."""
-    id = request.query_params.get(key, "")
-    run = dashboard.runs.get(id)
-    if run is None:
+def _runs(dashboard: Dashboard, ids: Sequence[str]) -> list[Run]:
+    """By id; they may have appeared since the last look."""
+    if any(dashboard.runs.get(id) is None for id in ids):
         dashboard.runs.find()
+    runs = []
+    for id in ids:
         run = dashboard.runs.get(id)
-    if run is None:
-        raise HTTPException(404, f"there is no run {id!r} here")
-    return run
+        if run is None:
+            raise HTTPException(404, f"there is no run {id!r} here")
+        runs.append(run)
+    return runs
+
+
+def _run(dashboard: Dashboard, request: Request, key: str = "run") -> Run:
+    return _runs(dashboard, [request.query_params.get(key, "")])[0]
 
 
 def _reply(content: Any) -> Response:
@@ -81,11 +86,9 @@ def make_app(dashboard: Dashboard, token: str, port: int = 0) -> Starlette:
 
     def layout(request: Request) -> Response:
         names: set[str] = set()
-        for id in request.query_params.getlist("run"):
-            run = dashboard.runs.get(id)
-            if run is not None:
-                with run.metrics() as metrics:
-                    names |= metrics.names
+        for run in _runs(dashboard, request.query_params.getlist("run")):
+            with run.metrics() as metrics:
+                names |= metrics.names
         return _reply(panels.present(names))
 
     def totals(request: Request) -> Response:
@@ -109,16 +112,13 @@ def make_app(dashboard: Dashboard, token: str, port: int = 0) -> Starlette:
         file = io.StringIO()
         writer = csv.writer(file)
         writer.writerow(["run", "step", *names])
-        for id in request.query_params.getlist("run"):
-            run = dashboard.runs.get(id)
-            if run is None:
-                raise HTTPException(404, f"there is no run {id!r} here")
+        for run in _runs(dashboard, request.query_params.getlist("run")):
             with run.metrics() as metrics:
                 columns = [metrics.column(name) for name in ("step", *names)]
             for step, *values in zip(*columns, strict=True):
                 if not all(math.isnan(value) for value in values):
                     texts = ["" if math.isnan(v) else "not finite" if math.isinf(v) else repr(float(v)) for v in values]
-                    writer.writerow([id, int(step), *texts])
+                    writer.writerow([run.id, int(step), *texts])
         return _attachment(file.getvalue(), "metrics.csv")
 
     def record(request: Request) -> Response:

@@ -1,0 +1,79 @@
+import math
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from rlloop.dashboard.tokens import explain, find_tokenizer, pieces
+
+
+def words() -> Tokenizer:
+    return Tokenizer(models.WordLevel({"a": 0, "b": 1, "<eos>": 2, "?": 3}, unk_token="?"))
+
+
+def test_pieces_put_together_are_the_text():
+    tokenizer = words()
+    assert "".join(pieces(tokenizer, [0, 1, 0, 2])) == tokenizer.decode([0, 1, 0, 2], skip_special_tokens=False)
+
+
+def test_pieces_of_bytes_keep_their_spaces():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    assert pieces(tokenizer, tokenizer.encode("a b\nc").ids) == ["a", " ", "b", "\n", "c"]
+    broken = pieces(tokenizer, tokenizer.encode("é").ids)  # two tokens, half a character each
+    assert len(broken) == 2
+    assert all(broken)
+
+
+def row(**more):
+    return {
+        "uid": "1/0/0", "outcome": "trained", "prompt_ids": [0], "token_ids": [0, 1, 2], "logprobs": [-1.0, -2.0, -3.0],
+        "sampling": {"max_tokens": 3, "seed": 2**62 + 1}, **more,
+    }  # fmt: skip
+
+
+def test_equal_bits():
+    found = explain(row(), words())
+    assert [token["same"] for token in found["tokens"]] == [True, True, True]
+    assert found["tokens"][1] == {"id": 1, "text": " b", "engine": -2.0, "trainer": -2.0, "d": 0.0, "same": True}
+    assert found["sampling"]["seed"] == str(2**62 + 1)
+
+
+def test_differences_have_their_sign():
+    found = explain(row(trainer_logprobs=[-1.0, -1.5, None]), None)
+    assert [token["same"] for token in found["tokens"]] == [True, False, False]
+    assert [token["d"] for token in found["tokens"]] == [0.0, 0.5, None]
+    assert found["tokens"][0]["text"] is None
+
+
+def test_one_bit_is_a_difference():
+    next_one = float(np.nextafter(np.float32(-2.0), np.float32(0)))
+    token = explain(row(trainer_logprobs=[-1.0, next_one, -3.0]), None)["tokens"][1]
+    assert not token["same"]
+    assert token["d"] == pytest.approx(1.2e-7, rel=0.1)
+
+
+def test_what_was_not_trained_was_not_compared():
+    found = explain(row(outcome="dropped: no signal in its group"), None)
+    assert not found["compared"]
+    assert "trainer" not in found["tokens"][0]
+
+
+def test_what_others_said_has_no_logprob():
+    found = explain(row(token_ids=[0, 1, 2, 0], logprobs=[-1.0, -2.0], turns=[[0, 1], [3, 4]]), None)
+    assert [token.get("engine", math.nan) for token in found["tokens"]] == pytest.approx(
+        [-1.0, math.nan, math.nan, -2.0], nan_ok=True
+    )
+
+
+def test_the_newest_checkpoints_tokenizer(tmp_path):
+    assert find_tokenizer(tmp_path, {"model.path": None}) is None
+    for step in (9, 10):
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        words().save(str(folder / "tokenizer.json"))
+    assert find_tokenizer(tmp_path, {}) == tmp_path / "checkpoints" / "step_10" / "tokenizer.json"
+    words().save(str(tmp_path / "tokenizer.json"))
+    assert find_tokenizer(tmp_path, {}) == tmp_path / "tokenizer.json"
