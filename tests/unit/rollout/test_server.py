@@ -6,12 +6,19 @@ import dataclasses
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 
 import httpx
 import msgspec
 import numpy as np
 import openai
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from rlloop.errors import ConfigError
 from rlloop.rollout import Engine, wire
@@ -357,3 +364,38 @@ def test_cancelled_and_excess_requests_leave_nothing_behind():
     assert not engine.has_work
     assert SamplingParams(max_tokens=1)
     service.close()
+
+
+def certificate(folder):
+    """A self-signed certificate for 127.0.0.1 and its key, as PEM files."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rlloop test")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(made.public_bytes(Encoding.PEM))
+    (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return folder / "cert.pem", folder / "key.pem"
+
+
+def test_over_tls_only_a_known_certificate_is_believed(running, tmp_path):
+    cert, key = certificate(tmp_path)
+    server = BackgroundServer(running.server.app, Listen(token=TOKEN, certificate=cert, key=key))
+    assert server.url.startswith("https://")
+    with RemoteEngine(server.url, token=TOKEN, ca_file=cert) as engine:
+        assert len(engine.generate([[5]], longest(max_tokens=3))[0].token_ids) == 3
+    with RemoteEngine(server.url, token=TOKEN) as engine, pytest.raises(EngineLost, match="CERTIFICATE_VERIFY_FAILED"):
+        engine.fingerprint()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        RemoteEngine(server.url, ca_file=tmp_path / "nothing")
+    server.close()
