@@ -100,10 +100,12 @@ class OnlyExact(LogitsProcessor):
                 f"{', '.join(named)}: the trainer's distribution knows nothing of it, so logprobs would not be its; "
                 "leave it out, or serve the stock model"
             )
-        if (given.logprobs or 0) > (RAW in (given.extra_args or {})):
+        most = int(RAW in (given.extra_args or {}))
+        if given.logprobs not in (None, *range(most + 1)) or given.logprob_token_ids:
             raise ValueError(
                 f"logprobs is {given.logprobs}; rlloop's model gives the sampled token's alone: logprobs=0"
             )
+        ours(given, "")  # refuses what rlloop's parameters cannot be
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         """Keeps nothing."""

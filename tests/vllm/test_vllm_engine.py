@@ -1,0 +1,187 @@
+"""vLLM around rlloop's model: the tokens and bits of the embedded engine, hence of the trainer, whatever vLLM does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from rlloop import ConfigError, Engine, Model, SamplingParams, load_model, token_logprobs
+from rlloop.rollout.service import EngineService
+from rlloop.rollout.vllm.engine import VllmEngine
+from rlloop.testing import plant_fault
+from rlloop.types import Completion
+from tests.checkpoints import EVERY, make_checkpoint
+from tests.parity.models import tiny_qwen3
+
+SAMPLINGS = (
+    {"temperature": 1.0},
+    {"temperature": 0.7, "ignore_eos": True},
+    {"temperature": 0.0},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 1.0, "stop_token_ids": (7, 8, 9), "min_tokens": 6},
+)
+
+
+def traffic(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Mixed requests: prompts that begin alike and prompts that repeat, every kind of sampling."""
+    rng = np.random.default_rng(5)
+    preamble = rng.integers(3, 300, 70).tolist()
+    prompts, sampling = [], []
+    for i in range(count):
+        own = rng.integers(3, 300, int(rng.integers(1, 60))).tolist()
+        prompts.append(prompts[i - 5] if i % 5 == 4 and i > 5 else preamble[: 17 * (i % 4)] + own)
+        sampling.append(SamplingParams(max_tokens=12 + 9 * (i % 4), seed=100 + i, **SAMPLINGS[i % len(SAMPLINGS)]))
+    return prompts, sampling
+
+
+def bits(completions: list[Completion]) -> list[tuple]:
+    return [
+        (
+            each.prompt_ids,
+            each.token_ids,
+            each.logprobs.tobytes(),
+            each.raw_logprobs.tobytes(),
+            each.finish_reason,
+            each.sampling,
+        )
+        for each in completions
+    ]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(request) -> Model:
+    return tiny_qwen3(dtype=request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(model) -> Iterator[VllmEngine]:
+    """Prompts are cut, and so small a cache preempts."""
+    engine = VllmEngine(model, max_batch_tokens=64, max_running=32, max_cache_tokens=400)
+    yield engine
+    engine.close()
+
+
+def test_tokens_and_bits_are_the_embedded_engines_and_the_trainers(model, engine):
+    prompts, sampling = traffic(40)
+    expected = Engine(model).generate(prompts, sampling)
+    for _ in range(2):  # once more, with prefixes in the cache
+        made = engine.generate(prompts, sampling)
+        assert bits(made) == bits(expected)
+    assert engine.stats().cached_tokens > 500
+    pairs = [(each.prompt_ids, each.token_ids) for each in made]
+    scored = token_logprobs(model, pairs, sampling=[each.sampling for each in made])
+    assert [each.logprobs.tobytes() for each in made] == [each.detach().numpy().tobytes() for each in scored]
+    assert engine.fingerprint() == Engine(model).fingerprint()
+
+
+def test_a_prefix_cache_does_not_outlive_its_weights(model, engine):
+    prompts, sampling = traffic(8)
+    engine.generate(prompts, sampling)
+    with torch.no_grad():
+        model.head.mul_(1.01)
+    expected = Engine(model).generate(prompts, sampling)
+    assert bits(engine.generate(prompts, sampling)) != bits(expected)  # the keys of the old weights are still there
+    engine.set_version(engine.policy_version + 1)
+    made = engine.generate(prompts, sampling)
+    assert bits(made) == bits(expected)
+    assert {each.policy_version for each in made} == {engine.policy_version}
+
+
+def test_an_aborted_request_leaves_what_it_has(engine):
+    prompts, sampling = traffic(3)
+    whole = engine.generate(prompts, sampling)
+    ids = [engine.add_request(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+    for _ in range(4):
+        assert engine.step() == []
+    with pytest.raises(ConfigError, match="while 3 requests are in flight"):
+        engine.set_version(9)
+    first = engine.abort(ids[0])
+    assert first is not None
+    assert engine.abort(ids[0]) is None
+    rest = engine.abort_all()
+    assert [id for id, _ in rest] == ids[1:]
+    for part, all_of_it in zip((first, *(each for _, each in rest)), whole, strict=True):
+        assert part.finish_reason == "abort"
+        assert 1 <= len(part.token_ids) <= 4
+        assert part.token_ids == all_of_it.token_ids[: len(part.token_ids)]
+        assert part.logprobs.tobytes() == all_of_it.logprobs[: len(part.token_ids)].tobytes()
+    assert not engine.has_work
+    assert bits(engine.generate(prompts, sampling)) == bits(whole)
+
+
+def test_a_planted_fault_is_seen(model, engine):
+    """The comparison can fail: one operation by its stock twin, behind the back of what is declared."""
+    prompts, sampling = traffic(12)
+    expected = bits(Engine(model).generate(prompts, sampling))
+    plant_fault(engine, "attention")
+    engine.set_version(engine.policy_version + 1)
+    assert bits(engine.generate(prompts, sampling)) != expected
+    engine.model = model
+    engine.set_version(engine.policy_version + 1)
+    assert bits(engine.generate(prompts, sampling)) == expected
+
+
+def test_what_cannot_be_continued_is_refused(engine):
+    sampling = SamplingParams(max_tokens=8)
+    for prompt, params, named in (
+        ([], sampling, "a prompt is empty"),
+        ([5, 300], sampling, "token id 300"),
+        ([5], SamplingParams(max_tokens=500), "the model has 256"),
+        ([5], SamplingParams(max_tokens=8, temperature=0.001), "at least 0.01"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            engine.generate([prompt], params)
+    with pytest.raises(ConfigError, match="2 prompts came with 1"):
+        engine.generate([[5], [6]], [sampling])
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_every_family(tmp_path, family):
+    make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    model = load_model(tmp_path, dtype="bfloat16")
+    prompts = [[5], list(range(3, 20)), list(range(10, 80)), [9, 8, 7]]
+    sampling = [SamplingParams(max_tokens=20, seed=seed, ignore_eos=True) for seed in range(len(prompts))]
+    engine = VllmEngine(model, max_batch_tokens=32, max_running=8)
+    assert bits(engine.generate(prompts, sampling)) == bits(Engine(model).generate(prompts, sampling))
+    engine.close()
+
+
+def test_behind_a_service_thread(model, engine):
+    """As `rlloop serve engine --engine vllm` runs it."""
+    prompts, sampling = traffic(10)
+    expected = bits(Engine(model).generate(prompts, sampling))
+    service = EngineService(engine)
+    try:
+        halves = [service.submit(prompts[part], sampling[part]) for part in (slice(0, 5), slice(5, 10))]
+        assert bits([each for half in halves for each in half.result(60)]) == expected
+        service.change_weights(lambda: engine.set_version(77))
+        assert service.submit(prompts[:1], sampling[:1], 77, 77).result(60)[0].policy_version == 77
+    finally:
+        service.close()
+
+
+def test_a_server_refuses_what_the_trainer_does_not_know():
+    from vllm.sampling_params import SamplingParams as VllmParams
+
+    from rlloop.rollout.vllm.sampler import OnlyExact, ours
+
+    OnlyExact.validate_params(VllmParams(temperature=0.7, top_p=0.9, seed=3, logprobs=0, min_tokens=2, max_tokens=4))
+    for mistaken in (
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}},
+        {"bad_words": ["x"]},
+        {"allowed_token_ids": [1, 2]},
+        {"prompt_logprobs": 1},
+        {"logprobs": 2},
+        {"logprobs": -1},
+        {"seed": -4},
+    ):
+        with pytest.raises(ValueError, match=next(iter(mistaken))):
+            OnlyExact.validate_params(VllmParams(**mistaken))
+    drawn = {ours(VllmParams(), f"request {index}").seed for index in range(20)}
+    assert len(drawn) == 20  # a request without a seed has one of its own
