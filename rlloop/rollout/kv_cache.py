@@ -118,7 +118,7 @@ class BlockManager:
 
 
 class PagedCache:
-    """The stores of all layers. `slots` says where the tokens of the current step go. On a GPU `spare` is one slot more,
+    """The stores of all layers. `slots` says where the tokens of the current step go. On a GPU there is a `spare` slot,
     which nobody reads, for rows that only fill up a batch.
 
     Built from `Model.cache_spec()`, so it holds keys and values, latents, or whatever a layer declares per token.

@@ -8,6 +8,8 @@ depend on itself and its keys alone. Queries of the heads that share a key-value
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,11 +19,22 @@ from rlloop.numerics.triton.launch import EXACT, aligned, power_of_two
 
 TILE = 64
 SEGMENT = 1024
-ROWS = 64  # queries of a program: what a tensor core takes at least
-MANY_ROWS, MANY_WARPS = 64, 4  # the same where a sequence has more than one query
 HEADS_JOINED = 4  # of a program that joins parts
+
+
+class Tiles(NamedTuple):
+    """Queries of a program, its warps, and how many tiles of keys are on their way. All warps stand below one another:
+    each owns whole rows of 16 queries or more, whose sums it makes in one order."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+DECODE = Tiles(16, 1, 3)
+MANY = Tiles(64, 4, 3)  # where a sequence has more than one query, or more heads share keys than fit
+FLOAT32 = Tiles(64, 4, 1)
 LOG2E = 1.4426950408889634
-STAGES = {torch.bfloat16: 3, torch.float16: 3, torch.float32: 1}
 
 
 @triton.jit
@@ -48,37 +61,73 @@ def _join(top, total, sums, other_top, other_total, other_sums):
 
 
 @triton.jit
-def _segment(
-    q, k, v, blocks, block_size, group, position, last, first_key, end_key, scale, GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, CONTIGUOUS: tl.constexpr,
+def _load_rows(base, offset, inside, WIDTH: tl.constexpr, W: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of WIDTH numbers at base + offset, as [rows, W]; zeros where not inside."""
+    d = tl.arange(0, W)
+    at = base + offset[:, None] + d[None, :]
+    if MASKED:
+        rows = tl.load(at, inside[:, None] & (d < WIDTH)[None, :], 0.0)
+    elif W == WIDTH:
+        rows = tl.load(at)
+    else:
+        rows = tl.load(at, tl.broadcast_to((d < WIDTH)[None, :], at.shape), 0.0)
+    return rows
+
+
+@triton.jit
+def _tile(
+    top, total, sums, q, k, v, blocks, start, block_size, group, position, last, tile, scale, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, TILE: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(top, total, sums) of the keys `first_key` to `end_key`. `scale` is for powers of two."""
-    d, dv, lane = tl.arange(0, W), tl.arange(0, VW), tl.arange(0, TILE)
+    """One tile of keys. `MASKED`: some query does not see all of them."""
+    lane = tl.arange(0, TILE)
+    key = tile + lane
+    seen = key <= last
+    if CONTIGUOUS:
+        first = (start + tile) * GROUPS + group
+        keys = _load_rows(k + first * WIDTH, lane * (GROUPS * WIDTH), seen, WIDTH, W, MASKED)
+        values = _load_rows(v + first * V_WIDTH, lane * (GROUPS * V_WIDTH), seen, V_WIDTH, VW, MASKED)
+    else:
+        slot = tl.load(blocks + key // block_size, seen, 0) + key % block_size
+        keys = _load_rows(k, (slot * GROUPS + group) * WIDTH, seen, WIDTH, W, MASKED)
+        values = _load_rows(v, (slot * GROUPS + group) * V_WIDTH, seen, V_WIDTH, VW, MASKED)
+    scores = tl.dot(q, keys.T, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1) * scale)
+    masses = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), -highest[:, None]))
+    fade = tl.exp2(top - highest)
+    total = tl.fma(total, fade, tl.sum(masses, 1))
+    sums = tl.dot(masses.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
+    return highest, total, sums
+
+
+@triton.jit
+def _segment(
+    q, k, v, blocks, block_size, group, position, first, last, begin, end, scale, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, CONTIGUOUS: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """(top, total, sums) of the keys `begin` to `end`, for queries from position `first` to `last`. `scale` is for
+    powers of two."""
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, VW), tl.float32)
-    for tile in range(first_key, end_key, TILE):
-        key = tile + lane
-        seen = key <= last
-        if CONTIGUOUS:
-            slot = tl.load(blocks) + key
-        else:
-            slot = tl.load(blocks + key // block_size, seen, 0) + key % block_size
-        keys = tl.load(
-            k + (slot * GROUPS + group)[None, :] * WIDTH + d[:, None], seen[None, :] & (d < WIDTH)[:, None], 0.0
-        )
-        scores = tl.dot(q, keys, input_precision="ieee")
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, 1) * scale)
-        masses = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), -highest[:, None]))
-        fade = tl.exp2(top - highest)
-        total = tl.fma(total, fade, tl.sum(masses, 1))
-        values = tl.load(
-            v + (slot * GROUPS + group)[:, None] * V_WIDTH + dv[None, :], seen[:, None] & (dv < V_WIDTH)[None, :], 0.0
-        )
-        sums = tl.dot(masses.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
-        top = highest
+    start = tl.load(blocks)
+    masked = begin
+    if not ONE:  # tiles that every query sees whole need no mask
+        masked = begin + tl.maximum(tl.minimum(first + 1, end) - begin, 0) // TILE * TILE
+        for tile in range(begin, masked, TILE):
+            top, total, sums = _tile(
+                top, total, sums, q, k, v, blocks, start, block_size, group, position, last, tile, scale, GROUPS,
+                WIDTH, V_WIDTH, W, VW, TILE, CONTIGUOUS, False,
+            )  # fmt: skip
+    for tile in range(masked, end, TILE):
+        top, total, sums = _tile(
+            top, total, sums, q, k, v, blocks, start, block_size, group, position, last, tile, scale, GROUPS, WIDTH,
+            V_WIDTH, W, VW, TILE, CONTIGUOUS, True,
+        )  # fmt: skip
     return top, total, sums
 
 
@@ -106,16 +155,17 @@ def _attention(
         place = (token + row // SHARE) * HEADS + group * SHARE + row % SHARE
         position = offset + row // SHARE
         last = offset + (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
-        d, dv = tl.arange(0, W), tl.arange(0, VW)
-        queries = tl.load(q + place[:, None] * WIDTH + d[None, :], (row < rows)[:, None] & (d < WIDTH)[None, :], 0.0)
+        first, dv = offset + chunk * ROWS // SHARE, tl.arange(0, VW)
+        queries = _load_rows(q, place * WIDTH, row < rows, WIDTH, W, True)
         mine = block_start + sequence.to(tl.int64) * blocks
         if FORM == 2:
             segment = tl.program_id(2)
             begin = segment * SEGMENT
             if begin <= last:
                 top, total, sums = _segment(
-                    queries, k, v, mine, block_size, group, position, last, begin,
+                    queries, k, v, mine, block_size, group, position, first, last, begin,
                     tl.minimum(begin + SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, ROWS, TILE, CONTIGUOUS,
+                    ONE,
                 )  # fmt: skip
                 part = place * segments + segment
                 tl.store(
@@ -126,15 +176,15 @@ def _attention(
                 tl.store(part_stats + part * 2 + 1, total, row < rows)
         else:
             top, total, sums = _segment(
-                queries, k, v, mine, block_size, group, position, last, 0, tl.minimum(SEGMENT, last + 1), scale, GROUPS,
-                WIDTH, V_WIDTH, W, VW, ROWS, TILE, CONTIGUOUS,
+                queries, k, v, mine, block_size, group, position, first, last, 0, tl.minimum(SEGMENT, last + 1), scale,
+                GROUPS, WIDTH, V_WIDTH, W, VW, ROWS, TILE, CONTIGUOUS, ONE,
             )  # fmt: skip
             if FORM == 1:
                 for begin in range(SEGMENT, last + 1, SEGMENT):
                     part_top, part_total, part = _segment(
-                        queries, k, v, mine, block_size, group, position, last, begin,
+                        queries, k, v, mine, block_size, group, position, first, last, begin,
                         tl.minimum(begin + SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, ROWS, TILE,
-                        CONTIGUOUS,
+                        CONTIGUOUS, ONE,
                     )  # fmt: skip
                     # Queries that come before this segment keep what they have.
                     new_top, new_total, new_sums = _join(top, total, sums, part_top, part_total, part)
@@ -199,15 +249,16 @@ def attention(
     one = tokens == sequences
     segments = triton.cdiv(blocks * block_size, SEGMENT)
     form = 0 if segments == 1 else 2 if one else 1
-    rows, warps = (ROWS, 4) if one or q.dtype == torch.float32 else (MANY_ROWS, MANY_WARPS)
-    tasks = sequences if one else tokens * (heads // groups) // rows + sequences
+    share = heads // groups
+    tiles = FLOAT32 if q.dtype == torch.float32 else DECODE if one and share <= DECODE.rows else MANY
+    tasks = sequences if one else tokens * share // tiles.rows + sequences
     parts = (q.new_empty(tokens, heads, segments, n, dtype=torch.float32) for n in (v_width, 2))
     part_sums, part_stats = parts if form == 2 else (lse, lse)
     _attention[(tasks, groups, segments if form == 2 else 1)](
         q, k, v, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks, block_size,
         segments, scale * LOG2E, HEADS=heads, GROUPS=groups, WIDTH=width, V_WIDTH=v_width,
-        W=power_of_two(width, 16), VW=power_of_two(v_width, 16), ROWS=rows, TILE=TILE, SEGMENT=SEGMENT,
-        CONTIGUOUS=blocks == 1, ONE=one, FORM=form, num_warps=warps, num_stages=STAGES[q.dtype], **EXACT,
+        W=power_of_two(width, 16), VW=power_of_two(v_width, 16), ROWS=tiles.rows, TILE=TILE, SEGMENT=SEGMENT,
+        CONTIGUOUS=blocks == 1, ONE=one, FORM=form, num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
     )  # fmt: skip
     if form == 2:
         _join_parts[(tokens, triton.cdiv(heads, HEADS_JOINED))](

@@ -12,17 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.triton.attention import _find
+from rlloop.numerics.triton.attention import _find, _load_rows
 from rlloop.numerics.triton.launch import aligned, power_of_two
 
 ROWS, TILE = 64, 64
-QUERY_WARPS, KEY_WARPS, STAGES = 4, 8, 2
+WARPS, STAGES = 4, 2
 
 
 @triton.jit
-def _load_rows(source, place, inside, WIDTH: tl.constexpr, W: tl.constexpr):
-    d = tl.arange(0, W)
-    return tl.load(source + place[:, None] * WIDTH + d[None, :], inside[:, None] & (d < WIDTH)[None, :], 0.0)
+def _rows(source, place, inside, WIDTH: tl.constexpr, W: tl.constexpr):
+    return _load_rows(source, place * WIDTH, inside, WIDTH, W, True)
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -41,8 +40,8 @@ def _by_query(
     if chunk * ROWS < rows:
         valid = row < rows
         place, position = (token + row // SHARE) * HEADS + group * SHARE + row % SHARE, row // SHARE
-        queries, slopes = _load_rows(q, place, valid, WIDTH, W), _load_rows(grad, place, valid, V_WIDTH, VW)
-        made = _load_rows(out, place, valid, V_WIDTH, VW)
+        queries, slopes = _rows(q, place, valid, WIDTH, W), _rows(grad, place, valid, V_WIDTH, VW)
+        made = _rows(out, place, valid, V_WIDTH, VW)
         delta = tl.sum(slopes.to(tl.float32) * made.to(tl.float32), 1)
         tl.store(deltas + place, delta, valid)
         log_total = tl.load(lse + place, valid, 0.0) * 1.4426950408889634
@@ -51,7 +50,7 @@ def _by_query(
         for tile in range(0, last + 1, TILE):
             key = tile + tl.arange(0, TILE)
             at, seen = (token + key) * GROUPS + group, key <= last
-            keys, values = _load_rows(k, at, seen, WIDTH, W), _load_rows(v, at, seen, V_WIDTH, VW)
+            keys, values = _rows(k, at, seen, WIDTH, W), _rows(v, at, seen, V_WIDTH, VW)
             scores = tl.dot(queries, keys.T, input_precision="ieee") * (scale * 1.4426950408889634)
             masses = tl.exp2(scores - log_total[:, None])
             masses = tl.where(key[None, :] <= position[:, None], masses, 0.0)
@@ -80,13 +79,13 @@ def _by_key(
     if tile < length:
         key = tile + tl.arange(0, TILE)
         at, seen = (token + key) * GROUPS + group, key < length
-        keys, values = _load_rows(k, at, seen, WIDTH, W), _load_rows(v, at, seen, V_WIDTH, VW)
+        keys, values = _rows(k, at, seen, WIDTH, W), _rows(v, at, seen, V_WIDTH, VW)
         key_sums, value_sums = tl.zeros((TILE, W), tl.float32), tl.zeros((TILE, VW), tl.float32)
         for begin in range(tile * SHARE // ROWS * ROWS, length * SHARE, ROWS):
             row = begin + tl.arange(0, ROWS)
             valid, position = row < length * SHARE, row // SHARE
             place = (token + position) * HEADS + group * SHARE + row % SHARE
-            queries, slopes = _load_rows(q, place, valid, WIDTH, W), _load_rows(grad, place, valid, V_WIDTH, VW)
+            queries, slopes = _rows(q, place, valid, WIDTH, W), _rows(grad, place, valid, V_WIDTH, VW)
             log_total = tl.load(lse + place, valid, 0.0) * 1.4426950408889634
             delta = tl.load(deltas + place, valid, 0.0)
             scores = tl.dot(keys, queries.T, input_precision="ieee") * (scale * 1.4426950408889634)
@@ -122,11 +121,11 @@ def attention_backward(
     }  # fmt: skip
     stages = STAGES if q.dtype.itemsize == 2 else 1
     _by_query[(tokens * (heads // groups) // rows + sequences, groups)](
-        q, k, v, query_start, out, lse, grad, gradients[0], deltas, sequences, scale, **shape, num_warps=QUERY_WARPS,
+        q, k, v, query_start, out, lse, grad, gradients[0], deltas, sequences, scale, **shape, num_warps=WARPS,
         num_stages=stages,
     )  # fmt: skip
     _by_key[(tokens // tile + sequences, groups)](
-        q, k, v, query_start, lse, grad, deltas, gradients[1], gradients[2], sequences, scale, **shape, num_warps=KEY_WARPS,
+        q, k, v, query_start, lse, grad, deltas, gradients[1], gradients[2], sequences, scale, **shape, num_warps=WARPS,
         num_stages=stages,
     )  # fmt: skip
     return gradients
