@@ -113,7 +113,7 @@ class Indexer(nn.Module):
         q, k = (self._with_rope(part, step) for part in (q, k))
         if step.cache is not None:
             (k,) = step.cache.write(self.layer, index_k=k)
-        weights = ops.router_logits(x, self.weights_proj.weight, exact=True) * heads**-0.5
+        weights = ops.index_weights(x, self.weights_proj.weight) * heads**-0.5
         return ops.select(q, k, weights, step.layout, self.config.head_dim**-0.5, self.config.top_k)
 
     def _with_rope(self, x: Tensor, step: Step) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.stock import (
     head_linear,
+    index_weights,
     layer_norm,
     linear,
     logits,
@@ -30,6 +31,7 @@ __all__ = [
     "combine",
     "experts",
     "head_linear",
+    "index_weights",
     "layer_norm",
     "linear",
     "logits",

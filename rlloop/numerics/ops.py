@@ -126,6 +126,10 @@ class Ops:
             slots, chosen, weights, shared, self.profile.expert_combine == "bf16_each"
         )
 
+    def index_weights(self, x: Tensor, weight: Tensor) -> Tensor:
+        """What an indexer's heads weigh: sums in float32. [T, K], [H, K] -> [T, H]; without a gradient."""
+        return _indexer_backend(self.profile.indexer).index_weights(x, weight)
+
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Of an indexer's keys; without a gradient. [T, D] -> [T, D]."""
         return _indexer_backend(self.profile.indexer).layer_norm(x, weight, bias, eps)

@@ -64,6 +64,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: f
     return torch.stack(out).to(q.dtype) if out else q
 
 
+def index_weights(x: Tensor, weight: Tensor) -> Tensor:
+    return router_logits(x, weight, exact=True)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     wide = widen(x) - widen(x).mean(-1, keepdim=True)
     normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps)

@@ -103,6 +103,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: f
     return torch.cat(outs)
 
 
+def index_weights(x: Tensor, weight: Tensor) -> Tensor:
+    return router_logits(x, weight, exact=True)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 

@@ -34,6 +34,7 @@ KNOBS = {  # of operations that do not have their knob's name
     "sparse_attention": "attention",
     "select": "indexer",
     "layer_norm": "indexer",
+    "index_weights": "indexer",
 }
 
 

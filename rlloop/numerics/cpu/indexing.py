@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.cpu import sparse as kernels
-from rlloop.numerics.cpu.contract import _operator, value_rows
+from rlloop.numerics.cpu.contract import _operator, linear_out_float32, value_rows
 from rlloop.numerics.cpu.jit import flat, threads_for
 from rlloop.numerics.layout import AttentionLayout
+
+
+def index_weights(x: Tensor, weight: Tensor) -> Tensor:
+    return linear_out_float32(x, weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -167,3 +167,34 @@ def test_a_reopened_certificate_goes_on_with_the_chain(tmp_path):
 def test_comparisons_are_plain_json(tmp_path):
     result = compare([sample("a", [-1.0])], [floats(-2.0)])
     json.dumps(dataclasses.asdict(result))
+
+
+def test_replay_is_the_rung_between_where_expert_choices_differ(tmp_path):
+    judge = monitor(tmp_path, ParityMode.fallback, max_k3=1.0)
+    samples = [sample("1/0/0", [-1.0, -2.0])]
+    other = [np.array([-1.5, -2.0], np.float32)]
+    reasons = []
+    for step, (logprobs, flips) in enumerate([(None, 0.0), (other, 0.25), (None, 0.0), (other, 0.0), (other, 0.0)], 1):
+        own = [samples[0].completion.logprobs] if logprobs is None else logprobs
+        found = judge.compare(step, step - 1, samples, own, {"parity/router_different": flips})
+        assert found.metrics["parity/router_different"] == flips
+        assert judge.objection(found) is None
+        reasons.append((judge.rung, judge.replays, found.step_down))
+    rungs, replays, texts = zip(*reasons, strict=True)
+    assert rungs == ("bitwise", "replay", "replay", "correction", "correction")
+    assert replays == (False, True, True, True, True)
+    assert [text is not None for text in texts] == [False, True, False, True, False]
+    assert "25.00% of expert choices differ" in texts[1]
+    assert "with the engine's experts too" in texts[3]
+    lines = list(read_records(judge.certificate._journal.path))
+    assert ["reason" in line for line in lines] == [False, True, False, True, False]
+    judge.certificate.reload()
+    assert (judge.rung, judge.replays) == ("correction", True)
+
+
+def test_replay_is_passed_over_where_it_would_not_help(tmp_path):
+    judge = monitor(tmp_path, ParityMode.fallback, max_k3=1.0)
+    other = [np.array([-1.5, -2.0], np.float32)]
+    found = judge.compare(1, 0, [sample("1/0/0", [-1.0, -2.0])], other, {"parity/router_different": 0.0})
+    assert (judge.rung, judge.replays) == ("correction", False)
+    assert "no expert choice differs" in found.step_down
