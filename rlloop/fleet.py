@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlloop.errors import RlloopError
+from rlloop.errors import RlloopError, SyncError
 from rlloop.types import Completion, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,10 @@ class Handle(Protocol):
         ...
 
 
+# A method of the trainer's worker and its arguments -> the bundle that it gives, wherever the launcher keeps that.
+Ways = Callable[..., Any]
+
+
 class FleetEngine:
     """The Engine of the loop, over the co-located worker and its replicas."""
 
@@ -44,7 +48,7 @@ class FleetEngine:
         self.trainer, self.replicas = trainer, list(replicas)
         self.policy_version = -1
         self.reissued = 0  # requests that a dead engine left behind
-        self.current: Any = None  # the newest weights, wherever the launcher keeps them
+        self.ways: Ways | None = None
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
         """Requests are dealt out in turn; completions come back in order."""
@@ -77,11 +81,16 @@ class FleetEngine:
         log.warning("%s died (%s); its requests go to the others", handle.name, death)
         if handle.revive():
             try:
-                handle.call("load_weights", self.current, self.policy_version)()
+                self.join(handle)
                 return
             except EngineDied as again:
                 log.warning("%s died again while it loaded weights (%s)", handle.name, again)
         self.replicas.remove(handle)
+
+    def join(self, handle: Handle) -> dict[str, float]:
+        """Bring one replica to the newest version, wherever it stands."""
+        assert self.ways is not None
+        return handle.call("apply", self.ways("joining"))()
 
     def fingerprint(self) -> dict[str, Any]:
         """The common fingerprint. Engines that differ among themselves cannot all agree with the trainer."""
@@ -97,26 +106,35 @@ def _pick(prompts: list[list[int]], params: list[SamplingParams], share: list[in
 
 
 class FleetSync:
-    """One version's weights, put once into node-local shared memory and copied in place by every replica."""
+    """Each version as a delta from the one before: made once, put into shared memory, and brought over by every
+    replica's state machine (`rlloop.sync.replica`). A replica that is new or has lost its way gets all of it."""
 
-    def __init__(self, engine: FleetEngine, share: Callable[[], Any]) -> None:
-        self.engine, self._share = engine, share  # `share` puts the trainer's weights there and returns a reference
+    def __init__(self, engine: FleetEngine, ways: Ways) -> None:
+        self.engine, self._ways = engine, ways
+        engine.ways = ways
 
     def publish(self, version: int) -> dict[str, float]:
         began, engine = time.perf_counter(), self.engine
         engine.policy_version = version
-        told = engine.trainer.call("set_version", version)
-        told()
         if not engine.replicas:
+            engine.trainer.call("set_version", version)()
             return {}
-        engine.current = self._share()
-        loading = [(handle, handle.call("load_weights", engine.current, version)) for handle in engine.replicas]
-        for handle, wait in loading:
+        bundle = self._ways("publish", version)
+        applying = [(handle, handle.call("apply", bundle)) for handle in engine.replicas]
+        metrics = dict(engine.trainer.call("published")())
+        for handle, wait in applying:
             try:
-                wait()
+                slowest = wait()
+            except SyncError as lost:
+                log.warning("%s could not take version %d (%s); it gets all of it", handle.name, version, lost)
+                slowest = engine.join(handle)
             except EngineDied as death:
                 engine._bury(handle, death)
-        return {"sync/seconds": time.perf_counter() - began}
+                continue
+            for name, seconds in slowest.items():
+                if name.endswith("_seconds"):
+                    metrics[name] = max(metrics.get(name, 0.0), seconds)
+        return {**metrics, "sync/seconds": time.perf_counter() - began}
 
 
 class RemoteTrainer:

@@ -128,7 +128,8 @@ def values(metrics: Mapping[str, Reduction]) -> dict[str, Any]:
 
 def is_timing(name: str) -> bool:
     """Whether a metric measures the clock, or who did the work, and so differs between two runs of the same bits."""
-    return name.startswith(("time/", "perf/", "fleet/")) or name.rpartition("/")[2].endswith("seconds")
+    elsewhere = ("time/", "perf/", "fleet/", "sync/wire", "sync/ratio", "sync/changed")
+    return name.startswith(elsewhere) or name.rpartition("/")[2].endswith("seconds")
 
 
 class Sink(Protocol):

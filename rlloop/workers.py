@@ -1,6 +1,7 @@
 """Plain classes that a launcher places in processes of their own: the co-located worker and the engine replica.
 
-They know nothing of ray. What crosses between processes is completions, samples, logprobs and, once a version, weights.
+They know nothing of ray. What crosses between processes is completions, samples, logprobs and, once a version, what
+changed in the weights.
 """
 
 from __future__ import annotations
@@ -22,15 +23,14 @@ from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.parity.doctor import diagnose
 from rlloop.parity.monitor import Finding, TokenDifference
 from rlloop.rollout import Engine, vllm
+from rlloop.sync.bundle import Bundle, BundlePublisher, BundleReplica
+from rlloop.sync.live import LiveTarget, named_weights, tensors_of
 from rlloop.trainer import Trainer
 from rlloop.trainer.trainer import UpdateResult
 from rlloop.types import Completion, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from rlloop.rollout.vllm.engine import VllmEngine
-
-Weights = dict[str, np.ndarray]  # bit patterns, by Hugging Face name
-_BITS = {4: torch.int32, 2: torch.int16, 8: torch.int64}
 
 
 def load(config: RunConfig, source: str | Path) -> Model:
@@ -84,21 +84,17 @@ class Replica:
         torch.set_num_threads(threads)
         self.model = load(config, path)
         self.engine = make_engine(self.model, config.rollout.profile.over(config.model.profile), config.rollout)
+        target = LiveTarget(named_weights(self.model).items(), self.engine.set_version)  # it is called between batches
+        self._sync = BundleReplica(target, threads)
 
     def generate(self, version: int, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
         """Refuses to sample from any version but the one asked for."""
         assert self.engine.policy_version == version, f"has version {self.engine.policy_version}, not {version}"
         return self.engine.generate(prompts, sampling)
 
-    @torch.no_grad()
-    def load_weights(self, weights: Weights, version: int) -> None:
-        """Copies every tensor into the live parameters, bit for bit. Names must be exactly the model's."""
-        live = dict(self.model.named_parameters())
-        assert live.keys() == weights.keys(), sorted(live.keys() ^ weights.keys())
-        for name, parameter in live.items():
-            bits = np.array(weights[name])  # shared memory is read-only
-            parameter.copy_(torch.from_numpy(bits).view(parameter.dtype))
-        self.engine.set_version(version)
+    def apply(self, bundle: Bundle) -> dict[str, float]:
+        """Brings the live parameters to the bundle's version. Raises `SyncError`; then the version before serves."""
+        return self._sync.apply(bundle)
 
     def fingerprint(self) -> dict[str, Any]:
         return self.engine.fingerprint()
@@ -110,16 +106,27 @@ class Colocated(Replica):
     def __init__(self, config: RunConfig, path: str, threads: int) -> None:
         super().__init__(config, path, threads)
         self.trainer = make_trainer(self.model, config, path)
+        self._publisher = BundlePublisher("node", threads)
+        self._published: dict[str, float] = {}
 
     def set_version(self, version: int) -> None:
         self.engine.set_version(version)
 
-    def weights(self) -> Weights:
-        """The compute copy as bit patterns: what a replica must hold to sample the same bits."""
-        return {
-            name: parameter.detach().view(_BITS[parameter.element_size()]).cpu().numpy()
-            for name, parameter in self.model.named_parameters()
-        }
+    def publish(self, version: int) -> Bundle:
+        """The weights are those of `version` now. What a replica of the version before needs to have the same bits."""
+        self.engine.set_version(version)
+        tensors, aliases = tensors_of(named_weights(self.model).items())
+        bundle = self._publisher.publish(tensors, version, aliases)
+        self._published = bundle.metrics
+        return bundle
+
+    def published(self) -> dict[str, float]:
+        """sync/* metrics of the last publication."""
+        return self._published
+
+    def joining(self) -> Bundle:
+        """What any replica needs for the version that was published last."""
+        return self._publisher.joining()
 
     def forward_backward(
         self, batch: Sequence[Sample], loss: Callable[..., Any], old_logprobs: Sequence[np.ndarray] | None

@@ -178,13 +178,22 @@ class Publisher:
             self._move_head(Head(head.run_id, chain, shortcuts))
         needed = set[bytes]()
         for link in (*chain, *shortcuts):
-            if link.manifest not in self._pieces:
-                self._pieces[link.manifest] = _read(self.store, self._key, link).pieces
-            needed |= {link.manifest, *self._pieces[link.manifest]}
+            needed |= {link.manifest, *self.pieces(link)}
         doomed = [blob for blob in self.store.blobs() if blob not in needed]
         for blob in doomed:
             self.store.delete(blob)
         return len(doomed)
+
+    def forget_ways(self) -> None:
+        """Leave the newest version in the head, and no way to it: for who hands each way on as it is published."""
+        head, _ = self._standing()
+        self._move_head(Head(head.run_id, (head.newest,)))
+
+    def pieces(self, link: Link) -> tuple[bytes, ...]:
+        """Hashes of the blobs that the link's stream is cut into."""
+        if link.manifest not in self._pieces:
+            self._pieces[link.manifest] = _read(self.store, self._key, link).pieces
+        return self._pieces[link.manifest]
 
     # ---------------------------------------------------------------------------------------------- parts
 
