@@ -26,7 +26,8 @@ from rlloop.parity.monitor import fingerprint_differences
 from rlloop.protocols import Task
 from rlloop.records import Journal, RunFolder, write_whole
 from rlloop.rollout import Engine
-from rlloop.rollout.router import Canary, Router, RouterSettings, hardware_class
+from rlloop.rollout.members import Canary, RouterSettings, hardware_class
+from rlloop.rollout.router import Router
 from rlloop.rollout.wire import EngineState
 from rlloop.sync.live import named_weights, tensors_of
 from rlloop.sync.manifest import load_or_make_key

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import pytest
 
 from rlloop.rollout import Engine
+from rlloop.rollout.members import Canary, NoEngine, RouterSettings, hardware_class, same_bits
 from rlloop.rollout.remote import Fenced
-from rlloop.rollout.router import Canary, NoEngine, Router, RouterSettings, hardware_class, same_bits
+from rlloop.rollout.router import Router
 from rlloop.rollout.server import EngineServer
 from rlloop.rollout.service import EngineService
 from rlloop.testing import plant_fault
