@@ -1,4 +1,4 @@
-"""`rlloop serve engine|relay|trainer`: the three servers of a fleet, from their command lines."""
+"""`rlloop serve engine|relay|trainer|proxy`: the servers of a fleet, from their command lines."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ Servers of a fleet. Each prints its address as soon as it listens, and ends with
   relay     a region's cache of weights: what crossed the wide network once is not fetched again
   trainer   the trainer's end, for trainers that are not rlloop's: publish weights, sample from the fleet.
             (`rlloop train fleet=regions` has its own)
+  proxy     in front of a `vllm serve` on loopback: lets completions through, and no route that changes anything
 
 Off loopback a token is required, on every route: --token-file, or the environment variable RLLOOP_TOKEN.
 """
@@ -38,14 +39,15 @@ def command(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="rlloop serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="engine|relay|trainer")
-    for kind, add in (("engine", _engine_options), ("relay", _relay_options), ("trainer", _trainer_options)):
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="engine|relay|trainer|proxy")
+    added = {"engine": _engine_options, "relay": _relay_options, "trainer": _trainer_options, "proxy": _proxy_options}
+    for kind, add in added.items():
         options = kinds.add_parser(kind, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
         _listen_options(options)
         add(options)
     given = parser.parse_args(arguments)
     with ExitStack() as stack:
-        {"engine": _engine, "relay": _relay, "trainer": _trainer}[given.kind](given, stack)
+        {"engine": _engine, "relay": _relay, "trainer": _trainer, "proxy": _proxy}[given.kind](given, stack)
     return 0
 
 
@@ -268,3 +270,22 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
 
 def _print_event(event: Any) -> None:
     print(f"rlloop trainer: {event['event']} {event['engine']}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------ proxy
+
+
+def _proxy_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--upstream", metavar="URL", required=True, help="the vLLM server, on loopback")
+    options.add_argument("--upstream-key-file", type=Path, help="holds the key that vLLM was started with (--api-key)")
+    options.add_argument("--timeout", type=float, default=600.0, help="seconds that vLLM may take for an answer")
+
+
+def _proxy(given: argparse.Namespace, stack: ExitStack) -> None:
+    from rlloop.rollout.vllm.proxy import proxy_app
+
+    listen = _listen(given)
+    key = None if given.upstream_key_file is None else read_token(given.upstream_key_file)
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    upstream = httpx.AsyncClient(base_url=given.upstream, headers=headers, timeout=given.timeout)
+    serve(proxy_app(upstream), listen, _announce("proxy"))

@@ -1,0 +1,59 @@
+"""What of a `vllm serve` may be reached, and nothing else.
+
+vLLM's API key covers /v1 alone: its routes for weights, pausing, caches, profiling and remote calls answer anyone who
+reaches the port. So vLLM listens on loopback, and this stands in front: exact routes, each of its own method; our
+token; no header of the caller's but its content type. Everything else is a 404, whatever vLLM would have said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from rlloop.web import refusal
+
+ALLOWED = {
+    "/health": "GET",
+    "/v1/models": "GET",
+    "/v1/completions": "POST",
+    "/v1/chat/completions": "POST",
+    "/tokenize": "POST",
+    "/detokenize": "POST",
+}
+
+
+def proxy_app(upstream: httpx.AsyncClient) -> Starlette:
+    """Forwards `ALLOWED` to `upstream`, whose base URL and key are the client's own. Answers stream through."""
+
+    async def forward(request: Request) -> Response:
+        headers = {name: request.headers[name] for name in ("content-type",) if name in request.headers}
+        sent = upstream.build_request(request.method, request.url.path, headers=headers, content=await request.body())
+        try:
+            answer = await upstream.send(sent, stream=True)
+        except httpx.TransportError as error:
+            return refusal(502, "upstream", f"vLLM does not answer: {error}")
+        kept = {name: answer.headers[name] for name in ("content-type",) if name in answer.headers}
+        return StreamingResponse(
+            answer.aiter_bytes(), answer.status_code, kept, background=BackgroundTask(answer.aclose)
+        )
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        listed = ", ".join(f"{method} {path}" for path, method in ALLOWED.items())
+        return refusal(404, "not_found", f"{request.method} {request.url.path} is not among {listed}")
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with upstream:
+            yield
+
+    routes = [Route(path, forward, methods=[method]) for path, method in ALLOWED.items()]
+    app = Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown}, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    return app
