@@ -119,6 +119,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(128)  # who opens the address as soon as it is printed waits, and is not refused
     except (OSError, OverflowError) as error:
         listener.close()
         raise ConfigError(

@@ -59,14 +59,13 @@ SECTIONS: tuple[Section, ...] = (
         (
             _kl("KL, k3", "parity/k3", "Train-inference KL, mean of r − 1 − d. 0 means equal bits."),
             _kl("KL, k1", "parity/k1", "The same KL as mean of mu − pi: noisier, and it may be negative.", 1e-4),
+            Panel("Tokens different", ("parity/tokens_different",), "Fraction of trained tokens whose two logprobs "
+                  "differ in a bit.", scale=Scale.fraction, guides=(0.0,)),
             Panel("Largest difference", ("parity/logprob_diff_max",), "Largest |d| of a step.", scale=Scale.symlog,
                   unit="nats", guides=(0.0,)),
             Panel("Difference, p99.9", ("parity/logprob_diff_p999",), "One token in a thousand differs by more.",
                   scale=Scale.symlog, unit="nats", guides=(0.0,)),
-            Panel("Tokens different", ("parity/tokens_different",), "Fraction of trained tokens whose two logprobs "
-                  "differ in a bit.", scale=Scale.fraction, guides=(0.0,)),
-            Panel("Perplexity ratio", ("parity/ppl_ratio",), "Mean over sequences of exp(mean mu − mean pi)."),
-            Panel("Chi-squared", ("parity/chi2",), "Mean of r² − 1: what the weights' variance is.", scale=Scale.symlog,
+            Panel("Difference, mean", ("parity/logprob_diff_mean",), "Mean |d|.", scale=Scale.symlog, unit="nats",
                   guides=(0.0,)),
         ),
     ),
@@ -85,6 +84,9 @@ SECTIONS: tuple[Section, ...] = (
                   "importance correction touched.", scale=Scale.fraction),
             Panel("Ratio", ("is/ratio_max", "is/ratio_mean", "is/ratio_min"), "r = exp(d): largest, mean, smallest.",
                   scale=Scale.log, guides=(1.0,)),
+            Panel("Perplexity ratio", ("parity/ppl_ratio",), "Mean over sequences of exp(mean mu − mean pi)."),
+            Panel("Chi-squared", ("parity/chi2",), "Mean of r² − 1: what the weights' variance is.", scale=Scale.symlog,
+                  guides=(0.0,)),
         ),
     ),
     Section(

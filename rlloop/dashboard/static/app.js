@@ -10,6 +10,7 @@ import { refreshCertificate, showCertificate, showConfig } from "./records.js";
 
 const VIEWS = { charts: showCharts, rollouts: showRollouts, step: showStep, certificate: showCertificate, config: showConfig };
 const REFRESH = { charts: refreshCharts, rollouts: refreshRollouts, step: refreshRollouts, certificate: refreshCertificate };
+const FEW = 4; // runs that are told apart at a glance
 let drawn = "";
 
 async function draw(force = false) {
@@ -80,11 +81,13 @@ function announce({ runs, ids }) {
   else if (runs.length) REFRESH[route().view]?.(runs.map((run) => run.id));
 }
 
-// At first: what runs now, or else the run that ran last.
+// At first: all runs where they are few, or else what runs now, or else the run that ran last.
 function chooseFirst() {
-  const all = [...state.runs.values()].sort((a, b) => b.changed - a.changed);
+  const all = [...state.runs.values()];
   const live = all.filter((run) => run.status === "live");
-  state.chosen = (live.length ? live : all).slice(0, live.length ? 4 : 1).map((run) => run.id);
+  const last = all.reduce((newest, run) => (!newest || run.changed > newest.changed ? run : newest), null);
+  const chosen = all.length <= FEW ? all : live.length ? live.slice(0, FEW) : [last];
+  state.chosen = chosen.map((run) => run.id);
 }
 
 function setTheme(theme) {

@@ -345,7 +345,7 @@ export function histogram(found, width, height) {
   const floor = Math.min(-3, ...totals.map((total) => Math.floor(Math.log10(0.5 / Math.max(1, total)))));
   const x = (index) => left + (index / counts.length) * inner;
   const y = (share) => top + (share > 0 ? Math.min(1, Math.log10(share) / floor) : 1) * tall;
-  const box = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": "Histogram of the log ratio, trainer minus engine" });
+  const box = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "histogram", role: "img", "aria-label": "Histogram of the log ratio, trainer minus engine" });
   const text = (content, at, line, anchor = "middle") => {
     const element = svg("text", { x: at, y: line, "text-anchor": anchor, fill: css("--faint"), "font-size": 11 });
     element.textContent = content;

@@ -96,7 +96,7 @@ function row(run) {
   const cell = (label, ...value) => h("div", { class: "cell" }, h("span", { class: "label" }, label), h("span", { class: "value" }, ...value));
   if (run.error) return h("div", { class: "row" }, h("div", { class: "who" }, swatch(look.colour, look.dash), h("b", {}, run.id)));
   const zero = run.tokens > 0 && run.different === 0;
-  const course = (found) => (found ? [number(found.last, 3), h("small", {}, `from ${number(found.first, 3)}, best ${number(found.best, 3)}`)] : ["–"]);
+  const course = (found) => (found ? [number(found.last, 3), h("small", {}, `from ${number(found.first, 3)},`, h("br"), `best ${number(found.best, 3)}`)] : ["–"]);
   return h("div", { class: "row" },
     h("div", { class: "who" }, swatch(look.colour, look.dash), h("div", {}, h("b", {}, shortName(run.id)),
       h("div", { class: "muted" }, `${run.status}${run.mode ? `, ${run.mode}` : ""}`))),

@@ -4,7 +4,7 @@ import { $, h, number, virtualTable } from "./dom.js";
 import { get } from "./api.js";
 import { address, go, shortName, state } from "./state.js";
 
-const digest = (text) => h("span", { class: "mono", title: text }, String(text).slice(0, 16), "…");
+const digest = (text) => h("span", { class: "mono", title: text }, String(text).slice(0, 10), "…");
 
 // One line of the certificate, for people.
 export function certificateFacts(line) {

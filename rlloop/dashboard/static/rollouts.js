@@ -83,7 +83,7 @@ function timeline(record) {
 function ratio(run, record) {
   const counts = record?.["is/log_ratio_histogram"];
   if (!counts) return "";
-  return card("Log ratio, trainer − engine", histogram([{ run, ...counts, ...lookOf(run), dash: [] }], 340, 150),
+  return card("Log ratio, trainer − engine", histogram([{ run, ...counts, ...lookOf(run), dash: [] }], 300, 150),
     h("p", { class: "muted" }, `ESS ${percent(record["is/ess"])}, ratio ${number(record["is/ratio_min"])} to ${number(record["is/ratio_max"])}`));
 }
 
@@ -194,7 +194,7 @@ function detail(run, row, full) {
     h("div", { class: "beside" }, rewards(full), h("dl", { class: "facts" },
       ...[["Outcome", full.outcome], ["Advantage", number(full.advantage)], ["Finish", full.finish_reason], ["Policy version", number(full.policy_version)],
         ["Example", full.example], ["Engine", h("span", { class: "mono", title: full.engine }, String(full.engine).slice(0, 12))],
-        ["Sampling", h("span", { class: "mono" }, Object.entries(full.sampling ?? {}).map(([key, value]) => `${key}=${value}`).join(" "))]].flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]))),
+        ["Sampling", h("span", { class: "mono", style: { whiteSpace: "normal" } }, Object.entries(full.sampling ?? {}).map(([key, value]) => `${key}=${value}`).join(" "))]].flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]))),
   ].filter(Boolean);
 }
 

@@ -13,8 +13,8 @@ export const state = {
 
 // Okabe and Ito's palette, told apart by the colour-blind; lighter twins on a dark page. Dashes tell the rest.
 const COLOURS = {
-  light: ["#0072b2", "#d55e00", "#008262", "#b4568d", "#b27f00", "#2f8fc4", "#4d4d4d"],
-  dark: ["#58b4ee", "#f08a4b", "#3cc79e", "#e39cc4", "#e9b949", "#9ad4f5", "#c9c9c9"],
+  light: ["#0072b2", "#d55e00", "#008262", "#b4568d", "#b27f00", "#4d4d4d", "#6a51a3", "#2f8fc4"],
+  dark: ["#58b4ee", "#f08a4b", "#3cc79e", "#e39cc4", "#e9b949", "#c9c9c9", "#b7a3e8", "#9ad4f5"],
 };
 const DASHES = [[], [8, 4], [2, 3], [9, 3, 2, 3]];
 
