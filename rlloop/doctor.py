@@ -15,7 +15,7 @@ from rlloop.numerics.probe import probe
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.rollout.vllm import versions
 
-CPU_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONAL = {  # package -> (extra, what for)
     "ray": ("ray", "launch=ray"),
     "math_verify": ("math", "MathReward"),
@@ -40,14 +40,10 @@ def examine() -> Iterator[Line]:
     yield Line(None, "machine", f"{platform.machine()}, {capability}, {torch.get_num_threads()} threads")
     packages = ("rlloop", "torch", "numba", "llvmlite", "transformers", "hydra-core")
     yield Line(None, "versions", ", ".join(f"{name} {_version(name)}" for name in packages))
-    for dtype in CPU_TYPES:
+    for dtype in TYPES:
         broken = probe(ops_for(NumericsProfile()), dtype)
-        name = f"zero KLD on the CPU, {str(dtype).removeprefix('torch.')}"
-        if broken:
-            yield Line(False, name, "; ".join(f"{op}: {why}" for op, why in broken.items()))
-        else:
-            yield Line(True, name, "every operation has the same bits alone, in a batch, decoded, and on one thread")
-    yield _cuda()
+        yield _zero_kld("CPU", dtype, broken, "alone, in a batch, decoded, and on one thread")
+    yield from _cuda()
     for package, (extra, purpose) in OPTIONAL.items():
         if importlib.util.find_spec(package):
             yield Line(True, purpose, f"{package} {_version(package.replace('_', '-'))}")
@@ -63,15 +59,26 @@ def _version(package: str) -> str:
         return "(no metadata)"
 
 
-def _cuda() -> Line:
+def _zero_kld(device: str, dtype: torch.dtype, broken: dict[str, str], where: str) -> Line:
+    name = f"zero KLD on the {device}, {str(dtype).removeprefix('torch.')}"
+    if broken:
+        return Line(False, name, "; ".join(f"{op}: {why}" for op, why in broken.items()))
+    return Line(True, name, f"every operation has the same bits {where}")
+
+
+def _cuda() -> Iterator[Line]:
     if torch.version.cuda is None:
-        return Line(False, "GPU", f"torch {torch.__version__} is a CPU build; install one for CUDA")
-    if not torch.cuda.is_available():
-        return Line(False, "GPU", f"torch is built for CUDA {torch.version.cuda}, and no device answers (driver?)")
-    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return Line(
-        False, "GPU", f"{names}: seen, but this version has no GPU kernels of the invariant profile; use device=cpu"
-    )
+        yield Line(False, "GPU", f"torch {torch.__version__} is a CPU build; install one for CUDA")
+    elif not torch.cuda.is_available():
+        yield Line(False, "GPU", f"torch is built for CUDA {torch.version.cuda}, and no device answers (driver?)")
+    elif importlib.util.find_spec("triton") is None:
+        yield Line(False, "GPU", f"{torch.cuda.get_device_name()}: its kernels need triton, which CUDA builds bring")
+    else:
+        names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        yield Line(True, "GPU", f"{names}; triton {_version('triton')}; dense models")
+        for dtype in TYPES:
+            broken = probe(ops_for(NumericsProfile()), dtype, "cuda")
+            yield _zero_kld("GPU", dtype, broken, "alone, in a batch of any size, and decoded")
 
 
 def _vllm() -> Iterator[Line]:

@@ -139,6 +139,8 @@ class Model(nn.Module):
             "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
             "versions": {name: version(name) for name in ("rlloop", "torch", "numba", "llvmlite")},
         }
+        if self.device.type == "cuda":
+            facts["versions"] |= {"triton": version("triton"), "cuda": torch.version.cuda}
         # Ours never depend on them; stock operations do.
         return facts if self.profile.holds_contract else {**facts, "threads": torch.get_num_threads()}
 

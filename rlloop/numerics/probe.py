@@ -31,7 +31,7 @@ def probe(ops: Ops, dtype: torch.dtype, device: str | torch.device = "cpu") -> d
     """What varies here, by operation: empty where the contract holds.
 
     Each operation runs on 67 rows and on some of them alone, with all of torch's threads and with one; attention also
-    as decode over a paged cache against prefill.
+    as decode over a paged cache against prefill. On a GPU, products run on up to 1300 rows, past every tile's edge.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -48,6 +48,13 @@ def probe(ops: Ops, dtype: torch.dtype, device: str | torch.device = "cpu") -> d
             with _one_thread():
                 if not same_bits(work(slice(0, ROWS)), whole):
                     broken[name] = "one thread gives other bits than several"
+        if torch.device(device).type == "cuda":
+            x, weight = draw(1300, 1024), draw(512, 1024)
+            for product in (ops.linear, ops.logits):
+                whole = product(x, weight)
+                for rows in (1, 16, 33, 65, 128, 256, 300, 513, 1024):
+                    if not same_bits(product(x[:rows], weight), whole[:rows]):
+                        broken["linear"] = f"{rows} rows of 1300 have other bits alone than together"
         if not same_bits(*_prefill_and_decode(ops, draw, device)):
             broken["attention"] = "decode has other bits than prefill"
     return broken

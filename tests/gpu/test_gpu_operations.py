@@ -12,7 +12,7 @@ from rlloop.numerics.profile import NumericsProfile
 OURS = ops_for(NumericsProfile())
 EXACT = ops_for(NumericsProfile.preset("reference"))
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROWS = [1, 15, 16, 17, 33, 63, 64, 65, 129, 300]
+ROWS = [1, 15, 16, 17, 33, 63, 64, 65, 128, 129, 256, 300, 512]
 COUNT = 1300  # past every tile, and past the rows from which the vendor's product may be used
 
 

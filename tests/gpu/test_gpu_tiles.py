@@ -3,6 +3,8 @@
 Should this fail on another GPU type, Triton or torch, zero train-inference KL does not hold there.
 """
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -21,11 +23,11 @@ def draw(rows, width, outputs, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("width", "outputs"), SHAPES)
 def test_every_tile_has_the_same_bits(width, outputs, dtype):
-    from rlloop.numerics.triton.linear import LARGEST, WIDE, Tiles, chain
+    from rlloop.numerics.triton.linear import DEEP, HALF, Tiles, chain
 
     x, weight = draw(200, width, outputs, dtype)
     first = chain(x, weight, None, torch.float32, Tiles(64, 64, 64, False, 4, 2))
-    tried = [tiles for _, tiles in WIDE] + [LARGEST]
+    tried = [tiles for *_, tiles in HALF] + [DEEP]
     tried += [Tiles(16, 16, 32, False, 4, 2), Tiles(32, 64, 128, False, 2, 2), Tiles(128, 128, 64, False, 8, 3)]
     tried += [Tiles(16, 128, 128, True, 4, 3), Tiles(128, 64, 32, True, 4, 2), Tiles(16, 16, 64, True, 1, 2)]
     for tiles in tried:
@@ -35,11 +37,11 @@ def test_every_tile_has_the_same_bits(width, outputs, dtype):
 
 
 def test_every_float32_tile_has_the_same_bits():
-    from rlloop.numerics.triton.linear import FLOAT32, LARGEST_FLOAT32, Tiles, chain
+    from rlloop.numerics.triton.linear import FLOAT32, Tiles, chain
 
     x, weight = draw(100, 1000, 300, torch.float32)
     first = chain(x, weight, None, torch.float32, Tiles(32, 32, 32, False, 4, 1))
-    for tiles in (FLOAT32[0][1], LARGEST_FLOAT32, Tiles(16, 16, 16, False, 2, 1), Tiles(64, 32, 64, True, 8, 1)):
+    for tiles in (*[tiles for *_, tiles in FLOAT32], Tiles(16, 16, 16, False, 2, 1), Tiles(64, 32, 64, True, 8, 1)):
         assert same_bits(chain(x, weight, None, torch.float32, tiles), first), tiles
 
 
@@ -57,14 +59,14 @@ def test_the_vendor_s_product_is_used_only_where_it_has_our_bits():
     from rlloop.numerics.triton import linear
 
     used = 0
-    for width, outputs in SHAPES:
-        x, weight = draw(2048, width, outputs, torch.bfloat16)
-        agrees = linear.vendor_agrees(2048, outputs, width, torch.bfloat16, torch.bfloat16, 0)
+    for rows, (width, outputs) in product((128, 256, 2048), SHAPES):
+        x, weight = draw(rows, width, outputs, torch.bfloat16)
+        agrees = linear.vendor_agrees(rows, outputs, width, torch.bfloat16, torch.bfloat16, 0)
         ours = linear.chain(x, weight, None, torch.bfloat16)
         assert same_bits(linear.vendor(x, weight, torch.bfloat16), ours) is agrees
         assert same_bits(linear.product(x, weight, None, torch.bfloat16), ours)
         used += agrees
-    print(f"{used} of {len(SHAPES)} shapes by cuBLAS")
+    print(f"{used} of {3 * len(SHAPES)} shapes by cuBLAS")
 
 
 def test_an_address_leaves_the_bits_alone():
@@ -75,3 +77,21 @@ def test_an_address_leaves_the_bits_alone():
     gain = torch.ones(1001, device="cuda")
     x = base[1:].view(9, 1001)
     assert same_bits(rms_norm(x, gain, 1e-6, None)[0], rms_norm(x.clone(), gain, 1e-6, None)[0])
+
+
+def test_a_decoding_program_sums_as_a_prefilling_one():
+    """Each warp has whole queries to itself; where two share them, sums have another order, and this test sees it."""
+    from rlloop.numerics.triton import attention
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(700, n, 128, dtype=torch.bfloat16, device="cuda", generator=generator) for n in (16, 8, 8))
+    at = torch.arange(700, device="cuda")
+    alone = (torch.arange(701, device="cuda"), at, torch.zeros(700, 1, dtype=torch.int64, device="cuda"), 700, 0.1)
+    together = (torch.tensor([0, 700], device="cuda"), at[:1], at[:1, None], 700, 0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        whole = attention.attention(q, k, v, *together)[0]
+        for tiles, holds in ((attention.DECODE, True), (attention.MANY, True), (attention.Tiles(32, 2, 2), False)):
+            patch.setattr(attention, "DECODE", tiles)
+            assert same_bits(attention.attention(q, k, v, *alone)[0], whole) is holds, tiles
+        patch.setattr(attention, "MANY", attention.LONG)
+        assert same_bits(attention.attention(q, k, v, *together)[0], whole)

@@ -23,16 +23,17 @@ HEADS_JOINED = 4  # of a program that joins parts
 
 
 class Tiles(NamedTuple):
-    """Queries of a program, its warps, and how many tiles of keys are on their way. All warps stand below one another:
-    each owns whole rows of 16 queries or more, whose sums it makes in one order."""
+    """Queries of a program, its warps, and how many tiles of keys are on their way. Here each warp has 16 queries to
+    itself, so that a query's masses are summed in one order. (Two warps with 32 share theirs: other bits, measured.)"""
 
     rows: int
     warps: int
     stages: int
 
 
-DECODE = Tiles(16, 1, 3)
+DECODE = Tiles(16, 1, 2)
 MANY = Tiles(64, 4, 3)  # where a sequence has more than one query, or more heads share keys than fit
+LONG = Tiles(128, 8, 3)  # the same where contexts may be longer than a segment
 FLOAT32 = Tiles(64, 4, 1)
 LOG2E = 1.4426950408889634
 
@@ -247,10 +248,12 @@ def attention(
     query_start, context, block_start = query_start.contiguous(), context.contiguous(), block_start.contiguous()
     sequences, blocks = block_start.shape
     one = tokens == sequences
-    segments = triton.cdiv(blocks * block_size, SEGMENT)
+    segments, share = triton.cdiv(blocks * block_size, SEGMENT), heads // groups
     form = 0 if segments == 1 else 2 if one else 1
-    share = heads // groups
-    tiles = FLOAT32 if q.dtype == torch.float32 else DECODE if one and share <= DECODE.rows else MANY
+    if q.dtype == torch.float32:
+        tiles = FLOAT32
+    else:
+        tiles = DECODE if one and share <= DECODE.rows else LONG if segments > 1 and not one else MANY
     tasks = sequences if one else tokens * share // tiles.rows + sequences
     parts = (q.new_empty(tokens, heads, segments, n, dtype=torch.float32) for n in (v_width, 2))
     part_sums, part_stats = parts if form == 2 else (lse, lse)

@@ -34,7 +34,7 @@ __all__ = [
     "token_logprob_backward",
 ]
 
-LOGITS_ROWS = 2048  # at a time at most, in whole steps of `products.VENDOR_STEP`
+LOGITS_ROWS = 2048  # at a time at most, in whole steps of what cuBLAS gets
 LOGITS_BYTES = 2 << 30
 
 strict_products()
@@ -60,7 +60,7 @@ def _chunks(
 ) -> Iterator[tuple[slice, Rows]]:
     """(rows, their logits measured), a bounded number of logits at a time."""
     step = min(LOGITS_ROWS, max(1, LOGITS_BYTES // (4 * len(weight))))
-    step = step // products.VENDOR_STEP * products.VENDOR_STEP or step
+    step = step // products.STEPS[1] * products.STEPS[1] or step
     warp, hidden = Warp.of(settings, banned_start, banned_ids), aligned(hidden)
     for begin in range(0, len(hidden), step):
         rows = slice(begin, min(begin + step, len(hidden)))

@@ -1,8 +1,8 @@
 """Matrix products whose every output is one float32 chain over ascending K.
 
-Tiles, and which operand is the tensor core's left one, leave the bits alone, so both follow the number of rows. Nothing
-splits K. From `VENDOR_ROWS` rows on, cuBLAS does the work where it gives the same bits for that very shape, which is
-tried once on random numbers: its choice of kernel hangs on the shape alone.
+Tiles, and which operand is the tensor core's left one, leave the bits alone, so both follow the shape. Nothing splits
+K. From `VENDOR_ROWS` rows on, cuBLAS does the work where it gives the same bits for that very shape, which is tried
+once on random numbers: its choice of kernel hangs on the shape alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from rlloop.numerics.triton.launch import aligned
 
-VENDOR_ROWS = 1024
-VENDOR_STEP = 256  # of whole steps of so many rows, and our kernel the rest: else every batch would be an untried shape
+VENDOR_ROWS = 128
+MANY_ROWS = 1024
+STEPS = (128, 256)  # cuBLAS gets multiples of so many rows, fewer than `MANY_ROWS` and from there on: else every batch
+# would be a shape never tried. What is left over of many rows goes to our kernel.
 
 
 class Tiles(NamedTuple):
@@ -29,21 +31,38 @@ class Tiles(NamedTuple):
     stages: int
 
 
-WIDE = (  # (up to so many rows, the tiles)
-    (16, Tiles(16, 64, 256, True, 4, 4)),
-    (32, Tiles(32, 64, 128, True, 4, 5)),
-    (64, Tiles(64, 64, 128, True, 4, 4)),
-    (128, Tiles(64, 64, 128, False, 4, 4)),
-    (512, Tiles(128, 64, 64, False, 4, 4)),
+HALF = (  # of 16-bit numbers: (up to so many rows, up to so many outputs, the tiles); measured on an H200
+    (16, 8191, Tiles(16, 64, 128, True, 4, 6)),
+    (16, 65536, Tiles(16, 128, 128, True, 4, 4)),
+    (16, None, Tiles(16, 128, 128, True, 4, 3)),
+    (32, 65536, Tiles(32, 64, 128, True, 4, 5)),
+    (32, None, Tiles(32, 64, 128, True, 4, 3)),
+    (64, 8191, Tiles(32, 64, 128, True, 4, 5)),
+    (64, 65536, Tiles(64, 128, 128, True, 4, 4)),
+    (64, None, Tiles(64, 128, 64, True, 4, 3)),
+    (128, 2048, Tiles(32, 64, 128, True, 4, 4)),
+    (128, 4096, Tiles(64, 64, 128, False, 4, 4)),
+    (128, 65536, Tiles(64, 64, 64, True, 4, 4)),
+    (512, 1024, Tiles(64, 32, 128, False, 4, 4)),
+    (512, 2048, Tiles(64, 64, 128, False, 4, 4)),
+    (512, 4096, Tiles(64, 128, 128, False, 4, 4)),
+    (512, 65536, Tiles(64, 128, 64, False, 4, 3)),
+    (512, None, Tiles(128, 128, 64, False, 4, 3)),
+    (None, None, Tiles(128, 256, 64, False, 8, 3)),
 )
-LARGEST = Tiles(128, 256, 64, False, 8, 3)
-FLOAT32 = ((16, Tiles(16, 64, 32, False, 4, 2)),)
-LARGEST_FLOAT32 = Tiles(64, 64, 16, False, 4, 2)
+DEEP = Tiles(32, 64, 256, True, 4, 4)  # for 17 to 64 rows where K is 4096 or more and outputs are few
+FLOAT32 = ((16, None, Tiles(16, 64, 32, False, 4, 2)), (None, None, Tiles(64, 64, 16, False, 4, 2)))
 
 
-def tiles_for(rows: int, dtype: torch.dtype) -> Tiles:
-    table, largest = (FLOAT32, LARGEST_FLOAT32) if dtype == torch.float32 else (WIDE, LARGEST)
-    return next((tiles for limit, tiles in table if rows <= limit), largest)
+def tiles_for(rows: int, outputs: int, width: int, dtype: torch.dtype) -> Tiles:
+    if dtype != torch.float32 and 16 < rows <= 64 and width >= 4096 and outputs <= 4096:
+        return DEEP
+    table = FLOAT32 if dtype == torch.float32 else HALF
+    return next(
+        tiles
+        for most_rows, most_outputs, tiles in table
+        if (most_rows is None or rows <= most_rows) and (most_outputs is None or outputs <= most_outputs)
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -96,7 +115,7 @@ def chain(
         out = x.new_empty(rows, outputs, dtype=dtype)
     if out.numel() == 0:
         return out
-    tiles = tiles or tiles_for(rows, x.dtype)
+    tiles = tiles or tiles_for(rows, outputs, width, x.dtype)
     grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)
     _linear[grid](
         aligned(x), aligned(weight), weight if bias is None else aligned(bias), out, rows, outputs, width,
@@ -133,8 +152,9 @@ def vendor_agrees(rows: int, outputs: int, width: int, dtype: torch.dtype, out: 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`."""
     (rows, width), outputs = x.shape, len(weight)
-    whole = rows // VENDOR_STEP * VENDOR_STEP  # the rows that cuBLAS can have
-    if bias is None and whole >= VENDOR_ROWS and outputs > 0:
+    step = STEPS[rows >= MANY_ROWS]
+    whole = rows // step * step  # the rows that cuBLAS can have
+    if bias is None and whole >= VENDOR_ROWS and (rows == whole or rows >= MANY_ROWS) and outputs > 0:
         x, weight = aligned(x), aligned(weight)
         if vendor_agrees(whole, outputs, width, x.dtype, dtype, x.get_device()):
             if rows == whole:
