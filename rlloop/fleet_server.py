@@ -74,7 +74,8 @@ def trainer_app(store: Store, router: Router, publish: Publish | None = None) ->
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def publish_weights(request: Request) -> Response:
-        assert publish is not None
+        send = publish
+        assert send is not None
         try:
             step = int(request.query_params["step"])
         except (KeyError, ValueError):
@@ -83,7 +84,7 @@ def trainer_app(store: Store, router: Router, publish: Publish | None = None) ->
 
         def one_at_a_time() -> Mapping[str, float]:
             with publishing:
-                return publish(content, step)
+                return send(content, step)
 
         return JSONResponse(dict(await run_in_threadpool(one_at_a_time)))
 
