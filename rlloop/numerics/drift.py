@@ -45,6 +45,21 @@ class DriftedOps(Ops):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
         return self._stored(super().attention(q, k, v, layout, scale))
 
+    def sparse_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, layout: AttentionLayout, scale: float
+    ) -> Tensor:
+        return self._stored(super().sparse_attention(q, k, v, selected, layout, scale))
+
+    def head_linear(self, x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+        return self._stored(super().head_linear(x, weight, by_row))
+
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
+        entering = rounded_activation(x, "fp8") if self._activations == "fp8" else x
+        return self._stored(super().experts(entering, gate_up, down, chosen))
+
+    def combine(self, slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
+        return self._stored(super().combine(slots, chosen, weights, shared))
+
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         made = super().logits(hidden, weight)
         return made.bfloat16().float() if self._rounds_logits else made
