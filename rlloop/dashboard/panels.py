@@ -67,6 +67,10 @@ SECTIONS: tuple[Section, ...] = (
                   scale=Scale.symlog, unit="nats", guides=(0.0,)),
             Panel("Difference, mean", ("parity/logprob_diff_mean",), "Mean |d|.", scale=Scale.symlog, unit="nats",
                   guides=(0.0,)),
+            Panel("KL, k3, by region", ("fleet/*/k3",), "The same KL, over what a region's engines sampled.",
+                  scale=Scale.symlog, unit="nats", guides=KL_GUIDES),
+            Panel("Tokens different, by region", ("fleet/*/tokens_different",), "Over what a region's engines sampled.",
+                  scale=Scale.fraction, guides=(0.0,)),
         ),
     ),
     Section(
@@ -143,7 +147,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "Weight sync",
         (
-            Panel("Bytes on the wire", ("sync/wire_bytes", "sync/*wire_bytes*", "fleet/*/sync_wire_bytes"),
+            Panel("Bytes on the wire", ("sync/wire_bytes", "sync/*wire_bytes*", "fleet/*/sync_*bytes"),
                   "Of one version; by region where there are some.", scale=Scale.zero, unit="B"),
             Panel("Compression", ("sync/ratio", "sync/*ratio*", "fleet/*/sync_ratio"), "Full size over bytes sent.",
                   scale=Scale.log),
@@ -158,17 +162,30 @@ SECTIONS: tuple[Section, ...] = (
         ),
     ),
     Section(
-        "Versions",
-        (Panel("Staleness", ("rollout/version_lag*",), "Weight versions behind the trainer's.", scale=Scale.zero,
-               unit="versions"),
-         Panel("Fleet", ("fleet/*",), "Engines and their state.", scale=Scale.zero)),
+        "Versions and fleet",
+        (
+            Panel("Staleness", ("rollout/version_lag*",), "Weight versions behind the trainer's.", scale=Scale.zero,
+                  unit="versions"),
+            Panel("Engines", ("fleet/engines", "fleet/*/engines"), "That serve; by region.", scale=Scale.zero),
+            Panel("Completions, by region", ("fleet/*/completions",), "Made in a step.", scale=Scale.zero),
+            Panel("Tokens, by region", ("fleet/*/tokens",), "Trained tokens that the region's engines sampled.",
+                  scale=Scale.zero),
+            Panel("Done again", ("fleet/reissued", "fleet/hedged"), "Completions made again, or twice.",
+                  scale=Scale.zero),
+            Panel("Engines that fell out", ("fleet/lost", "fleet/quarantined"), "Since the step before.",
+                  scale=Scale.zero),
+            Panel("Fleet", ("fleet/*",), "What else the fleet tells.", scale=Scale.zero),
+        ),
     ),
     Section(
         "Experts",
         (
-            Panel("Router, different", ("parity/router_different",), "Fraction of (token, layer) whose expert set "
-                  "differs.", scale=Scale.fraction, guides=(0.0,)),
-            Panel("Experts", ("router/*", "experts/*", "moe/*"), "Load and balance."),
+            Panel("Routes, different", ("parity/router_different", "parity/indexer_different"), "Fraction of (token, "
+                  "layer) whose set of experts, or of indexed keys, differs.", scale=Scale.fraction, guides=(0.0,)),
+            Panel("Busiest expert", ("experts/load_max",), "Its load by the mean of its layer.", scale=Scale.zero),
+            Panel("Experts unused", ("experts/unused",), "Fraction of experts that no token went to.",
+                  scale=Scale.fraction),
+            Panel("Experts", ("experts/*", "router/*", "moe/*"), "What else the routers tell."),
         ),
     ),
     Section(

@@ -177,10 +177,7 @@ class RolloutIndex:
     ) -> dict[str, Any]:
         """Completions of one step or of the run. A step's file is read first where it is not in the index yet."""
         if step is not None:
-            stale, _ = self.pending()
-            for file in stale:
-                if step_of(file) == step:
-                    self._read(file)
+            self._read_if_new(step)
         asked = {
             "step": step,
             "kind": None if kind is None else KINDS.index(kind),
@@ -199,9 +196,21 @@ class RolloutIndex:
             found = database.execute(f"{query} LIMIT :limit OFFSET :offset", window).fetchall()
         return {"total": int(total), "rows": [dict(zip(COLUMNS, row, strict=True)) for row in found]}
 
+    def _read_if_new(self, step: int) -> None:
+        file = self._file(step)
+        if file.exists():
+            stat = file.stat()
+            with self._open() as database:
+                known = database.execute("SELECT size, changed FROM files WHERE step = ?", (step,)).fetchone()
+            if known != (stat.st_size, stat.st_mtime_ns):
+                self._read(file)
+
+    def _file(self, step: int) -> Path:
+        return self.run / "rollouts" / f"step_{step:08d}.jsonl.zst"
+
     def row(self, step: int, line: int) -> dict[str, Any] | None:
         """One completion's whole record; None where there is none. Raises what a damaged file raises."""
-        file = self.run / "rollouts" / f"step_{step:08d}.jsonl.zst"
+        file = self._file(step)
         if not file.exists():
             return None
         with _lines(file) as lines:

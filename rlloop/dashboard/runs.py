@@ -165,6 +165,7 @@ class Run:
         self._metrics = Metrics(path / "metrics.jsonl")
         self._parity = Tail(path / "parity.jsonl")
         self._certificate: list[dict[str, Any]] = []
+        self._config: tuple[tuple[int, int] | None, dict[str, Any]] | None = None
         self._lock = threading.RLock()
 
     @contextmanager
@@ -195,8 +196,11 @@ class Run:
 
     def config(self) -> dict[str, Any]:
         """Flat: dotted key -> value. Raises `yaml.YAMLError` or `OSError` where it cannot be read."""
-        loaded = yaml.safe_load((self.path / "config.yaml").read_text(errors="replace"))
-        return flatten(loaded) if isinstance(loaded, Mapping) else {}
+        stamp = _stamp(self.path / "config.yaml")
+        if self._config is None or self._config[0] != stamp:
+            loaded = yaml.safe_load((self.path / "config.yaml").read_text(errors="replace"))
+            self._config = stamp, flatten(loaded) if isinstance(loaded, Mapping) else {}
+        return self._config[1]
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A JSON file of the run; None where there is none, or none that can be read."""

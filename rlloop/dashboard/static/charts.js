@@ -116,7 +116,7 @@ class Card {
     this.tableButton = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.setTable(!this.table) }, "Table");
     this.download = h("a", { href: "#", download: "", title: "All steps of the chosen runs" }, "CSV");
     this.element = h("article", { class: "card", "data-panel": panel.title },
-      h("header", {}, h("h3", { title: panel.about }, panel.title), h("span", { class: "unit" }, panel.unit),
+      h("header", {}, h("h3", { title: panel.about }, panel.title), h("span", { class: "unit" }, [panel.unit, panel.kind === "stack" && state.chosen.length > 1 ? `of ${shortName(state.chosen[0])}` : ""].filter(Boolean).join(", ")),
         h("div", { class: "actions" }, this.tableButton, this.download, height < 300 ? h("button", { type: "button", onclick: () => this.enlarge() }, "Enlarge") : null)),
       this.chips, this.plot);
     const options = { height, onvalues: (step, values) => this.values(step, values), onstep: (run, step) => go("step", { of: run, step }) };
