@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -113,7 +114,7 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def compose(trace: str, numbers: list[int]) -> str | None:
+def compose(trace: str, numbers: Sequence[int]) -> str | None:
     """The expression behind a worked trace `3 + 4 = 7 , 7 * 5 = 35`, or None where the trace is not one.
 
     Each step takes two values out of those at hand (the numbers, and results of earlier steps) and must state its
@@ -152,8 +153,13 @@ def countdown_reward(prompt: str, completion: str, example: Example, *, format_c
     The completion is a worked trace (it holds an `=`; see `compose`) or a bare expression. One that fails but is
     well-formed, with true arithmetic, earns `format_credit`. Component: `well_formed`.
     """
-    numbers, target = example.data["numbers"], example.data["target"]
+    solved, well_formed = _judge(completion, tuple(example.data["numbers"]), example.data["target"])
+    return RewardResult(1.0 if solved else format_credit * well_formed, solved, {"well_formed": float(well_formed)})
+
+
+@functools.lru_cache(4096)  # as a policy grows sure of itself, most completions of a group are the same one
+def _judge(completion: str, numbers: tuple[int, ...], target: int) -> tuple[bool, bool]:
+    """Whether it solves the problem, and whether it is well-formed with true arithmetic."""
     expression = compose(completion, numbers) if "=" in completion else completion
     found = None if expression is None else evaluate(expression)
-    solved, well_formed = _solves(found, numbers, target), found is not None
-    return RewardResult(1.0 if solved else format_credit * well_formed, solved, {"well_formed": float(well_formed)})
+    return _solves(found, numbers, target), found is not None
