@@ -47,6 +47,8 @@ class Supervision:
     stop_at: float = 0.16  # the warm start ends at the first evaluation whose pass@1 reaches this
     max_steps: int = 2000  # of the warm start, whatever it reached
     supervised_steps: int = 2500  # of the supervised-only arm, the warm start's included
+    device: str = "cpu"
+    dtype: str = "float32"  # compute type; what is learned is float32
 
     def __post_init__(self) -> None:
         for name in ("demonstrations", "batch_size", "eval_every", "eval_draws", "max_steps", "supervised_steps"):

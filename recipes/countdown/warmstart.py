@@ -64,7 +64,7 @@ class Supervised:
         """Starts from the model, and the trainer's state where there is one, in `folder`."""
         settings = task.warm_start
         self.task, self.settings = task, settings
-        model = load_model(folder)
+        model = load_model(folder, dtype=settings.dtype, device=settings.device)
         config = TrainerConfig(num_steps=settings.supervised_steps, lr=settings.lr, weight_decay=settings.weight_decay)
         self.trainer = Trainer(model, config)
         if (folder / RECORD).exists():
@@ -166,6 +166,10 @@ def digest(task: Countdown) -> str:
     """Of everything that decides the warm start: settings, data, tokenizer, numerics, versions."""
     settings = asdict(task.warm_start)
     del settings["supervised_steps"]
+    if settings.pop("device") != "cpu":
+        settings["device"] = torch.cuda.get_device_name(task.warm_start.device)
+    if settings["dtype"] == "float32":
+        del settings["dtype"]
     parts = {
         "format": FORMAT,
         "model": _config(task),

@@ -69,6 +69,20 @@ def test_the_vendor_s_product_is_used_only_where_it_has_our_bits():
     print(f"{used} of {3 * len(SHAPES)} shapes by cuBLAS")
 
 
+def test_the_trial_tells_orders_apart_that_ordinary_numbers_hide():
+    """Sixteen bits of an ordinary sum mostly survive another order; those of a sum that cancels do not."""
+    from rlloop.numerics.triton.linear import _cancelling, chain
+
+    def same(x, weight):
+        """The share of outputs that two halves of K, added, have in common with one chain."""
+        parts = [chain(x[:, k : k + 32], weight[:, k : k + 32], None, torch.float32) for k in (0, 32)]
+        return (sum(parts).bfloat16() == chain(x, weight, None, torch.bfloat16)).float().mean()
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    assert same(*draw(128, 64, 40, torch.bfloat16)) > 0.99
+    assert same(*_cancelling(128, 40, 64, torch.bfloat16, generator)) < 0.9
+
+
 def test_an_address_leaves_the_bits_alone():
     """What the compiler knows of an address decides how it lays out a sum."""
     from rlloop.numerics.triton.elementwise import rms_norm

@@ -2,7 +2,7 @@
 
 Tiles, and which operand is the tensor core's left one, leave the bits alone, so both follow the shape. Nothing splits
 K. From `VENDOR_ROWS` rows on, cuBLAS does the work where it gives the same bits for that very shape, which is tried
-once on random numbers: its choice of kernel hangs on the shape alone.
+once on numbers that tell orders apart: its choice of kernel hangs on the shape alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ VENDOR_ROWS = 128
 MANY_ROWS = 1024
 STEPS = (128, 256)  # cuBLAS gets multiples of so many rows, fewer than `MANY_ROWS` and from there on: else every batch
 # would be a shape never tried. What is left over of many rows goes to our kernel.
+TRIED_OUTPUTS = 1 << 22  # numbers that a shape is tried on, if 8 draws make them
 
 
 class Tiles(NamedTuple):
@@ -140,13 +141,27 @@ def vendor_agrees(rows: int, outputs: int, width: int, dtype: torch.dtype, out: 
     key = (rows, outputs, width, dtype, out, device)
     if key not in _agreed and not torch.cuda.is_current_stream_capturing():
         generator = torch.Generator(f"cuda:{device}").manual_seed(0)
-        x, weight = (
-            torch.randn(count, width, dtype=dtype, device=f"cuda:{device}", generator=generator)
-            for count in (rows, outputs)
-        )
         bits = torch.int16 if out.itemsize == 2 else torch.int32
-        _agreed[key] = torch.equal(vendor(x, weight, out).view(bits), chain(x, weight, None, out).view(bits))
+        draws = max(1, min(8, TRIED_OUTPUTS // (rows * outputs)))
+        inputs = (_cancelling(rows, outputs, width, dtype, generator) for _ in range(draws))
+        _agreed[key] = all(
+            torch.equal(vendor(x, weight, out).view(bits), chain(x, weight, None, out).view(bits))
+            for x, weight in inputs
+        )
     return _agreed.get(key, False)
+
+
+def _cancelling(
+    rows: int, outputs: int, width: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Random factors whose products add up to almost nothing: what is left is rounding, and so the order of the sum,
+    which the rounding to 16 bits of an ordinary result would hide."""
+    device, half = generator.device, width // 2
+    x, weight = (torch.randn(n, width, dtype=dtype, device=device, generator=generator) for n in (rows, outputs))
+    other = torch.randperm(half, device=device, generator=generator)
+    x[:, half : 2 * half], weight[:, half : 2 * half] = -x[:, other], weight[:, other]
+    x[:, 2 * half :] = 0
+    return x, weight
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
