@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import numpy as np
@@ -123,6 +124,18 @@ def test_a_planted_fault_is_seen(model, engine):
     engine.model = model
     engine.set_version(engine.policy_version + 1)
     assert bits(engine.generate(prompts, sampling)) == expected
+
+
+def test_engines_come_and_go(model, engine):
+    prompts, sampling = traffic(6)
+    expected = bits(engine.generate(prompts, sampling))
+    for end in (VllmEngine.close, lambda other: None):
+        other = VllmEngine(model, page_size=1, max_running=8, max_cache_tokens=256)
+        assert bits(other.generate(prompts, sampling)) == expected
+        end(other)
+        del other
+        gc.collect()
+        assert bits(engine.generate(prompts, sampling)) == expected
 
 
 def test_what_cannot_be_continued_is_refused(engine):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -82,6 +83,10 @@ class VllmEngine:
             generation_config="vllm",  # not the folder's own sampling defaults
             disable_log_stats=True,
         )
+        client = self._llm.engine_core
+        client._finalizer.detach()  # it would take away what other engines of this process stand on
+        _LIVE.add(id(client.engine_core))
+        self._end = weakref.finalize(self, _shut_down, client.engine_core)
 
     @property
     def model(self) -> Model:
@@ -177,7 +182,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Gives the cache's memory back."""
-        self._llm.engine_core.shutdown()
+        self._end()
 
     # ---------------------------------------------------------------------------------------------- vLLM
 
@@ -257,6 +262,21 @@ class VllmEngine:
         stats.made_tokens += made
         stats.cached_tokens += cached
         stats.computed_tokens += prompt + made - 1 - cached
+
+
+_LIVE: set[int] = set()  # ids of the cores that run in this process
+
+
+def _shut_down(core: Any) -> None:
+    """vLLM's process groups are the process's, so the last engine takes them down."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    _LIVE.discard(id(core))
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    if not _LIVE:
+        cleanup_dist_env_and_memory()
 
 
 @contextmanager
