@@ -29,11 +29,10 @@ import zstandard
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from results_schema import Figure, report
 
-from rlloop.delta import Sizes, compare_tensors, describe
+from rlloop.delta import Sizes, compare, describe, version_bytes
 from rlloop.models import new_model, save_model
 from rlloop.sync import codec
 from rlloop.sync.bits import Bits
-from rlloop.sync.bundle import MemoryStore
 from rlloop.sync.folder import read_folder
 from rlloop.sync.live import bits_of
 from rlloop.sync.publisher import Publisher
@@ -92,32 +91,26 @@ def checkpoints(run: Path) -> list[dict[str, Bits]]:
     return states
 
 
-def wire_bytes(old: dict[str, Bits], new: dict[str, Bits]) -> int:
-    """Of a publication, manifest and all."""
-    publisher = Publisher(MemoryStore(), Ed25519PrivateKey.generate(), "run")
-    publisher.publish(old, 0)
-    return int(publisher.publish(new, 1).metrics["sync/wire_bytes"])
-
-
 def sizes(work: Path, models: list[str], lrs: list[str], steps: int, pairs: int) -> list[Figure]:
     figures = []
     for model in models:
         for lr in lrs:
             states = checkpoints(train(work, model, lr, steps, pairs))
-            total, wire = Sizes(), 0
+            total, stream, manifests = Sizes(), 0, 0
             for old, new in itertools.pairwise(states):
-                for _, found in compare_tensors(old, new):
+                for _, found in compare(old, new):
                     total += found
-                wire += wire_bytes(old, new)
+                encoded, manifest = version_bytes(old, new)
+                stream, manifests = stream + encoded, manifests + manifest
             weights = sum(bits.array.size for bits in states[0].values())
             name = f"delta of {model} ({weights:,} weights), lr {lr}"
-            print("\n".join([name, *describe(total), f"with manifests {wire:,} bytes", ""]), flush=True)
+            print("\n".join([name, *describe(total, stream, manifests), ""]), flush=True)
             share = f", {100 * total.changed / total.elements:.3g}% changed"
             figures += [
                 Figure(name=f"{name}{share}: full bytes by wire bytes, manifest included", unit="x",
-                       value=total.full / wire, peer="XOR + zstd-1 (without a manifest)",
+                       value=total.full / (stream + manifests), peer="XOR + zstd-1 (without a manifest)",
                        peer_value=total.full / total.xor, aim=2.0 if float(lr) <= 1e-5 else None),
-                Figure(name=f"{name}: full bytes by the encoded tensors'", unit="x", value=total.full / total.delta,
+                Figure(name=f"{name}: full bytes by the encoded tensors'", unit="x", value=total.full / stream,
                        peer="entropy, old exponent known", peer_value=total.full / total.conditional, aim=0.8),
             ]  # fmt: skip
     return figures

@@ -232,15 +232,16 @@ def _delta(arguments: list[str]) -> int:
     parser.add_argument("--tensors", action="store_true", help="a line for each tensor, too")
     given = parser.parse_args(arguments)
 
-    from rlloop.delta import Sizes, compare, describe
+    from rlloop.delta import Sizes, compare, describe, read_pair, version_bytes
 
+    old, new = read_pair(given.old, given.new)
     total = Sizes()
-    for name, tensor in compare(given.old, given.new):
+    for name, tensor in compare(old, new):
         if given.tensors:
             changed = 100 * tensor.changed / max(1, tensor.elements)
             print(f"{name}: {tensor.full:,} bytes, {changed:.3g}% changed, {tensor.delta:,} bytes of delta")
         total += tensor
-    print("\n".join(describe(total)))
+    print("\n".join(describe(total, *version_bytes(old, new))))
     return 0
 
 

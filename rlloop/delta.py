@@ -14,11 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import zstandard
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rlloop.errors import ModelError
 from rlloop.sync import codec
 from rlloop.sync.bits import Bits
+from rlloop.sync.bundle import MemoryStore
 from rlloop.sync.folder import read_folder
+from rlloop.sync.manifest import Manifest, hash_of, root_hash
+from rlloop.sync.packing import pack
 from rlloop.sync.steps import ORDERINGS, classes_of, ordered
 
 
@@ -30,7 +34,7 @@ class Sizes:
     changed: int = 0
     single: int = 0  # of those, by one representable step
     full: int = 0
-    delta: int = 0  # by rlloop's codec
+    delta: int = 0  # by rlloop's codec, every tensor by itself
     xor: int = 0  # XOR, then zstd level 1
     index_value: int = 0  # int32 index and new value of each changed element
     conditional: float = 0.0  # references; 0 for types wider than 16 bits, which have none
@@ -79,28 +83,42 @@ def _bits(steps: np.ndarray) -> float:
     return places - n * float((share * np.log2(share)).sum())
 
 
-def compare(old: Path, new: Path) -> Iterator[tuple[str, Sizes]]:
-    """Each tensor's sizes. Raises `ModelError` where the folders are not checkpoints of one model."""
-    yield from compare_tensors(read_folder(old), read_folder(new), f"{old} and {new}")
-
-
-def compare_tensors(
-    old: Mapping[str, Bits], new: Mapping[str, Bits], where: str = "the two"
-) -> Iterator[tuple[str, Sizes]]:
-    if odd := sorted(old.keys() ^ new.keys()):
+def read_pair(old: Path, new: Path) -> tuple[dict[str, Bits], dict[str, Bits]]:
+    """Two checkpoints of one model. Raises `ModelError` where they are not."""
+    before, after, where = read_folder(old), read_folder(new), f"{old} and {new}"
+    if odd := sorted(before.keys() ^ after.keys()):
         raise ModelError(f"{where} are not of one model: only one of them has {', '.join(odd[:5])}")
-    for name, bits in new.items():
-        before = old[name]
-        if (before.dtype, before.shape) != (bits.dtype, bits.shape):
+    for name, bits in after.items():
+        had = before[name]
+        if (had.dtype, had.shape) != (bits.dtype, bits.shape):
             raise ModelError(
-                f"{where}: {name} is {before.dtype} {list(before.shape)} in one and {bits.dtype} {list(bits.shape)} in "
-                "the other; save both in the type that engines compute in"
+                f"{where}: {name} is {had.dtype} {list(had.shape)} in one and {bits.dtype} {list(bits.shape)} in the "
+                "other; save both in the type that engines compute in"
             )
-        yield name, sizes(bits, before)
+    return before, after
 
 
-def describe(total: Sizes) -> list[str]:
-    """Lines for the terminal."""
+def compare(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> Iterator[tuple[str, Sizes]]:
+    """Each tensor's sizes."""
+    for name, bits in new.items():
+        yield name, sizes(bits, old[name])
+
+
+def version_bytes(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> tuple[int, int]:
+    """What a publication of `new` after `old` weighs: its stream, in which small tensors are joined; its manifest."""
+    packed = pack(_Nowhere(), new, old, {}, 1)
+    root = root_hash(packed.entries)
+    manifest = Manifest("run", 1, 1, root, None, packed.entries, {}, packed.pieces, root)
+    return manifest.stream_bytes, len(manifest.sign(Ed25519PrivateKey.generate()))
+
+
+class _Nowhere(MemoryStore):
+    def put(self, blob: bytes) -> bytes:
+        return hash_of(blob)
+
+
+def describe(total: Sizes, stream: int, manifest: int) -> list[str]:
+    """Lines for the terminal; `stream` and `manifest` are `version_bytes`."""
     if total.changed == 0:
         return [f"{total.elements:,} weights, {total.full:,} bytes: every bit is the same"]
     lines = [
@@ -113,13 +131,14 @@ def describe(total: Sizes) -> list[str]:
         ("full", total.full),
         ("index + value", total.index_value),
         ("XOR + zstd-1", total.xor),
-        ("rlloop's delta", total.delta),
+        ("rlloop's delta", stream),
+        ("  with its manifest", stream + manifest),
     ]
     if total.conditional and total.referenced == total.delta:
         rows.append(("entropy", total.unconditional))
         rows.append(("entropy, old exponent known", total.conditional))
     lines += [f"{name:34}{size:18,.0f}{total.full / size:10.4g}" for name, size in rows]
-    lines += ["", f"XOR + zstd-1 takes {total.xor / total.delta:.3g} times as much"]
+    lines += ["", f"XOR + zstd-1 takes {total.xor / stream:.3g} times as much"]
     if total.conditional and total.referenced == total.delta:
-        lines[-1] += f"; the entropy with the old exponent known is {total.conditional / total.delta:.3g} of it"
+        lines[-1] += f"; the entropy with the old exponent known is {total.conditional / stream:.3g} of it"
     return lines

@@ -32,7 +32,8 @@ MAX_MANIFEST = 64 << 20  # bytes, before and after decompression: some hundred t
 MAX_HEAD = 1 << 20
 MAX_TENSOR = 1 << 40
 
-CodecName = Literal["unchanged", "steps", "planes", "full"]
+# "joined": in the encoding of the entry before
+CodecName = Literal["unchanged", "steps", "planes", "full", "joined"]
 
 
 class Refused(SyncError):
@@ -113,12 +114,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _check(self) -> None:
         if self.format != FORMAT:
             raise Refused(f"manifest {self.version} has format {self.format}; this version reads {FORMAT}")
-        place, names = 0, set[str]()
+        place, names, joinable = 0, set[str](), None
         for entry in self.tensors:
             if entry.dtype not in WIDTH or any(side < 0 for side in entry.shape):
                 raise Refused(f"{entry.name} has type {entry.dtype} and shape {entry.shape}")
             if size_of(entry.dtype, entry.shape) > MAX_TENSOR:
                 raise Refused(f"{entry.name} of shape {entry.shape} is larger than {MAX_TENSOR} bytes")
+            if entry.codec == "joined" and (entry.size or entry.dtype != joinable):
+                raise Refused(f"manifest {self.version} joins {entry.name} to what it cannot be joined to")
+            if entry.codec != "joined":
+                joinable = None if entry.codec == "unchanged" else entry.dtype
             if entry.start != place or entry.size < 0 or len(entry.digest) != 32 or entry.name in names:
                 raise Refused(f"manifest {self.version} is inconsistent at {entry.name}")
             place += entry.size

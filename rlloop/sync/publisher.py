@@ -7,22 +7,19 @@ that nobody names, and the old head.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rlloop.errors import ConfigError
-from rlloop.sync import codec
-from rlloop.sync.bits import Bits, Tensors, digest
-from rlloop.sync.manifest import MAX_MANIFEST, CodecName, Entry, Head, Link, Manifest, root_hash
+from rlloop.sync.bits import Bits, Tensors
+from rlloop.sync.manifest import MAX_MANIFEST, Head, Link, Manifest, root_hash
+from rlloop.sync.packing import pack
 from rlloop.sync.replica import MemoryTarget, Replica
 from rlloop.sync.store import Conflict, Store, fetch
-from rlloop.sync.stream import StreamWriter
 
 
 @dataclass(frozen=True)
@@ -87,20 +84,15 @@ class Publisher:
         previous = self._last
         same_layout = previous is not None and _layout(tensors) == _layout(self._tensors)
         base = self._tensors if same_layout else {}
-        stream = StreamWriter(self.store)
-        entries, changed = [], 0
         digests = {} if previous is None else {entry.name: entry.digest for entry in previous.tensors}
-        for name, encoded, found in self._encoded(tensors, base, digests):
-            start = stream.write(encoded.content)
-            entries.append(_entry(name, tensors[name], encoded.codec, start, len(encoded.content), found))
-            changed += encoded.changed
+        packed = pack(self.store, tensors, base, digests if base else {}, self._threads)
+        entries, changed = packed.entries, packed.changed
         root = root_hash(entries)
         if (
             previous is not None and self.head is not None and not changed and root == previous.root
             and (step, self.run_id, aliases) == (previous.step, previous.run_id, previous.aliases)
         ):  # fmt: skip
             return Published(previous, self.head.newest.manifest)
-        stream.end()
         encoded_at = time.perf_counter()
         manifest = Manifest(
             run_id=self.run_id,
@@ -108,9 +100,9 @@ class Publisher:
             sequence=0 if self.head is None else self.head.newest.sequence + 1,
             parent=self.head.newest.manifest if base and self.head is not None else None,
             state_of=None,
-            tensors=tuple(entries),
+            tensors=entries,
             aliases=aliases,
-            pieces=tuple(stream.pieces),
+            pieces=packed.pieces,
             root=root,
         )
         link = self._store_manifest(manifest, self.head.newest.sequence if manifest.parent and self.head else None)
@@ -131,8 +123,8 @@ class Publisher:
             "sync/wire_bytes": float(link.wire_bytes),
             "sync/ratio": manifest.full_bytes / link.wire_bytes,
             "sync/changed": changed / elements,
-            "sync/encode_seconds": encoded_at - began - stream.seconds,
-            "sync/upload_seconds": stream.seconds + done - encoded_at,
+            "sync/encode_seconds": encoded_at - began - packed.store_seconds,
+            "sync/upload_seconds": packed.store_seconds + done - encoded_at,
             "sync/publish_seconds": done - began,
         }
         return Published(manifest, link.manifest, metrics)
@@ -197,36 +189,17 @@ class Publisher:
 
     # ---------------------------------------------------------------------------------------------- parts
 
-    def _encoded(
-        self, tensors: Tensors, base: Tensors, digests: Mapping[str, bytes]
-    ) -> Iterator[tuple[str, codec.Encoded, bytes]]:
-        """Name, encoding and digest of each, in order; some ahead of the one that is wanted, in threads."""
-
-        def one(name: str, pool: Executor | None = None) -> tuple[str, codec.Encoded, bytes]:
-            made = codec.encode(tensors[name], base.get(name), pool=pool)
-            known = made.codec == "unchanged" and name in digests
-            return name, made, digests[name] if known else digest(tensors[name].array)
-
-        if self._threads == 1:
-            yield from map(one, tensors)
-            return
-        with ThreadPoolExecutor(self._threads) as chunks, ThreadPoolExecutor(self._threads) as pool:
-            yield from pool.map(partial(one, pool=chunks), tensors)  # who waits for chunks is in another pool
-
     def _shortcut(self, tensors: Tensors, base: Tensors, link: Link | None) -> Published:
         """Another way to the newest version: from `link`'s, or from nothing."""
         head, last = self._standing()
-        began, stream, entries = time.perf_counter(), StreamWriter(self.store), []
-        for name, encoded, found in self._encoded(tensors, base, {}):
-            start = stream.write(encoded.content)
-            entries.append(_entry(name, tensors[name], encoded.codec, start, len(encoded.content), found))
-        stream.end()
+        began = time.perf_counter()
+        packed = pack(self.store, tensors, base, {}, self._threads)
         manifest = msgspec.structs.replace(
             last,
             parent=None if link is None else link.manifest,
             state_of=head.newest.manifest,
-            tensors=tuple(entries),
-            pieces=tuple(stream.pieces),
+            tensors=packed.entries,
+            pieces=packed.pieces,
         )
         made = self._store_manifest(manifest, None if link is None else link.sequence)
         self._move_head(Head(head.run_id, head.chain, (*head.shortcuts, made)))
@@ -276,7 +249,3 @@ def _read(store: Store, key: Ed25519PrivateKey, link: Link) -> Manifest:
 
 def _layout(tensors: Tensors) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (bits.dtype, bits.shape) for name, bits in tensors.items()}
-
-
-def _entry(name: str, bits: Bits, kind: CodecName, start: int, size: int, found: bytes) -> Entry:
-    return Entry(name, bits.dtype, bits.shape, kind, start, size, found)

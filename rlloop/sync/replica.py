@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,6 +24,7 @@ from rlloop.errors import SyncError
 from rlloop.sync import codec
 from rlloop.sync.bits import Bits, digest
 from rlloop.sync.manifest import MAX_MANIFEST, Entry, Head, Link, Manifest, Refused, root_hash
+from rlloop.sync.packing import elements, groups, unpack
 from rlloop.sync.route import match, route
 from rlloop.sync.store import Store, fetch
 from rlloop.sync.stream import StreamReader
@@ -280,31 +281,35 @@ class Replica:
         if manifest.parent is not None and (standing is None or manifest.parent != standing.manifest):
             raise Refused(f"version {manifest.version} does not continue {standing.version if standing else 'nothing'}")
         for entry in manifest.tensors:
-            if manifest.parent is None and entry.codec != "full":
+            if manifest.parent is None and entry.codec not in ("full", "joined"):
                 raise Refused(f"{entry.name} of anchor {manifest.version} is {entry.codec}")
-            if entry.size > codec.max_encoded(entry.dtype, entry.shape):
-                raise Refused(f"{entry.name} is encoded in {entry.size} bytes, more than any encoder makes")
+        for first, *rest in groups(manifest.tensors):
+            if first.size > codec.max_encoded(first.dtype, elements([first, *rest])):
+                raise Refused(f"{first.name} is encoded in {first.size} bytes, more than any encoder makes")
         identity = manifest.state_of or link.manifest
         return manifest, Applied(manifest.run_id, manifest.step, manifest.sequence, identity, manifest.root)
 
     def _decode(self, manifest: Manifest, plan: Mapping[str, list[str]], staged: dict[str, Bits]) -> float:
         """Bring `staged` to the state of `manifest`. Returns the seconds spent waiting for the store."""
 
-        def one(entry: Entry, content: bytes) -> Bits:
-            if entry.name not in plan:
-                raise Refused(f"{manifest.version} has {entry.name}, which the version that it leads to has not")
-            old = None if entry.codec == "full" else staged.get(entry.name) or self.target.read(plan[entry.name][0])
-            return codec.decode(entry.codec, content, entry.dtype, entry.shape, old)
+        def one(group: list[Entry], content: bytes) -> list[Bits]:
+            olds = [None if group[0].codec == "full" else self._before(entry, plan, staged) for entry in group]
+            return unpack(group, content, olds)
 
-        entries = [entry for entry in manifest.tensors if entry.codec != "unchanged"]
         with ThreadPoolExecutor(self._threads) as pool, StreamReader(self.store, manifest) as reader:
-            pending: list[tuple[str, object]] = []
-            for entry in entries:
-                content = reader.read(entry.start, entry.size)
-                pending.append((entry.name, pool.submit(one, entry, content)))
-            for name, future in pending:
-                staged[name] = future.result()  # type: ignore[attr-defined]
+            pending: list[tuple[list[Entry], Future[list[Bits]]]] = []
+            for group in groups(manifest.tensors):
+                content = reader.read(group[0].start, group[0].size)
+                pending.append((group, pool.submit(one, group, content)))
+            for group, made in pending:
+                staged.update(zip((entry.name for entry in group), made.result(), strict=True))
             return reader.seconds
+
+    def _before(self, entry: Entry, plan: Mapping[str, list[str]], staged: Mapping[str, Bits]) -> Bits | None:
+        """The tensor that `entry` is a change of: staged by an earlier link, or live."""
+        if entry.name not in plan:
+            raise Refused(f"{entry.name} is not among the tensors of the version that it leads to")
+        return staged.get(entry.name) or self.target.read(plan[entry.name][0])
 
     def _verify(
         self, manifest: Manifest, plan: Mapping[str, list[str]], staged: Mapping[str, Bits]

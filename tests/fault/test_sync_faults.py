@@ -1,17 +1,20 @@
 """Weight sync under faults. What must hold: a target that serves a version holds exactly that version's bits, and once
 the faults end, everybody comes to the newest one."""
 
+import os
+import resource
 import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
 
 from rlloop.errors import SyncError
-from rlloop.sync import codec
+from rlloop.sync import codec, packing
 from rlloop.sync.bits import Bits
 from rlloop.sync.manifest import Ed25519PrivateKey, Head, Refused, hash_of
 from rlloop.sync.publisher import Publisher
@@ -309,7 +312,7 @@ def test_forged_and_oversize_content_is_refused(line):
     other = store.put(manifest.sign(Ed25519PrivateKey.generate()))
     unsigned = store.put(manifest.sign(KEY)[: len(b"rlloop-manifest1")] + bytes(64) + b"x")
     first, rest = manifest.tensors[0], manifest.tensors[1:]
-    large = codec.max_encoded(first.dtype, first.shape) + 1
+    large = codec.max_encoded(first.dtype, packing.elements(next(packing.groups(manifest.tensors)))) + 1
     moved = [msgspec.structs.replace(entry, start=entry.start + large - first.size) for entry in rest]
     for head, why in (
         (replaced(publisher, manifest=other), "another key"),
@@ -324,28 +327,44 @@ def test_forged_and_oversize_content_is_refused(line):
     assert replica.poll()
 
 
-def test_a_full_disk_stops_a_publication_and_nothing_else(line, monkeypatch):
+# ---------------------------------------------------------------------------------------------------- real processes
+
+
+def in_a_process(work: str, folder: object) -> list[str]:
+    """Runs a function of this file in a process of its own, which may fork and be limited. What it printed."""
+    program = f"import sys; sys.path[:0] = {sys.path!r}; from {__name__} import {work}; {work}({str(folder)!r})"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+def forked(work: Callable[[], object]) -> str:
+    """Runs `work` in a copy of this process; how that ended."""
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(process, 0)
+    return "killed" if os.WIFSIGNALED(status) else f"ended with {os.WEXITSTATUS(status)}"
+
+
+def publish_on_a_full_disk(folder: str) -> None:
+    publisher = Publisher(FolderStore(folder), KEY, "run")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+    with pytest.raises(StoreError, match="could not be written"):
+        publisher.publish(history(2)[2], 2)
+    print(len(list(publisher.store.path.rglob("partial_*"))), "left over")
+
+
+def test_a_full_disk_stops_a_publication_and_nothing_else(line):
     publisher, replica, target, versions = line
     replica.poll()
     head = replica.store.latest()
-    program = f"""
-import resource, sys
-sys.path[:0] = {sys.path!r}
-from tests.unit.sync.weights import KEY, history
-from rlloop.sync.publisher import Publisher
-from rlloop.sync.store import FolderStore, StoreError
-publisher = Publisher(FolderStore({str(replica.store.path)!r}), KEY, "run")
-before = len(list(publisher.store.path.rglob("*")))
-resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
-try:
-    publisher.publish(history(2)[2], 2)
-except StoreError as error:
-    assert len(list(publisher.store.path.rglob("partial_*"))) == 0
-    print("refused:", error)
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert ended.stdout.startswith("refused:"), ended.stderr
+    assert in_a_process("publish_on_a_full_disk", replica.store.path) == ["0 left over"]
     assert replica.store.latest() == head
     assert not replica.poll()
     publisher.publish(versions[2], 2)
@@ -353,91 +372,72 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM
     assert same(target.state, versions[2])
 
 
-PUBLISH = """
-import os, signal, sys
-sys.path[:0] = {path!r}
-from tests.unit.sync.weights import KEY, history
-from rlloop.sync import store as stores
-from rlloop.sync.publisher import Publisher
-left = {left}
+class Dying(FolderStore):
+    """Kills its process before or after the `left`-th half of a write."""
 
-class Dying(stores.FolderStore):
+    def __init__(self, path: str, left: int) -> None:
+        super().__init__(path)
+        self.left = left
+
     def _write(self, target, content):
-        step()
+        self.step()
         super()._write(target, content)
-        step()
+        self.step()
 
-def step():
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def step(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-publisher = Publisher(Dying({folder!r}), KEY, "run")
-versions = history(6)
-step_now = 0 if publisher.last is None else publisher.last.step + 1
-for number in range(step_now, 6):
-    publisher.publish(versions[number], number)
-    if number == 2:
-        publisher.anchor()
-print("done")
-"""
+
+def publish_until(folder: str, left: int) -> None:
+    versions, publisher = history(6), Publisher(Dying(folder, left), KEY, "run")
+    for step in range(0 if publisher.last is None else publisher.last.step + 1, 7):
+        publisher.publish(versions[step], step)
+        if step == 2:
+            publisher.anchor()
+
+
+def kill_publishers(folder: str) -> None:
+    versions, store = history(6), FolderStore(folder)
+    target = Watched(versions[0], versions)
+    replica = Replica(store, PUBLIC, target)
+    for left in (1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 9, 14, 0):
+        print(forked(lambda left=left: publish_until(folder, left)))
+        replica.poll()
+        target.check()
+    assert replica.ready
+    assert same(target.state, versions[6])
+    Publisher(store, KEY, "run").collect()
+    assert all(hash_of(b"".join(store.get(blob))) == blob for blob in store.blobs())
 
 
 def test_kill_9_of_the_publisher_at_any_write(tmp_path):
     """Before and after each file that it writes: 1st, 2nd, ... Every process goes on where the store stands."""
-    versions, folder = history(6), tmp_path / "store"
-    target = Watched(versions[0], versions)
-    replica = Replica(FolderStore(folder), PUBLIC, target)
-    killed = 0
-    for left in (1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 9, 0):
-        program = PUBLISH.format(path=sys.path, left=left, folder=str(folder))
-        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-        if ended.returncode == -signal.SIGKILL:
-            killed += 1
-        else:
-            assert "done" in ended.stdout, ended.stderr
-        replica.poll()
-        target.check()
-        if "done" in ended.stdout:
-            break
-    assert killed >= 5
-    assert replica.ready
-    assert target.version == 5
-    assert same(target.state, versions[5])
-    Publisher(FolderStore(folder), KEY, "run").collect()
-    assert all(hash_of(b"".join(replica.store.get(blob))) == blob for blob in replica.store.blobs())
+    ended = in_a_process("kill_publishers", tmp_path / "store")
+    assert ended.count("killed") >= 8
+    assert ended[-1] == "ended with 0"
 
 
-APPLY = """
-import os, signal, sys
-sys.path[:0] = {path!r}
-from tests.unit.sync.weights import PUBLIC, history, same
-from rlloop.sync.replica import MemoryTarget, Replica
-from rlloop.sync.store import FolderStore
+def kill_replicas(folder: str) -> None:
+    def follow(last: State | None) -> None:
+        def inject(state: State) -> None:
+            if state is last:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-def inject(state):
-    if state == {state!r}:
-        os.kill(os.getpid(), signal.SIGKILL)
+        versions = history(1)
+        target = MemoryTarget(versions[0])
+        assert Replica(FolderStore(folder), PUBLIC, target, inject=inject).poll()
+        assert same(target.state, versions[1])
 
-versions = history(1)
-target = MemoryTarget(versions[0])
-replica = Replica(FolderStore({folder!r}), PUBLIC, target, inject=inject)
-assert replica.poll(), replica.error
-print(same(target.state, versions[1]), target.version)
-"""
+    for last in (State.fetch, State.stage, State.verify, State.commit, None):
+        print(forked(lambda last=last: follow(last)))
 
 
-def test_kill_9_of_a_replica_hurts_nobody_else(line):
+def test_kill_9_of_a_replica_in_any_state_hurts_nobody_else(line):
     publisher, replica, _, _ = line
     before = {blob: b"".join(replica.store.get(blob)) for blob in replica.store.blobs()}
-    for state in ("VERIFY", "COMMIT", None):
-        program = APPLY.format(path=sys.path, state=state, folder=str(replica.store.path))
-        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-        if state is None:
-            assert ended.stdout == "True 1\n", ended.stderr
-        else:
-            assert ended.returncode == -signal.SIGKILL
+    assert in_a_process("kill_replicas", replica.store.path) == ["killed"] * 4 + ["ended with 0"]
     assert {blob: b"".join(replica.store.get(blob)) for blob in replica.store.blobs()} == before
     assert replica.poll()
     assert publisher.store.latest() == publisher.head.encode()

@@ -299,6 +299,9 @@ def test_manifests_are_refused_where_anything_is_odd():
         change(manifest, tensors=(change(first, shape=(1 << 30, 1 << 30)), *entry)),
         change(manifest, tensors=(first, first, *entry)),
         change(manifest, tensors=(change(first, size=-1), *entry)),
+        change(manifest, tensors=(change(first, codec="joined", size=0), *entry)),
+        change(manifest, tensors=(change(first, codec="unchanged"), change(entry[0], codec="joined"), *entry[1:])),
+        change(manifest, tensors=(*manifest.tensors[:-1], change(manifest.tensors[-1], codec="joined"))),
         change(manifest, tensors=(change(first, digest=b""), *entry)),
     ):
         with pytest.raises(Refused):

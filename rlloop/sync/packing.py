@@ -1,0 +1,139 @@
+"""A whole state as entries of a manifest and a stream: which tensors are encoded together, and how they come apart.
+
+Each encoding has costs of its own, a header and tables of statistics. So tensors below `JOINED` elements that have
+changed are joined with others of their type, one after the other, up to a chunk: a mixture's experts, norms, biases,
+the whole of a small model. The first of them carries the encoding; the others are `joined` to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from rlloop.sync import codec
+from rlloop.sync.bits import Bits, Tensors, digest
+from rlloop.sync.manifest import Entry
+from rlloop.sync.store import Store
+from rlloop.sync.stream import StreamWriter
+
+JOINED = 1 << 20  # elements
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A state that the store holds the encoding of."""
+
+    entries: tuple[Entry, ...]
+    pieces: tuple[bytes, ...]
+    changed: int  # elements
+    store_seconds: float
+
+
+def pack(store: Store, tensors: Tensors, base: Tensors, digests: Mapping[str, bytes], threads: int) -> Packed:
+    """Encode `tensors` for who has `base` (empty: nothing) and hand the store the pieces.
+
+    `digests` of `base`'s tensors, so that unchanged ones need not be hashed again.
+    """
+    units, unchanged = _units(tensors, base)
+    stream, entries, changed = StreamWriter(store), list[Entry](), 0
+    for names, made, found in _encoded(units, tensors, base, digests, threads):
+        start = stream.write(made.content)
+        changed += made.changed
+        for name, hashed in zip(names, found, strict=True):
+            bits, first = tensors[name], name == names[0]
+            place = (made.codec, start, len(made.content)) if first else ("joined", stream.length, 0)
+            entries.append(Entry(name, bits.dtype, bits.shape, *place, hashed))
+    for name in unchanged:
+        found = digests.get(name) or digest(tensors[name].array)
+        entries.append(Entry(name, tensors[name].dtype, tensors[name].shape, "unchanged", stream.length, 0, found))
+    stream.end()
+    return Packed(tuple(entries), tuple(stream.pieces), changed, stream.seconds)
+
+
+def groups(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """The entries that have an encoding, each with those that are joined to it."""
+    group: list[Entry] = []
+    for entry in entries:
+        if entry.codec == "joined":
+            group.append(entry)
+            continue
+        if group:
+            yield group
+        group = [] if entry.codec == "unchanged" else [entry]
+    if group:
+        yield group
+
+
+def elements(group: Sequence[Entry]) -> tuple[int, ...]:
+    """The shape of what a group's encoding holds: its tensor's, or that of all in a row."""
+    return group[0].shape if len(group) == 1 else (sum(_size(entry) for entry in group),)
+
+
+def unpack(group: Sequence[Entry], content: bytes, olds: Sequence[Bits | None]) -> list[Bits]:
+    """The new tensors of a group, in memory of their own. Raises `CodecError`."""
+    first = group[0]
+    old = None
+    if first.codec != "full":
+        known = [bits for bits in olds if bits is not None]
+        if len(known) != len(group):
+            raise codec.CodecError(f"{first.name} is {first.codec}, and there is no predecessor")
+        old = known[0] if len(known) == 1 else _joined(first.dtype, known)
+    made = codec.decode(first.codec, content, first.dtype, elements(group), old)
+    if len(group) == 1:
+        return [made]
+    parts = np.split(made.array, np.cumsum([_size(entry) for entry in group])[:-1])
+    return [Bits(entry.dtype, part.reshape(entry.shape)) for entry, part in zip(group, parts, strict=True)]
+
+
+def _units(tensors: Tensors, base: Tensors) -> tuple[list[list[str]], list[str]]:
+    """Names that are encoded together; names of small tensors that did not change."""
+    units, unchanged = list[list[str]](), list[str]()
+    filling: dict[str, tuple[list[str], int]] = {}  # of each type
+    for name, bits in tensors.items():
+        if bits.array.size >= JOINED:
+            units.append([name])
+        elif name in base and np.array_equal(bits.array, base[name].array):
+            unchanged.append(name)
+        else:
+            names, size = filling.get(bits.dtype, ([], 0))
+            if names and size + bits.array.size > codec.CHUNK:
+                units.append(names)
+                names, size = [], 0
+            filling[bits.dtype] = ([*names, name], size + bits.array.size)
+    return [*units, *(names for names, _ in filling.values())], unchanged
+
+
+def _encoded(
+    units: list[list[str]], tensors: Tensors, base: Tensors, digests: Mapping[str, bytes], threads: int
+) -> Iterator[tuple[list[str], codec.Encoded, list[bytes]]]:
+    """Names, encoding and digests of each unit, in order; some ahead of the one that is wanted, in threads."""
+
+    def one(names: list[str], pool: Executor | None = None) -> tuple[list[str], codec.Encoded, list[bytes]]:
+        dtype = tensors[names[0]].dtype
+        new = tensors[names[0]] if len(names) == 1 else _joined(dtype, [tensors[name] for name in names])
+        old = None
+        if base:
+            old = base[names[0]] if len(names) == 1 else _joined(dtype, [base[name] for name in names])
+        made = codec.encode(new, old, pool=pool)
+        if made.codec == "unchanged" and names[0] in digests:
+            return names, made, [digests[names[0]]]
+        return names, made, [digest(tensors[name].array) for name in names]
+
+    if threads == 1:
+        yield from map(one, units)
+        return
+    with ThreadPoolExecutor(threads) as chunks, ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(partial(one, pool=chunks), units)  # who waits for chunks is in another pool
+
+
+def _joined(dtype: str, each: Iterable[Bits]) -> Bits:
+    return Bits(dtype, np.concatenate([bits.array.reshape(-1) for bits in each]))
+
+
+def _size(entry: Entry) -> int:
+    return math.prod(entry.shape)
