@@ -35,6 +35,7 @@ CREATE INDEX IF NOT EXISTS by_reward ON rollouts (reward);
 CREATE INDEX IF NOT EXISTS by_tokens ON rollouts (tokens);
 CREATE INDEX IF NOT EXISTS by_kind_diff ON rollouts (kind, diff DESC);
 CREATE INDEX IF NOT EXISTS by_solved_diff ON rollouts (solved, diff DESC);
+CREATE INDEX IF NOT EXISTS by_kind_solved_diff ON rollouts (kind, solved, diff DESC);
 """
 VERSION = 1  # of the schema; another one's file is made again
 COLUMNS = (

@@ -8,7 +8,7 @@ import pytest
 import zstandard
 from dashboard_runs import write_run
 
-from rlloop.dashboard.rollouts import RolloutIndex
+from rlloop.dashboard.rollouts import ORDERS, RolloutIndex
 from rlloop.records import read_rollouts, rollout_files
 
 
@@ -130,3 +130,13 @@ def test_one_completion_whole(run, index):
 def test_the_index_lies_outside_the_run(run, index, own_cache):
     assert index.file.parent == own_cache
     assert not list(run.rglob("*.sqlite*"))
+
+
+@pytest.mark.parametrize("order", ["worst", "newest", "order", "reward_high", "reward_low", "longest"])
+def test_a_page_is_no_scan(index, order):
+    with index._open() as database:
+        plan = database.execute(
+            f"EXPLAIN QUERY PLAN SELECT uid FROM rollouts ORDER BY {ORDERS[order]} LIMIT 9"
+        ).fetchall()
+    assert "USING" in plan[0][3] or order in ("newest", "order")  # these two are the table's own order
+    assert not any("TEMP B-TREE FOR ORDER BY" in line[3] for line in plan)
