@@ -1,6 +1,6 @@
 """Expert choices in a rollout file: the smallest integer type that holds them, compressed.
 
-    {"shape": [63, 4, 2], "type": "uint8", "data": "KLUv/SB+..."}      zstd, then base64
+{"shape": [63, 4, 2], "type": "uint8", "data": "KLUv/SB+..."}      zstd, then base64
 """
 
 from __future__ import annotations

@@ -116,9 +116,7 @@ def _prompts(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer | N
 
 def _ids(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
     if isinstance(prompt, int):
-        raise ConfigError(
-            "prompt mixes token ids with texts or lists; give one, or a list of the same kind"
-        )
+        raise ConfigError("prompt mixes token ids with texts or lists; give one, or a list of the same kind")
     if isinstance(prompt, list):
         return prompt
     if tokenizer is None:
