@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from rlloop.errors import ConfigError
 from rlloop.models.routes import Routes
 from rlloop.models.warp import warp_for
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.rollout.checks import check_request, drawn_seed
 from rlloop.rollout.choices import ChoiceStore
 from rlloop.rollout.graphs import DecodeGraphs
 from rlloop.rollout.kv_cache import BlockManager, PagedCache, bytes_per_token
@@ -271,35 +271,13 @@ class Engine:
         )
 
     def _check(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
-        vocabulary, limit = len(self.model.head), self.model.max_positions
-        if len(prompt_ids) == 0:
-            raise ConfigError("a prompt is empty; it must have at least one token")
-        for what, ids in (("prompt", prompt_ids), ("stop_token_ids", sampling.stop_token_ids)):
-            if ids and (min(ids) < 0 or max(ids) >= vocabulary):
-                wrong = next(id for id in ids if not 0 <= id < vocabulary)
-                raise ConfigError(f"token id {wrong} in {what} is not in the vocabulary; ids are 0 to {vocabulary - 1}")
-        total = len(prompt_ids) + sampling.max_tokens
-        if total > limit:
-            raise ConfigError(
-                f"a prompt of {len(prompt_ids)} tokens with max_tokens={sampling.max_tokens} takes {total} positions; "
-                f"the model has {limit}. Shorten the prompt or lower max_tokens"
-            )
         room = self._num_blocks * self.page_size
-        if total - 1 > room:  # the last token is never read
-            raise ConfigError(
-                f"a prompt of {len(prompt_ids)} tokens with max_tokens={sampling.max_tokens} needs {total - 1} cached "
-                f"tokens; the cache holds {room}. Raise max_cache_tokens or lower max_tokens"
-            )
+        check_request(prompt_ids, sampling, len(self.model.head), self.model.max_positions, room)
 
     def _add(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
         id = self._next_id
         self._next_id += 1
         if sampling.seed is None:
-            sampling = dataclasses.replace(sampling, seed=self._drawn_seed(id))
+            sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
         self._scheduler.add(Request.of(id, list(prompt_ids), sampling, self.model.eos_token_ids))
         return id
-
-    def _drawn_seed(self, counter: int) -> int:
-        """The `counter`-th number, below 2**63, of the stream that the engine's own seed names."""
-        digest = blake2b(b"%d/%d" % (self._seed, counter), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
