@@ -24,13 +24,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import yaml
 import zstandard
+from omegaconf import OmegaConf
 
+from rlloop.config import AlgorithmConfig, RunConfig
 from rlloop.errors import RunError
 from rlloop.fleet_config import FleetConfig
 from rlloop.parity.replay import pack_experts
@@ -175,8 +177,12 @@ def write_whole(file: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 def refuse_other_run(path: Path, have: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises `RunError` where `given` would not continue the run that `have` configured."""
-    old, new = flatten(have), flatten(given)
+    """Raises `RunError` where `given` would not continue the run that `have` configured.
+
+    A key that is younger than the run counts as what it is by default: what versions before it did.
+    """
+    old, new, defaults = flatten(have), flatten(given), _defaults()
+    old |= {key: defaults[key] for key in new.keys() - old.keys() if key in defaults}
     allowed = RESUMABLE + (RESUMABLE_UNDER_CONTRACT if new.get("parity.mode") == "require" else ())
     if new.get("trainer.schedule") != "constant":
         allowed = tuple(key for key in allowed if key != "trainer.num_steps")  # the schedule ends at the last step
@@ -192,6 +198,14 @@ def refuse_other_run(path: Path, have: Mapping[str, Any], given: Mapping[str, An
             f"{path} holds a run with another configuration:\n{listed}\n"
             "Give the run's own values to resume it, or another run.dir to start a new one"
         )
+
+
+def _defaults() -> dict[str, Any]:
+    run, algorithm = (
+        cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(kind), enum_to_str=True))
+        for kind in (RunConfig, AlgorithmConfig)
+    )
+    return flatten(run | {"algorithm": algorithm})
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

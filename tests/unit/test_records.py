@@ -112,6 +112,12 @@ def test_another_meaning_is_refused_by_key(tmp_path):
         folder.adopt(CONFIG)
 
 
+def test_a_run_older_than_a_key_goes_on_with_its_default():
+    refuse_other_run("run", CONFIG, {**CONFIG, "algorithm": {"max_refills": 0}})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RunError, match=r"algorithm\.max_refills: the run has 0, given is 3"):
+        refuse_other_run("run", CONFIG, {**CONFIG, "algorithm": {"max_refills": 3}})  # pyright: ignore[reportArgumentType]
+
+
 def test_only_a_constant_schedule_may_grow():
     refuse_other_run("run", CONFIG, changed(trainer={"num_steps": 9}))  # pyright: ignore[reportArgumentType]
     falling = changed(trainer={"schedule": "linear"})
