@@ -29,7 +29,8 @@ from rlloop.study import (
 )
 
 Rows = list[tuple[str, list[str]]]  # (label, a cell an arm)
-SIDE_BY_SIDE = 4  # more arms than this are rows of the printed tables
+SIDE_BY_SIDE = 4  # more arms than this are rows of the page's tables
+LABEL, CELL = 28, 22  # characters of a printed table's columns that cells fold well in
 
 STYLE = (
     "body{font:15px system-ui;margin:2em auto;max-width:100em;padding:0 1em}table{border-collapse:collapse}"
@@ -57,7 +58,10 @@ def compare(paths: Sequence[Path], output: Path | None = None) -> None:
     console = Console()
     for title, rows in (("outcomes", outcomes), ("configuration", configuration)):
         if rows:
-            console.print(_table(title, names, rows))
+            abreast = max(1, (console.width - LABEL) // CELL)
+            for first in range(0, len(names), abreast):
+                some = slice(first, first + abreast)
+                console.print(_table(title, names[some], [(label, cells[some]) for label, cells in rows]))
         else:
             console.print(f"{title}: no key differs")
     rules = _rules(runs)
@@ -127,18 +131,12 @@ def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> Rows:
 
 
 def _table(title: str, names: Sequence[str], rows: Rows) -> Table:
-    if len(names) > SIDE_BY_SIDE:
-        names, rows = [label for label, _ in rows], _transposed(names, rows)
     table = Table(title=title, title_justify="left")
     for heading in ("", *names):
         table.add_column(heading, overflow="fold")
     for label, cells in rows:
         table.add_row(label, *cells)
     return table
-
-
-def _transposed(names: Sequence[str], rows: Rows) -> Rows:
-    return [(name, [cells[index] for _, cells in rows]) for index, name in enumerate(names)]
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -201,7 +199,8 @@ def _page(
 ) -> str:
     def table(rows: Rows) -> str:
         if len(names) > SIDE_BY_SIDE:
-            headings, body = [label for label, _ in rows], _transposed(names, rows)
+            headings = [label for label, _ in rows]
+            body = [(name, [cells[index] for _, cells in rows]) for index, name in enumerate(names)]
         else:
             headings, body = names, rows
         head = "".join(f"<th>{html.escape(text)}</th>" for text in ("", *headings))
