@@ -4,10 +4,11 @@
     .venv-vllm/bin/python benchmarks/decode_vllm.py               # about ten minutes on two cores
     .venv-vllm/bin/python benchmarks/decode_vllm.py --quick       # 32 requests of 16 tokens, nothing recorded
 
-The same 3M-parameter Qwen3 in float32 and in bfloat16. Each side runs in processes of its own, after a warm-up with
-the same requests. vLLM stands there twice, and its better figure counts: as it comes (compiled, the engine in a process
-of its own, on all cores), and eager in one process. Its requests have no seeds, which is its faster way; rlloop's have.
-The third side is vLLM around rlloop's model (`rollout.engine=vllm`), which has the trainer's bits like `rlloop.Engine`.
+The same 3M-parameter Qwen3 in float32 and in bfloat16. Each side has processes of its own; after a warm-up with the
+same requests the sides take turns, five rounds each. vLLM stands there twice, and its better figure counts: as it comes
+(compiled, the engine in a process of its own, on all cores), and eager in one process. Its requests have no seeds,
+which is its faster way; rlloop's have. The last side is vLLM around rlloop's model (`rollout.engine=vllm`), which has
+the trainer's bits like `rlloop.Engine`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from results_schema import Figure, report, table
 
 Run = Callable[[], list[int]]  # makes the completions; returns how many tokens each has
 PROMPTS = "prompts.json"
+AIMS = {"float32": 1.5, "bfloat16": 1.0}
 SIDES = ("rlloop", "tier 1", "vllm", "vllm eager")
 
 
@@ -67,34 +69,91 @@ def vllm_side(folder: Path, dtype: str, prompts: list[list[int]], new_tokens: in
     return run
 
 
-def measure(kind: str, folder: Path, dtype: str, quick: bool) -> float:
-    """Tokens per second, the fastest of the rounds: other work on the machine only adds time."""
-    count, new_tokens, rounds = (32, 16, 1) if quick else (256, 64, 3)
+def serve_rounds(kind: str, folder: Path, dtype: str, count: int, new_tokens: int) -> None:
+    """A child: after a warm-up, a round for every line on stdin, answered on stdout with its seconds."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed here goes the other way
     side = vllm_side if kind.startswith("vllm") else rlloop_side
     # From a file: whoever makes them imports numba, and vLLM 0.32 does not start beside it without rlloop's plugin.
     prompts = json.loads((folder / PROMPTS).read_text())[:count]
     run = side(folder, dtype, prompts, new_tokens, kind)
-    times = []
-    for index in range(rounds + 1):
+
+    def timed() -> None:
         begin = time.perf_counter()
         made = run()
-        times.append(time.perf_counter() - begin)
-        assert made == [new_tokens] * count, made
-        print(f"{kind}, {dtype}, round {index}: {times[-1]:.2f} s", file=sys.stderr, flush=True)
-    return count * new_tokens / min(times[1:])
+        seconds = time.perf_counter() - begin
+        if made != [new_tokens] * count:
+            raise RuntimeError(f"{kind} made completions of {sorted(set(made))} tokens, not of {new_tokens}")
+        print(seconds, file=answers, flush=True)
+
+    timed()
+    for _ in sys.stdin:
+        timed()
 
 
-def in_child(kind: str, folder: Path, dtype: str, quick: bool) -> float:
-    environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    if kind.startswith("vllm"):
-        # As it comes: without rlloop's plugins. All cores, since nothing else is to run.
-        environment |= {"VLLM_PLUGINS": "none", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if kind == "vllm eager" else "1"
-    command = [sys.executable, __file__, "--side", kind, "--folder", str(folder), "--dtype", dtype]
-    out = subprocess.run(
-        [*command, *(["--quick"] if quick else [])], env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(out.stdout.splitlines()[-1])
+class Side:
+    """One engine in processes of its own. It stands still unless it is asked for a round."""
+
+    def __init__(self, kind: str, folder: Path, dtype: str, quick: bool) -> None:
+        environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+        if kind.startswith("vllm"):
+            # As it comes: without rlloop's plugins. All cores, since nothing else is to run.
+            environment |= {"VLLM_PLUGINS": "none", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if kind == "vllm eager" else "1"
+        command = [sys.executable, __file__, "--side", kind, "--folder", str(folder), "--dtype", dtype]
+        self.name = f"{kind}, {dtype}"
+        self.times: list[float] = []
+        self._process = subprocess.Popen(
+            [*command, *(["--quick"] if quick else [])],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._answer("warm-up")
+
+    def round(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self.times.append(self._answer(f"round {len(self.times) + 1}"))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _answer(self, what: str) -> float:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended with exit status {self._process.wait()} in its {what}; see above")
+        print(f"{self.name}, {what}: {float(line):.2f} s", file=sys.stderr, flush=True)
+        return float(line)
+
+
+def speeds(folder: Path, dtype: str, quick: bool) -> dict[str, float]:
+    """Tokens per second of each side, the fastest of its rounds: other work on the machine only adds time."""
+    count, new_tokens, rounds = size(quick)
+    sides: dict[str, Side] = {}
+    try:
+        for kind in SIDES:
+            sides[kind] = Side(kind, folder, dtype, quick)
+        for _ in range(rounds):
+            for side in sides.values():
+                side.round()
+    finally:
+        for side in sides.values():
+            side.close()
+    return {kind: count * new_tokens / min(side.times) for kind, side in sides.items()}
+
+
+def size(quick: bool) -> tuple[int, int, int]:
+    """(requests, new tokens of each, rounds)"""
+    return (32, 16, 2) if quick else (256, 64, 5)
 
 
 def main() -> None:
@@ -105,7 +164,7 @@ def main() -> None:
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
-        print(json.dumps(measure(given.side, given.folder, given.dtype, given.quick)))
+        serve_rounds(given.side, given.folder, given.dtype, *size(given.quick)[:2])
         return
     from decode import CONFIG, prompts_of
 
@@ -116,12 +175,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             save_model(new_model(CONFIG, seed=0, dtype=dtype), name)
             (Path(name) / PROMPTS).write_text(json.dumps(prompts_of(256)))
-            speed = {kind: in_child(kind, Path(name), dtype, given.quick) for kind in SIDES}
+            speed = speeds(Path(name), dtype, given.quick)
         best = max(("vllm", "vllm eager"), key=lambda kind: speed[kind])
         peer = "vLLM CPU, " + ("compiled" if best == "vllm" else "eager, in one process")
         work = f"decode, 256 x 64 tokens, Qwen3 3M {dtype}"
         figures += [
-            Figure(name=work, unit="tokens/s", value=speed["rlloop"], peer=peer, peer_value=speed[best], aim=1.0),
+            Figure(
+                name=work, unit="tokens/s", value=speed["rlloop"], peer=peer, peer_value=speed[best], aim=AIMS[dtype]
+            ),
             Figure(
                 name=f"{work}, rlloop's model inside vLLM",
                 unit="tokens/s",
