@@ -10,8 +10,9 @@ RUN ?= runs/countdown/demo
 
 STUDY ?= runs/countdown/study
 STUDY_FULL ?= runs/countdown/study-full
-STUDY_ARMS := zero_kld switched_int4 lossy_sync switched_int4_tis
-FULL_ARMS := zero_kld bf16 bf16_logits fp8 int8 int5 int4 int4_tensor fp4 switched_int4 switched_fp4 stale lossy_sync
+STUDY_ARMS := zero_kld switched_fp4 lossy_sync switched_fp4_tis
+FULL_ARMS := zero_kld bf16 bf16_logits fp8 int8 int5 int4 int4_tensor fp4 switched_int4 switched_int4_tensor switched_fp4 \
+	stale lossy_sync
 JOBS ?= 2
 
 .PHONY: demo study study-full test vllm-cpu test-vllm lint check clean
