@@ -1,11 +1,11 @@
-"""Tokens per second of sampling on a GPU: a random Qwen3 of the 0.6B shape, bfloat16, with logprobs.
+"""Tokens per second of sampling on a GPU, bfloat16, with logprobs: 256 requests of 128 tokens in, 256 out.
 
-256 requests of 128 tokens in and 256 out.
+    python benchmarks/gpu_engine.py [--vllm] [--only dense] [--quick]
 
-    python benchmarks/gpu_engine.py [--vllm] [--quick]
-
-With `--vllm` the same requests go through vLLM in processes of its own, in its default mode and batch-invariant. Every
-engine runs once to warm up, on other prompts; then the fastest of three rounds counts, each on new prompts.
+With `--vllm` the same requests go through vLLM in processes of its own: in its default mode, batch-invariant, and
+around rlloop's model (`rollout.engine=vllm`). Every engine runs once to warm up, on other prompts; then the fastest of three
+rounds counts, each on new prompts. Then the trainer scores a quarter of each one's last round: k3 is the mean of
+exp(d) - d - 1, d the trainer's logprob less the engine's.
 """
 
 from __future__ import annotations
@@ -19,50 +19,53 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from gpu_shapes import QWEN3_06B
+from gpu_shapes import MODELS, make_folder
 from results_schema import Figure, report, table
 
-REQUESTS, PROMPT, NEW, ROUNDS = 256, 128, 256, 3
+REQUESTS, PROMPT, NEW, ROUNDS, SCORED = 256, 128, 256, 3, 64
+SIDES = {  # name -> (who runs, environment)
+    "rlloop": ("rlloop", {}),
+    "vLLM default": ("vllm", {}),
+    "vLLM batch-invariant": ("vllm", {"VLLM_BATCH_INVARIANT": "1"}),
+    "rlloop's model inside vLLM": ("tier1", {}),
+}
+Run = Callable[[list[list[int]], int], list[tuple[list[int], Any]]]  # (prompts, round) -> tokens and logprobs of each
 
 
 def prompts_of(seed: int) -> list[list[int]]:
     return np.random.default_rng(seed).integers(3, 150000, (REQUESTS, PROMPT)).tolist()
 
 
-def fastest(run: Callable[[list[list[int]], int], int], name: str) -> float:
-    """Tokens per second of `run(prompts, round)`, which returns how many it made."""
-    best = 0.0
-    for index in range(ROUNDS + 1):
-        prompts = prompts_of(index)
-        begin = time.perf_counter()
-        made = run(prompts, index)
-        speed = made / (time.perf_counter() - begin)
-        print(f"{name}, {'round ' + str(index) if index else 'warm-up'}: {speed:,.0f} tokens/s", file=sys.stderr)
-        best = max(best, speed) if index else best
-    return best
-
-
-def ours(folder: Path) -> float:
+def rlloop_side(folder: Path, kind: str) -> Run:
     import rlloop
 
-    engine = rlloop.Engine(rlloop.load_model(folder, dtype="bfloat16", device="cuda"), max_cache_tokens=256 * 512)
+    model = rlloop.load_model(folder, dtype="bfloat16", device="cuda")
+    if kind == "tier1":
+        from rlloop.rollout.vllm.engine import VllmEngine
 
-    def run(prompts: list[list[int]], index: int) -> int:
+        engine: Any = VllmEngine(model, max_cache_tokens=REQUESTS * 512, max_running=REQUESTS)
+    else:
+        engine = rlloop.Engine(model, max_cache_tokens=REQUESTS * 512)
+
+    def run(prompts: list[list[int]], index: int) -> list[tuple[list[int], Any]]:
         sampling = [rlloop.SamplingParams(NEW, seed=1000 * index + i, ignore_eos=True) for i in range(REQUESTS)]
-        made = engine.generate(prompts, sampling)
-        return sum(len(completion.logprobs) for completion in made)
+        return [(made.token_ids, made.logprobs) for made in engine.generate(prompts, sampling)]
 
-    return fastest(run, "rlloop")
+    return run
 
 
-def vllm(folder: Path) -> float:
+def vllm_side(folder: Path, kind: str) -> Run:
     import vllm
 
-    engine = vllm.LLM(str(folder), dtype="bfloat16", max_model_len=1024, skip_tokenizer_init=True, max_num_seqs=256)
+    engine = vllm.LLM(
+        str(folder), dtype="bfloat16", max_model_len=1024, skip_tokenizer_init=True, max_num_seqs=REQUESTS,
+        logprobs_mode="processed_logprobs",
+    )  # fmt: skip
 
-    def run(prompts: list[list[int]], index: int) -> int:
+    def run(prompts: list[list[int]], index: int) -> list[tuple[list[int], Any]]:
         sampling = [
             vllm.SamplingParams(
                 max_tokens=NEW, temperature=1.0, seed=1000 * index + i, ignore_eos=True, logprobs=0, detokenize=False
@@ -70,51 +73,99 @@ def vllm(folder: Path) -> float:
             for i in range(REQUESTS)
         ]
         made = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-        return sum(len(request.outputs[0].logprobs) for request in made)
+        outputs = [request.outputs[0] for request in made]
+        return [
+            (list(each.token_ids), [place[id].logprob for place, id in zip(each.logprobs, each.token_ids, strict=True)])
+            for each in outputs
+        ]
 
-    return fastest(run, "vLLM")
+    return run
 
 
-def in_child(what: str, folder: Path, **environment: str) -> float:
-    command = [sys.executable, __file__, "--child", what, str(folder)]
+def measure(name: str, folder: Path) -> float:
+    """Tokens per second; what the last round made stays in the folder."""
+    kind = SIDES[name][0]
+    run, best = (vllm_side if kind == "vllm" else rlloop_side)(folder, kind), 0.0
+    for index in range(ROUNDS + 1):
+        prompts = prompts_of(index)
+        begin = time.perf_counter()
+        made = run(prompts, index)
+        speed = sum(len(logprobs) for _, logprobs in made) / (time.perf_counter() - begin)
+        print(f"{name}, {'round ' + str(index) if index else 'warm-up'}: {speed:,.0f} tokens/s", file=sys.stderr)
+        best = max(best, speed) if index else best
+        kept = made[:SCORED]
+        np.savez(
+            folder / f"{list(SIDES).index(name)}.npz", prompts=np.array(prompts[:SCORED]),
+            tokens=np.array([tokens for tokens, _ in kept]),
+            logprobs=np.array([logprobs for _, logprobs in kept], np.float32),
+        )  # fmt: skip
+    return best
+
+
+def mismatch(folder: Path, names: list[str]) -> dict[str, tuple[float, int]]:
+    """(k3, how many logprobs differ) of each engine from the trainer's own path."""
+    import torch
+
+    import rlloop
+
+    model, found = rlloop.load_model(folder, dtype="bfloat16", device="cuda"), {}
+    for name in names:
+        made = np.load(folder / f"{list(SIDES).index(name)}.npz")
+        pairs = list(zip(made["prompts"].tolist(), made["tokens"].tolist(), strict=True))
+        with torch.no_grad():
+            scored = torch.stack(rlloop.token_logprobs(model, pairs, max_tokens=16384)).cpu().numpy()
+        d = scored.astype(np.float64) - made["logprobs"]
+        different = int((scored.view(np.int32) != made["logprobs"].view(np.int32)).sum())
+        found[name] = float(np.mean(np.expm1(d) - d)), different
+        print(f"{name}: k3 {found[name][0]:.3g}, {different} of {d.size} logprobs differ", file=sys.stderr)
+    return found
+
+
+def in_child(what: list[str], folder: Path, environment: dict[str, str]) -> Any:
+    command = [sys.executable, __file__, "--child", str(folder), *what]
     out = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(out.stdout.splitlines()[-1])
+
+
+def figures_of(model: str, names: list[str]) -> list[Figure]:
+    work = f"engine, {MODELS[model][0]} bf16, {REQUESTS} x ({PROMPT} in, {NEW} out), logprobs"
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        make_folder(model, folder)
+        speed = {name: in_child([name], folder, SIDES[name][1]) for name in names}
+        apart = in_child(["k3", *names], folder, {})
+    figures = [Figure(name=work, unit="tokens/s", value=speed["rlloop"])] if len(names) == 1 else []
+    for name in ("rlloop", "rlloop's model inside vLLM"):
+        for peer, aim in (("vLLM default", 0.95), ("vLLM batch-invariant", 1.25)):
+            if name in names and peer in names:
+                title = work if name == "rlloop" else f"{work}, {name}"
+                figures.append(
+                    Figure(name=title, unit="tokens/s", value=speed[name], peer=peer, peer_value=speed[peer], aim=aim)
+                )
+    return figures + [
+        Figure(name=f"k3 of {name} from the trainer, {MODELS[model][0]} bf16", unit="nats", value=k3)
+        for name, (k3, _) in apart.items()
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", action="store_true", help="measure vLLM too")
+    parser.add_argument("--only", choices=MODELS, action="append", help="of the models")
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
-    parser.add_argument("--child", nargs=2, metavar=("WHAT", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--without", choices=list(SIDES), action="append", default=[], help="of the engines")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps({"rlloop": ours, "vllm": vllm}[args.child[0]](Path(args.child[1]))))
+        folder, *what = args.child
+        print(json.dumps(mismatch(Path(folder), what[1:]) if what[0] == "k3" else measure(what[0], Path(folder))))
         return
-    work = f"engine, Qwen3 0.6B shape bf16, {REQUESTS} x ({PROMPT} in, {NEW} out), logprobs"
-    with tempfile.TemporaryDirectory() as name:
-        make_folder(Path(name))
-        mine = in_child("rlloop", Path(name))
-        if args.vllm:
-            default = in_child("vllm", Path(name))
-            invariant = in_child("vllm", Path(name), VLLM_BATCH_INVARIANT="1")
-            figures = [
-                Figure(name=work, unit="tokens/s", value=mine, peer="vLLM default", peer_value=default, aim=0.95),
-                Figure(
-                    name=work, unit="tokens/s", value=mine, peer="vLLM batch-invariant", peer_value=invariant, aim=1.25
-                ),
-            ]
-        else:
-            figures = [Figure(name=work, unit="tokens/s", value=mine)]
+    names = [name for name in (SIDES if args.vllm else ["rlloop"]) if name not in args.without]
+    figures = [figure for model in args.only or MODELS for figure in figures_of(model, names)]
     if args.quick:
         print(table(figures))
     else:
         report("gpu-engine", figures, packages=("triton", *(("vllm",) if args.vllm else ())))
-
-
-def make_folder(folder: Path) -> None:
-    from rlloop.models import new_model, save_model
-
-    save_model(new_model(QWEN3_06B, seed=0, dtype="bfloat16"), folder)
 
 
 if __name__ == "__main__":

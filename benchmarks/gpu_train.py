@@ -1,12 +1,12 @@
-"""Tokens per second of forward and backward on a GPU, Qwen3 of the 0.6B shape, bfloat16: the trainer beside PyTorch.
+"""Tokens per second of forward and backward on a GPU, bfloat16: the trainer beside PyTorch, dense and with experts.
 
-    python benchmarks/gpu_train.py [--quick]
+    python benchmarks/gpu_train.py [--quick] [--only dense]
 
 Both take the same 64 sequences of 128 + 384 tokens in micro-batches of 16,384 tokens, with GRPO's clipped loss.
 
 - rlloop: `forward_backward`, every parity guarantee on: invariant kernels, float64 losses with their metrics, the
   entropy of every token, logprobs handed back, gradients added up in float32.
-- plain: transformers' Qwen3 with SDPA, no padding, lm_head at completion positions only, log_softmax in float32,
+- plain: transformers' own model with SDPA, no padding, lm_head at completion positions only, log_softmax in float32,
   gradients added up in bfloat16, no metrics and no entropy.
 
 Each has a process of its own, one after the other; the fastest of the rounds counts.
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from gpu_shapes import QWEN3_06B
+from gpu_shapes import MODELS, QWEN3_06B, make_folder
 from results_schema import Figure, report, table
 
 SEQUENCES, PROMPT, NEW, BUDGET, ROUNDS = 64, 128, 384, 16384, 5
@@ -109,24 +109,27 @@ def in_child(what: str, folder: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
+    parser.add_argument("--only", choices=MODELS, action="append", help="of the models")
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(measure(args.child[0], Path(args.child[1]))))
         return
-    from rlloop.models import new_model, save_model
-
-    with tempfile.TemporaryDirectory() as name:
-        save_model(new_model(QWEN3_06B, seed=0, dtype="bfloat16"), Path(name))
-        mine, theirs = (in_child(what, Path(name)) for what in ("rlloop", "plain"))
-    figure = Figure(
-        name=f"trainer forward + backward, Qwen3 0.6B shape bf16, {SEQUENCES} x ({PROMPT} + {NEW})", unit="tokens/s",
-        value=mine, peer="transformers, SDPA", peer_value=theirs, aim=1.0,
-    )  # fmt: skip
+    figures = []
+    for model in args.only or MODELS:
+        with tempfile.TemporaryDirectory() as name:
+            make_folder(model, Path(name))
+            mine, theirs = (in_child(what, Path(name)) for what in ("rlloop", "plain"))
+        figures.append(
+            Figure(
+                name=f"trainer forward + backward, {MODELS[model][0]} bf16, {SEQUENCES} x ({PROMPT} + {NEW})",
+                unit="tokens/s", value=mine, peer="transformers, SDPA", peer_value=theirs, aim=1.0,
+            )
+        )  # fmt: skip
     if args.quick:
-        print(table([figure]))
+        print(table(figures))
     else:
-        report("gpu-train", [figure], packages=("triton", "transformers"))
+        report("gpu-train", figures, packages=("triton", "transformers"))
 
 
 if __name__ == "__main__":

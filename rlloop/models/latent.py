@@ -46,10 +46,10 @@ class LatentAttention(nn.Module):
         c, k_rope = self.kv_a_proj_with_mqa(x, ops).split([latent.kv_rank, latent.rope_dim], dim=-1)
         c, _ = ops.rms_norm(c, self.kv_a_layernorm.weight, LATENT_EPS)
         q_rope, k_rope = (_rotated(part, step, latent.interleaved) for part in (q_rope, k_rope[:, None]))
-        keys, values = torch.cat((c[:, None], k_rope), dim=-1), c[:, None]
+        keys = torch.cat((c[:, None], k_rope), dim=-1)
         if step.cache is not None:
             (keys,) = step.cache.write(self.layer, latent=keys)
-            values = keys[..., : latent.kv_rank]
+        values = keys[..., : latent.kv_rank]
         if ops.profile.latent == "expanded":
             return self.o_proj(self._expanded(torch.cat((q_nope, q_rope), dim=-1), keys, step).flatten(1), ops)
         up = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))  # [H, nope + v, R]

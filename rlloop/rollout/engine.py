@@ -89,10 +89,9 @@ class Engine:
         self._num_blocks = max_cache_tokens // page_size
         self._cache = PagedCache(spec, self._num_blocks * page_size, dtype, self._device)
         self._choices = ChoiceStore.of(model, self._num_blocks * page_size) if record_choices else None
-        # What a model chose for each token is looked at on the host, which no graph can do.
         self._graphs = None
-        if self._device.type == "cuda" and self._choices is None:
-            self._graphs = DecodeGraphs(model, self._cache, page_size)
+        if self._device.type == "cuda":
+            self._graphs = DecodeGraphs(model, self._cache, page_size, self._choices)
         self._scheduler = self._new_scheduler()
         self._last_warp: tuple[list[SamplingParams], LogitsWarp] = ([], LogitsWarp())
 

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlloop.models.routes import Routes
 from rlloop.numerics.layout import AttentionLayout
+from rlloop.rollout.choices import ChoiceStore
 from rlloop.rollout.kv_cache import PagedCache
 
 if TYPE_CHECKING:
@@ -34,8 +36,8 @@ class _Recorded:
 class DecodeGraphs:
     """Steps in which every request has one token to compute."""
 
-    def __init__(self, model: Model, cache: PagedCache, page_size: int) -> None:
-        self._model, self._cache, self._page_size = model, cache, page_size
+    def __init__(self, model: Model, cache: PagedCache, page_size: int, choices: ChoiceStore | None) -> None:
+        self._model, self._cache, self._page_size, self._choices = model, cache, page_size, choices
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._weights = self._addresses()
@@ -81,7 +83,11 @@ class DecodeGraphs:
             layout.context.copy_(positions)
             layout.block_start.copy_(inputs[:, 3:])
             self._cache.slots = slots
-            return self._model.ops.logits(self._model.hidden(tokens, positions, layout, self._cache), self._model.head)
+            routes = None if self._choices is None else Routes()
+            hidden = self._model.hidden(tokens, positions, layout, self._cache, routes=routes)
+            if self._choices is not None and routes is not None:
+                self._choices.write(slots, routes)
+            return self._model.ops.logits(hidden, self._model.head)
 
         work()  # compiles what has to be
         graph = torch.cuda.CUDAGraph()

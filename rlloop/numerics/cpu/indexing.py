@@ -1,6 +1,6 @@
-"""Sparse attention for CPU tensors: the lightning indexer, and attention over what it selects.
+"""Sparse attention: the lightning indexer, and attention over what it selects, with their kernels for CPU tensors.
 
-Shapes, meaning and signatures are those of `rlloop.numerics.ops.Ops`.
+Shapes, meaning and signatures are those of `rlloop.numerics.ops.Ops`. CUDA tensors go to `rlloop.numerics.triton`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ def index_weights(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    if x.is_cuda:
+        from rlloop.numerics.triton import elementwise
+
+        return elementwise.layer_norm(x, weight, bias, eps)
     out, width = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     wide = [flat(tensor.detach().float().contiguous()) for tensor in (weight, bias)]
     kernels.layer_norm(threads_for(8 * x.numel()), flat(x.contiguous()), *wide, np.float32(eps), flat(out), width)
@@ -29,6 +33,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def select(q: Tensor, k: Tensor, weights: Tensor, layout: AttentionLayout, scale: float, count: int) -> Tensor:
+    if q.is_cuda:
+        from rlloop.numerics.triton import sparse
+
+        return sparse.select(q, k, weights, layout, scale, count)
     (tokens, heads, width), starts, contexts = q.shape, flat(layout.query_start), flat(layout.context)
     selected, counts = torch.empty(tokens, count, dtype=torch.int64), np.diff(starts)
     first_task = np.zeros(len(counts) + 1, np.int64)

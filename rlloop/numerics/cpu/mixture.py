@@ -1,6 +1,6 @@
-"""Mixture of experts for CPU tensors: router, experts, their sum, and products by head.
+"""Mixture of experts: router, experts, their sum, and products by head, with their kernels for CPU tensors.
 
-Shapes, meaning and signatures are those of `rlloop.numerics.ops.Ops`.
+Shapes, meaning and signatures are those of `rlloop.numerics.ops.Ops`. CUDA tensors go to `rlloop.numerics.triton`.
 """
 
 from __future__ import annotations
@@ -186,6 +186,10 @@ class _Spread(torch.autograd.Function):
 
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
+    if x.is_cuda:
+        from rlloop.numerics.triton import experts as on_cuda
+
+        return on_cuda.experts(x, gate_up, down, chosen)
     tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
@@ -198,6 +202,10 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
 
 
 def head_linear(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+    if x.is_cuda:
+        from rlloop.numerics.triton import experts as on_cuda
+
+        return on_cuda.head_linear(x, weight, by_row)
     tokens, heads, _ = x.shape
     offsets = torch.arange(heads + 1) * tokens
     out = _grouped_linear(x.transpose(0, 1).flatten(0, 1), weight, by_row, offsets)

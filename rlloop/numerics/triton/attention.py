@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.triton.launch import EXACT, aligned, power_of_two
+from rlloop.numerics.triton.launch import ALIGNMENT, EXACT, aligned, power_of_two
 
 TILE = 64
 SEGMENT = 1024
@@ -35,6 +35,10 @@ DECODE = Tiles(16, 1, 2)
 MANY = Tiles(64, 4, 3)  # where a sequence has more than one query, or more heads share keys than fit
 LONG = Tiles(128, 8, 3)  # the same where contexts may be longer than a segment
 FLOAT32 = Tiles(64, 4, 1)
+# Latent attention: a key is its value and a little more, and is read in those two parts. One choice for every phase.
+WIDE = 256  # numbers of a value
+WIDE_HALF = Tiles(64, 8, 1)
+WIDE_FLOAT32 = Tiles(16, 8, 1)
 LOG2E = 1.4426950408889634
 
 
@@ -77,23 +81,30 @@ def _load_rows(base, offset, inside, WIDTH: tl.constexpr, W: tl.constexpr, MASKE
 
 @triton.jit
 def _tile(
-    top, total, sums, q, k, v, blocks, start, block_size, group, position, last, tile, scale, GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, TILE: tl.constexpr,
-    CONTIGUOUS: tl.constexpr, MASKED: tl.constexpr,
+    top, total, sums, q, rest, k, v, v_step, blocks, start, block_size, group, position, last, tile, scale,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
+    REST: tl.constexpr, TILE: tl.constexpr, CONTIGUOUS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys. `MASKED`: some query does not see all of them."""
     lane = tl.arange(0, TILE)
     key = tile + lane
     seen = key <= last
     if CONTIGUOUS:
-        first = (start + tile) * GROUPS + group
-        keys = _load_rows(k + first * WIDTH, lane * (GROUPS * WIDTH), seen, WIDTH, W, MASKED)
-        values = _load_rows(v + first * V_WIDTH, lane * (GROUPS * V_WIDTH), seen, V_WIDTH, VW, MASKED)
+        key_base = k + ((start + tile) * GROUPS + group) * WIDTH
+        value_base = v + (start + tile) * v_step + group * V_WIDTH
+        key_at, value_at = lane * (GROUPS * WIDTH), lane * v_step
     else:
         slot = tl.load(blocks + key // block_size, seen, 0) + key % block_size
-        keys = _load_rows(k, (slot * GROUPS + group) * WIDTH, seen, WIDTH, W, MASKED)
-        values = _load_rows(v, (slot * GROUPS + group) * V_WIDTH, seen, V_WIDTH, VW, MASKED)
-    scores = tl.dot(q, keys.T, input_precision="ieee")
+        key_base, value_base = k, v
+        key_at, value_at = (slot * GROUPS + group) * WIDTH, slot * v_step + group * V_WIDTH
+    values = _load_rows(value_base, value_at, seen, V_WIDTH, VW, MASKED)
+    if REST == 0:
+        keys = _load_rows(key_base, key_at, seen, WIDTH, W, MASKED)
+        scores = tl.dot(q, keys.T, input_precision="ieee")
+    else:  # a key begins with its value
+        scores = tl.dot(q, values.T, input_precision="ieee")
+        keys = _load_rows(key_base + V_WIDTH, key_at, seen, WIDTH - V_WIDTH, REST, MASKED)
+        scores = tl.dot(rest, keys.T, scores, input_precision="ieee")
     if MASKED:
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1) * scale)
@@ -106,9 +117,9 @@ def _tile(
 
 @triton.jit
 def _segment(
-    q, k, v, blocks, block_size, group, position, first, last, begin, end, scale, GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, CONTIGUOUS: tl.constexpr, ONE: tl.constexpr,
+    q, rest, k, v, v_step, blocks, block_size, group, position, first, last, begin, end, scale, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, REST: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, CONTIGUOUS: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """(top, total, sums) of the keys `begin` to `end`, for queries from position `first` to `last`. `scale` is for
     powers of two."""
@@ -121,26 +132,27 @@ def _segment(
         masked = begin + tl.maximum(tl.minimum(first + 1, end) - begin, 0) // TILE * TILE
         for tile in range(begin, masked, TILE):
             top, total, sums = _tile(
-                top, total, sums, q, k, v, blocks, start, block_size, group, position, last, tile, scale, GROUPS,
-                WIDTH, V_WIDTH, W, VW, TILE, CONTIGUOUS, False,
+                top, total, sums, q, rest, k, v, v_step, blocks, start, block_size, group, position, last, tile, scale,
+                GROUPS, WIDTH, V_WIDTH, W, VW, REST, TILE, CONTIGUOUS, False,
             )  # fmt: skip
     for tile in range(masked, end, TILE):
         top, total, sums = _tile(
-            top, total, sums, q, k, v, blocks, start, block_size, group, position, last, tile, scale, GROUPS, WIDTH,
-            V_WIDTH, W, VW, TILE, CONTIGUOUS, True,
+            top, total, sums, q, rest, k, v, v_step, blocks, start, block_size, group, position, last, tile, scale,
+            GROUPS, WIDTH, V_WIDTH, W, VW, REST, TILE, CONTIGUOUS, True,
         )  # fmt: skip
     return top, total, sums
 
 
 @triton.jit(do_not_specialize=["sequences", "blocks", "block_size", "segments"])
 def _attention(
-    q, k, v, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks, block_size,
+    q, k, v, v_step, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks, block_size,
     segments, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    W: tl.constexpr, VW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr,
-    CONTIGUOUS: tl.constexpr, ONE: tl.constexpr, FORM: tl.constexpr,
+    W: tl.constexpr, VW: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    SEGMENT: tl.constexpr, CONTIGUOUS: tl.constexpr, ONE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """`ONE`: a program for each sequence, which has few queries. `FORM`: 0, no context is longer than a segment;
-    1, segments join here; 2, each is a program, whose part goes to `part_sums` and `part_stats`."""
+    1, segments join here; 2, each is a program, whose part goes to `part_sums` and `part_stats`. `REST`: keys are
+    values followed by so many numbers (padded); 0: they are something else."""
     SHARE: tl.constexpr = HEADS // GROUPS
     group, task = tl.program_id(1), tl.program_id(0)
     if ONE:
@@ -157,16 +169,21 @@ def _attention(
         position = offset + row // SHARE
         last = offset + (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
         first, dv = offset + chunk * ROWS // SHARE, tl.arange(0, VW)
-        queries = _load_rows(q, place * WIDTH, row < rows, WIDTH, W, True)
+        if REST == 0:
+            queries = _load_rows(q, place * WIDTH, row < rows, WIDTH, W, True)
+            rest = queries
+        else:
+            queries = _load_rows(q, place * WIDTH, row < rows, V_WIDTH, VW, True)
+            rest = _load_rows(q + V_WIDTH, place * WIDTH, row < rows, WIDTH - V_WIDTH, REST, True)
         mine = block_start + sequence.to(tl.int64) * blocks
         if FORM == 2:
             segment = tl.program_id(2)
             begin = segment * SEGMENT
             if begin <= last:
                 top, total, sums = _segment(
-                    queries, k, v, mine, block_size, group, position, first, last, begin,
-                    tl.minimum(begin + SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, ROWS, TILE, CONTIGUOUS,
-                    ONE,
+                    queries, rest, k, v, v_step, mine, block_size, group, position, first, last, begin,
+                    tl.minimum(begin + SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS, TILE,
+                    CONTIGUOUS, ONE,
                 )  # fmt: skip
                 part = place * segments + segment
                 tl.store(
@@ -177,14 +194,14 @@ def _attention(
                 tl.store(part_stats + part * 2 + 1, total, row < rows)
         else:
             top, total, sums = _segment(
-                queries, k, v, mine, block_size, group, position, first, last, 0, tl.minimum(SEGMENT, last + 1), scale,
-                GROUPS, WIDTH, V_WIDTH, W, VW, ROWS, TILE, CONTIGUOUS, ONE,
+                queries, rest, k, v, v_step, mine, block_size, group, position, first, last, 0,
+                tl.minimum(SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS, TILE, CONTIGUOUS, ONE,
             )  # fmt: skip
             if FORM == 1:
                 for begin in range(SEGMENT, last + 1, SEGMENT):
                     part_top, part_total, part = _segment(
-                        queries, k, v, mine, block_size, group, position, first, last, begin,
-                        tl.minimum(begin + SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, ROWS, TILE,
+                        queries, rest, k, v, v_step, mine, block_size, group, position, first, last, begin,
+                        tl.minimum(begin + SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS, TILE,
                         CONTIGUOUS, ONE,
                     )  # fmt: skip
                     # Queries that come before this segment keep what they have.
@@ -232,6 +249,14 @@ def _join_parts(
     tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453, valid)
 
 
+def value_rows(v: Tensor) -> tuple[Tensor, int]:
+    """Values [slots, G, D] that a kernel can read, and how far one slot is from the next. Latents are part of wider
+    rows, and a cache is not copied for their sake."""
+    if v.shape[1] == 1 and v.stride(2) == 1 and v.stride(0) >= v.shape[2] and v.data_ptr() % ALIGNMENT == 0:
+        return v, v.stride(0)
+    return aligned(v), v.shape[1] * v.shape[2]
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor, block_size: int,
     scale: float,
@@ -244,24 +269,29 @@ def attention(
     out, lse = q.new_empty(tokens, heads, v_width), q.new_empty(tokens, heads, dtype=torch.float32)
     if tokens == 0:
         return out, lse
-    q, k, v = aligned(q), aligned(k), aligned(v)
+    q, k, (v, v_step) = aligned(q), aligned(k), value_rows(v)
     query_start, context, block_start = query_start.contiguous(), context.contiguous(), block_start.contiguous()
     sequences, blocks = block_start.shape
-    one = tokens == sequences
+    single = tokens == sequences
     segments, share = triton.cdiv(blocks * block_size, SEGMENT), heads // groups
-    form = 0 if segments == 1 else 2 if one else 1
+    form = 0 if segments == 1 else 2 if single else 1
+    wide = groups == 1 and width > v_width >= WIDE and (v.data_ptr(), v_step) == (k.data_ptr(), width)
     if q.dtype == torch.float32:
-        tiles = FLOAT32
+        tiles = WIDE_FLOAT32 if wide else FLOAT32
+    elif wide:
+        tiles = WIDE_HALF
     else:
-        tiles = DECODE if one and share <= DECODE.rows else LONG if segments > 1 and not one else MANY
+        tiles = DECODE if single and share <= DECODE.rows else LONG if segments > 1 and not single else MANY
+    one = single and share <= tiles.rows
     tasks = sequences if one else tokens * share // tiles.rows + sequences
     parts = (q.new_empty(tokens, heads, segments, n, dtype=torch.float32) for n in (v_width, 2))
     part_sums, part_stats = parts if form == 2 else (lse, lse)
     _attention[(tasks, groups, segments if form == 2 else 1)](
-        q, k, v, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks, block_size,
-        segments, scale * LOG2E, HEADS=heads, GROUPS=groups, WIDTH=width, V_WIDTH=v_width,
-        W=power_of_two(width, 16), VW=power_of_two(v_width, 16), ROWS=tiles.rows, TILE=TILE, SEGMENT=SEGMENT,
-        CONTIGUOUS=blocks == 1, ONE=one, FORM=form, num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
+        q, k, v, v_step, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks,
+        block_size, segments, scale * LOG2E, HEADS=heads, GROUPS=groups, WIDTH=width, V_WIDTH=v_width,
+        W=power_of_two(width, 16), VW=power_of_two(v_width, 16), REST=power_of_two(width - v_width, 16) if wide else 0,
+        ROWS=tiles.rows, TILE=TILE, SEGMENT=SEGMENT, CONTIGUOUS=blocks == 1, ONE=one, FORM=form,
+        num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
     )  # fmt: skip
     if form == 2:
         _join_parts[(tokens, triton.cdiv(heads, HEADS_JOINED))](

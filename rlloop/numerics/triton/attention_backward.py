@@ -7,6 +7,8 @@ atomics, so a gradient has the same bits in every run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,8 @@ from rlloop.numerics.triton.launch import aligned, power_of_two
 
 ROWS, TILE = 64, 64
 WARPS, STAGES = 4, 2
+WIDEST = 256  # numbers of a key that these kernels hold; of wider ones there is one head, and cuBLAS has enough to do
+SCORES = 1 << 27  # at a time
 
 
 @triton.jit
@@ -114,6 +118,10 @@ def attention_backward(
     (tokens, heads, width), (_, groups, v_width), sequences = q.shape, v.shape, len(query_start) - 1
     if tokens == 0:
         return gradients
+    if max(width, v_width) > WIDEST:
+        lengths = query_start.diff().tolist()
+        masks = (torch.ones(n, n, dtype=torch.bool, device=q.device).tril() for n in lengths)
+        return masked_backward(q, k, v, lengths, masks, out, lse, grad, scale)
     rows, tile = (ROWS, TILE) if q.dtype.itemsize == 2 else (32, 32)
     shape = {
         "HEADS": heads, "GROUPS": groups, "WIDTH": width, "V_WIDTH": v_width, "W": power_of_two(width, 16),
@@ -129,3 +137,37 @@ def attention_backward(
         num_stages=stages,
     )  # fmt: skip
     return gradients
+
+
+def masked_backward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], masks: Iterable[Tensor], out: Tensor, lse: Tensor,
+    grad: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same with one head of keys that all query heads share, a sequence at a time, by cuBLAS.
+
+    `masks` are [n, n] of each sequence: whether a query reads a key.
+    """
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    heads, begin = q.shape[1], 0
+    for length, mask in zip(lengths, masks, strict=True):
+        rows = slice(begin, begin + length)
+        begin += length
+        if length == 0:
+            continue
+        keys, values = k[rows, 0], v[rows, 0]
+        key_sums = torch.zeros(length, k.shape[2], device=k.device)
+        value_sums = torch.zeros(length, v.shape[2], device=v.device)
+        step = max(1, SCORES // (length * length))
+        for head in range(0, heads, step):
+            part = rows, slice(head, head + step)
+            queries, slopes = q[part].flatten(0, 1), grad[part].flatten(0, 1)  # [n * heads, width]
+            scores = torch.mm(queries, keys.T).float().view(length, -1, length) * scale
+            masses = torch.exp(scores - lse[part][..., None]).masked_fill(~mask[:, None], 0.0)
+            delta = (grad[part].float() * out[part].float()).sum(-1)
+            by_mass = torch.mm(slopes, values.T).float().view_as(scores)
+            by_score = (masses * (by_mass - delta[..., None]) * scale).to(q.dtype).flatten(0, 1)
+            grad_q[part] = torch.mm(by_score, keys).view(length, -1, q.shape[2])
+            key_sums += torch.mm(by_score.T, queries).float()
+            value_sums += torch.mm(masses.to(q.dtype).flatten(0, 1).T, slopes).float()
+        grad_k[rows, 0], grad_v[rows, 0] = key_sums.to(k.dtype), value_sums.to(v.dtype)
+    return grad_q, grad_k, grad_v

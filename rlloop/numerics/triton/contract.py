@@ -15,21 +15,33 @@ from rlloop.numerics.triton.attention import attention
 from rlloop.numerics.triton.attention_backward import attention_backward
 from rlloop.numerics.triton.distribution import Rows, Warp
 from rlloop.numerics.triton.elementwise import rms_norm, rms_norm_backward, rope, silu_mul, silu_mul_backward
+from rlloop.numerics.triton.grouped import groups_of
+from rlloop.numerics.triton.grouped import product as grouped_product
+from rlloop.numerics.triton.grouped import weight_gradient as grouped_weight_gradient
 from rlloop.numerics.triton.launch import aligned, strict_products
+from rlloop.numerics.triton.routing import combine, combine_backward, route
+from rlloop.numerics.triton.sparse import sparse_attention, sparse_attention_backward
 
 __all__ = [
     "attention",
     "attention_backward",
+    "combine",
+    "combine_backward",
+    "grouped_linear",
+    "grouped_weight_gradient",
     "linear",
     "linear_float32",
     "product",
     "rms_norm",
     "rms_norm_backward",
     "rope",
+    "route",
     "sample",
     "score_logits",
     "silu_mul",
     "silu_mul_backward",
+    "sparse_attention",
+    "sparse_attention_backward",
     "token_logprob",
     "token_logprob_backward",
 ]
@@ -53,6 +65,10 @@ def product(rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype
     left, right = rows if by_row else rows.T, lanes.T if lanes_by_row else lanes
     left = left.to(right.dtype)
     return torch.mm(left, right) if dtype == right.dtype else torch.mm(left, right, out_dtype=dtype)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
+    return grouped_product(rows, weight, groups_of(offsets, len(rows), rows.dtype), len(rows), by_row=by_row)
 
 
 def _chunks(

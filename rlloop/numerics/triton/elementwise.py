@@ -92,6 +92,28 @@ def rms_norm_backward(
 
 
 @triton.jit
+def _layer_norm(x, weight, bias, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    values = tl.load(x + row * WIDTH + column, inside, 0.0).to(tl.float32)
+    away = tl.where(inside, values - tl.sum(values, 0) / WIDTH, 0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(away * away, 0) / WIDTH + eps)
+    gain = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    made = away * scale * gain + tl.load(bias + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, made.to(out.dtype.element_ty), inside)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    x, width = aligned(x), x.shape[-1]
+    out = torch.empty_like(x)
+    if out.numel():
+        _layer_norm[(out.numel() // width,)](
+            x, aligned(weight), aligned(bias), out, eps, WIDTH=width, BLOCK=power_of_two(width), num_warps=4, **EXACT
+        )
+    return out
+
+
+@triton.jit
 def _silu_mul(gate, up, out, count, NUMBERS: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     x = tl.load(gate + at, at < count, 0.0).to(tl.float32)

@@ -1,0 +1,295 @@
+"""Experts, latent and sparse attention on CUDA: a token's bits are its own, decoded, prefilled and trained."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlloop.algorithms import get_loss
+from rlloop.config import TrainerConfig
+from rlloop.models import new_model, token_logprobs
+from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.ops import ops_for
+from rlloop.numerics.probe import same_bits
+from rlloop.numerics.profile import NumericsProfile
+from rlloop.numerics.routing import Routing
+from rlloop.rollout.engine import Engine
+from rlloop.trainer import Trainer
+from rlloop.types import SamplingParams
+from tests.parity.test_engine_bits import bits
+from tests.parity.test_trainer import as_sample, different
+
+OURS = ops_for(NumericsProfile())
+EXACT = ops_for(NumericsProfile.preset("reference"))
+TYPES = [torch.float32, torch.bfloat16]
+SIZES = {
+    "vocab_size": 997, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "max_position_embeddings": 2048, "initializer_range": 0.08, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 96}
+LATENT = {
+    **EXPERTS, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
+INDEXER = {"index_topk": 24, "index_head_dim": 32, "index_n_heads": 16}
+FAMILIES = {
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2, "head_dim": 64, "num_experts": 15,
+        "norm_topk_prob": True, **EXPERTS,
+    },
+    "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **LATENT},
+    "deepseek_v3 of real widths": {
+        "architectures": ["DeepseekV3ForCausalLM"], **LATENT, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+        "num_attention_heads": 16,
+    },
+    "deepseek_v32": {"architectures": ["DeepseekV32ForCausalLM"], **LATENT, **INDEXER},
+    "glm_moe_dsa": {
+        "architectures": ["GlmMoeDsaForCausalLM"], **LATENT, **INDEXER, "indexer_types": ["full", "shared"],
+    },
+}  # fmt: skip
+
+
+def model_of(family: str, dtype: str):
+    name = family.partition(" ")[0]
+    return new_model({**SIZES, "model_type": name, **FAMILIES[family]}, seed=0, dtype=dtype).to("cuda")
+
+
+def traffic(count: int):
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 900, int(rng.integers(1, 90))).tolist() for _ in range(count)]
+    sampling = [
+        SamplingParams(int(rng.integers(4, 24)), seed=i, temperature=(1.0, 0.7, 1.3, 0.0)[i % 4], ignore_eos=True)
+        for i in range(count)
+    ]
+    return prompts, sampling
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_and_trainer_have_the_same_bits_and_choices(family, dtype):
+    model = model_of(family, dtype)
+    prompts, sampling = traffic(48)
+    made = Engine(model).generate(prompts, sampling)
+    for settings in ({"max_batch_tokens": 64, "page_size": 64, "prefix_caching": False}, {"max_running": 3}):
+        again = Engine(model, **settings).generate(prompts[:12], sampling[:12])
+        assert [bits(c) for c in again] == [bits(c) for c in made[:12]]
+        for a, b in zip(again, made, strict=False):
+            assert np.array_equal(np.sort(a.routed_experts), np.sort(b.routed_experts))
+    pairs = [(c.prompt_ids, c.token_ids) for c in made]
+    for max_tokens in (None, 300):
+        scored = token_logprobs(model, pairs, sampling=sampling, max_tokens=max_tokens)
+        for completion, logprobs in zip(made, scored, strict=True):
+            assert completion.logprobs.tobytes() == logprobs.detach().cpu().numpy().tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trainer_equals_engine_before_and_after_every_update(family):
+    model = model_of(family, "bfloat16")
+    engine, trainer = Engine(model), Trainer(model, TrainerConfig(lr=3e-3, max_batch_tokens=1500))
+    rng = np.random.default_rng(0)
+    for step in range(3):
+        made = engine.generate(*traffic(24))
+        samples = [as_sample(i, c, float(rng.normal())) for i, c in enumerate(made)]
+        result = trainer.forward_backward(samples, get_loss("grpo"))
+        assert different(samples, result.logprobs) == 0
+        assert trainer.optim_step()["loss/grad_norm"] > 0
+        assert different(samples, trainer.logprobs(samples)) > 50
+        engine.set_version(step + 1)
+
+
+def randn(*shape, seed=0, dtype=torch.float32, scale=1.0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to("cuda", dtype)
+
+
+def choices(tokens, count, top_k, seed=0):
+    scores = torch.rand(tokens, count, generator=torch.Generator().manual_seed(seed)) ** 3
+    scores[:, 1] += 0.5  # a favourite
+    return scores.topk(top_k)[1].cuda()
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float16])
+@pytest.mark.parametrize(("hidden", "inner", "count", "top_k"), [(256, 96, 8, 2), (75, 20, 15, 4), (512, 64, 128, 8)])
+def test_an_expert_s_row_has_the_bits_of_a_dense_layer(hidden, inner, count, top_k, dtype):
+    tokens = 700
+    x, chosen = randn(tokens, hidden, dtype=dtype), choices(tokens, count, top_k)
+    gate_up, down = (
+        randn(count, 2 * inner, hidden, seed=1, dtype=dtype, scale=0.1),
+        randn(count, hidden, inner, seed=2, dtype=dtype, scale=0.2),
+    )
+    whole = OURS.experts(x, gate_up, down, chosen)
+    for rows in (1, 2, 15, 16, 17, 64, 65, 300):
+        assert same_bits(OURS.experts(x[:rows], gate_up, down, chosen[:rows]), whole[:rows]), f"{rows} rows"
+        assert same_bits(OURS.experts(x[-rows:], gate_up, down, chosen[-rows:]), whole[-rows:]), f"last {rows} rows"
+    for expert in range(count):
+        token, slot = torch.where(chosen == expert)
+        if len(token):
+            gate, up = OURS.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
+            dense = OURS.linear(OURS.silu_mul(gate, up), down[expert])
+            assert same_bits(dense, whole[token, slot]), f"expert {expert}"
+    trained = OURS.experts(x.clone().requires_grad_(), gate_up, down, chosen)
+    assert same_bits(trained.detach(), whole)
+
+
+def test_stock_experts_fail_the_check_of_rows():
+    x, chosen = randn(700, 2048, dtype=torch.bfloat16), choices(700, 8, 2)
+    weights = randn(8, 512, 2048, dtype=torch.bfloat16), randn(8, 2048, 256, dtype=torch.bfloat16)
+    for ops, holds in ((OURS, True), (ops_for(NumericsProfile.preset("stock")), False)):
+        whole = ops.experts(x, *weights, chosen)
+        same = all(same_bits(ops.experts(x[:n], *weights, chosen[:n]), whole[:n]) for n in (1, 2, 7, 33, 300))
+        assert same is holds
+
+
+RULES = [
+    Routing(4), Routing(3, normalise=True, epsilon=1e-20, scale=2.5), Routing(2, "sigmoid"),
+    Routing(6, "sigmoid", 4, 2, True, 1e-20, 1.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [8, 16, 128, 12])
+@pytest.mark.parametrize("rule", RULES)
+def test_routes_are_the_reference_s(rule, count):
+    logits = randn(77, count)
+    logits[3, 2] = logits[3, 5] = logits[3].max() + 1  # ties
+    logits[4], logits[5, 1] = 0, float("nan")
+    bias = randn(count, seed=1, scale=0.3) if rule.groups > 1 else None
+    if rule.top_k > count // rule.groups * rule.top_groups:
+        pytest.skip("more experts than the groups have")
+    weights, chosen, scores = OURS.route(logits, bias, rule)
+    expected = EXACT.route(logits.cpu(), None if bias is None else bias.cpu(), rule)
+    assert torch.equal(chosen.cpu(), expected[1])
+    torch.testing.assert_close(weights.cpu(), expected[0], equal_nan=True)
+    torch.testing.assert_close(scores.cpu(), expected[2], equal_nan=True)
+    for rows in (1, 16, 33):
+        assert all(
+            same_bits(a, b[:rows])
+            for a, b in zip(OURS.route(logits[:rows], bias, rule), (weights, chosen, scores), strict=True)
+        )
+    given = chosen.flip(1).contiguous()
+    again, same, _ = OURS.route(logits, bias, rule, given)
+    assert torch.equal(same, given)
+    torch.testing.assert_close(again.cpu(), EXACT.route(logits.cpu(), None, rule, given.cpu())[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("combine", ["fp32_once", "bf16_each"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_sums_of_experts_have_the_reference_s_bits(combine, dtype):
+    slots, chosen, shared = randn(40, 4, 700, dtype=dtype), choices(40, 16, 4), randn(40, 700, seed=1, dtype=dtype)
+    weights = torch.rand(40, 4, generator=torch.Generator().manual_seed(2)).cuda()
+    for extra in (None, shared):
+        made = ops_for(NumericsProfile(expert_combine=combine)).combine(slots, chosen, weights, extra)
+        expected = ops_for(NumericsProfile(combine="reference", expert_combine=combine)).combine(
+            slots.cpu(), chosen.cpu(), weights.cpu(), None if extra is None else extra.cpu()
+        )
+        assert same_bits(made.cpu(), expected)
+
+
+def paged(keys, page=16):
+    """Scattered pages of one sequence's keys [L, 1, W]: (the store, its first slots)."""
+    count = -(-len(keys) // page)
+    starts = torch.randperm(count, generator=torch.Generator().manual_seed(1)).cuda() * page
+    at = torch.arange(len(keys), device="cuda")
+    store = torch.zeros(count * page, *keys.shape[1:], dtype=keys.dtype, device="cuda")
+    store[starts[at // page] + at % page] = keys
+    return store, starts
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("heads", "rank", "rope"), [(16, 512, 64), (4, 32, 16), (128, 512, 64)])
+def test_latent_attention_is_the_same_in_every_phase(heads, rank, rope, dtype):
+    length, page = 1300, 16
+    q, latents = randn(length, heads, rank + rope, dtype=dtype), randn(length, 1, rank + rope, seed=1, dtype=dtype)
+    scale = (rank + rope) ** -0.5
+    whole = OURS.attention(q, latents, latents[..., :rank], AttentionLayout.of_sequences([length], "cuda"), scale)
+    store, starts = paged(latents, page)
+
+    def layout(counts, contexts):
+        return AttentionLayout(
+            query_start=torch.tensor([0, *counts], device="cuda").cumsum(0),
+            context=torch.tensor(contexts, device="cuda"), block_start=starts.repeat(len(counts), 1), block_size=page,
+            contiguous=False,
+        )  # fmt: skip
+
+    last = [0, 15, 63, 64, 500, 1023, 1024, 1299]
+    decoded = OURS.attention(q[last], store, store[..., :rank], layout([1] * len(last), last), scale)
+    assert same_bits(decoded, whole[last])
+    chunk = OURS.attention(q[900:1200], store, store[..., :rank], layout([300], [900]), scale)
+    assert same_bits(chunk, whole[900:1200])
+    scores = torch.einsum("hd,jd->hj", q[700].double(), latents[:701, 0].double()) * scale
+    expected = scores.softmax(-1) @ latents[:701, 0, :rank].double()
+    torch.testing.assert_close(whole[700].double(), expected, rtol=0.02, atol=2e-3 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_is_selected(dtype):
+    """Ties go to the lowest position, and a query's selection does not depend on its neighbours or the pages."""
+    length, count = 300, 20
+    q, k, weights = randn(length, 8, 32, dtype=dtype), randn(length, 1, 32, seed=1, dtype=dtype), randn(length, 8)
+    k[40:60] = k[39]  # twenty equals
+    layout = AttentionLayout.of_sequences([length], "cuda")
+    selected = OURS.select(q, k, weights, layout, 0.2, count)
+    for t in (0, 5, 19, 20, 150, 299):
+        row = [p for p in selected[t].tolist() if p >= 0]
+        assert len(row) == min(t + 1, count)
+        assert row == sorted(set(row))
+        assert row[-1] <= t
+        equals = [p for p in row if 39 <= p < 60]
+        assert equals == list(range(39, 39 + len(equals)))
+    store, starts = paged(k)
+    last = [0, 19, 20, 63, 64, 299]
+    alone = AttentionLayout(
+        query_start=torch.arange(len(last) + 1, device="cuda"), context=torch.tensor(last, device="cuda"),
+        block_start=starts.repeat(len(last), 1), block_size=16, contiguous=False,
+    )  # fmt: skip
+    assert torch.equal(OURS.select(q[last], store, weights[last], alone, 0.2, count), selected[last])
+    if dtype == torch.float32:
+        expected = EXACT.select(*(x.cpu() for x in (q[:60], k[:60], weights[:60])), AttentionLayout.of_sequences([60]),
+                                0.2, count)  # fmt: skip
+        assert (selected[:60].cpu() == expected).all(1).float().mean() > 0.9  # sums may round apart
+    every = OURS.select(q, k, weights, layout, 0.2, length)
+    heads = randn(length, 4, 48, dtype=dtype)
+    latents = randn(length, 1, 48, seed=2, dtype=dtype)
+    full = OURS.attention(heads, latents, latents[..., :32], layout, 0.2)
+    assert same_bits(OURS.sparse_attention(heads, latents, latents[..., :32], every, layout, 0.2), full)
+
+
+GRADIENTS = {
+    "experts": (
+        lambda o, x, a, b: o.experts(x, a, b, choices(130, 8, 2).to(x.device)), [(130, 40), (8, 24, 40), (8, 40, 12)]
+    ),
+    "head_linear": (lambda o, x, w: o.head_linear(x, w, True), [(70, 3, 24), (3, 20, 24)]),
+    "head_linear by column": (lambda o, x, w: o.head_linear(x, w, False), [(70, 3, 20), (3, 20, 24)]),
+    "combine": (
+        lambda o, s, w: o.combine(s, choices(9, 8, 3).to(s.device), w if o is EXACT else w.float()),
+        [(9, 3, 70), (9, 3)],
+    ),
+    "route": (lambda o, x: torch.cat(o.route(x, None, RULES[1])[::2], -1), [(30, 16)]),
+    "wide attention": (
+        lambda o, q, k: o.attention(q, k, k[..., :256], AttentionLayout.of_sequences([2, 70, 1], q.device), 0.05),
+        [(73, 4, 272), (73, 1, 272)],
+    ),
+    "sparse attention": (
+        lambda o, q, k: o.sparse_attention(
+            q, k, k[..., :32], torch.tensor([[max(0, t - 3), t] if t else [0, -1] for t in range(40)], device=q.device),
+            AttentionLayout.of_sequences([40], q.device), 0.2,
+        ),
+        [(40, 4, 48), (40, 1, 48)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("name", list(GRADIENTS))
+def test_gradients_are_the_reference_in_float64_and_repeat_themselves(name):
+    function, shapes = GRADIENTS[name]
+    inputs = [randn(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+
+    def gradients(ops, dtype, device="cuda"):
+        leaves = [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
+        out = function(ops, *leaves)
+        return torch.autograd.grad(out, leaves, randn(*out.shape, seed=99).to(device, dtype))
+
+    mine, exact = gradients(OURS, torch.float32), gradients(EXACT, torch.float64, "cpu")
+    for ours, theirs in zip(mine, exact, strict=True):
+        assert theirs.abs().max() > 1e-3
+        torch.testing.assert_close(ours.cpu().double(), theirs, rtol=5e-4, atol=5e-4)
+    assert all(same_bits(a, b) for a, b in zip(mine, gradients(OURS, torch.float32), strict=True))
