@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,8 +35,9 @@ from rlloop.sync.bits import Bits
 from rlloop.sync.folder import read_folder
 from rlloop.sync.live import bits_of
 from rlloop.sync.publisher import Publisher
-from rlloop.sync.replica import MemoryTarget, Replica
+from rlloop.sync.replica import Replica
 from rlloop.sync.store import FolderStore
+from rlloop.sync.target import MemoryTarget
 
 LRS = ("1e-6", "1e-5", "3e-4")
 BASE = {
@@ -156,25 +156,34 @@ def speed(work: Path, models: list[str], lrs: list[str], seconds: float) -> list
     return figures
 
 
-def publication(model: str, lr: str, states: list[dict[str, Bits]], rounds: int = 20) -> list[Figure]:
-    """To a replica that polls the same folder: milliseconds from the weights' being there to their being served."""
+def publication(model: str, lr: str, states: list[dict[str, Bits]], rounds: int = 60) -> list[Figure]:
+    """To a replica that reads the same folder: milliseconds from the weights' being there to their being served.
+
+    Forwards and backwards through the run's steps, so that every version is one step's.
+    """
     parts: dict[str, list[float]] = {}
+    way = [*states, *states[-2:0:-1]]
     with tempfile.TemporaryDirectory() as folder:
         key, store = Ed25519PrivateKey.generate(), FolderStore(folder)
         publisher, target = Publisher(store, key, "run"), MemoryTarget()
         replica = Replica(store, key.public_key(), target)
         for number in range(rounds + 1):
-            metrics = publisher.publish(states[number % len(states)], number).metrics
+            metrics = publisher.publish(way[number % len(way)], number).metrics
             assert replica.poll(), replica.error
             if number:
                 taken = {**metrics, **replica.metrics}
-                for name in ("encode", "upload", "fetch", "stage", "verify", "pause"):
+                for name in ("diff", "encode", "upload", "fetch", "stage", "verify", "pause"):
                     parts.setdefault(name, []).append(1000 * taken[f"sync/{name}_seconds"])
     parts["all"] = [sum(each) for each in zip(*parts.values(), strict=True)]
     return [
-        Figure(name=f"publish to live, {model} lr {lr}: {part}, {which}", unit="ms", value=value, lower_is_better=True)
+        Figure(
+            name=f"publish to live, {model} lr {lr}: {part}, {which}",
+            unit="ms",
+            lower_is_better=True,
+            value=float(np.quantile(taken, at)),
+        )
         for part, taken in parts.items()
-        for which, value in (("p50", statistics.median(taken)), ("p99", sorted(taken)[int(0.99 * len(taken))]))
+        for which, at in (("p50", 0.5), ("p99", 0.99))
     ]
 
 

@@ -1,17 +1,18 @@
 """The countdown recipe across three regions: network namespaces with shaped, delayed links, and seeded faults.
 
-    sudo .venv/bin/python benchmarks/regions.py --seeds 0 1 2 --steps 12
+    sudo .venv/bin/python benchmarks/regions.py --seeds 0 1 2 --steps 12     # faults; the checker's history
+    sudo .venv/bin/python benchmarks/regions.py --seeds -1 --steps 30        # none; figures, too
 
 Each region is a namespace with a relay and an engine. Its link is a veth pair under a token bucket; a kernel need not
 have netem, so delay comes from a proxy of our own, in front of the trainer and of each engine. Needs root, `ip` and
 `tc`. Faults are drawn from the seed: kill -9 and SIGSTOP of engine, relay and trainer, bit flips in a relay's cache, a
-partition. The checker then reads the history: `rlloop verify`, and the same run without a fleet, bit for bit.
+partition; each at a moment of its own within a step. The checker then reads the history: `rlloop verify`, and the same
+run without a fleet, bit for bit. It writes histories/regions.json, a record a seed: what was done, and what was found.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import random
@@ -20,138 +21,29 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.results_schema import RESULTS, device_name, versions  # noqa: E402
+from benchmarks.links import LINKS, Delays, Link, Namespaces, sent_bytes, sh  # noqa: E402
+from benchmarks.results_schema import Figure, device_name, report, versions  # noqa: E402
 from rlloop.metrics import is_timing  # noqa: E402
 from rlloop.records import read_records, read_rollouts, rollout_files  # noqa: E402
 from rlloop.sync.manifest import new_key  # noqa: E402
 from rlloop.verify import verify  # noqa: E402
 
 TRAINER, RELAY, ENGINE = 7000, 7001, 7002  # ports
+HISTORY = Path(__file__).parent / "histories" / "regions.json"
 HELD = 4.0  # seconds that something stays stopped, cut off or dead
-
-
-@dataclass(frozen=True)
-class Link:
-    region: str
-    gbit: float
-    round_trip: float  # seconds
-    number: int
-
-    @property
-    def near(self) -> str:
-        """The trainer's end of the link."""
-        return f"10.77.{self.number}.1"
-
-    @property
-    def far(self) -> str:
-        return f"10.77.{self.number}.2"
-
-    @property
-    def namespace(self) -> str:
-        return f"rlloop-{self.region}"
-
-    @property
-    def device(self) -> str:
-        return f"rlv{self.number}"
-
-
-LINKS = (Link("eu", 1.0, 0.040, 1), Link("us", 10.0, 0.080, 2), Link("ap", 0.2, 0.145, 3))
-
-
-def sh(*command: object) -> None:
-    subprocess.run([str(part) for part in command], check=True)
-
-
-class Namespaces:
-    """One namespace a link, shaped in both directions."""
-
-    def __enter__(self) -> Namespaces:
-        for link in LINKS:
-            inside, peer = ("ip", "netns", "exec", link.namespace), f"{link.device}p"
-            sh("ip", "netns", "add", link.namespace)
-            sh("ip", "link", "add", link.device, "type", "veth", "peer", "name", peer, "netns", link.namespace)
-            sh("ip", "addr", "add", f"{link.near}/24", "dev", link.device)
-            sh("ip", "link", "set", link.device, "up")
-            sh(*inside, "ip", "addr", "add", f"{link.far}/24", "dev", peer)
-            sh(*inside, "ip", "link", "set", peer, "up")
-            sh(*inside, "ip", "link", "set", "lo", "up")
-            burst = max(64_000, int(link.gbit * 1e9 / 8 / 250))
-            for where, device in (((), link.device), (inside, peer)):
-                rate = f"{link.gbit * 1000:.0f}mbit"
-                sh(*where, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", burst,
-                   "latency", "100ms")  # fmt: skip
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for link in LINKS:
-            subprocess.run(["ip", "netns", "del", link.namespace], check=False)
-
-
-def sent_bytes(link: Link) -> int:
-    """From the trainer's side into the region, since the link was made."""
-    return int(Path(f"/sys/class/net/{link.device}/statistics/tx_bytes").read_text())
-
-
-class Delays:
-    """TCP proxies that hand on every byte half a round trip later, each way."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-
-    def add(self, at: tuple[str, int], to: tuple[str, int], delay: float) -> None:
-        async def serve() -> None:
-            await asyncio.start_server(lambda reader, writer: self._join(reader, writer, to, delay), *at)
-
-        asyncio.run_coroutine_threadsafe(serve(), self._loop).result()
-
-    async def _join(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to: tuple[str, int], delay: float
-    ) -> None:
-        try:
-            await asyncio.sleep(delay)
-            far_reader, far_writer = await asyncio.open_connection(*to)
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(self._pipe(reader, far_writer, delay), self._pipe(far_reader, writer, delay))
-
-    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float) -> None:
-        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(256)
-
-        async def hand_on() -> None:
-            while True:
-                due, part = await queue.get()
-                await asyncio.sleep(max(0.0, due - self._loop.time()))
-                if not part:
-                    return
-                writer.write(part)
-                await writer.drain()
-
-        handing = asyncio.create_task(hand_on())
-        try:
-            while not handing.done():
-                part = await reader.read(1 << 16)
-                await queue.put((self._loop.time() + delay, part))
-                if not part:
-                    break
-            await handing
-        except OSError:
-            handing.cancel()
-        finally:
-            writer.close()
 
 
 @dataclass
@@ -195,6 +87,11 @@ class World:
     def kill(self, name: str) -> None:
         self.processes[name].kill()
         self.processes[name].wait()
+
+    def fetched(self, link: Link) -> int:
+        """Bytes of weights that the region's relay brought over its link."""
+        headers = {"Authorization": f"Bearer {self.token}"}
+        return httpx.get(f"http://{link.far}:{RELAY}/health", headers=headers).json()["fetched_bytes"]
 
     def steps(self) -> int:
         metrics = self.run / "metrics.jsonl"
@@ -245,22 +142,32 @@ def _cut(link: Link) -> Callable[[World], None]:
     return fault
 
 
-def draw_faults(seed: int, steps: int) -> list[tuple[int, str, Callable[[World], None]]]:
-    """(after which step, what, how), for a seed; the last steps have none, so that all can come together again."""
+Fault = tuple[int, float, str, Callable[[World], None]]  # after which step, seconds later, what, how
+
+
+def draw_faults(seed: int, steps: int) -> list[Fault]:
+    """For a seed; the last steps have none, so that all can come together again."""
     dice = random.Random(seed)
-    kinds: list[tuple[str, Callable[[World], None]]] = [("kill -9 trainer", _killed("trainer"))]
+    kinds: list[tuple[str, Callable[[World], None]]] = [
+        ("kill -9 trainer", _killed("trainer")),
+        ("SIGSTOP trainer", _stopped("trainer")),
+    ]
     for link in LINKS:
         for part in ("engine", "relay"):
             name = f"{part}/{link.region}"
             kinds += [(f"kill -9 {name}", _killed(name)), (f"SIGSTOP {name}", _stopped(name))]
         kinds += [(f"bit flips relay/{link.region}", _flipped(link.region)), (f"partition {link.region}", _cut(link))]
-    return [(step, *dice.choice(kinds)) for step in range(1, steps - 2) if dice.random() < 0.75]
+    return [
+        (step, round(dice.uniform(0, 2), 2), *dice.choice(kinds))
+        for step in range(1, steps - 2)
+        if dice.random() < 0.75
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ one run
 
 
-def drive(world: World, faults: list[tuple[int, str, Callable[[World], None]]], steps: int) -> list[str]:
+def drive(world: World, faults: list[Fault], steps: int) -> list[str]:
     """Start everything, hurt it as drawn, wait for the end. Returns what was done."""
     for link in LINKS:
         world.start(f"relay/{link.region}")
@@ -271,9 +178,10 @@ def drive(world: World, faults: list[tuple[int, str, Callable[[World], None]]], 
     while world.processes["trainer"].poll() is None:
         assert time.monotonic() < deadline, "the run does not end"
         if faults and world.steps() >= faults[0][0]:
-            step, name, fault = faults.pop(0)
+            step, later, name, fault = faults.pop(0)
+            time.sleep(later)
             fault(world)
-            done.append(f"after step {step}: {name}")
+            done.append(f"{later} s after step {step}: {name}")
         time.sleep(0.05)
     assert world.processes["trainer"].returncode == 0, (world.place / "trainer.log").read_text()[-3000:]
     assert world.steps() == steps
@@ -308,22 +216,49 @@ def outcome(run: Path) -> list[Any]:
     return [metrics, rollouts, list(read_records(run / "parity.jsonl"))]
 
 
-def measured(run: Path, sent: dict[str, int]) -> dict[str, Any]:
-    """Figures of one run, by region where they are a region's."""
+PARTS = ("fetch", "stage", "verify", "drain", "pause")
+
+
+def figures(run: Path, fetched: dict[str, int], entered: dict[str, int]) -> list[Figure]:
+    """Of a run without faults: what a version weighs and how long it takes, from the trainer's memory to every replica.
+
+    Step 1 is left out: engines and relays are still starting.
+    """
     records = [record for record in read_records(run / "metrics.jsonl") if record["step"] > 0]
-    delta = sum(record.get("sync/wire_bytes", 0) for record in records)
-    regions = {}
+    published = sum(record["sync/wire_bytes"] for record in records)
+    tokens = sum(record[f"fleet/{link.region}/tokens"] for record in records for link in LINKS)
+    made = [
+        Figure(name=f"weights over the wide network by regions x delta, {len(records)} versions",
+               unit="x", value=sum(fetched.values()) / (len(LINKS) * published)),
+        Figure(name="all bytes into the regions (weights, prompts, headers) by regions x delta", unit="x",
+               value=sum(entered.values()) / (len(LINKS) * published)),
+        Figure(name="full weights by a version's bytes, manifest included", unit="x",
+               value=float(np.mean([record["sync/ratio"] for record in records]))),
+        Figure(name=f"KL by region, largest k3 of any step ({tokens:,} tokens)", unit="nats", value=max(
+               abs(record[f"fleet/{link.region}/k3"]) for record in records for link in LINKS)),
+    ]  # fmt: skip
+    steady = records[1:]
+    taken: dict[str, list[float]] = {
+        "publish to all replicas live": [
+            record["sync/publish_seconds"] + record["sync/live_seconds"] for record in steady
+        ]
+    }
+    for part in ("diff", "encode", "upload"):
+        taken[part] = [record[f"sync/{part}_seconds"] for record in steady]
     for link in LINKS:
-        live = [record[key] for record in records if (key := f"fleet/{link.region}/sync_seconds") in record]
-        pause = [record[key] for record in records if (key := f"fleet/{link.region}/sync_pause_seconds") in record]
-        tokens = sum(record.get(f"fleet/{link.region}/tokens", 0) for record in records)
-        regions[link.region] = {
-            "gbit": link.gbit, "round_trip": link.round_trip, "bytes_into_region": sent[link.region],
-            "sync_seconds_p50": float(np.quantile(live, 0.5)), "sync_seconds_p99": float(np.quantile(live, 0.99)),
-            "pause_seconds_max": max(pause), "tokens": tokens,
-            "k3_max": max(abs(record.get(f"fleet/{link.region}/k3", 0.0)) for record in records),
-        }  # fmt: skip
-    return {"published_bytes": delta, "regions": regions}
+        for part in ("", *PARTS):
+            name = f"fleet/{link.region}/sync_{part}{'_' if part else ''}seconds"
+            where = f"{link.region} ({link.gbit:g} Gbit/s, {1000 * link.round_trip:.0f} ms)"
+            said = {"": "live", "fetch": "wide-area"}.get(part, part)
+            taken[f"{where}: {said}"] = [record[name] for record in steady if name in record]
+    share = max(record[f"fleet/{link.region}/sync_pause_seconds"] / record["time/step"]
+                for record in steady for link in LINKS)  # fmt: skip
+    made.append(Figure(name="longest pause of an engine by the step's time", unit="%", value=100 * share))
+    for what, seconds in taken.items():
+        for which, at in (("p50", 0.5), ("p99", 0.99)):
+            value = 1000 * float(np.quantile(seconds, at))
+            made.append(Figure(name=f"{what}, {which}", unit="ms", value=value, lower_is_better=True))
+    return made
 
 
 def main() -> int:
@@ -343,7 +278,7 @@ def main() -> int:
     local = given.place / "local"
     subprocess.run([*rlloop, *settings, f"run.dir={local}"], check=True, cwd=given.place, env={
         **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})  # fmt: skip
-    results, failed = [], False
+    found: dict[int, dict[str, Any]] = {}
     for seed in given.seeds:
         place = given.place / f"seed_{seed}"
         place.mkdir()
@@ -358,18 +293,37 @@ def main() -> int:
             try:
                 faults = [] if seed < 0 else draw_faults(seed, given.steps)
                 done = drive(world, faults, given.steps)
-                sent = {link.region: sent_bytes(link) - began[link.region] for link in LINKS}
+                fetched = {link.region: world.fetched(link) for link in LINKS}
+                entered = {link.region: sent_bytes(link) - began[link.region] for link in LINKS}
             finally:
                 world.close()
         problems = check(world.run, local, given.steps)
-        results.append({"seed": seed, "faults": done, "problems": problems, **measured(world.run, sent)})
-        print(json.dumps(results[-1], indent=1), flush=True)
-        failed = failed or bool(problems)
-    about = {"device": device_name(), "versions": versions(),
-             "steps": given.steps}  # fmt: skip
-    (RESULTS / "regions-history.json").write_text(json.dumps({**about, "runs": results}, indent=2) + "\n")
-    print("failed" if failed else f"{len(results)} runs passed, seeds {given.seeds}")
+        found[seed] = {"seed": seed, "steps": given.steps, "faults": done, "fleet": events(world.run),
+                       "problems": problems}  # fmt: skip
+        print(json.dumps(found[seed], indent=1), flush=True)
+        if seed < 0 and not problems:
+            report("regions", figures(world.run, fetched, entered))
+    record(found)
+    failed = [seed for seed, each in found.items() if each["problems"]]
+    print(f"failed: {failed}" if failed else f"{len(found)} runs passed, seeds {given.seeds}")
     return 1 if failed else 0
+
+
+def events(run: Path) -> dict[str, int]:
+    """How often engines came, served, fell out, and how many completions were made again."""
+    counts: Counter[str] = Counter()
+    for event in read_records(run / "fleet.jsonl"):
+        counts[event["event"]] += event.get("completions", 1)
+    return dict(counts)
+
+
+def record(found: dict[int, dict[str, Any]]) -> None:
+    """Into the history, in the place of what these seeds had before."""
+    known = json.loads(HISTORY.read_text())["runs"] if HISTORY.exists() else []
+    runs = {each["seed"]: each for each in known} | found
+    HISTORY.parent.mkdir(exist_ok=True)
+    content = {"device": device_name(), "versions": versions(), "runs": [runs[seed] for seed in sorted(runs)]}
+    HISTORY.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def model_folder(settings: list[str]) -> Path:

@@ -85,7 +85,8 @@ class ReplicaFollower:
             self._service.version,
             int(metrics.get("sync/wire_bytes", 0)),
             metrics.get("sync/fetch_seconds", 0.0),
-            metrics.get("sync/stage_seconds", 0.0) + metrics.get("sync/verify_seconds", 0.0),
+            metrics.get("sync/stage_seconds", 0.0),
+            metrics.get("sync/verify_seconds", 0.0),
             metrics.get("sync/drain_seconds", 0.0),
             metrics.get("sync/pause_seconds", 0.0),
         )

@@ -247,7 +247,7 @@ class Members:
         if weights is not None and weights.version == self.version:
             facts |= {"pause_seconds": weights.pause_seconds, "drain_seconds": weights.drain_seconds}
             facts |= {"fetch_seconds": weights.fetch_seconds, "stage_seconds": weights.stage_seconds}
-            facts |= {"fetched_bytes": float(weights.wire_bytes)}
+            facts |= {"verify_seconds": weights.verify_seconds, "fetched_bytes": float(weights.wire_bytes)}
         return facts
 
     def take_metrics(self) -> dict[str, float]:

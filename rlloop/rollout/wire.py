@@ -60,6 +60,7 @@ class Progress(msgspec.Struct):
     wire_bytes: int = 0
     fetch_seconds: float = 0.0
     stage_seconds: float = 0.0
+    verify_seconds: float = 0.0
     drain_seconds: float = 0.0
     pause_seconds: float = 0.0
 

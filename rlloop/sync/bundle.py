@@ -14,8 +14,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rlloop.sync.bits import Tensors
 from rlloop.sync.manifest import Head, Link, hash_of, public_hex, public_key
 from rlloop.sync.publisher import Publisher
-from rlloop.sync.replica import Replica, Target
+from rlloop.sync.replica import Replica
 from rlloop.sync.store import Conflict, Missing
+from rlloop.sync.target import Target
 
 
 @dataclass(frozen=True)

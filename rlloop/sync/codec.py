@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -50,6 +51,7 @@ class Encoded:
     codec: CodecName
     content: bytes
     changed: int  # elements
+    diff_seconds: float = field(default=0.0, compare=False)  # of the work, those that went into finding the changes
 
 
 def fast() -> StepCoder:
@@ -65,8 +67,11 @@ def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coder: 
         return Encoded("full", _framed(_mapped(pool, _encode_planes, _chunks(fresh))), fresh.size)
     assert (old.dtype, old.shape) == (new.dtype, new.shape), "a delta is between tensors of one type and shape"
     known = old.array.reshape(-1)
-    if np.array_equal(fresh, known):
-        return Encoded("unchanged", b"", 0)
+    began = time.perf_counter()
+    same = np.array_equal(fresh, known)
+    compared = time.perf_counter() - began
+    if same:
+        return Encoded("unchanged", b"", 0, compared)
     kind: CodecName
     ordering = ORDERINGS.get(new.dtype)
     if ordering is not None:
@@ -74,13 +79,14 @@ def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coder: 
     else:
         kind, work = "planes", partial(_encode_differences, floating=new.dtype.startswith("F"))
     made = list(_mapped(pool, work, _chunks(known), _chunks(fresh)))
-    changed = sum(count for count, _ in made)
-    delta = _framed(part for _, part in made)
+    changed = sum(count for count, _, _ in made)
+    delta = _framed(part for _, part, _ in made)
+    compared += sum(seconds for _, _, seconds in made)
     if len(delta) > new.nbytes // 3:
         full = _framed(_mapped(pool, _encode_planes, _chunks(fresh)))
         if len(full) <= len(delta):
-            return Encoded("full", full, changed)
-    return Encoded(kind, delta, changed)
+            return Encoded("full", full, changed, compared)
+    return Encoded(kind, delta, changed, compared)
 
 
 def decode(
@@ -129,17 +135,21 @@ def max_encoded(dtype: str, shape: tuple[int, ...]) -> int:
 # ---------------------------------------------------------------------------------------------------- steps
 
 
-def _encode_steps(old: np.ndarray, new: np.ndarray, *, ordering: Ordering, coder: StepCoder) -> tuple[int, bytes]:
-    """Number of changes, and the chunk.
+def _encode_steps(
+    old: np.ndarray, new: np.ndarray, *, ordering: Ordering, coder: StepCoder
+) -> tuple[int, bytes, float]:
+    """Number of changes, the chunk, and the seconds that finding the changes took.
 
     Header: number of changes; first class, classes less one; lengths of the overflows; a class's changes and k each;
     length of what follows. Then a zstd frame, in which each class's symbols have a block, so that each has its own
     statistics; then the low bits. All numbers are LEB128.
     """
+    began = time.perf_counter()
     changes = coder.find_changes(old, new, ordering)
+    compared = time.perf_counter() - began
     present = np.flatnonzero(changes.counts)
     if not len(present):
-        return 0, b"\0"
+        return 0, b"\0", compared
     first, last = int(present[0]), int(present[-1])
     overflows = (changes.far, changes.farther, changes.large, changes.larger)
     numbers = [len(changes.symbols), first, last - first, *map(len, overflows)]
@@ -155,7 +165,7 @@ def _encode_steps(old: np.ndarray, new: np.ndarray, *, ordering: Ordering, coder
     parts += [frame.compress(part.tobytes()) for part in overflows]
     parts.append(frame.flush())
     body = b"".join(parts)
-    return len(changes.symbols), _numbers([*numbers, len(body)]) + body + changes.remainders.tobytes()
+    return len(changes.symbols), _numbers([*numbers, len(body)]) + body + changes.remainders.tobytes(), compared
 
 
 def _decode_steps(content: memoryview, old: np.ndarray, *, ordering: Ordering, coder: StepCoder) -> np.ndarray:
@@ -209,13 +219,15 @@ def _decode_planes(content: memoryview, count: int, *, kind: np.dtype[Any]) -> n
     return planes.reshape(-1).view(kind)
 
 
-def _encode_differences(old: np.ndarray, new: np.ndarray, *, floating: bool) -> tuple[int, bytes]:
-    """Number of changes, and the chunk."""
+def _encode_differences(old: np.ndarray, new: np.ndarray, *, floating: bool) -> tuple[int, bytes, float]:
+    """Number of changes, the chunk, and the seconds that finding the changes took."""
+    began = time.perf_counter()
     width = 8 * old.itemsize
     one, rest = old.dtype.type(1), old.dtype.type(width - 1)
     step = _monotone(new, floating) - _monotone(old, floating)  # modulo 2^width
     zigzag = (step << one) ^ (old.dtype.type(0) - (step >> rest))
-    return int(np.count_nonzero(step)), _encode_planes(zigzag)
+    changed, compared = int(np.count_nonzero(step)), time.perf_counter() - began
+    return changed, _encode_planes(zigzag), compared
 
 
 def _decode_differences(content: memoryview, old: np.ndarray, *, floating: bool) -> np.ndarray:

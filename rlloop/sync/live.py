@@ -18,7 +18,7 @@ from rlloop.models import Model
 from rlloop.models.fused import stored_state
 from rlloop.models.weights import HEAD
 from rlloop.sync.bits import UNSIGNED, Bits
-from rlloop.sync.replica import Layout
+from rlloop.sync.target import Layout
 
 T = TypeVar("T")
 

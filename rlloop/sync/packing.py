@@ -8,6 +8,7 @@ the whole of a small model. The first of them carries the encoding; the others a
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Packed:
     entries: tuple[Entry, ...]
     pieces: tuple[bytes, ...]
     changed: int  # elements
+    diff_seconds: float  # of the encoding, those that went into finding the changes; of all threads together
     store_seconds: float
 
 
@@ -39,11 +41,13 @@ def pack(store: Store, tensors: Tensors, base: Tensors, digests: Mapping[str, by
 
     `digests` of `base`'s tensors, so that unchanged ones need not be hashed again.
     """
+    began = time.perf_counter()
     units, unchanged = _units(tensors, base)
     stream, entries, changed = StreamWriter(store), list[Entry](), 0
+    compared = time.perf_counter() - began
     for names, made, found in _encoded(units, tensors, base, digests, threads):
         start = stream.write(made.content)
-        changed += made.changed
+        changed, compared = changed + made.changed, compared + made.diff_seconds
         for name, hashed in zip(names, found, strict=True):
             bits, first = tensors[name], name == names[0]
             place = (made.codec, start, len(made.content)) if first else ("joined", stream.length, 0)
@@ -52,7 +56,7 @@ def pack(store: Store, tensors: Tensors, base: Tensors, digests: Mapping[str, by
         found = digests.get(name) or digest(tensors[name].array)
         entries.append(Entry(name, tensors[name].dtype, tensors[name].shape, "unchanged", stream.length, 0, found))
     stream.end()
-    return Packed(tuple(entries), tuple(stream.pieces), changed, stream.seconds)
+    return Packed(tuple(entries), tuple(stream.pieces), changed, compared, stream.seconds)
 
 
 def groups(entries: Iterable[Entry]) -> Iterator[list[Entry]]:

@@ -18,8 +18,9 @@ from rlloop.errors import ConfigError
 from rlloop.sync.bits import Bits, Tensors
 from rlloop.sync.manifest import MAX_MANIFEST, Head, Link, Manifest, root_hash
 from rlloop.sync.packing import pack
-from rlloop.sync.replica import MemoryTarget, Replica
+from rlloop.sync.replica import Replica
 from rlloop.sync.store import Conflict, Store, fetch
+from rlloop.sync.target import MemoryTarget
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,14 @@ class Publisher:
             self._tensors = {name: Bits(bits.dtype, bits.array.copy()) for name, bits in tensors.items()}
         done = time.perf_counter()
         elements = sum(bits.array.size for bits in tensors.values())
+        worked = encoded_at - began - packed.store_seconds
+        compared = min(packed.diff_seconds / self._threads, worked)
         metrics = {
             "sync/wire_bytes": float(link.wire_bytes),
             "sync/ratio": manifest.full_bytes / link.wire_bytes,
             "sync/changed": changed / elements,
-            "sync/encode_seconds": encoded_at - began - packed.store_seconds,
+            "sync/diff_seconds": compared,
+            "sync/encode_seconds": worked - compared,
             "sync/upload_seconds": packed.store_seconds + done - encoded_at,
             "sync/publish_seconds": done - began,
         }

@@ -18,8 +18,9 @@ from rlloop.sync import codec, packing
 from rlloop.sync.bits import Bits
 from rlloop.sync.manifest import Ed25519PrivateKey, Head, Refused, hash_of
 from rlloop.sync.publisher import Publisher
-from rlloop.sync.replica import TORN, MemoryTarget, Replica, State
+from rlloop.sync.replica import Replica, State
 from rlloop.sync.store import Conflict, FolderStore, StoreError
+from rlloop.sync.target import TORN, MemoryTarget
 from tests.unit.sync.weights import KEY, PUBLIC, history, same
 
 

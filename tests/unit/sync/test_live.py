@@ -10,7 +10,8 @@ from rlloop.rollout import Engine
 from rlloop.sync.bits import UNSIGNED, WIDTH, Bits
 from rlloop.sync.bundle import BundlePublisher, BundleReplica
 from rlloop.sync.live import NAMES, LiveTarget, bits_of, named_weights, split, tensors_of, unstack
-from rlloop.sync.replica import TORN, Replica
+from rlloop.sync.replica import Replica
+from rlloop.sync.target import TORN
 from rlloop.types import SamplingParams
 from tests.unit.sync.weights import PUBLIC
 

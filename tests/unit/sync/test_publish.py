@@ -17,9 +17,10 @@ from rlloop.sync.manifest import (
     public_key,
 )
 from rlloop.sync.publisher import Publisher, state_at
-from rlloop.sync.replica import MemoryTarget, Replica, State
+from rlloop.sync.replica import Replica, State
 from rlloop.sync.route import route
 from rlloop.sync.store import Conflict, FolderStore
+from rlloop.sync.target import MemoryTarget
 from tests.unit.sync.weights import KEY, PUBLIC, first_weights, history, next_weights, same
 
 
