@@ -32,8 +32,6 @@ On another machine: ssh -L 8642:127.0.0.1:8642 THAT_MACHINE, and open the addres
 Prometheus scrapes /metrics with the token as its bearer: authorization: {credentials: TOKEN}.
 """
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 
 def main(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
@@ -74,6 +72,10 @@ def _parser() -> argparse.ArgumentParser:
         "--token", default=os.environ.get("RLLOOP_DASHBOARD_TOKEN"),
         help="default: RLLOOP_DASHBOARD_TOKEN of the environment, or a new one each time",
     )  # fmt: skip
+    parser.add_argument(
+        "--allow-host", action="append", default=[], metavar="NAME",
+        help="another name under which it is asked for, such as a proxy's; this machine's own always are",
+    )  # fmt: skip
     parser.add_argument("--open", action="store_true", help="open a browser")
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="make a workspace of these panels there, and stop")
     return parser
@@ -82,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(given: argparse.Namespace, note: str) -> int:
     import uvicorn
 
+    from rlloop.dashboard.guard import LOOPBACK
     from rlloop.dashboard.live import Dashboard
     from rlloop.dashboard.server import make_app
 
@@ -89,7 +92,9 @@ def _serve(given: argparse.Namespace, note: str) -> int:
     listener = _listen(given.host, given.port)
     port = listener.getsockname()[1]
     dashboard = Dashboard(given.runs, note=note)
-    app = make_app(dashboard, token, port)
+    local = given.host in LOOPBACK
+    hosts = [*LOOPBACK, *map(str.lower, given.allow_host)] if local or given.allow_host else None
+    app = make_app(dashboard, token, port, hosts)
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -100,7 +105,7 @@ def _serve(given: argparse.Namespace, note: str) -> int:
     address = f"http://{host}:{port}/?token={token}"
     count = len(dashboard.runs.find())
     print(f"{'1 run' if count == 1 else f'{count} runs'} in {given.runs}\n\n  {address}\n\nCtrl-C ends it.", flush=True)
-    if given.host not in LOOPBACK:
+    if not local:
         print(
             f"It listens on {given.host}, without encryption: whoever can read the network can read the token. A "
             "tunnel (ssh -L) or a proxy with TLS is safer.",

@@ -45,6 +45,11 @@ class Section:
     panels: tuple[Panel, ...]
 
 
+# A step's phases in their order; others come after them.
+PHASES = tuple(
+    f"time/{name}" for name in ("sync", "rollout", "reward", "advantage", "parity", "update", "record", "eval")
+)
+
 # 0 is the contract; 7e-5 and 1e-3 are where a stack of separate engine and trainer is usually called good, and bad.
 KL_GUIDES = (0.0, 7e-5, 1e-3)
 
@@ -90,7 +95,7 @@ SECTIONS: tuple[Section, ...] = (
                   scale=Scale.log, guides=(1.0,)),
             Panel("Perplexity ratio", ("parity/ppl_ratio",), "Mean over sequences of exp(mean mu − mean pi)."),
             Panel("Chi-squared", ("parity/chi2",), "Mean of r² − 1: what the weights' variance is.", scale=Scale.symlog,
-                  guides=(0.0,)),
+                  guides=(0.0,), threshold=1e-4),
         ),
     ),
     Section(
@@ -132,14 +137,14 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "Time",
         (
-            Panel("Step, by phase", ("time/*",), "Seconds, each counted in its innermost phase; what no phase claims "
-                  "is waiting.", kind=Kind.stack, scale=Scale.zero, unit="s"),
+            Panel("Step, by phase", (*PHASES, "time/*"), "Seconds, each counted in its innermost phase; what no phase "
+                  "claims is waiting.", kind=Kind.stack, scale=Scale.zero, unit="s"),
             Panel("Step", ("time/step",), "Seconds of a whole step.", scale=Scale.zero, unit="s"),
             Panel("Throughput, rollout", ("perf/rollout_tokens_per_s",), "Completion tokens over rollout time.",
                   scale=Scale.zero, unit="tokens/s"),
             Panel("Throughput, trainer", ("perf/trainer_tokens_per_s",), "All tokens of trained sequences over update "
                   "time.", scale=Scale.zero, unit="tokens/s"),
-            Panel("MFU", ("perf/mfu*",), "Model FLOPs utilisation.", scale=Scale.fraction),
+            Panel("MFU", ("perf/mfu", "perf/mfu*"), "Model FLOPs utilisation.", scale=Scale.fraction),
             Panel("Waiting", ("wait/*", "perf/wait*", "perf/idle*"), "Time in which a part had nothing to do.",
                   scale=Scale.zero, unit="s"),
         ),
@@ -155,8 +160,12 @@ SECTIONS: tuple[Section, ...] = (
                   "Fraction that this version changes.", scale=Scale.fraction),
             Panel("Pause", ("sync/pause_seconds", "sync/*pause_seconds*", "fleet/*/sync_pause_seconds"),
                   "Time in which an engine served nothing.", scale=Scale.zero, unit="s"),
-            Panel("Sync, by part", ("sync/seconds", "sync/*seconds*", "fleet/*/sync_*seconds"),
-                  "Where the time of a sync goes.", scale=Scale.zero, unit="s"),
+            Panel("Sync, by part", ("sync/seconds", "sync/*seconds*"), "Where the time of a sync goes.",
+                  scale=Scale.zero, unit="s"),
+            Panel("Sync, by region", ("fleet/*/sync_seconds",), "The slowest engine's last change of weights.",
+                  scale=Scale.zero, unit="s"),
+            Panel("Sync, by region and part", ("fleet/*/sync_*seconds",), "Where a region's time goes.",
+                  scale=Scale.zero, unit="s"),
             Panel("Weight error", ("sync/weight_error",), "Norm of what a drifting engine's weights are off by.",
                   scale=Scale.zero),
         ),
@@ -164,8 +173,8 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "Versions and fleet",
         (
-            Panel("Staleness", ("rollout/version_lag*",), "Weight versions behind the trainer's.", scale=Scale.zero,
-                  unit="versions"),
+            Panel("Staleness", ("rollout/version_lag", "rollout/version_lag*"), "Weight versions behind the trainer's.",
+                  scale=Scale.zero, unit="versions"),
             Panel("Engines", ("fleet/engines", "fleet/*/engines"), "That serve; by region.", scale=Scale.zero),
             Panel("Completions, by region", ("fleet/*/completions",), "Made in a step.", scale=Scale.zero),
             Panel("Tokens, by region", ("fleet/*/tokens",), "Trained tokens that the region's engines sampled.",
@@ -215,7 +224,7 @@ def present(names: Iterable[str]) -> list[dict[str, Any]]:
             found = [name for pattern in panel.metrics for name in _match(pattern, have, exact | shown)]
             if found:
                 shown.update(found)
-                named = any("*" in metric for metric in panel.metrics)  # the title does not say which metrics are shown
+                named = any(name not in panel.metrics for name in found)  # the title does not say which are shown
                 panels.append({**asdict(panel), "metrics": list(dict.fromkeys(found)), "named": named})
         if panels:
             sections.append({"title": section.title, "panels": panels})

@@ -23,6 +23,7 @@ from rlloop.records import flatten
 MARKS = ("metrics.jsonl", "parity.jsonl", "run.log", ".lock")  # beside a config.yaml, any of them makes it a run
 INSIDE = {"checkpoints", "rollouts", "orphaned", "wandb", "tensorboard", "__pycache__"}
 DEPTH = 5
+WRITTEN = ("metrics.jsonl", "parity.jsonl", "summary.json", "rollouts", "run.log")  # as a run goes on
 QUIET = 120.0  # seconds without a new record, or five steps' time, after which a run no longer counts as live
 TOTALLED = (
     "parity/tokens", "parity/tokens_different", "parity/k3", "eval/solved", "reward/mean", "loss/tokens_discarded",
@@ -212,7 +213,7 @@ class Run:
 
     def signature(self) -> tuple[Any, ...]:
         """Differs when anything was written."""
-        return tuple(_stamp(self.path / name) for name in ("metrics.jsonl", "parity.jsonl", "summary.json", "rollouts"))
+        return tuple(_stamp(self.path / name) for name in WRITTEN)
 
     def overview(self) -> dict[str, Any]:
         """What a list of runs tells of this one. Reads the file's end only."""

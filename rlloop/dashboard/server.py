@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from starlette.staticfiles import StaticFiles
 
 from rlloop import __version__
 from rlloop.dashboard import panels
-from rlloop.dashboard.guard import Guard
+from rlloop.dashboard.guard import LOOPBACK, Guard
 from rlloop.dashboard.live import Dashboard, to_json
 from rlloop.dashboard.rollouts import KINDS, ORDERS
 from rlloop.dashboard.runs import Run
@@ -74,8 +74,9 @@ def _choice(request: Request, key: str, allowed: Any) -> str | None:
 # ------------------------------------------------------------------------------------------------ pages and data
 
 
-def make_app(dashboard: Dashboard, token: str, port: int = 0) -> Starlette:
-    """`port` goes into the cookie's name, since a browser shares cookies between all ports of a host."""
+def make_app(dashboard: Dashboard, token: str, port: int = 0, hosts: Collection[str] | None = LOOPBACK) -> Starlette:
+    """`port` goes into the cookie's name, since a browser shares cookies between all ports of a host. `hosts`: names
+    under which it may be asked for; None: any."""
 
     def page(request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
@@ -172,8 +173,9 @@ def make_app(dashboard: Dashboard, token: str, port: int = 0) -> Starlette:
     def rollouts(request: Request) -> Response:
         run = _run(dashboard, request)
         index = dashboard.index(run)
-        index.keep_up()
         asked = request.query_params
+        if "step" not in asked:  # a step's own file is read at once
+            index.keep_up()
         order = _choice(request, "order", ORDERS) or "worst"
         solved = _choice(request, "solved", ("yes", "no"))
         found = index.page(
@@ -228,7 +230,7 @@ def make_app(dashboard: Dashboard, token: str, port: int = 0) -> Starlette:
     ]  # fmt: skip
     return Starlette(
         routes=[*(Route(path, handler) for path, handler in routes), Mount("/static", StaticFiles(directory=STATIC))],
-        middleware=[Middleware(Guard, token=token, cookie=f"rlloop_{port}")],
+        middleware=[Middleware(Guard, token=token, cookie=f"rlloop_{port}", hosts=hosts)],
         exception_handlers={HTTPException: failed},
     )
 

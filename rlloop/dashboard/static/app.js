@@ -1,6 +1,6 @@
 // Starts everything: the list of runs, the views by address, news from the server, the keyboard.
 
-import { $, ago, h, number } from "./dom.js";
+import { $, ago, breakable, h, number } from "./dom.js";
 import { get, listen } from "./api.js";
 import { swatch, setRange } from "./chart.js";
 import { cardOf, leaveCharts, refreshCharts, showCharts, toggleTables } from "./charts.js";
@@ -37,10 +37,12 @@ async function draw(force = false) {
 
 const STATUS = { live: "live", finished: "finished", stopped: "stopped", "parity broken": "bad" };
 
+// The runs that the filter lets through.
+const found = () => [...state.runs.values()].filter((run) => run.id.toLowerCase().includes($("filter").value.toLowerCase()));
+
 function listRuns() {
-  const wanted = $("filter").value.toLowerCase();
   let folder = "";
-  $("runs").replaceChildren(...[...state.runs.values()].filter((run) => run.id.toLowerCase().includes(wanted)).flatMap((run) => {
+  $("runs").replaceChildren(...found().flatMap((run) => {
     const parent = run.id.includes("/") ? run.id.slice(0, run.id.lastIndexOf("/")) : "";
     const heading = parent === folder ? [] : [h("li", { class: "folder" }, parent || "·")];
     folder = parent;
@@ -48,17 +50,18 @@ function listRuns() {
     const { colour, dash } = look(Math.max(0, order));
     const share = run.num_steps ? Math.min(100, (100 * run.step) / run.num_steps) : 0;
     return [...heading, h("li", {}, h("label", { title: `${run.id}, last record ${ago(run.changed)}` },
-      h("input", { type: "checkbox", checked: order >= 0, value: run.id, onchange: () => choose(run.id) }),
+      h("input", { type: "checkbox", checked: order >= 0, value: run.id, onchange: () => choose(state.chosen.includes(run.id) ? state.chosen.filter((id) => id !== run.id) : [...state.chosen, run.id]) }),
       order >= 0 ? swatch(colour, dash) : h("span"),
-      h("span", { class: "name" }, run.id === "." ? "this run" : run.id.slice(run.id.lastIndexOf("/") + 1)),
+      h("span", { class: "name" }, run.id === "." ? "this run" : breakable(run.id.slice(run.id.lastIndexOf("/") + 1))),
       h("span", { class: "sub" }, h("i", { class: `dot ${run.problems.length ? "bad" : STATUS[run.status] ?? ""}` }),
         `${run.problems.length ? "damaged, " : ""}${run.status}${run.status === "finished" ? `, ${number(run.step)} steps` : ` at ${number(run.step)}${run.num_steps ? ` of ${number(run.num_steps)}` : ""}`}`),
-      run.num_steps && run.status === "live" ? h("span", { class: "bar" }, h("i", { style: { width: `${share}%` } })) : null))];
+      run.num_steps && run.status === "live" ? h("span", { class: "bar" }, h("i", { style: { width: `${share}%` } })) : null),
+      h("button", { type: "button", class: "only", title: "This run alone", "aria-label": `Show ${run.id} alone`, onclick: () => choose([run.id]) }, "only"))];
   }));
 }
 
-function choose(id) {
-  state.chosen = state.chosen.includes(id) ? state.chosen.filter((run) => run !== id) : [...state.chosen, id];
+function choose(ids) {
+  state.chosen = ids;
   const { view, query } = route();
   go(VIEWS[view] ? view : "charts", view === "step" ? { of: query.get("of"), step: query.get("step") } : {});
   if (!state.chosen.length) draw(true);
@@ -125,6 +128,8 @@ async function start() {
   $("theme").addEventListener("click", otherTheme);
   $("help-button").addEventListener("click", () => $("help").showModal());
   $("filter").addEventListener("input", listRuns);
+  $("choose-all").addEventListener("click", () => choose([...new Set([...state.chosen, ...found().map((run) => run.id)])]));
+  $("choose-none").addEventListener("click", () => choose(state.chosen.filter((id) => !found().some((run) => run.id === id))));
   addEventListener("keydown", key);
   addEventListener("hashchange", () => draw());
   chooseFirst();

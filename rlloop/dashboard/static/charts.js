@@ -1,10 +1,12 @@
 // The view of all panels: what came out at the top, then one card a panel.
 
-import { $, ago, duration, h, number, percent, show, virtualTable } from "./dom.js";
+import { $, breakable, duration, h, number, percent, show, virtualTable } from "./dom.js";
 import { get, link, load } from "./api.js";
-import { Chart, Histogram, setRange, swatch } from "./chart.js";
-import { address, go, lookOf, shortName, state } from "./state.js";
+import { Chart, seriesOf, setRange, swatch } from "./chart.js";
+import { Histogram } from "./histogram.js";
+import { go, lookOf, shortName, state } from "./state.js";
 
+const STACKS = 4; // runs whose stacks are shown
 let cards = [];
 let strip, problems, layout;
 const seen = new IntersectionObserver((entries) => {
@@ -22,16 +24,19 @@ export async function showCharts(main) {
   strip = h("div", { class: "strip", "aria-label": "What came out" });
   problems = h("div");
   const groups = sections.map((section) => h("section", { class: "group" }, h("h2", {}, section.title),
-    h("div", { class: "grid" }, section.panels.map((panel) => {
+    h("div", { class: "grid" }, section.panels.flatMap(byRun).map((panel) => {
       const card = new Card(panel);
       cards.push(card);
       return card.element;
     }))));
-  main.replaceChildren(strip, problems, tools(), ...groups);
+  main.replaceChildren(strip, problems, ...(groups.length ? [tools(), ...groups] : [h("div", { class: "empty" }, h("p", {}, "No step is recorded yet. The first one appears here by itself."))]));
   for (const card of cards) seen.observe(card.element);
   filter();
   await refreshStrip();
 }
+
+// Lines of several runs go over one another; a stack is of one run, so each has its own.
+const byRun = (panel) => (panel.kind === "stack" ? state.chosen.slice(0, STACKS).map((run) => ({ ...panel, run })) : [panel]);
 
 export function leaveCharts() {
   for (const card of cards) { seen.unobserve(card.element); card.destroy(); }
@@ -86,6 +91,7 @@ function filter() {
 async function refreshStrip() {
   const all = await Promise.all(state.chosen.map((run) => get("totals", { run }).catch((error) => ({ id: run, error: String(error.message) }))));
   strip.replaceChildren(...all.map(row));
+  strip.classList.toggle("many", all.length > 3);
   const found = all.flatMap((run) => (run.error ? [`${run.id}: ${run.error}`] : run.problems.map((text) => `${shortName(run.id)}: ${text}`)));
   problems.replaceChildren(found.length ? h("div", { class: "problems", role: "alert" }, found.slice(0, 6).map((text) => h("p", {}, text)),
     found.length > 6 ? h("p", { class: "muted" }, `and ${found.length - 6} more`) : null) : "");
@@ -93,19 +99,19 @@ async function refreshStrip() {
 
 function row(run) {
   const look = lookOf(run.id);
-  const cell = (label, ...value) => h("div", { class: "cell" }, h("span", { class: "label" }, label), h("span", { class: "value" }, ...value));
-  if (run.error) return h("div", { class: "row" }, h("div", { class: "who" }, swatch(look.colour, look.dash), h("b", {}, run.id)));
+  const cell = (label, value, note) => h("div", { class: "cell", title: [note].flat().filter((part) => typeof part === "string").join(" ") }, h("span", { class: "label" }, label), h("span", { class: "value" }, value, value === "–" ? null : h("small", {}, note)));
+  const course = (label, found) => cell(label, found ? number(found.last, 3) : "–", found ? [`from ${number(found.first, 3)},`, h("br"), `best ${number(found.best, 3)}`] : null);
+  if (run.error) return h("div", { class: "row" }, h("div", { class: "who" }, swatch(look.colour, look.dash), h("b", {}, breakable(run.id))));
   const zero = run.tokens > 0 && run.different === 0;
-  const course = (found) => (found ? [number(found.last, 3), h("small", {}, `from ${number(found.first, 3)},`, h("br"), `best ${number(found.best, 3)}`)] : ["–"]);
   return h("div", { class: "row" },
-    h("div", { class: "who" }, swatch(look.colour, look.dash), h("div", {}, h("b", {}, shortName(run.id)),
+    h("div", { class: "who" }, swatch(look.colour, look.dash), h("div", {}, h("b", {}, breakable(shortName(run.id))),
       h("div", { class: "muted" }, `${run.status}${run.mode ? `, ${run.mode}` : ""}`))),
-    cell("Train-inference KL", run.k3_max === null ? "–" : zero ? h("span", { class: "good" }, "exactly 0") : number(run.k3_max, 3), h("small", {}, zero ? "every bit equal" : "largest k3 of a step")),
-    cell("Tokens that differ", number(run.different), h("small", {}, `of ${number(run.tokens)}`)),
-    cell("pass@1, held-out", ...course(run.pass)),
-    cell("Reward", ...course(run.reward)),
-    cell("Tokens discarded", run.discarded === null ? "–" : percent(run.discarded), h("small", {}, "on average")),
-    cell("Steps", number(run.steps), h("small", {}, `${run.num_steps ? `of ${number(run.num_steps)}, ` : ""}${duration(run.seconds)}`)));
+    cell("Train-inference KL", run.k3_max === null ? "–" : zero ? h("span", { class: "good" }, "exactly 0") : number(run.k3_max, 3), zero ? "every bit equal" : "largest k3 of a step"),
+    cell("Tokens that differ", run.tokens ? number(run.different) : "–", `of ${number(run.tokens)}`),
+    course("pass@1, held-out", run.pass),
+    course("Reward", run.reward),
+    cell("Tokens discarded", run.discarded === null ? "–" : percent(run.discarded), "on average"),
+    cell("Steps", number(run.steps), [run.num_steps ? `of ${number(run.num_steps)}` : "", run.seconds ? duration(run.seconds) : ""].filter(Boolean).join(", ")));
 }
 
 class Card {
@@ -116,7 +122,7 @@ class Card {
     this.tableButton = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.setTable(!this.table) }, "Table");
     this.download = h("a", { href: "#", download: "", title: "All steps of the chosen runs" }, "CSV");
     this.element = h("article", { class: "card", "data-panel": panel.title },
-      h("header", {}, h("h3", { title: panel.about }, panel.title), h("span", { class: "unit" }, [panel.unit, panel.kind === "stack" && state.chosen.length > 1 ? `of ${shortName(state.chosen[0])}` : ""].filter(Boolean).join(", ")),
+      h("header", {}, h("h3", { title: panel.about }, panel.title), h("span", { class: "unit" }, [panel.unit, panel.run && state.chosen.length > 1 ? `of ${shortName(panel.run)}` : ""].filter(Boolean).join(", ")),
         h("div", { class: "actions" }, this.tableButton, this.download, height < 300 ? h("button", { type: "button", onclick: () => this.enlarge() }, "Enlarge") : null)),
       this.chips, this.plot);
     const options = { height, onvalues: (step, values) => this.values(step, values), onstep: (run, step) => go("step", { of: run, step }) };
@@ -130,6 +136,7 @@ class Card {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (by) this.chart.move(event.shiftKey ? by * 10 : by);
     else if (event.key === "Enter") this.chart.openStep();
+    else if (event.key === "+" || event.key === "-") this.chart.zoom?.(event.key === "+" ? 0.5 : 2);
     else if (event.key === "e") this.enlarge();
     else if (event.key === "t") { this.setTable(!this.table); this.plot.focus(); }
     else return;
@@ -141,13 +148,13 @@ class Card {
     this.stale = false;
     const names = this.panel.kind === "histogram" ? ["parity/tokens"] : [...this.panel.metrics, ...(this.panel.kind === "stack" ? ["time/step"] : [])];
     try {
-      await Promise.all(state.chosen.map((run) => load(run, names)));
+      await Promise.all((this.panel.run ? [this.panel.run] : state.chosen).map((run) => load(run, names)));
     } catch (error) {
       this.plot.replaceChildren(h("p", { class: "bad" }, error.message));
       return;
     }
     if (!this.plot.isConnected) return;
-    this.download.href = link("series.csv", { run: state.chosen, name: this.panel.metrics });
+    this.download.href = link("series.csv", { run: this.panel.run ?? state.chosen, name: this.panel.metrics });
     if (this.table) this.drawTable();
     else await this.chart.draw();
   }
@@ -174,7 +181,6 @@ class Card {
         (index) => [name(index), ...found.map((each) => number(each.counts[index]))], { height: this.height, start: "top", label: this.panel.title }));
       return;
     }
-    const { seriesOf } = await import("./chart.js");
     const series = seriesOf(this.panel);
     const tables = uPlot.join(series.map((line) => [line.xs, line.raw]));
     this.plot.replaceChildren(virtualTable(["step", ...series.map((line) => line.label || line.metric)], tables[0].length,
@@ -184,9 +190,9 @@ class Card {
 
   values(step, values) {
     const at = step === null ? null : h("span", { class: "chip" }, `step ${number(step)}`);
-    const few = values.slice(0, this.height > 300 ? 40 : 6);
+    const few = values.slice(0, this.height > 300 ? 40 : this.panel.run ? 10 : 6);
     this.chips.replaceChildren(...[at, ...few.map((line) => h("span", { class: "chip" },
-      values.length > 1 || state.chosen.length > 1 ? swatch(line.colour, this.panel.kind === "stack" ? [] : line.dash, 18) : null,
+      values.length > 1 || state.chosen.length > 1 ? swatch(line.colour, this.panel.run ? [] : line.dash, 18) : null,
       line.label ? h("span", { class: "who", title: line.label }, line.label) : null, h("b", {}, line.text ?? show(line.value, this.panel)))),
       values.length > few.length ? h("span", {}, `+${values.length - few.length}`) : null].filter(Boolean));
   }
@@ -203,5 +209,3 @@ class Card {
     card.refresh().then(() => card.plot.focus());
   }
 }
-
-export { ago };

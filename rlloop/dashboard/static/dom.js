@@ -20,6 +20,9 @@ export const svg = (tag, attributes = {}, ...children) => {
   return element;
 };
 
+// A name that may be broken after its punctuation, not within a word.
+export const breakable = (name) => name.split(/(?<=[,/_-])/).flatMap((part, index) => (index ? [h("wbr"), part] : [part]));
+
 export const $ = (id) => document.getElementById(id);
 
 export function number(value, digits = 4) {

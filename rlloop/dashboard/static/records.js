@@ -2,12 +2,12 @@
 
 import { $, h, number, virtualTable } from "./dom.js";
 import { get } from "./api.js";
-import { address, go, shortName, state } from "./state.js";
+import { go, shortName, state } from "./state.js";
 
 const digest = (text) => h("span", { class: "mono", title: text }, String(text).slice(0, 10), "…");
 
 // One line of the certificate, for people.
-export function certificateFacts(line) {
+export function certificateFacts(line, mode) {
   const equal = line.engine === line.trainer;
   const rows = [
     ["Verdict", h("b", { class: equal ? "good" : "warn" }, equal ? "equal bits, every token" : `${number(line.tokens_different)} of ${number(line.tokens)} tokens differ`)],
@@ -15,7 +15,7 @@ export function certificateFacts(line) {
     ["Weights", `version ${number(line.version)}`],
     ["Engine's bits", digest(line.engine)],
     ["Trainer's bits", digest(line.trainer)],
-    ...(equal || line.rung !== "bitwise" ? [["Rung", line.rung ?? "bitwise"]] : []),
+    ...(mode === "fallback" ? [["Rung", line.rung ?? "bitwise"]] : []),
     ["Fingerprints", line.fingerprints ? h("span", {}, digest(line.fingerprints.engine), line.fingerprints.engine === line.fingerprints.trainer ? " both" : [" and ", digest(line.fingerprints.trainer)]) : "–"],
     ["This line", digest(line.hash)],
     ["The line before", digest(line.previous)],
@@ -28,31 +28,34 @@ let shown = null;
 export async function showCertificate(main, query) {
   const run = state.runs.has(query.get("of")) ? query.get("of") : state.chosen[0];
   if (!run) { main.replaceChildren(h("div", { class: "empty" }, h("h2", {}, "No run is chosen"))); return; }
-  shown = { main, query, run };
   const [found, { lines: log }] = await Promise.all([get("certificate", { run, last: 100000 }), get("log", { run })]);
   const whole = !found.breaks.length;
   const lines = found.lines;
+  shown = { main, query, run, next: Date.now() + 2 * lines.length }; // a long one is not read again at each step
+  const ladder = state.runs.get(run).mode === "fallback";
   const picker = state.chosen.length > 1 ? h("select", { "aria-label": "Run", onchange: (event) => go("certificate", { of: event.target.value }) }, state.chosen.map((id) => h("option", { value: id, selected: id === run }, shortName(id)))) : h("span", { class: "muted" }, shortName(run));
   main.replaceChildren(
     h("div", { class: "crumbs" }, h("h1", {}, "Certificate"), picker),
     h("div", { class: "strip" }, h("div", { class: "row", style: { gridTemplateColumns: "repeat(auto-fit, minmax(160px, 1fr))" } },
-      fact("Chain", found.steps ? h("span", { class: whole ? "good" : "bad" }, whole ? "unbroken" : `${found.breaks.length} breaks`) : "–"),
+      fact("Chain", found.steps ? h("span", { class: whole ? "good" : "bad" }, whole ? "unbroken" : `broken at ${found.breaks.length === 1 ? "1 place" : `${found.breaks.length} places`}`) : "–"),
       fact("Steps certified", number(found.steps)),
       fact("Tokens compared", number(found.tokens)),
       fact("Tokens that differ", h("span", { class: found.tokens && !found.different ? "good" : "" }, number(found.different))),
-      fact("Rung", found.rungs.length ? found.rungs[found.rungs.length - 1].rung : "–"))),
+      fact("Parity mode", state.runs.get(run).mode ?? "–"),
+      ladder && found.rungs.length ? fact("Rung", found.rungs[found.rungs.length - 1].rung) : null)),
     found.breaks.length || found.problems.length ? h("div", { class: "problems" }, [...found.problems, ...found.breaks].slice(0, 8).map((text) => h("p", {}, text))) : "",
     found.rungs.length > 1 ? h("div", { class: "problems" }, found.rungs.map(({ step, rung }) => h("p", {}, `from step ${step}: ${rung}`))) : "",
     found.report ? h("article", { class: "card", style: { marginBottom: "12px" } }, h("header", {}, h("h3", { class: "bad" }, `The contract broke at step ${found.report.step}`)),
       h("p", {}, found.report.objection), found.report.doctor ? h("p", {}, h("b", {}, "Doctor: "), found.report.doctor.text) : "") : "",
     h("article", { class: "card", style: { marginBottom: "12px" } }, h("header", {}, h("h3", {}, "Lines")),
-      lines.length ? clickable(virtualTable(["step", "version", "tokens", "different", "engine's bits", "trainer's bits", "rung", "hash"], lines.length,
-        (index) => { const line = lines[index]; return [number(line.step), number(line.version), number(line.tokens), number(line.tokens_different), line.engine.slice(0, 12), line.trainer.slice(0, 12), line.rung ?? "bitwise", line.hash.slice(0, 12)]; },
+      lines.length ? clickable(virtualTable(["step", "version", "tokens", "different", "engine's bits", "trainer's bits", ...(ladder ? ["rung"] : []), "hash"], lines.length,
+        (index) => { const line = lines[index]; return [number(line.step), number(line.version), number(line.tokens), number(line.tokens_different), bits(line.engine), bits(line.trainer), ...(ladder ? [line.rung ?? "bitwise"] : []), bits(line.hash)]; },
         { height: Math.min(330, 32 + lines.length * 24), label: "Certificate" }), run) : h("p", { class: "muted" }, "No step is certified yet.")),
     fingerprints(found.fingerprints),
     h("article", { class: "card" }, h("header", {}, h("h3", {}, "Log")), log.length ? h("pre", { class: "log mono" }, log.join("\n")) : h("p", { class: "muted" }, "Empty.")));
 }
 
+const bits = (text) => h("span", { class: "mono" }, text.slice(0, 12));
 const fact = (label, value) => h("div", { class: "cell" }, h("span", { class: "label" }, label), h("span", { class: "value" }, value));
 
 function clickable(table, run) {
@@ -64,7 +67,9 @@ function clickable(table, run) {
 }
 
 export function refreshCertificate(runs) {
-  if (shown && runs.includes(shown.run) && $("main").querySelector(".scroll")?.scrollTop !== undefined) showCertificate(shown.main, shown.query);
+  const box = $("main").querySelector(".scroll");
+  const reading = box && box.scrollTop + box.clientHeight < box.scrollHeight - 30; // who scrolled back is left there
+  if (shown && runs.includes(shown.run) && !reading && Date.now() > shown.next) showCertificate(shown.main, shown.query);
 }
 
 function flat(value, prefix = "") {
@@ -114,5 +119,3 @@ export async function showConfig(main, query) {
     problems.length ? h("div", { class: "problems" }, problems.map((text) => h("p", {}, text))) : "",
     h("article", { class: "card" }, h("table", { class: "list" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Key"), runs.map((run) => h("th", { scope: "col" }, shortName(run))))), body)));
 }
-
-export { address };

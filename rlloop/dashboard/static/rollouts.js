@@ -2,7 +2,8 @@
 
 import { $, h, number, percent, duration } from "./dom.js";
 import { get, link } from "./api.js";
-import { histogram, swatch } from "./chart.js";
+import { swatch } from "./chart.js";
+import { histogram } from "./histogram.js";
 import { address, go, look, lookOf, route, shortName, state } from "./state.js";
 import { certificateFacts } from "./records.js";
 
@@ -29,8 +30,8 @@ export async function showStep(main, query) {
   list = { run, step, ask: asked(query), bounds };
   const to = (next) => h("button", { type: "button", disabled: !bounds || next < bounds.first || next > bounds.last, onclick: () => go("step", { of: run, step: next }), "aria-label": `Step ${next}` }, next < step ? "←" : "→");
   main.replaceChildren(
-    h("div", { class: "crumbs" }, h("a", { href: address("charts") }, "Charts"), h("h1", {}, `Step ${number(step)}`), to(step - 1), to(step + 1), runPicker("step", run, step), h("span", { class: "muted", id: "index" })),
-    h("div", { class: "three" }, facts(run, record), timeline(record), ratio(run, record), certificateOf(certificate)),
+    h("div", { class: "crumbs" }, h("a", { href: address("charts") }, "Charts"), h("h1", {}, `Step ${number(step)}`), to(step - 1), to(step + 1), runPicker("step", run, step)),
+    h("div", { class: "three" }, facts(run, record), timeline(record), ratio(run, record), certificateOf(run, certificate)),
     body());
   await fetchPage(0);
 }
@@ -83,13 +84,13 @@ function timeline(record) {
 function ratio(run, record) {
   const counts = record?.["is/log_ratio_histogram"];
   if (!counts) return "";
-  return card("Log ratio, trainer − engine", histogram([{ run, ...counts, ...lookOf(run), dash: [] }], 300, 150),
+  return card("Log ratio, trainer − engine", histogram([{ run, ...counts, ...lookOf(run), dash: [] }], 240, 150),
     h("p", { class: "muted" }, `ESS ${percent(record["is/ess"])}, ratio ${number(record["is/ratio_min"])} to ${number(record["is/ratio_max"])}`));
 }
 
-function certificateOf(line) {
+function certificateOf(run, line) {
   if (!line) return card("Certificate", h("p", { class: "muted" }, "No tokens were compared in this step."));
-  return card("Certificate", certificateFacts(line));
+  return card("Certificate", certificateFacts(line, state.runs.get(run).mode));
 }
 
 // ---------------------------------------------------------------------------------------------- the list
@@ -129,9 +130,16 @@ async function fetchPage(offset) {
   const box = $("rollouts");
   const top = offset ? box.scrollTop : 0;
   box.replaceChildren(...(found.index.problems.length ? found.index.problems.slice(0, 4).map((text) => h("p", { class: "warn" }, text)) : []),
-    mine.rows.length ? table : h("p", { class: "muted" }, mine.step === null ? "No completions yet." : "No completions of this step are recorded, or none fits."), more ?? "");
+    mine.rows.length ? table : h("p", { class: "muted" }, none(mine, found.index)), more ?? "");
   box.scrollTop = top;
   if (mine.rows.length && !offset) select(0, false);
+  if (!mine.rows.length) $("detail").replaceChildren(h("p", { class: "muted" }, "Nothing is chosen."));
+}
+
+function none({ step, ask }, index) {
+  if (ask.kind || ask.solved || ask.group) return "No completion is of this kind.";
+  if (step !== null) return index.problems.length ? "" : "No completions of this step are recorded.";
+  return index.of ? "" : "No completions are recorded yet.";
 }
 
 function difference(row) {
@@ -169,11 +177,15 @@ async function select(index, scroll = true) {
     each.setAttribute("aria-selected", String(chosen));
     if (chosen && scroll) each.scrollIntoView({ block: "nearest" });
   }
-  const mine = list;
+  const mine = list, key = `${row.step}/${row.line}`;
+  if (mine.shown === key) return; // who reads it is left at it
   try {
     const full = await get("rollout", { run: mine.run, step: row.step, line: row.line });
-    if (mine === list && mine.at === index && $("detail")) $("detail").replaceChildren(...detail(mine.run, row, full));
+    if (mine !== list || mine.at !== index || !$("detail")) return;
+    mine.shown = key;
+    $("detail").replaceChildren(...detail(mine.run, row, full));
   } catch (error) {
+    mine.shown = null;
     $("detail")?.replaceChildren(h("p", { class: "bad" }, error.message));
   }
 }

@@ -1,7 +1,5 @@
 // What is shown: the chosen runs, the view, and how runs look. The address holds it, so a page can be kept or sent.
 
-import { load } from "./api.js";
-
 export const state = {
   runs: new Map(), // id -> overview, in the server's order
   chosen: [], // ids, in the order chosen: it decides their colour and dash
@@ -13,15 +11,15 @@ export const state = {
 
 // Okabe and Ito's palette, told apart by the colour-blind; lighter twins on a dark page. Dashes tell the rest.
 const COLOURS = {
-  light: ["#0072b2", "#d55e00", "#008262", "#b4568d", "#b27f00", "#4d4d4d", "#6a51a3", "#2f8fc4"],
-  dark: ["#58b4ee", "#f08a4b", "#3cc79e", "#e39cc4", "#e9b949", "#c9c9c9", "#b7a3e8", "#9ad4f5"],
+  light: ["#0072b2", "#d55e00", "#008262", "#b4568d", "#b27f00", "#6a51a3", "#4d4d4d", "#2f8fc4"],
+  dark: ["#58b4ee", "#f08a4b", "#3cc79e", "#e39cc4", "#e9b949", "#b7a3e8", "#c9c9c9", "#9ad4f5"],
 };
 const DASHES = [[], [8, 4], [2, 3], [9, 3, 2, 3]];
 
 export const theme = () => document.documentElement.dataset.theme;
 export const look = (index) => ({
   colour: COLOURS[theme()][index % COLOURS.light.length],
-  dash: DASHES[index % DASHES.length],
+  dash: DASHES[(index + Math.floor(index / COLOURS.light.length)) % DASHES.length], // 32 pairs before one comes again
 });
 export const lookOf = (run) => look(Math.max(0, state.chosen.indexOf(run)));
 
@@ -38,6 +36,14 @@ export function shortName(run) {
   const last = run.slice(run.lastIndexOf("/") + 1);
   if (run === ".") return "this run";
   return state.chosen.some((other) => other !== run && other.endsWith(`/${last}`)) ? run : last;
+}
+
+// For the legend of a chart: of `arm=a,seed=0` beside `arm=a,seed=1`, what tells them apart.
+export function briefName(run) {
+  const parts = (id) => shortName(id).split(",");
+  const others = state.chosen.filter((other) => other !== run).map(parts);
+  const own = parts(run).filter((part) => !others.every((other) => other.includes(part)));
+  return own.length ? own.join(",") : shortName(run);
 }
 
 export function route() {
@@ -70,5 +76,3 @@ export function points(column, smooth = 0) {
   }
   return { xs, ys, raw };
 }
-
-export { load };

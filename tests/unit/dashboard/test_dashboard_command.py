@@ -48,7 +48,7 @@ async def main():
     dashboard = Dashboard(Path({str(tmp_path / "runs")!r}))
     headers = {{"authorization": "Bearer t"}}
     transport = ASGITransport(make_app(dashboard, "t"))
-    async with AsyncClient(transport=transport, base_url="http://x") as client:
+    async with AsyncClient(transport=transport, base_url="http://localhost") as client:
         for path in ("runs", "totals?run=a", "rollouts?run=a&step=1", "rollout?run=a&step=1&line=0", "log?run=a"):
             assert (await client.get("/api/" + path, headers=headers)).status_code == 200, path
     dashboard.close()

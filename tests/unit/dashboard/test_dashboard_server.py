@@ -39,7 +39,7 @@ def ask(dashboard):
     def send(path, method="GET", headers=None, cookies=None, **parameters) -> httpx.Response:
         async def go() -> httpx.Response:
             transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://dashboard", cookies=cookies) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost:1", cookies=cookies) as client:
                 given = {"authorization": f"Bearer {TOKEN}"} if headers is None else headers
                 return await client.request(method, path, params=parameters or None, headers=given)
 
@@ -69,6 +69,19 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(ask):
     assert "samesite=lax" in cookie
     assert ask("/", headers={}, cookies={"rlloop_1": TOKEN}).status_code == 200
     assert ask("/", headers={}, token="wrong").status_code == 401
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:99", "127.0.0.1:1", "[::1]:1"])
+def test_this_machines_own_names(ask, host):
+    assert ask("/", headers={"authorization": f"Bearer {TOKEN}", "host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:1", "localhost.evil.example", "", "[::2]:1"])
+def test_no_page_of_another_name(ask, host):
+    """DNS rebinding: a page's own name points to this machine all at once."""
+    answer = ask("/api/runs", headers={"authorization": f"Bearer {TOKEN}", "host": host})
+    assert answer.status_code == 403
+    assert "--allow-host" in answer.text
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
