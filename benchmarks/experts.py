@@ -65,22 +65,30 @@ def layers(seconds: float, quick: bool) -> list[Figure]:
     return figures
 
 
-def recording(model: Model, rounds: int) -> tuple[float, float, float]:
-    """(bytes a token in memory, in a rollout file, percent of rollout time)."""
+def recording(model: Model, rounds: int) -> list[Figure]:
+    """What an engine pays for keeping every token's experts: bytes, and its rollouts' time."""
     prompts = [list(range(i, i + 16)) for i in range(64)]
     sampling = [SamplingParams(max_tokens=48, seed=i, ignore_eos=True) for i in range(len(prompts))]
     engines, best = [Engine(model, record_choices=record) for record in (True, False)], [float("inf")] * 2
     made = engines[0].generate(prompts, sampling)
     for _ in range(rounds):
         for at, engine in enumerate(engines):
-            engine.set_version(engine.policy_version + 1)
+            engine.set_version(engine.policy_version + 1)  # no prefix of the last round is of use
             began = time.perf_counter()
             engine.generate(prompts, sampling)
             best[at] = min(best[at], time.perf_counter() - began)
     experts = [each.routed_experts for each in made if each.routed_experts is not None]
     tokens = sum(len(each) for each in experts)
-    stored = sum(len(pack_experts(each)["data"]) * 3 / 4 for each in experts)
-    return sum(each.nbytes for each in experts) / tokens, stored / tokens, 100 * (best[0] / best[1] - 1)
+    stored = sum(len(pack_experts(each)["data"]) * 3 / 4 for each in experts)  # base64 is 4 bytes for 3
+    layers, top_k, count = model.route_shape() or (0, 0, 0)
+    name = f"choices of {layers} layers, {top_k} of {count} experts"
+    with_choices, without = (len(prompts) * 48 / seconds for seconds in best)
+    return [
+        Figure(name=f"{name}: in memory", unit="bytes/token", value=sum(each.nbytes for each in experts) / tokens),
+        Figure(name=f"{name}: in a rollout file", unit="bytes/token", value=stored / tokens),
+        Figure(name=f"{name}: rollout time", unit="% more", value=100 * (best[0] / best[1] - 1)),
+        Figure(name=f"{name}: rollout", unit="tokens/s", value=with_choices, peer="not recorded", peer_value=without),
+    ]
 
 
 def main() -> None:
@@ -93,9 +101,7 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
         figures = layers(args.seconds, args.quick)
-    memory, file, percent = recording(new_model(MODEL, seed=0), 3)
-    print(f"choices of 4 layers, 4 of 16 experts: {memory:.1f} bytes a token, {file:.1f} in a rollout file, "
-          f"{percent:+.1f}% of rollout time")  # fmt: skip
+    figures += recording(new_model(MODEL, seed=0), 1 if args.quick else 9)
     if args.quick:
         print(table(figures))
     else:

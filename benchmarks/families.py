@@ -1,6 +1,6 @@
 """Reinforcement learning on a tiny random model of every family: is the KL exactly 0, and are all choices alike?
 
-    python benchmarks/families.py                       50 steps of each family, on the CPU
+    python benchmarks/families.py                       50 steps of each family, on the CPU; recorded
     python benchmarks/families.py --steps 5 --only deepseek_v3
 
 Each is a real run of `rlloop train` (recipe countdown, a reward with signal from step one) under parity.mode=require,
@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from results_schema import Figure, report
 
 from rlloop.cli import main as rlloop
 from rlloop.models import new_model, save_model
@@ -69,16 +71,32 @@ def run(family: str, steps: int, place: Path) -> dict[str, Any]:
     }
 
 
+def figures_of(found: dict[str, Any]) -> list[Figure]:
+    """The worst step of a run counts."""
+    name = f"{found['family']}, {found['steps']} steps, {found['tokens']} tokens"
+    units = {
+        "parity/k3": "nats", "parity/tokens_different": "of tokens", "parity/router_different": "of expert choices",
+        "parity/indexer_different": "of selections",
+    }  # fmt: skip
+    return [
+        Figure(name=f"{name}: largest {key}", unit=unit, value=found[key])
+        for key, unit in units.items()
+        if key in found
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--only", choices=FAMILIES, action="append")
+    parser.add_argument("--only", choices=FAMILIES, action="append", help="nothing is recorded then")
     args = parser.parse_args()
     found = []
     for family in args.only or FAMILIES:
         with tempfile.TemporaryDirectory() as place:
             found.append(run(family, args.steps, Path(place)))
     print("\n".join(map(json.dumps, found)))
+    if args.only is None and all(each["exit_code"] == 0 for each in found):
+        report("families", [figure for each in found for figure in figures_of(each)])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlloop.numerics.cpu.jit import kernel, parallel_kernel, take
-from rlloop.numerics.cpu.linear import FEW_ROWS, PACKED
+from rlloop.numerics.cpu.linear import PACKED
 from rlloop.numerics.cpu.tiles import MAIN, add_products, pack_columns, pack_rows
 from rlloop.numerics.simd import LANES, load, store, store_part
 
@@ -80,15 +80,14 @@ def grouped_product(
         task = take(counter)
 
 
-def plan(counts: np.ndarray, columns: int, width: int, rows_by_row: bool) -> tuple[np.ndarray, int, int]:
-    """(first_task, tiles, chunk) for `grouped_product`; `width` is the widest group's."""
+def plan(counts: np.ndarray, columns: int, rows_by_row: bool) -> tuple[np.ndarray, int, int]:
+    """(first_task, tiles, chunk) for `grouped_product`."""
     most = int(counts.max(initial=1))
     if not rows_by_row:  # the rows are packed too: wide tasks, so that it pays, and chunks of whole sixteens
         tiles, chunk = 4, min(96, -(-most // LANES) * LANES)
-    elif most <= FEW_ROWS and width <= 1024:
-        tiles, chunk = 4, most
-    else:
-        tiles, chunk = 1, min(-(-most // MAIN) * MAIN, 40 * MAIN)
+    else:  # a group's weights are packed for each chunk of its rows, so the fewest chunks that fit, of equal size
+        parts = max(1, -(-most // 512))
+        tiles, chunk = 1, -(-most // parts // MAIN) * MAIN
     strips = -(-columns // (tiles * LANES))
     first_task = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(-(-counts // chunk) * strips, out=first_task[1:])
