@@ -115,7 +115,7 @@ def _rows_times(rows: Tensor, weight: Tensor, by_row: bool, offsets: np.ndarray)
     weight, columns = _whole_matrices(weight), weight.shape[1 if by_row else 2]
     out, width, counts = rows.new_empty(len(rows), columns), rows.shape[1], np.diff(offsets)
     if out.numel():
-        first_task, tiles, chunk = plan(counts, columns, width, True)
+        first_task, tiles, chunk = plan(counts, columns, True)
         grouped_product(
             threads_for(out.numel() * width), _flat_span(weight), np.arange(len(weight)) * weight.stride(0), by_row,
             flat(rows.float().contiguous()), offsets[:-1] * width, True, flat(out), offsets[:-1] * columns, counts,
@@ -129,7 +129,7 @@ def _rows_by_rows(left: Tensor, right: Tensor, offsets: np.ndarray, dtype: torch
     (_, outputs), (_, columns), widths = left.shape, right.shape, np.diff(offsets)
     out = left.new_empty(len(widths), outputs, columns, dtype=dtype)
     counts = np.full(len(widths), outputs)
-    first_task, tiles, chunk = plan(counts, columns, int(widths.max(initial=0)), False)
+    first_task, tiles, chunk = plan(counts, columns, False)
     grouped_product(
         threads_for(len(left) * outputs * columns), flat(right.contiguous()), offsets[:-1] * columns, False,
         flat(left.float().contiguous()), offsets[:-1] * outputs, False, flat(out),
