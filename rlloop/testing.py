@@ -26,9 +26,10 @@ from rlloop.types import Completion, Example, RewardResult, Sample, SamplingPara
 
 if TYPE_CHECKING:
     from rlloop.rollout import Engine
+    from rlloop.rollout.vllm.engine import VllmEngine
 
 
-def plant_fault(engine: Engine, op: str) -> None:
+def plant_fault(engine: Engine | VllmEngine, op: str) -> None:
     """Run one operation of a real engine by its stock twin, behind the back of everything that is declared.
 
     `op` is a knob of `NumericsProfile`. Profile and fingerprint go on saying that nothing is different, so only a
@@ -52,7 +53,7 @@ def planted_fault(op: str) -> Iterator[None]:
 
     make_engine = launch.make_engine
 
-    def faulty(*args: Any) -> Engine:
+    def faulty(*args: Any) -> Engine | VllmEngine:
         engine = make_engine(*args)
         plant_fault(engine, op)
         return engine

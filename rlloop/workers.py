@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rlloop.algorithms.kl import KLKind
 from rlloop.config import ParityMode, ProfileConfig, RolloutConfig, RunConfig
 from rlloop.engine_config import EngineKind
 from rlloop.errors import ConfigError
@@ -139,7 +138,7 @@ class Colocated(Replica):
     def logprobs(self, batch: Sequence[Sample]) -> list[np.ndarray]:
         return self.trainer.logprobs(batch)
 
-    def reference_kl(self, batch: Sequence[Sample], kind: KLKind) -> list[float]:
+    def reference_kl(self, batch: Sequence[Sample], kind: str) -> list[float]:
         return self.trainer.reference_kl(batch, kind)
 
     def routing(self) -> dict[str, float]:

@@ -30,12 +30,12 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3") -> Tensor:
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str = "k3") -> Tensor:
     """[N], [N] -> [N] float64, in nats. The gradient reaches `logprobs`, never the reference."""
     return ESTIMATORS[kind](ref_logprobs.detach().double() - logprobs.double())
 
 
-def sequence_kl(logprobs: np.ndarray, ref_logprobs: np.ndarray, kind: KLKind = "k1") -> float:
+def sequence_kl(logprobs: np.ndarray, ref_logprobs: np.ndarray, kind: str = "k1") -> float:
     """The sum over one completion's tokens, [T] and [T], in nats, for `algorithm.reward_kl_coef`.
 
     With k1 it is log (policy / reference) of the whole completion, the penalty of Ouyang et al. 2022 (2203.02155) and

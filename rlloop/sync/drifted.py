@@ -26,7 +26,8 @@ KEPT = ("embed_tokens", "lm_head", ".gate.", ".indexer.")  # what engines leave 
 
 
 class ModelEngine(Versioned, Protocol):
-    model: Model
+    @property
+    def model(self) -> Model: ...
 
 
 class DriftedSync:

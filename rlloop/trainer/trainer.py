@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlloop.algorithms import Loss, LossOutput
-from rlloop.algorithms.kl import KLKind, sequence_kl
+from rlloop.algorithms.kl import sequence_kl
 from rlloop.config import TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Reduction, Sum, merge
@@ -86,7 +86,7 @@ class Trainer:
         routers and its samples say what the engine chose."""
         return self.routers.counts.metrics()
 
-    def reference_kl(self, batch: Sequence[Sample], kind: KLKind) -> list[float]:
+    def reference_kl(self, batch: Sequence[Sample], kind: str) -> list[float]:
         """KL(policy ‖ reference) of each completion, summed over its tokens, from what it was sampled with. In nats."""
         step = self._flatten(batch)
         scored = step.split(self._reference_logprobs(step))
