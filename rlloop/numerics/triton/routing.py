@@ -117,7 +117,8 @@ def _combine(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, kind = column < width, out.dtype.element_ty
+    inside = column < width
+    kind = out.dtype.element_ty
     slot = tl.arange(0, TOP_WIDE)
     # Keys in the order of the experts, then of the slots; the remainder names the slot.
     keys = tl.load(chosen + token * TOP + slot, slot < TOP, 1 << 40) * TOP_WIDE + slot
