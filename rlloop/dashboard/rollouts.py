@@ -33,6 +33,8 @@ CREATE TABLE IF NOT EXISTS rollouts (
 CREATE INDEX IF NOT EXISTS by_diff ON rollouts (diff DESC);
 CREATE INDEX IF NOT EXISTS by_reward ON rollouts (reward);
 CREATE INDEX IF NOT EXISTS by_tokens ON rollouts (tokens);
+CREATE INDEX IF NOT EXISTS by_k3 ON rollouts (k3 DESC);
+CREATE INDEX IF NOT EXISTS by_advantage ON rollouts (abs(advantage) DESC);
 CREATE INDEX IF NOT EXISTS by_kind_diff ON rollouts (kind, diff DESC);
 CREATE INDEX IF NOT EXISTS by_solved_diff ON rollouts (solved, diff DESC);
 CREATE INDEX IF NOT EXISTS by_kind_solved_diff ON rollouts (kind, solved, diff DESC);
@@ -186,15 +188,15 @@ class RolloutIndex:
             "grp": group,
         }
         given = {name: value for name, value in asked.items() if value is not None}
-        where = " WHERE " + " AND ".join(f"{name} = :{name}" for name in given) if given else ""
         with self._open() as database:
             if list(given) == ["step"] or not given:
+                where = " WHERE step = :step" if given else ""
                 total = database.execute(f"SELECT total(rows) FROM files{where}", given).fetchone()[0]
             else:
+                where = " WHERE " + " AND ".join(f"{name} = :{name}" for name in given)
                 total = database.execute(f"SELECT count(*) FROM rollouts{where}", given).fetchone()[0]
-            query = f"SELECT {', '.join(COLUMNS)} FROM rollouts{where} ORDER BY {ORDERS[order]}"
             window = {**given, "limit": limit, "offset": offset}
-            found = database.execute(f"{query} LIMIT :limit OFFSET :offset", window).fetchall()
+            found = database.execute(f"{page_query(list(given), order)} LIMIT :limit OFFSET :offset", window).fetchall()
         return {"total": int(total), "rows": [dict(zip(COLUMNS, row, strict=True)) for row in found]}
 
     def _read_if_new(self, step: int) -> None:
@@ -217,6 +219,19 @@ class RolloutIndex:
         with _lines(file) as lines:
             found = next((text for number, text in enumerate(lines) if number == line), None)
         return None if found is None else msgspec.json.decode(found)
+
+
+def page_query(given: Sequence[str], order: str) -> str:
+    """The query behind a page, such that SQLite needs neither read nor sort the whole table: it finds a step by its
+    key, and the worst of a kind by that kind's index; in any other order it walks that order's index and leaves out
+    what does not fit. The `+` keeps a condition from choosing the index."""
+
+    def condition(name: str) -> str:
+        led = name == "step" or ("step" not in given and order == "worst")
+        return f"{'' if led else '+'}{name} = :{name}"
+
+    where = f" WHERE {' AND '.join(map(condition, given))}" if given else ""
+    return f"SELECT {', '.join(COLUMNS)} FROM rollouts{where} ORDER BY {ORDERS[order]}"
 
 
 def _forget(database: sqlite3.Connection, step: int) -> None:

@@ -7,7 +7,7 @@ import { histogram } from "./histogram.js";
 import { address, go, look, lookOf, route, shortName, state } from "./state.js";
 import { certificateFacts } from "./records.js";
 
-const PAGE = 100;
+const PAGE = 100, CSV = 10000; // rows at once
 const ORDERS = [["worst", "worst disagreement first"], ["k3", "largest KL first"], ["reward_low", "lowest reward first"], ["reward_high", "highest reward first"],
   ["advantage", "largest advantage first"], ["longest", "longest first"], ["newest", "newest step first"], ["order", "in order"]];
 let list = null; // what is on the page: {run, step, ask, rows, total, at}
@@ -118,7 +118,8 @@ async function fetchPage(offset) {
   mine.rows = offset ? [...mine.rows, ...found.rows] : found.rows;
   mine.total = found.total;
   $("count").textContent = `${number(found.total)}`;
-  $("rollouts-csv").href = link("rollouts", { ...parameters, limit: 10000, format: "csv" });
+  $("rollouts-csv").textContent = found.total > CSV ? `CSV of the first ${number(CSV)}` : "CSV";
+  $("rollouts-csv").href = link("rollouts", { ...parameters, limit: CSV, format: "csv" });
   progress(found.index);
   const more = mine.rows.length < mine.total ? h("button", { type: "button", onclick: () => fetchPage(mine.rows.length) }, `Show more (${number(mine.total - mine.rows.length)} left)`) : null;
   const table = h("table", {}, h("thead", {}, h("tr", {}, ["Completion", "Reward", "Largest |d|"].map((text, column) => h("th", { scope: "col", class: column ? "num" : "" }, text)))),

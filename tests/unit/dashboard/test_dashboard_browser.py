@@ -18,9 +18,8 @@ sync_api = pytest.importorskip(
 expect = sync_api.expect
 expect.set_options(timeout=120_000)
 
-CHROMIUM = os.environ.get("RLLOOP_CHROMIUM") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
-)
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+CHROMIUM = os.environ.get("RLLOOP_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 pytestmark = [
     pytest.mark.skipif(
         CHROMIUM is None,
@@ -66,16 +65,21 @@ def visit(browser, tmp_path):
 
 
 def card(page, title: str):
-    return page.locator(f'.card[data-panel="{title}"]')
+    """A panel's card, brought into view: charts are drawn when they are seen."""
+    found = page.locator(f'.card[data-panel="{title}"]')
+    found.first.scroll_into_view_if_needed()
+    return found
 
 
 def test_a_finished_run(visit, tmp_path):
     write_run(tmp_path / "a", 6)
     page = visit()
     page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
-    assert "exactly 0" in page.inner_text(".strip")
+    expect(page.locator(".strip")).to_contain_text("exactly 0")
     assert page.locator("section.group > h2").all_inner_texts()[:2] == ["Parity", "Ratios and clipping"]
     assert page.locator('.card[data-panel="Bytes on the wire"]').count() == 0  # absent metrics, absent panels
+    expect(card(page, "Step, by phase")).to_contain_text("waiting0.25")
+    expect(card(page, "Log-ratio histogram")).to_contain_text("100 % within 1e−6, ESS 100 %")
 
     k3 = card(page, "KL, k3")
     k3.locator(".plot").focus()
@@ -95,7 +99,7 @@ def test_a_finished_run(visit, tmp_path):
     expect(k3).to_contain_text("step 3")
     page.keyboard.press("Enter")
     page.wait_for_selector("h1:has-text('Step 3')")
-    assert "equal bits, every token" in page.inner_text("main")
+    expect(page.locator("main")).to_contain_text("equal bits, every token")
     page.wait_for_selector(".tokens .tok")
     assert page.locator(".tok.more, .tok.less").count() == 0
     page.keyboard.press("]")
@@ -103,9 +107,9 @@ def test_a_finished_run(visit, tmp_path):
     page.keyboard.press("Escape")
     page.wait_for_selector(".strip")
     page.keyboard.press("d")
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
     page.keyboard.press("?")
-    assert page.locator("#help").is_visible()
+    expect(page.locator("#help")).to_be_visible()
 
 
 def test_drill_down_to_the_worst_token(visit, tmp_path):
@@ -113,19 +117,19 @@ def test_drill_down_to_the_worst_token(visit, tmp_path):
     page = visit("#/step?of=a&step=2")
     page.wait_for_selector("#rollouts tbody tr")
     worst = page.locator("#rollouts tbody tr").first
-    assert worst.get_attribute("aria-selected") == "true"
+    expect(worst).to_have_attribute("aria-selected", "true")
     page.wait_for_selector(".tok.more, .tok.less")
     token = page.locator(".tok.more, .tok.less").first
     token.focus()
-    assert "likely than the engine that sampled it" in page.inner_text(".inspector")
-    assert "correct" in page.inner_text(".components")
+    expect(page.locator(".inspector")).to_contain_text("likely than the engine that sampled it")
+    expect(page.locator(".components")).to_contain_text("correct")
     uid = worst.locator(".mono").first.inner_text()
     page.locator("h1").click()
     page.keyboard.press("j")
     expect(page.locator("#detail h3")).not_to_contain_text(uid)
     page.select_option("select[aria-label=Outcome]", "dropped")
     expect(page.locator("#rollouts tbody tr")).to_have_count(4)
-    assert "not compared" in page.inner_text("#rollouts")
+    expect(page.locator("#rollouts")).to_contain_text("not compared")
 
 
 def test_a_live_run(visit, tmp_path):
@@ -147,7 +151,7 @@ def test_runs_over_one_another(visit, tmp_path):
     write_run(tmp_path / "zero", 4)
     write_run(tmp_path / "drift", 4, drift=0.01, config={"seed": 0, "trainer": {"num_steps": 9}})
     page = visit("#/charts?run=zero&run=drift")
-    page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
+    expect(card(page, "KL, k3").locator(".chips line")).to_have_count(2)
     lines = page.evaluate(
         """() => [...document.querySelectorAll('.card[data-panel="KL, k3"] .chips line')]
              .map((line) => [line.getAttribute('stroke'), line.getAttribute('stroke-dasharray')])"""
@@ -155,17 +159,73 @@ def test_runs_over_one_another(visit, tmp_path):
     assert len({colour for colour, _ in lines}) == len({dash for _, dash in lines}) == 2
     page.keyboard.press("4")
     page.wait_for_selector("h1:has-text('Configuration')")
-    keys = page.locator("table.list tbody td:first-child").all_inner_texts()
-    assert "trainer.num_steps" in keys
-    assert "seed" not in keys
+    expect(page.locator("table.list tbody")).to_contain_text("trainer.num_steps")
+    assert "seed" not in page.locator("table.list tbody td:first-child").all_inner_texts()
     page.keyboard.press("3")
     page.wait_for_selector("h1:has-text('Certificate')")
-    assert "unbroken" in page.inner_text(".strip")
+    expect(page.locator(".strip")).to_contain_text("unbroken")
+
+
+def test_choosing_runs(visit, tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / f"arm=a,seed={seed}", 3)
+    page = visit()
+    expect(page.locator(".strip .row")).to_have_count(3)
+    expect(card(page, "Step, by phase")).to_have_count(3)  # a timeline is of one run
+    expect(card(page, "KL, k3").locator(".chips .who")).to_have_text(["seed=0", "seed=1", "seed=2"])
+    page.locator("#runs li").nth(1).hover()
+    page.get_by_label("Show arm=a,seed=1 alone").click()
+    expect(page.locator(".strip .row")).to_have_count(1)
+    expect(page.locator(".strip")).to_contain_text("arm=a,seed=1")
+    page.fill("#filter", "seed=2")
+    page.click("#choose-all")
+    expect(page.locator(".strip .row")).to_have_count(2)
+    page.click("#choose-none")
+    expect(page.locator(".strip .row")).to_have_count(1)
+    page.fill("#filter", "")
+    page.click("#choose-none")
+    page.wait_for_selector("text=No run is chosen")
+
+
+def test_regions_experts_and_a_number_that_is_not_finite(visit, tmp_path):
+    writer = Writer(tmp_path / "a")
+    for step in range(4):
+        regions = {
+            f"fleet/{region}/{name}": value
+            for region in ("eu", "us")
+            for name, value in {"k3": 0.0, "sync_fetched_bytes": 1000, "sync_seconds": 0.5, "engines": 2}.items()
+        }
+        own = {"sync/ratio": 30 + step, "experts/load_max": 1.5, "loss/grad_norm": None if step == 2 else 1.0}
+        writer.write(extra=regions | own)
+    page = visit()
+    for title in ("KL, k3, by region", "Sync, by region"):
+        expect(card(page, title).locator(".chips .who")).to_have_text(["eu", "us"])
+    page.fill("#find", "experts")
+    expect(page.locator(".card:visible h3")).to_have_text(["Busiest expert"])
+    page.fill("#find", "grad")
+    norm = card(page, "Gradient norm")
+    norm.locator("canvas").wait_for()
+    norm.hover()
+    norm.get_by_text("Table").click()
+    expect(norm.locator("table.data tbody td")).to_have_text(["1", "not finite", "1"])
+
+
+def test_a_narrow_window(visit, tmp_path):
+    write_run(tmp_path / "a-run-with-a-name-that-is-rather-long,seed=0", 3, drift=0.01)
+    page = visit()
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
+    for view in ("charts", "step?step=2", "certificate", "config"):
+        page.goto(page.url.split("#")[0] + f"#/{view}")
+        page.locator("main .card").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, view
 
 
 def test_broken_files(visit, tmp_path):
     write_run(tmp_path / "a", 5)
     metrics = tmp_path / "a" / "metrics.jsonl"
+    certificate = tmp_path / "a" / "parity.jsonl"
+    certificate.write_text(certificate.read_text().replace('"tokens":40', '"tokens":41', 1))
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join([*lines[:3], '{"step": 3, \n', *lines[4:]]))
     rollout_files(tmp_path / "a")[1].write_bytes(b"no zstd")
@@ -174,13 +234,13 @@ def test_broken_files(visit, tmp_path):
     (tmp_path / "b" / "metrics.jsonl").write_text("no json\n")
     page = visit("#/charts?run=a&run=b")
     page.wait_for_selector(".problems")
-    told = page.inner_text(".problems")
-    assert "metrics.jsonl, line 4, is damaged and left out" in told
-    assert "config.yaml cannot be read" in told
+    expect(page.locator(".problems")).to_contain_text("metrics.jsonl, line 4, is damaged and left out")
+    expect(page.locator(".problems")).to_contain_text("config.yaml cannot be read")
     page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
     page.goto(page.url.split("#")[0] + "#/step?of=a&step=2")
-    page.wait_for_selector("#rollouts .warn")
-    assert "is damaged" in page.inner_text("#rollouts")
+    expect(page.locator("#rollouts .warn")).to_contain_text("is damaged")
+    page.goto(page.url.split("#")[0] + "#/certificate?run=a")
+    expect(page.locator(".strip")).to_contain_text("broken at 1 place")
 
 
 def test_ten_thousand_steps(visit, tmp_path):
@@ -192,13 +252,12 @@ def test_ten_thousand_steps(visit, tmp_path):
             file.write(json.dumps({"step": step, "parity/k3": k3, "reward/mean": reward, "time/step": 1.0}) + "\n")
     page = visit()
     page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
-    assert "10,000" in page.inner_text(".strip")
+    expect(page.locator(".strip")).to_contain_text("10,000")
     k3 = card(page, "KL, k3")
     k3.locator(".plot").focus()
     page.keyboard.press("t")
     table = k3.locator("table.data")
-    table.wait_for()
-    assert table.get_attribute("aria-rowcount") == "10000"
+    expect(table).to_have_attribute("aria-rowcount", "10000")
     table.locator("tbody th:text-is('10,000')").wait_for()
     assert table.locator("tbody tr").count() < 100
 
@@ -206,3 +265,10 @@ def test_ten_thousand_steps(visit, tmp_path):
 def test_no_run_yet(visit):
     page = visit()
     page.wait_for_selector("text=No runs yet")
+
+
+def test_a_run_without_a_step_yet(visit, tmp_path):
+    Writer(tmp_path / "a")
+    page = visit()
+    page.wait_for_selector("text=No step is recorded yet")
+    expect(page.locator(".strip .value").first).to_have_text("–")

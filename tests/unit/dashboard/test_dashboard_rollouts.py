@@ -8,7 +8,7 @@ import pytest
 import zstandard
 from dashboard_runs import write_run
 
-from rlloop.dashboard.rollouts import ORDERS, RolloutIndex
+from rlloop.dashboard.rollouts import ORDERS, RolloutIndex, page_query
 from rlloop.records import read_rollouts, rollout_files
 
 
@@ -132,11 +132,23 @@ def test_the_index_lies_outside_the_run(run, index, own_cache):
     assert not list(run.rglob("*.sqlite*"))
 
 
-@pytest.mark.parametrize("order", ["worst", "newest", "order", "reward_high", "reward_low", "longest"])
-def test_a_page_is_no_scan(index, order):
+@pytest.mark.parametrize("given", [[], ["kind"], ["solved"], ["kind", "solved"]])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_page_is_no_scan(index, order, given):
     with index._open() as database:
-        plan = database.execute(
-            f"EXPLAIN QUERY PLAN SELECT uid FROM rollouts ORDER BY {ORDERS[order]} LIMIT 9"
-        ).fetchall()
-    assert "USING" in plan[0][3] or order in ("newest", "order")  # these two are the table's own order
-    assert not any("TEMP B-TREE FOR ORDER BY" in line[3] for line in plan)
+        plan = [
+            line[3]
+            for line in database.execute(
+                f"EXPLAIN QUERY PLAN {page_query(given, order)} LIMIT 9", dict.fromkeys(given, 0)
+            )
+        ]
+    assert "USING" in plan[0] or order in ("newest", "order")  # these two are the table's own order
+    assert not any("TEMP B-TREE FOR ORDER BY" in line for line in plan)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_steps_page_reads_that_step_only(index, order):
+    given = ["step", "kind", "solved"]
+    with index._open() as database:
+        [plan, *_] = database.execute(f"EXPLAIN QUERY PLAN {page_query(given, order)}", dict.fromkeys(given, 0))
+    assert "PRIMARY KEY (step=?)" in plan[3]
