@@ -180,8 +180,14 @@ class ScoringConfig:
 class ParityConfig:
     mode: ParityMode = ParityMode.require
     max_k3: float = 0.1  # fallback: the train-inference KL above which no correction is trusted and the run stops
+    replay: bool = False  # observe: the trainer takes the engine's experts in every step, not its own
 
     def __post_init__(self) -> None:
+        _check(
+            "parity.replay", self.replay, not self.replay or self.mode is ParityMode.observe,
+            f"false under parity.mode={self.mode}: require would not see choices that differ, and fallback replays by "
+            "itself once they do",
+        )  # fmt: skip
         _check("parity.max_k3", self.max_k3, self.max_k3 > 0, "a positive number")
 
 

@@ -25,12 +25,21 @@ Section = TypeVar("Section")
 
 @dataclass
 class ModelShape:
-    """The recipe's own model: a small Qwen3 with tied embeddings."""
+    """The recipe's own model: a small Qwen3 with tied embeddings, or with experts a Qwen3-MoE."""
 
     hidden_size: int = 64
-    intermediate_size: int = 128
+    intermediate_size: int = 128  # of the whole layer, or of one expert
     num_layers: int = 3
     num_heads: int = 4
+    num_experts: int = 0  # of each layer; 0: one MLP for all tokens
+    experts_per_token: int = 2
+
+    def __post_init__(self) -> None:
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"task.model.experts_per_token is {self.experts_per_token}; it must be from 1 to "
+                f"task.model.num_experts ({self.num_experts})"
+            )
 
 
 @dataclass

@@ -191,9 +191,18 @@ def _demonstrations(task: Countdown) -> list[Demonstration]:
 def _config(task: Countdown) -> dict[str, Any]:
     """config.json of the recipe's model."""
     shape, tokenizer = task.model, task.tokenizer
+    kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    if shape.num_experts:
+        kind = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "moe_intermediate_size": shape.intermediate_size,
+            "norm_topk_prob": True,
+        }
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        **kind,
         "vocab_size": tokenizer.get_vocab_size(),
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,

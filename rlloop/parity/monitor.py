@@ -169,7 +169,7 @@ class ParityMonitor:
     @property
     def replays(self) -> bool:
         """Whether the trainer is to take the engine's experts. Below the rung of that name it still helps."""
-        return self.certificate.replayed
+        return self.config.replay or self.certificate.replayed
 
     def compare(
         self,

@@ -100,6 +100,32 @@ def test_the_command_that_resumes_a_job_of_a_multirun_is_one(tmp_path):
     assert (again.folder, again.plain) == (job.folder, job.plain)
 
 
+MIXTURES = sorted(file.stem for file in (Path(warmstart.__file__).parent / "mixture").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_arms_of_the_mixture_differ_in_the_engine_and_in_replay_alone(name):
+    zero, other = (build(compose_recipe("countdown/collapse_moe", [f"mixture={each}"])) for each in ("zero_kld", name))
+    assert (other.parity.mode is ParityMode.observe) == (name != "zero_kld")
+    assert other.parity.replay == name.endswith("_replay")
+    differs = other.rollout.profile != zero.rollout.profile, bool(other.rollout.drift.declared)
+    assert sum(differs) == (name != "zero_kld")
+    other.parity, other.rollout.drift, other.rollout.profile = zero.parity, zero.rollout.drift, zero.rollout.profile
+    assert other == zero
+
+
+def test_a_mixture_with_and_without_replay(tmp_path):
+    args = ["task.model.num_experts=4", "mixture=zero_kld,fp4,fp4_replay"]
+    assert main(["train", "--config-name", "countdown/collapse_moe", "-m", *TINY, *args, "run.dir=moe"]) == 0
+    zero, plain, replayed = (
+        list(read_records(tmp_path / "moe" / f"mixture={name}" / "metrics.jsonl"))[1:]
+        for name in ("zero_kld", "fp4", "fp4_replay")
+    )
+    assert all((record["parity/k3"], record["parity/router_different"]) == (0, 0) for record in zero)
+    assert plain[0]["parity/router_different"] > 0 == replayed[0]["parity/router_different"]
+    assert min(plain[0]["parity/k3"], replayed[0]["parity/k3"]) > 0
+
+
 def test_stale_weights_are_recorded_as_what_they_are(tmp_path):
     assert train("arm=stale", "rollout.drift.stale_steps=1", "trainer.num_steps=3", "run.dir=stale") == 0
     records = list(read_records(tmp_path / "stale" / "metrics.jsonl"))
