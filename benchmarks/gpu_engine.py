@@ -3,9 +3,9 @@
     python benchmarks/gpu_engine.py [--vllm] [--only dense] [--quick]
 
 With `--vllm` the same requests go through vLLM in processes of its own: in its default mode, batch-invariant, and
-around rlloop's model (`rollout.engine=vllm`). Every engine runs once to warm up, on other prompts; then the fastest of three
-rounds counts, each on new prompts. Then the trainer scores a quarter of each one's last round: k3 is the mean of
-exp(d) - d - 1, d the trainer's logprob less the engine's.
+around rlloop's model (`rollout.engine=vllm`). All have started before the first runs, and then they take turns. Each
+runs once to warm up, on other prompts; then the fastest of three rounds counts, each on new prompts. Then the trainer
+scores a quarter of each one's last round: k3 is the mean of exp(d) - d - 1, d its logprob less the engine's.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from gpu_shapes import MODELS, make_folder
 from results_schema import Figure, report, table
 
 REQUESTS, PROMPT, NEW, ROUNDS, SCORED = 256, 128, 256, 3, 64
+READY, DONE = "#ready", "#done "
+VLLM_CACHE_BYTES = 24 << 30  # of keys and values: all requests at once, with room to spare
 SIDES = {  # name -> (who runs, environment)
     "rlloop": ("rlloop", {}),
     "vLLM default": ("vllm", {}),
@@ -62,7 +64,7 @@ def vllm_side(folder: Path, kind: str) -> Run:
 
     engine = vllm.LLM(
         str(folder), dtype="bfloat16", max_model_len=1024, skip_tokenizer_init=True, max_num_seqs=REQUESTS,
-        logprobs_mode="processed_logprobs",
+        logprobs_mode="processed_logprobs", gpu_memory_utilization=0.2, kv_cache_memory_bytes=VLLM_CACHE_BYTES,
     )  # fmt: skip
 
     def run(prompts: list[list[int]], index: int) -> list[tuple[list[int], Any]]:
@@ -86,6 +88,8 @@ def measure(name: str, folder: Path) -> float:
     """Tokens per second; what the last round made stays in the folder."""
     kind = SIDES[name][0]
     run, best = (vllm_side if kind == "vllm" else rlloop_side)(folder, kind), 0.0
+    print(f"\n{READY}", flush=True)
+    sys.stdin.readline()
     for index in range(ROUNDS + 1):
         prompts = prompts_of(index)
         begin = time.perf_counter()
@@ -121,9 +125,38 @@ def mismatch(folder: Path, names: list[str]) -> dict[str, tuple[float, int]]:
     return found
 
 
-def in_child(what: list[str], folder: Path, environment: dict[str, str]) -> Any:
-    command = [sys.executable, __file__, "--child", str(folder), *what]
-    out = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True)
+class Side:
+    """One engine in a process of its own: they all start at once, and then run one after the other."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        command = [sys.executable, __file__, "--child", str(folder), name]
+        environment = {**os.environ, **SIDES[name][1]}
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def until(self, marker: str) -> str:
+        """The rest of the first line that begins with the marker; what an engine prints besides is passed over."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(marker):
+                return line.removeprefix(marker)
+        raise SystemExit(f"{self.name} ended with code {self._process.wait()}")
+
+    def measured(self) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        speed = json.loads(self.until(DONE))
+        self._process.kill()
+        self._process.wait()
+        return speed
+
+
+def mismatches(folder: Path, names: list[str]) -> dict[str, tuple[float, int]]:
+    command = [sys.executable, __file__, "--child", str(folder), "k3", *names]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(out.stdout.splitlines()[-1])
 
 
@@ -132,8 +165,11 @@ def figures_of(model: str, names: list[str]) -> list[Figure]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_folder(model, folder)
-        speed = {name: in_child([name], folder, SIDES[name][1]) for name in names}
-        apart = in_child(["k3", *names], folder, {})
+        sides = [Side(name, folder) for name in names]
+        for side in sides:
+            side.until(READY)
+        speed = {side.name: side.measured() for side in sides}
+        apart = mismatches(folder, names)
     figures = [Figure(name=work, unit="tokens/s", value=speed["rlloop"])] if len(names) == 1 else []
     for name in ("rlloop", "rlloop's model inside vLLM"):
         for peer, aim in (("vLLM default", 0.95), ("vLLM batch-invariant", 1.25)):
@@ -158,7 +194,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         folder, *what = args.child
-        print(json.dumps(mismatch(Path(folder), what[1:]) if what[0] == "k3" else measure(what[0], Path(folder))))
+        if what[0] == "k3":
+            print(json.dumps(mismatch(Path(folder), what[1:])))
+        else:
+            print(f"\n{DONE}{json.dumps(measure(what[0], Path(folder)))}", flush=True)
         return
     names = [name for name in (SIDES if args.vllm else ["rlloop"]) if name not in args.without]
     figures = [figure for model in args.only or MODELS for figure in figures_of(model, names)]

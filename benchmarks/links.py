@@ -80,11 +80,20 @@ class Delays:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._servers: list[asyncio.Server] = []
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def __enter__(self) -> Delays:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for server in self._servers:
+            self._loop.call_soon_threadsafe(server.close)
 
     def add(self, at: tuple[str, int], to: tuple[str, int], delay: float) -> None:
         async def serve() -> None:
-            await asyncio.start_server(lambda reader, writer: self._join(reader, writer, to, delay), *at)
+            joined = await asyncio.start_server(lambda reader, writer: self._join(reader, writer, to, delay), *at)
+            self._servers.append(joined)
 
         asyncio.run_coroutine_threadsafe(serve(), self._loop).result()
 

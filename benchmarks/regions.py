@@ -1,7 +1,7 @@
 """The countdown recipe across three regions: network namespaces with shaped, delayed links, and seeded faults.
 
     sudo .venv/bin/python benchmarks/regions.py --seeds 0 1 2 --steps 12     # faults; the checker's history
-    sudo .venv/bin/python benchmarks/regions.py --seeds -1 --steps 30        # none; figures, too
+    sudo .venv/bin/python benchmarks/regions.py --seeds -1 --steps 60        # none; figures, too
 
 Each region is a namespace with a relay and an engine. Its link is a veth pair under a token bucket; a kernel need not
 have netem, so delay comes from a proxy of our own, in front of the trainer and of each engine. Needs root, `ip` and
@@ -43,6 +43,7 @@ from rlloop.verify import verify  # noqa: E402
 
 TRAINER, RELAY, ENGINE = 7000, 7001, 7002  # ports
 HISTORY = Path(__file__).parent / "histories" / "regions.json"
+DTYPE = "bfloat16"  # of engines, whose masters are float32
 HELD = 4.0  # seconds that something stays stopped, cut off or dead
 
 
@@ -75,9 +76,10 @@ class World:
             if kind == "relay":
                 command = [*inside, "--port", RELAY, "--upstream", origin, "--cache", f"cache_{region}"]
             else:
-                command = [*inside, "--port", ENGINE, "--model", self.model, "--threads", 1, "--store", origin,
-                           "--relay", f"http://{link.far}:{RELAY}", "--public-key", "key.pub", "--join", origin,
-                           "--region", region, "--advertise", f"http://{link.near}:{ENGINE}"]  # fmt: skip
+                command = [*inside, "--port", ENGINE, "--model", self.model, "--dtype", DTYPE, "--threads", 1,
+                           "--store", origin, "--relay", f"http://{link.far}:{RELAY}", "--public-key", "key.pub",
+                           "--join", origin, "--region", region,
+                           "--advertise", f"http://{link.near}:{ENGINE}"]  # fmt: skip
         output = (self.place / f"{name.replace('/', '_')}.log").open("ab")
         environment = {**os.environ, "RLLOOP_TOKEN": self.token, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.processes[name] = subprocess.Popen(
@@ -226,7 +228,7 @@ def figures(run: Path, fetched: dict[str, int], entered: dict[str, int]) -> list
     """
     records = [record for record in read_records(run / "metrics.jsonl") if record["step"] > 0]
     published = sum(record["sync/wire_bytes"] for record in records)
-    tokens = sum(record[f"fleet/{link.region}/tokens"] for record in records for link in LINKS)
+    tokens = sum(record.get(f"fleet/{link.region}/tokens", 0) for record in records for link in LINKS)
     made = [
         Figure(name=f"weights over the wide network by regions x delta, {len(records)} versions",
                unit="x", value=sum(fetched.values()) / (len(LINKS) * published)),
@@ -235,7 +237,7 @@ def figures(run: Path, fetched: dict[str, int], entered: dict[str, int]) -> list
         Figure(name="full weights by a version's bytes, manifest included", unit="x",
                value=float(np.mean([record["sync/ratio"] for record in records]))),
         Figure(name=f"KL by region, largest k3 of any step ({tokens:,} tokens)", unit="nats", value=max(
-               abs(record[f"fleet/{link.region}/k3"]) for record in records for link in LINKS)),
+               abs(record.get(f"fleet/{link.region}/k3", 0.0)) for record in records for link in LINKS)),
     ]  # fmt: skip
     steady = records[1:]
     taken: dict[str, list[float]] = {
@@ -251,7 +253,7 @@ def figures(run: Path, fetched: dict[str, int], entered: dict[str, int]) -> list
             where = f"{link.region} ({link.gbit:g} Gbit/s, {1000 * link.round_trip:.0f} ms)"
             said = {"": "live", "fetch": "wide-area"}.get(part, part)
             taken[f"{where}: {said}"] = [record[name] for record in steady if name in record]
-    share = max(record[f"fleet/{link.region}/sync_pause_seconds"] / record["time/step"]
+    share = max(record.get(f"fleet/{link.region}/sync_pause_seconds", 0.0) / record["time/step"]
                 for record in steady for link in LINKS)  # fmt: skip
     made.append(Figure(name="longest pause of an engine by the step's time", unit="%", value=100 * share))
     for what, seconds in taken.items():
@@ -271,8 +273,9 @@ def main() -> int:
     shutil.rmtree(given.place, ignore_errors=True)
     given.place.mkdir(parents=True)
     settings = [
-        "train", "--config-name", "countdown", f"trainer.num_steps={given.steps}", "rollout.num_prompts=16",
-        "rollout.group_size=8", "eval.num_draws=200", "eval.every=0", "checkpoint.every=3", *given.overrides,
+        "train", "--config-name", "countdown", f"model.dtype={DTYPE}", f"trainer.num_steps={given.steps}",
+        "rollout.num_prompts=16", "rollout.group_size=8", "eval.num_draws=200", "eval.every=0", "checkpoint.every=3",
+        *given.overrides,
     ]  # fmt: skip
     rlloop = [sys.executable, "-m", "rlloop"]
     local = given.place / "local"
@@ -284,8 +287,7 @@ def main() -> int:
         place.mkdir()
         new_key(place / "key")
         world = World(place, model_folder(settings), settings)
-        delays = Delays()
-        with Namespaces():
+        with Namespaces(), Delays() as delays:
             for link in LINKS:
                 delays.add((link.near, TRAINER), ("127.0.0.1", TRAINER), link.round_trip / 2)
                 delays.add((link.near, ENGINE), (link.far, ENGINE), link.round_trip / 2)
@@ -298,6 +300,8 @@ def main() -> int:
             finally:
                 world.close()
         problems = check(world.run, local, given.steps)
+        if not faults and (fallen := events(world.run).keys() & {"lost", "quarantined", "reissued"}):
+            problems.append(f"without a fault: {', '.join(sorted(fallen))}")
         found[seed] = {"seed": seed, "steps": given.steps, "faults": done, "fleet": events(world.run),
                        "problems": problems}  # fmt: skip
         print(json.dumps(found[seed], indent=1), flush=True)

@@ -131,8 +131,8 @@ def test_an_expert_s_row_has_the_bits_of_a_dense_layer(hidden, inner, count, top
 
 
 def test_stock_experts_fail_the_check_of_rows():
-    x, chosen = randn(700, 2048, dtype=torch.bfloat16), choices(700, 8, 2)
-    weights = randn(8, 512, 2048, dtype=torch.bfloat16), randn(8, 2048, 256, dtype=torch.bfloat16)
+    x, chosen = randn(700, 4096, dtype=torch.bfloat16), choices(700, 4, 2)
+    weights = randn(4, 4096, 4096, dtype=torch.bfloat16), randn(4, 4096, 2048, dtype=torch.bfloat16)
     for ops, holds in ((OURS, True), (ops_for(NumericsProfile.preset("stock")), False)):
         whole = ops.experts(x, *weights, chosen)
         same = all(same_bits(ops.experts(x[:n], *weights, chosen[:n]), whole[:n]) for n in (1, 2, 7, 33, 300))
