@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import secrets
+import signal
 import socket
 import sys
 import webbrowser
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"the dashboard needs the package {package}: pip install 'rlloop[dashboard]'")
     if given.runs is not None and not given.runs.is_dir():
         raise ConfigError(f"there is no folder {given.runs}; name the folder in which runs are, or one run's own")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: nothing stays behind
     with ExitStack() as stack:
         note = ""
         if given.demo:

@@ -34,6 +34,17 @@ def test_serves_tells_what_happens_and_ends_at_once(tmp_path):
         assert process.stderr.read() == ""
 
 
+def test_the_demo_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with serving("--demo") as (process, address, token):
+        assert list(tmp_path.iterdir())
+        found = httpx.get(f"{address}/api/runs", headers={"authorization": f"Bearer {token}"}, timeout=60).json()
+        assert {run["status"] for run in found["runs"]} == {"live", "finished"}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_no_torch_and_nothing_written_below_the_runs(tmp_path):
     write_run(tmp_path / "runs" / "a", 2)
     before = sorted(str(file) for file in tmp_path.rglob("*"))
