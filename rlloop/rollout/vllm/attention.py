@@ -7,16 +7,19 @@ vLLM's slot and the stores need no other layout than [slots, ...].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
 from rlloop.numerics.layout import AttentionLayout
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_layout import KVCacheLayout
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class LayoutBuilder(AttentionMetadataBuilder[StepMetadata]):
         step = common_attn_metadata
         query_start = step.query_start_loc.long()
         lengths = step.seq_lens.long()
-        blocks = -(-int(lengths.max()) // self.block_size)
+        longest = step.max_seq_len if lengths.is_cuda else int(lengths.max())  # of the two, the host knows one
+        blocks = -(-longest // self.block_size)
         layout = AttentionLayout(
             query_start=query_start,
             context=lengths - query_start.diff(),
@@ -68,7 +72,16 @@ class FixedTileBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
         return (KVCacheLayout.LBNHC,)  # a token's heads together: slots in order, a layer at a time
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """vLLM 0.26 asks so."""
+        return num_blocks, block_size, num_kv_heads, head_size
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to it
 DEFAULT_CACHE_BYTES = 1 << 30
+GPU_WORKER = "rlloop.rollout.vllm.gpu.GpuWorker"
 
 
 class VllmEngine:
@@ -84,7 +85,8 @@ class VllmEngine:
             disable_log_stats=True,
         )
         client = self._llm.engine_core
-        client._finalizer.detach()  # it would take away what other engines of this process stand on
+        if finalizer := getattr(client, "_finalizer", None):
+            finalizer.detach()  # it would take away what other engines of this process stand on
         _LIVE.add(id(client.engine_core))
         self._end = weakref.finalize(self, _shut_down, client.engine_core)
 
@@ -195,6 +197,9 @@ class VllmEngine:
         with tempfile.TemporaryDirectory() as folder, _process_left_alone():
             (Path(folder) / "config.json").write_text(json.dumps(self.model.config.raw))
             settings |= {**self.formats, "additional_config": lend(self.model)}
+            if self.model.device.type == "cuda":
+                settings |= {"worker_cls": GPU_WORKER, "async_scheduling": False, "gpu_memory_utilization": 0.02}
+                settings |= {"logits_processors": [plugin.GATE]} if self.raw_column else {}
             return LLMEngine.from_engine_args(EngineArgs(model=folder, **settings))
 
     def _check(self, prompt_ids: list[int], sampling: SamplingParams) -> None:

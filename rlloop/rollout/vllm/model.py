@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
+from rlloop.models import Routes
+from rlloop.rollout.choices import ChoiceStore
 from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
 from rlloop.rollout.vllm.loading import policy_of
 
@@ -25,14 +27,19 @@ class RlloopForCausalLM(nn.Module):
         self.policy = policy_of(vllm_config)
         known = vllm_config.compilation_config.static_forward_context
         self.stores: list[dict[str, PagedStore]] = []
+        self.graphs: Any = None
+        make = PagedStore
+        if self.policy.device.type == "cuda":
+            from rlloop.rollout.vllm.gpu import GpuStore as make
         for layer, spec in enumerate(self.policy.cache_spec()):
             stores = {}
             for name, shape in spec.items():
-                store = PagedStore(prod(shape[:-1]), shape[-1], self.policy.dtype)
+                store = make(prod(shape[:-1]), shape[-1], self.policy.dtype)
                 known[f"layers.{layer}.{name}"] = store
                 stores[name] = store
             self.stores.append(stores)
         self._any_store = next(iter(known))
+        self.choices: ChoiceStore | None = None  # where each token's choices go; the worker sets it
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return nn.functional.embedding(input_ids.long(), self.policy.model.embed_tokens.weight)
@@ -46,9 +53,21 @@ class RlloopForCausalLM(nn.Module):
         step = steps[self._any_store]
         assert isinstance(step, StepMetadata)
         count = len(step.slots)
+        if input_ids.is_cuda and count == len(step.layout.context) and not self.policy.indexed_layers():
+            return self._decoded(input_ids[:count], positions[:count], step)
         cache = PagedStores(self.stores, step.slots)
-        hidden = self.policy.hidden(input_ids[:count].long(), positions[:count].long(), step.layout, cache)
+        routes = None if self.choices is None else Routes()
+        tokens, positions = input_ids[:count].long(), positions[:count].long()
+        hidden = self.policy.hidden(tokens, positions, step.layout, cache, routes=routes)
+        if self.choices is not None and routes is not None:
+            self.choices.write(step.slots, routes)
         return hidden if count == len(input_ids) else nn.functional.pad(hidden, (0, 0, 0, len(input_ids) - count))
+
+    def _decoded(self, tokens: Tensor, positions: Tensor, step: StepMetadata) -> Tensor:
+        from rlloop.rollout.vllm.gpu import StepGraphs
+
+        self.graphs = self.graphs or StepGraphs(self.policy, self.stores)
+        return self.graphs.hidden(tokens, positions, step)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[N, D] -> [N, V] float32"""

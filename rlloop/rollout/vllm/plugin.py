@@ -12,14 +12,15 @@ from rlloop.rollout.vllm import versions
 
 ARCHITECTURE = "RlloopForCausalLM"
 FORMAT = "rlloop"
+GATE = "rlloop.rollout.vllm.sampler:OnlyExact"
 STOCK_FORMAT = "rlloop_stock"  # of engines in a trainer's process: vLLM's model with weights lent by it
 
 
 def register() -> None:
     if versions.problems():  # another vLLM than rlloop knows: leave it as it is
         return
-    from vllm import ModelRegistry
     from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.models import ModelRegistry
     from vllm.transformers_utils.config import register_config_parser
 
     from rlloop.rollout.vllm.loading import ConfigParser, Loader, StockLoader

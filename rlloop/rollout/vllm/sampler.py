@@ -35,14 +35,16 @@ class ExactSampler(Sampler):
         # Ours are numbered. On the CPU vLLM would wind its own back after a part of a prompt, which torch cannot.
         self.runner.input_batch.generators.clear()
         ids = self.runner.input_batch.req_ids[: len(logits)]
+        if len(ids) < len(logits):  # vLLM warms up, with no requests
+            return super().forward(logits, sampling_metadata)
         states = [self.runner.requests[id] for id in ids]
         self._known = {
             id: self._known.get(id) or ours(state.sampling_params, id) for id, state in zip(ids, states, strict=True)
         }
         sampling = list(self._known.values())
         made = [len(state.output_token_ids) for state in states]
-        seeds = torch.tensor([params.seed for params in sampling], dtype=torch.int64)
-        positions = torch.tensor([state.num_tokens for state in states], dtype=torch.int64)
+        seeds = torch.tensor([params.seed for params in sampling], dtype=torch.int64, device=logits.device)
+        positions = torch.tensor([state.num_tokens for state in states], dtype=torch.int64, device=logits.device)
         tokens, logprobs, raw = self.policy.ops.sample(logits, self._warp(sampling, made), seeds, positions)
         columns = sampling_metadata.max_num_logprobs
         out = None
@@ -56,7 +58,7 @@ class ExactSampler(Sampler):
         """The last step's where nothing changed."""
         banning = any(done < params.min_tokens for done, params in zip(made, sampling, strict=True))
         if banning or sampling != self._last[0]:
-            warp = warp_for(sampling, made, ())
+            warp = warp_for(sampling, made, (), device=self.policy.device)
             self._last = ([] if banning else sampling, warp)
         return self._last[1]
 

