@@ -3,7 +3,8 @@
     python benchmarks/gpu_attention.py [--quick]
 
 Ours decodes over a paged cache (pages of 16, scattered); the peer over keys that lie in one piece. FlashAttention 3 is
-measured too where `flash_attn_interface` can be imported.
+measured too where vLLM, which brings it, is installed: over the same pages, and with its default number of splits. The
+fastest peer counts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HEADS = {"0.6B": (16, 8, 128), "8B": (32, 8, 128)}
 DECODE = ((256, 384), (128, 1024), (32, 4096), (8, 16384), (1, 32768), (8, 32768))  # sequences, context
 PREFILL = ((32, 512), (16, 1024), (4, 4096), (1, 16384))
 OPS = ops_for(NumericsProfile())
-BACKENDS = {"FlashAttention 2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+BACKENDS = {"SDPA, FlashAttention 2": SDPBackend.FLASH_ATTENTION, "SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
 def draw(*shape: int) -> Tensor:
@@ -45,17 +46,37 @@ def peers(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, list]:
         try:
             call(backend)
         except RuntimeError as error:
-            print(f"SDPA with {name} does not run here: {str(error).splitlines()[0]}")
+            print(f"{name} does not run here: {str(error).splitlines()[0]}")
             continue
         found[name] = [lambda backend=backend: call(backend)]
     return found
+
+
+def flash3(
+    q: Tensor, k: Tensor, v: Tensor, queries: int, keys: int, causal: bool, pages: Tensor | None = None, page: int = 16
+) -> dict[str, list]:
+    """q [T, H, D], k and v [slots, G, D]; as many sequences as `queries` divides T."""
+    if importlib.util.find_spec("vllm") is None:
+        return {}
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    count = len(q) // queries
+    start = torch.arange(count + 1, dtype=torch.int32, device="cuda") * queries
+    if pages is None:
+        where = {"cu_seqlens_k": start}
+    else:
+        k, v = (x.view(-1, page, *x.shape[1:]) for x in (k, v))
+        used = torch.full((count,), keys, dtype=torch.int32, device="cuda")
+        where = {"seqused_k": used, "block_table": (pages // page).int().contiguous()}
+    given = {"max_seqlen_q": queries, "cu_seqlens_q": start, "max_seqlen_k": keys, "causal": causal, "fa_version": 3}
+    return {"FlashAttention 3": [lambda: flash_attn_varlen_func(q, k, v, **given, **where)]}
 
 
 def compared(name: str, unit: str, scale: float, ours: list, others: dict[str, list], aim: float) -> Figure:
     mine, *theirs = seconds([ours, *others.values()])
     best = min(range(len(theirs)), key=theirs.__getitem__)
     return Figure(
-        name=name, unit=unit, value=scale / mine, peer=f"SDPA ({list(others)[best]})", peer_value=scale / theirs[best],
+        name=name, unit=unit, value=scale / mine, peer=list(others)[best], peer_value=scale / theirs[best],
         aim=aim,
     )  # fmt: skip
 
@@ -72,7 +93,7 @@ def decode(model: str, sequences: int, context: int) -> Figure:
         block_start=order, block_size=page, contiguous=False,
     )  # fmt: skip
     shaped = [x.view(sequences, context, groups, width).transpose(1, 2).contiguous() for x in (k, v)]
-    others = peers(q[:, :, None], *shaped, causal=False)
+    others = peers(q[:, :, None], *shaped, causal=False) | flash3(q, k, v, 1, context, False, order, page)
     moved = 4e-9 * sequences * context * groups * width
     ours = [lambda: OPS.attention(q, k, v, layout, width**-0.5)]
     return compared(f"attention decode {model}, {sequences} x {context}", "GB/s", moved, ours, others, 0.85)
@@ -85,7 +106,7 @@ def prefill(model: str, sequences: int, length: int) -> Figure:
     shaped = [x.view(sequences, length, -1, width).transpose(1, 2) for x in (q, k, v)]
     work = 2e-12 * sequences * heads * length * length * width
     ours = [lambda: OPS.attention(q, k, v, layout, width**-0.5)]
-    others = peers(*shaped, causal=True)
+    others = peers(*shaped, causal=True) | flash3(q, k, v, length, length, True)
     return compared(f"attention prefill {model}, {sequences} x {length}", "TFLOP/s", work, ours, others, 0.75)
 
 
@@ -93,8 +114,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one model, nothing recorded")
     args = parser.parse_args()
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        print("FlashAttention 3 is not installed here")
     torch.manual_seed(0)
     figures = []
     with torch.inference_mode():
@@ -104,7 +123,7 @@ def main() -> None:
     if args.quick:
         print(table(figures))
     else:
-        report("gpu-attention", figures, packages=("triton",))
+        report("gpu-attention", figures, packages=("triton", *(("vllm",) if importlib.util.find_spec("vllm") else ())))
 
 
 if __name__ == "__main__":

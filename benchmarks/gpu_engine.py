@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -133,7 +134,7 @@ class Side:
         command = [sys.executable, __file__, "--child", str(folder), name]
         environment = {**os.environ, **SIDES[name][1]}
         self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
 
     def until(self, marker: str) -> str:
@@ -149,7 +150,7 @@ class Side:
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
         speed = json.loads(self.until(DONE))
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)  # vLLM has processes of its own
         self._process.wait()
         return speed
 
