@@ -31,8 +31,8 @@ READY, DONE = "#ready", "#done "
 VLLM_CACHE_BYTES = 24 << 30  # of keys and values: all requests at once, with room to spare
 SIDES = {  # name -> (who runs, environment)
     "rlloop": ("rlloop", {}),
-    "vLLM default": ("vllm", {}),
-    "vLLM batch-invariant": ("vllm", {"VLLM_BATCH_INVARIANT": "1"}),
+    "vLLM default": ("vllm", {"VLLM_PLUGINS": "none"}),
+    "vLLM batch-invariant": ("vllm", {"VLLM_PLUGINS": "none", "VLLM_BATCH_INVARIANT": "1"}),
     "rlloop's model inside vLLM": ("tier1", {}),
 }
 Run = Callable[[list[list[int]], int], list[tuple[list[int], Any]]]  # (prompts, round) -> tokens and logprobs of each

@@ -5,8 +5,8 @@
 256 requests of 128 tokens in and 256 out, a random Qwen3 of the 0.6B shape in bfloat16, AdamW on float32 masters.
 
 - rlloop: one process, one copy of the compute weights, `parity.mode=require` in effect: every logprob is compared.
-- with `--vllm`, the same with vLLM's default mode and transformers (SDPA): vLLM in a process of its own samples, PyTorch
-  learns as in gpu_train.py, `torch.optim.AdamW` (fused) steps. Weights are not even sent to vLLM, which favours it.
+- with `--vllm`, the same with vLLM's default mode and transformers (SDPA): vLLM in a process of its own samples,
+  PyTorch learns as in gpu_train.py, `torch.optim.AdamW` (fused) steps. vLLM is not even sent the weights, which helps.
 
 Both learn from the same number of tokens in micro-batches of 16,384. The fastest of three steps counts, after two.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -139,7 +140,8 @@ def measure(what: str, folder: Path) -> tuple[float, float, int]:
 
 def in_child(what: str, folder: Path) -> list[float]:
     command = [sys.executable, __file__, "--child", what, str(folder)]
-    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    environment = {**os.environ, "VLLM_PLUGINS": "none"}  # the peer as it comes
+    out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(next(line for line in reversed(out.stdout.splitlines()) if line.startswith("[")))
 
 
