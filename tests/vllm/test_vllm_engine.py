@@ -48,6 +48,8 @@ def bits(completions: list[Completion]) -> list[tuple]:
             each.raw_logprobs.tobytes(),
             each.finish_reason,
             each.sampling,
+            None if each.routed_experts is None else (each.routed_experts.dtype, each.routed_experts.tobytes()),
+            None if each.selected is None else each.selected.tobytes(),
         )
         for each in completions
     ]

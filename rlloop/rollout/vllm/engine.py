@@ -19,6 +19,7 @@ import torch
 from rlloop.errors import ConfigError
 from rlloop.models.warp import stop_ids
 from rlloop.rollout.checks import check_request, drawn_seed
+from rlloop.rollout.choices import Choices
 from rlloop.rollout.scheduler import EngineStats
 from rlloop.rollout.vllm import plugin, versions
 from rlloop.types import Completion, FinishReason, SamplingParams
@@ -61,8 +62,9 @@ class VllmEngine:
         self.policy_version = 0
         self._seed = seed
         self._next_id = 0
-        self._requests: dict[str, SamplingParams] = {}
+        self._requests: dict[str, tuple[SamplingParams, str]] = {}  # and the id that vLLM gave it
         self._stats = EngineStats()
+        self._chooses = model.route_shape() is not None or model.indexed_layers() > 0
         spec = model.cache_spec()
         token_bytes = sum(prod(shape) for layer in spec for shape in layer.values()) * model.dtype.itemsize
         if max_cache_tokens is None:
@@ -143,7 +145,7 @@ class VllmEngine:
         if not self.has_work:
             return []
         self._stats.steps += 1
-        return [self._completion(output) for output in self._llm.step() if output.finished]
+        return self._completions([output for output in self._llm.step() if output.finished])
 
     def abort(self, request_id: int) -> Completion | None:
         """End one request now; returns what it has, or None if it is not in flight."""
@@ -159,8 +161,9 @@ class VllmEngine:
 
         states = [state for state in self._llm.output_processor.request_states.values() if state.external_req_id in ids]
         partial = [state.make_request_output([], None, Reason.ABORT, None, None, None) for state in states]
+        made = self._completions(partial)
         self._llm.abort_request(ids)
-        return [self._completion(output) for output in partial]
+        return made
 
     # ---------------------------------------------------------------------------------------------- weights and facts
 
@@ -214,8 +217,8 @@ class VllmEngine:
         self._next_id += 1
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
-        self._requests[str(id)] = sampling
-        self._llm.add_request(str(id), {"prompt_token_ids": list(prompt_ids)}, self._params(sampling))
+        name = self._llm.add_request(str(id), {"prompt_token_ids": list(prompt_ids)}, self._params(sampling))
+        self._requests[str(id)] = (sampling, name)
         return id
 
     def _params(self, sampling: SamplingParams) -> Any:
@@ -241,23 +244,41 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _completion(self, output: RequestOutput) -> tuple[int, Completion]:
-        sampling = self._requests.pop(output.request_id)
-        [made] = output.outputs
+    def _completions(self, outputs: list[RequestOutput]) -> list[tuple[int, Completion]]:
+        """Of requests that just ended: vLLM's tables still know their pages."""
+        choices: list[Choices] = [(None, None)] * len(outputs)
+        if self._chooses and outputs:
+            asked = []
+            for output in outputs:
+                prompt, made = output.prompt_token_ids or (), output.outputs[0].token_ids
+                asked.append((self._requests[output.request_id][1], len(prompt) + len(made) - 1 if made else 0))
+            [choices] = self._llm.collective_rpc("choices", args=(asked,))
+        return [self._completion(output, *chosen) for output, chosen in zip(outputs, choices, strict=True)]
+
+    def _completion(
+        self, output: RequestOutput, experts: np.ndarray | None, selected: np.ndarray | None
+    ) -> tuple[int, Completion]:
+        from vllm.logprobs import FlatLogprobs
+
+        sampling, _ = self._requests.pop(output.request_id)
+        [made], prompt_ids = output.outputs, output.prompt_token_ids
+        assert prompt_ids is not None and isinstance(made.logprobs, FlatLogprobs)
         logprobs = np.array(made.logprobs.logprobs, np.float32).reshape(len(made.token_ids), 1 + self.raw_column)
         raw = logprobs[:, -1].copy()
         if not self.raw_column and (sampling.temperature not in (0, 1) or sampling.min_tokens):
             raw[:] = np.nan  # vLLM gives one of the two, and of the two it is the other that counts
-        self._count(len(output.prompt_token_ids), len(made.token_ids), output.num_cached_tokens or 0)
+        self._count(len(prompt_ids), len(made.token_ids), output.num_cached_tokens or 0)
         reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
         return int(output.request_id), Completion(
-            prompt_ids=list(output.prompt_token_ids),
+            prompt_ids=list(prompt_ids),
             token_ids=list(made.token_ids),
             logprobs=logprobs[:, 0].copy(),
             raw_logprobs=raw,
             policy_version=self.policy_version,
             finish_reason=reasons.get(made.finish_reason, "abort"),
             sampling=sampling,
+            routed_experts=experts,
+            selected=selected,
         )
 
     def _count(self, prompt: int, made: int, cached: int) -> None:

@@ -77,7 +77,7 @@ class StockLoader(BaseModelLoader):
         model.load_weights((name, weight.detach()) for name, weight in policy_of(config).named_parameters())
         for module in model.modules():
             if isinstance(module, LinearBase):
-                module._cpu_skip_gemm_dispatch = True
+                setattr(module, "_cpu_skip_gemm_dispatch", True)  # noqa: B010  (no tensor, which is all that pyright allows)
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         with set_current_vllm_config(vllm_config):

@@ -8,7 +8,10 @@ import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlloop.models import Model
+from rlloop.rollout.choices import Choices
+from rlloop.rollout.vllm.loading import LENT_AS, policy_of
 from rlloop.rollout.vllm.model import RlloopForCausalLM
+from rlloop.rollout.vllm.recording import Recorder
 from rlloop.rollout.vllm.sampler import ExactSampler
 from rlloop.rollout.vllm.weights import live_parts
 
@@ -18,6 +21,15 @@ class CpuWorker(CPUWorker):
         set_num_threads = torch.set_num_threads
         super().init_device()
         torch.set_num_threads = set_num_threads  # vLLM disables it, and this process may not be its own
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        model = self.model_runner.get_model()
+        self.recorder = Recorder.of(self.model_runner, policy_of(self.vllm_config)) if self._asked() else None
+        if self.recorder is not None and isinstance(model, RlloopForCausalLM):
+            model.choices = self.recorder.store
+        elif self.recorder is not None:
+            self.recorder.listen(model)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -31,6 +43,15 @@ class CpuWorker(CPUWorker):
         assert isinstance(model, RlloopForCausalLM), "vLLM's own model has no views"
         model.policy = self.model_runner.sampler.policy = policy
 
+    def choices(self, asked: list[tuple[str, int]]) -> list[Choices]:
+        """What was chosen for the first tokens of requests (id, how many)."""
+        assert self.recorder is not None
+        return self.recorder.read(asked)
+
     def live_parts(self) -> dict[str, torch.Tensor]:
         """A stock model's live weights by Hugging Face name; views, for callers in this process."""
         return live_parts(self.model_runner.get_model())
+
+    def _asked(self) -> bool:
+        """Whether an engine of this process asks: of a server's answers, choices are no part."""
+        return LENT_AS in (self.vllm_config.additional_config or {})
