@@ -49,6 +49,7 @@ class Namespaces:
     """One namespace a link, shaped in both directions."""
 
     def __enter__(self) -> Namespaces:
+        self.__exit__()  # what an earlier run may have left
         for link in LINKS:
             inside, peer = ("ip", "netns", "exec", link.namespace), f"{link.device}p"
             sh("ip", "netns", "add", link.namespace)
@@ -67,7 +68,8 @@ class Namespaces:
 
     def __exit__(self, *error: object) -> None:
         for link in LINKS:
-            subprocess.run(["ip", "netns", "del", link.namespace], check=False)
+            for gone in (["ip", "link", "del", link.device], ["ip", "netns", "del", link.namespace]):
+                subprocess.run(gone, check=False, stderr=subprocess.DEVNULL)
 
 
 def sent_bytes(link: Link) -> int:

@@ -38,7 +38,7 @@ from benchmarks.links import LINKS, Delays, Link, Namespaces, sent_bytes, sh  # 
 from benchmarks.results_schema import Figure, device_name, report, versions  # noqa: E402
 from rlloop.metrics import is_timing  # noqa: E402
 from rlloop.records import read_records, read_rollouts, rollout_files  # noqa: E402
-from rlloop.sync.manifest import new_key  # noqa: E402
+from rlloop.sync.manifest import Head, new_key  # noqa: E402
 from rlloop.verify import verify  # noqa: E402
 
 TRAINER, RELAY, ENGINE = 7000, 7001, 7002  # ports
@@ -224,15 +224,16 @@ PARTS = ("fetch", "stage", "verify", "drain", "pause")
 def figures(run: Path, fetched: dict[str, int], entered: dict[str, int]) -> list[Figure]:
     """Of a run without faults: what a version weighs and how long it takes, from the trainer's memory to every replica.
 
-    Step 1 is left out: engines and relays are still starting.
+    A step's record holds the publication before it. The first is of version 0, which engines have from their disks.
     """
     records = [record for record in read_records(run / "metrics.jsonl") if record["step"] > 0]
-    published = sum(record["sync/wire_bytes"] for record in records)
+    newest = Head.decode((run / "weights" / "latest").read_bytes()).newest
+    published = sum(record["sync/wire_bytes"] for record in records[1:]) + newest.wire_bytes
     tokens = sum(record.get(f"fleet/{link.region}/tokens", 0) for record in records for link in LINKS)
     made = [
-        Figure(name=f"weights over the wide network by regions x delta, {len(records)} versions",
+        Figure(name=f"weights over the wide network by regions x deltas, {len(records)} versions",
                unit="x", value=sum(fetched.values()) / (len(LINKS) * published)),
-        Figure(name="all bytes into the regions (weights, prompts, headers) by regions x delta", unit="x",
+        Figure(name="all bytes into the regions (weights, prompts, headers) by regions x deltas", unit="x",
                value=sum(entered.values()) / (len(LINKS) * published)),
         Figure(name="full weights by a version's bytes, manifest included", unit="x",
                value=float(np.mean([record["sync/ratio"] for record in records]))),

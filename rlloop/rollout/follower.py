@@ -9,7 +9,7 @@ from typing import Literal
 
 from rlloop.rollout.service import EngineService
 from rlloop.rollout.wire import Progress
-from rlloop.sync.replica import Replica
+from rlloop.sync.replica import Replica, State
 
 WAITING = "the engine has no version of the weights yet"
 
@@ -29,7 +29,7 @@ class ReplicaFollower:
 
     @property
     def status(self) -> Literal["ready", "behind", "failed"]:
-        if self._replica.torn:
+        if self._replica.torn and self._replica.state is State.error:  # while a commit goes on, it is torn as well
             return "failed"
         return "ready" if self._caught_up and self._replica.ready else "behind"
 

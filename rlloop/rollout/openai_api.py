@@ -1,8 +1,8 @@
 """OpenAI's `POST /v1/completions`, as far as an engine that samples by token can honour it.
 
 What is ours beside it: each choice has `token_ids`, `raw_logprobs`, `seed` and `policy_version`; a request may have
-`lowest_version`, `highest_version`, `min_tokens`, `top_k`, `min_p`, `ignore_eos`, `stop_token_ids` (the `extra_body` of
-OpenAI's clients). A float32 is written with the digits that bring back its bits.
+`min_version`, `policy_version` (exactly this one), `min_tokens`, `top_k`, `min_p`, `ignore_eos`, `stop_token_ids` (the
+`extra_body` of OpenAI's clients). A float32 is written with the digits that bring back its bits.
 
 What cannot be honoured is refused, never dropped: text stops, penalties, `echo`, `suffix`, `logit_bias`, `best_of`.
 """
@@ -48,8 +48,8 @@ class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     user: str | None = None
     # Ours
-    lowest_version: int | None = None
-    highest_version: int | None = None
+    min_version: int | None = None  # of the weights
+    policy_version: int | None = None  # exactly this one
     min_tokens: int = 0
     top_k: int = 0
     min_p: float = 0.0
@@ -77,6 +77,8 @@ def parse(body: bytes, tokenizer: Tokenizer | None) -> tuple[CompletionRequest, 
     except msgspec.DecodeError as error:
         raise ConfigError(f"the body is not JSON: {error}") from None
     _refuse(request)
+    if request.min_version is not None and request.policy_version is not None:
+        raise ConfigError("min_version and policy_version were both given; policy_version alone asks for exactly one")
     prompts = _prompts(request.prompt, tokenizer)
     each = [
         SamplingParams(

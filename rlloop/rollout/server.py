@@ -124,7 +124,8 @@ class EngineServer:
         ask, prompts, sampling = openai_api.parse(await request.body(), self.tokenizer)
         if ask.model != self.model:
             return refusal(404, "model_not_found", f"model {ask.model!r} is not served here; {self.model!r} is")
-        future = self.service.submit(prompts, sampling, ask.lowest_version, ask.highest_version)
+        lowest = ask.min_version if ask.policy_version is None else ask.policy_version
+        future = self.service.submit(prompts, sampling, lowest, ask.policy_version)
         completions = await self._wait(request, future)
         if completions is None:
             return Response(status_code=499)

@@ -8,6 +8,10 @@ from rlloop.numerics.cpu.jit import kernel
 from rlloop.sync.steps import LIMIT, WIDE, Changes, Ordering
 
 _NEVER = np.int64(1) << 40  # a gap that no chunk has
+_SHIFT = 20  # of a gap that shares a number with a step
+_BIAS = np.int64(1) << 18  # added to that step, and beyond what any type can move by
+_STEP = np.int64((1 << _SHIFT) - 1)
+_DENSE = 8  # where more than one element in so many changes, it is found without a branch
 
 
 @kernel
@@ -18,85 +22,125 @@ def _order(pattern, sign, floating):
 
 
 @kernel
-def _scan(old, new, shift, sign, floating, classes, gaps, steps, counts, spans):
-    """Every change in the order of its place: class, gap within the class, step."""
-    since = np.zeros(512, np.uint32)  # two of each class, in turn: an increment need not wait for the one before
+def _zigzag(old, new, sign, floating):
+    step = _order(np.int64(new), sign, floating) - _order(np.int64(old), sign, floating)
+    return np.uint64(2 * step - 2 if step > 0 else -2 * step - 1)
+
+
+@kernel
+def _scan_sparse(old, new, old_words, new_words, shift, sign, floating, classes, changes):
+    """Every change in the order of its place: its class; its gap within the class, 32 bits up, and its step.
+
+    Words, four elements each, that are all the same are counted without a look at each, into four tables: an increment
+    need not wait for the one before.
+    """
+    since = np.zeros(1024, np.uint32)
+    shift_word, bits, low = np.uint64(shift), np.uint64(8 * old.itemsize), np.uint64((sign - 1) >> shift)
+    found = 0
+    for w in range(len(old_words)):
+        if old_words[w] == new_words[w]:
+            word = np.uint64(old_words[w]) >> shift_word
+            for table in range(4):
+                since[np.uint64(table << 8) | (word & low)] += np.uint32(1)
+                word >>= bits
+            continue
+        for i in range(4 * w, 4 * w + 4):
+            found = _scan_one(old[i], new[i], shift, sign, floating, since, classes, changes, found)
+    for i in range(4 * len(old_words), len(old)):
+        found = _scan_one(old[i], new[i], shift, sign, floating, since, classes, changes, found)
+
+
+@kernel
+def _scan_one(old, new, shift, sign, floating, since, classes, changes, found):
+    which = (np.uint32(old) & np.uint32(sign - 1)) >> shift
+    if old == new:
+        since[which] += np.uint32(1)
+        return found
+    gap = np.uint32(0)
+    for table in range(4):
+        gap += since[np.uint32(table << 8) | which]
+        since[np.uint32(table << 8) | which] = 0
+    classes[found] = which
+    changes[found] = np.uint64(gap) << np.uint64(32) | _zigzag(old, new, sign, floating)
+    return found + 1
+
+
+@kernel
+def _scan_dense(old, new, shift, sign, floating, classes, changes):
+    """The same without a branch, for where changes cannot be foreseen; the arrays have one place more than changes."""
+    since = np.zeros(256, np.uint64)
     found = 0
     mask = np.uint32(sign - 1)
     for i in range(len(old)):
-        before = np.uint32(old[i])
-        which = (before & mask) >> shift
-        if old[i] == new[i]:
-            since[which | np.uint32((i & 1) << 8)] += np.uint32(1)
-        else:
-            step = _order(np.int64(new[i]), sign, floating) - _order(np.int64(before), sign, floating)
-            gap = since[which] + since[which | np.uint32(256)]
-            classes[found] = which
-            gaps[found] = gap
-            steps[found] = 2 * step - 2 if step > 0 else -2 * step - 1
-            counts[which] += 1
-            spans[which] += np.int64(gap) + 1
-            since[which] = 0
-            since[which | np.uint32(256)] = 0
-            found += 1
+        which = (np.uint32(old[i]) & mask) >> shift
+        gap, same = since[which], np.uint64(old[i] == new[i])
+        classes[found] = which
+        changes[found] = gap << np.uint64(32) | _zigzag(old[i], new[i], sign, floating)
+        found += 1 - np.int64(same)
+        since[which] = (gap + np.uint64(1)) & (np.uint64(0) - same)
 
 
 @kernel
-def _emit(classes, gaps, steps, counts, spans, low_bits, symbols, remainders, far, farther, large, larger):
-    """Sorted by class; lengths of far, farther, large, larger and the remainders' bits."""
+def _emit(classes, changes, counts, low_bits, symbols, remainders, far, farther, large, larger):
+    """Sorted by class; lengths of far, farther, large, larger and remainders."""
     n = len(classes)
-    place = np.zeros(257, np.int64)
-    for c in range(256):
-        place[c + 1] = place[c] + counts[c]
-        if counts[c]:
-            mean = spans[c] // counts[c]
-            k = 0
-            while mean >= 4:
-                mean >>= 1
-                k += 1
-            low_bits[c] = k
-    gap, step, which = np.empty(n, np.uint32), np.empty(n, np.uint32), np.empty(n, np.uint8)
+    for i in range(n):
+        counts[classes[i]] += 1
+    place = np.zeros(256, np.int64)
+    for c in range(1, 256):
+        place[c] = place[c - 1] + counts[c - 1]
+    ordered = np.empty(n, np.uint64)
     for i in range(n):
         c = classes[i]
-        gap[place[c]], step[place[c]], which[place[c]] = gaps[i], steps[i], c
+        ordered[place[c]] = changes[i]
         place[c] += 1
-    lengths = np.zeros(5, np.int64)
-    pending, held, byte = np.uint64(0), 0, 0
-    for i in range(n):
-        k = low_bits[which[i]]
-        quotient, zigzag = np.int64(gap[i] >> np.uint32(k)), np.int64(step[i])
-        symbols[i] = min(quotient, LIMIT) * 16 + min(zigzag, LIMIT)
-        if quotient >= LIMIT:
-            quotient -= LIMIT
-            far[lengths[0]] = min(quotient, WIDE)
-            lengths[0] += 1
-            if quotient >= WIDE:
-                farther[lengths[1]] = quotient - WIDE
-                lengths[1] += 1
-        if zigzag >= LIMIT:
-            zigzag -= LIMIT
-            large[lengths[2]] = min(zigzag, WIDE)
-            lengths[2] += 1
-            if zigzag >= WIDE:
-                larger[lengths[3]] = zigzag - WIDE
-                lengths[3] += 1
-        pending |= np.uint64(gap[i] & np.uint32((1 << k) - 1)) << np.uint64(held)
-        held += k
-        while held >= 8:
-            remainders[byte] = pending & np.uint64(255)
-            pending >>= np.uint64(8)
-            held -= 8
-            byte += 1
+    a, b, c, d, byte = 0, 0, 0, 0, 0
+    pending, held, i = np.uint64(0), 0, 0
+    for which in range(256):
+        if not counts[which]:
+            continue
+        end, span = i + counts[which], counts[which]
+        for at in range(i, end):
+            span += np.int64(ordered[at] >> np.uint64(32))
+        mean, k = span // counts[which], 0
+        while mean >= 4:
+            mean >>= 1
+            k += 1
+        low_bits[which] = k
+        for at in range(i, end):
+            gap, zigzag = ordered[at] >> np.uint64(32), np.int64(ordered[at] & np.uint64(0xFFFFFFFF))
+            quotient = np.int64(gap >> np.uint64(k))
+            symbols[at] = min(quotient, LIMIT) * 16 + min(zigzag, LIMIT)
+            far[a] = min(quotient - LIMIT, WIDE)  # kept only where it counts: such branches cannot be foreseen
+            a += np.int64(quotient >= LIMIT)
+            if quotient >= LIMIT + WIDE:
+                farther[b] = quotient - LIMIT - WIDE
+                b += 1
+            large[c] = min(zigzag - LIMIT, WIDE)
+            c += np.int64(zigzag >= LIMIT)
+            if zigzag >= LIMIT + WIDE:
+                larger[d] = zigzag - LIMIT - WIDE
+                d += 1
+            pending |= (gap & np.uint64((1 << k) - 1)) << np.uint64(held)
+            held += k
+            while held >= 8:
+                remainders[byte] = pending & np.uint64(255)
+                pending >>= np.uint64(8)
+                held -= 8
+                byte += 1
+        i = end
     if held:
         remainders[byte] = pending & np.uint64(255)
         byte += 1
-    lengths[4] = byte
-    return lengths
+    return a, b, c, d, byte
 
 
 @kernel
-def _expand(counts, low_bits, symbols, remainders, far, farther, large, larger, gaps, steps):
-    """Gaps and steps in the order of the symbols; False where an overflow is missing or left over."""
+def _expand(counts, low_bits, symbols, remainders, far, farther, large, larger, changes):
+    """Each class's changes, gap and step in one number, and one behind them that never comes.
+
+    False where an overflow is missing or left over.
+    """
     a, b, c, d = 0, 0, 0, 0
     pending, held, byte, i = np.uint64(0), 0, 0, 0
     for which in range(len(counts)):
@@ -130,24 +174,18 @@ def _expand(counts, low_bits, symbols, remainders, far, farther, large, larger, 
             low = np.int64(pending & np.uint64((1 << k) - 1))
             pending >>= np.uint64(k)
             held -= k
-            gaps[i] = min((quotient << k) + low, _NEVER)
-            steps[i] = -(zigzag >> 1) - 1 if zigzag & 1 else (zigzag >> 1) + 1
+            step = -(zigzag >> 1) - 1 if zigzag & 1 else (zigzag >> 1) + 1
+            changes[i + which] = min((quotient << k) + low, _NEVER) << _SHIFT | (min(max(step, -_BIAS), _BIAS) + _BIAS)
             i += 1
+        changes[i + which] = _NEVER << _SHIFT
     return a == len(far) and b == len(farther) and c == len(large) and d == len(larger)
 
 
 @kernel
-def _apply(old, out, shift, sign, floating, counts, gaps, steps):
-    """`out` begins as a copy of `old`. Returns False where a change reaches outside."""
+def _apply(old, out, shift, sign, floating, counts, changes):
+    """`out` begins as a copy of `old`. Number of changes applied; negative where one reaches outside of the type."""
     mask = np.uint32(sign - 1)
-    left, cursor, end = np.full(256, _NEVER), np.zeros(256, np.int64), np.zeros(256, np.int64)
-    first = 0
-    for which in range(len(counts)):
-        cursor[which] = first
-        first += counts[which]
-        end[which] = first
-        if counts[which]:
-            left[which] = gaps[cursor[which]]
+    left, cursor = _begin(counts, changes)
     applied = 0
     for i in range(len(old)):
         which = np.uint8((np.uint32(old[i]) & mask) >> shift)
@@ -155,31 +193,49 @@ def _apply(old, out, shift, sign, floating, counts, gaps, steps):
             left[which] -= 1
             continue
         at = cursor[which]
-        value = _order(np.int64(old[i]), sign, floating) + steps[at]
+        value = _order(np.int64(old[i]), sign, floating) + (changes[at] & _STEP) - _BIAS
         if value < -sign or value >= sign:
-            return False
-        if value < 0:
-            value = sign - 1 - value if floating else value + 2 * sign
-        out[i] = value
+            return -1
+        out[i] = _pattern(value, sign, floating)
         applied += 1
         cursor[which] = at + 1
-        left[which] = gaps[at + 1] if at + 1 < end[which] else _NEVER
-    return applied == len(steps)
+        left[which] = changes[at + 1] >> _SHIFT
+    return applied
+
+
+@kernel
+def _begin(counts, changes):
+    """For each class, elements until its next change, and where that stands."""
+    left, cursor = np.full(256, _NEVER), np.zeros(256, np.int64)
+    first = 0
+    for which in range(len(counts)):
+        cursor[which] = first
+        left[which] = changes[first] >> _SHIFT
+        first += counts[which] + 1
+    return left, cursor
+
+
+@kernel
+def _pattern(value, sign, floating):
+    if value >= 0:
+        return value
+    return sign - 1 - value if floating else value + 2 * sign
 
 
 def find_changes(old: np.ndarray, new: np.ndarray, ordering: Ordering) -> Changes:
     """As `steps.find_changes`."""
     n = int(np.count_nonzero(old != new))
-    classes, gaps, steps = np.empty(n, np.uint8), np.empty(n, np.uint32), np.empty(n, np.uint32)
-    counts, spans, low_bits = np.zeros(256, np.int64), np.zeros(256, np.int64), np.zeros(256, np.uint8)
-    sign = 1 << (ordering.bits - 1)
-    _scan(old, new, np.uint32(ordering.shift), sign, ordering.floating, classes, gaps, steps, counts, spans)
+    classes, found = np.empty(n + 1, np.uint8), np.empty(n + 1, np.uint64)
+    counts, low_bits = np.zeros(256, np.int64), np.zeros(256, np.uint8)
+    how = np.uint32(ordering.shift), 1 << (ordering.bits - 1), ordering.floating
+    if n * _DENSE > len(old):
+        _scan_dense(old, new, *how, classes, found)
+    else:
+        _scan_sparse(old, new, _words(old), _words(new), *how, classes, found)
     symbols, remainders = np.empty(n, np.uint8), np.empty(3 * n + 8, np.uint8)  # a chunk's gaps have under 24 bits
-    far, farther = np.empty(n, np.uint8), np.empty(n, "<u4")
-    large, larger = np.empty(n, np.uint8), np.empty(n, "<u4")
-    lengths = _emit(
-        classes, gaps, steps, counts, spans, low_bits, symbols, remainders, far, farther, large, larger
-    ).tolist()  # fmt: skip
+    far, farther = np.empty(n + 1, np.uint8), np.empty(n, "<u4")
+    large, larger = np.empty(n + 1, np.uint8), np.empty(n, "<u4")
+    lengths = _emit(classes[:n], found, counts, low_bits, symbols, remainders, far, farther, large, larger)
     return Changes(
         counts[: ordering.classes],
         low_bits[: ordering.classes],
@@ -192,16 +248,22 @@ def find_changes(old: np.ndarray, new: np.ndarray, ordering: Ordering) -> Change
     )
 
 
+def _words(patterns: np.ndarray) -> np.ndarray:
+    """Four elements each."""
+    words = patterns[: len(patterns) // 4 * 4].view(f"<u{4 * patterns.itemsize}")
+    return words if words.flags.aligned else words.copy()
+
+
 def apply_changes(old: np.ndarray, changes: Changes, ordering: Ordering) -> np.ndarray | None:
     """As `steps.apply_changes`."""
     n = len(changes.symbols)
-    gaps, steps = np.empty(n, np.int64), np.empty(n, np.int64)
+    found = np.empty(n + ordering.classes, np.int64)
     whole = _expand(
         changes.counts, changes.low_bits, changes.symbols, changes.remainders,
-        changes.far, changes.farther, changes.large, changes.larger, gaps, steps,
+        changes.far, changes.farther, changes.large, changes.larger, found,
     )  # fmt: skip
     if not whole:
         return None
-    out, sign = old.copy(), 1 << (ordering.bits - 1)
-    fits = _apply(old, out, np.uint32(ordering.shift), sign, ordering.floating, changes.counts, gaps, steps)
-    return out if fits else None
+    how = np.uint32(ordering.shift), 1 << (ordering.bits - 1), ordering.floating
+    out = old.copy()
+    return out if _apply(old, out, *how, changes.counts, found) == n else None

@@ -134,7 +134,7 @@ def test_the_stock_openai_client(running):
     [local] = Engine(tiny_qwen3(VOCABULARY)).generate([PROMPTS[0]], longest(temperature=0.5))
     made = client.completions.create(
         model="rlloop", prompt=PROMPTS[0], max_tokens=24, temperature=0.5, seed=1, logprobs=1,
-        extra_body={"ignore_eos": True, "lowest_version": 0},
+        extra_body={"ignore_eos": True, "min_version": 0},
     )  # fmt: skip
     [choice] = made.choices
     assert choice.model_extra is not None
@@ -176,6 +176,7 @@ def test_openai_text_several_choices_and_streams(running):
         ({"prompt": [VOCABULARY]}, "not in the vocabulary"),
         ({"prompt": []}, "empty|at least one"),
         ({"extra_body": {"beams": 3}}, "beams"),
+        ({"extra_body": {"min_version": 1, "policy_version": 1}}, "both given"),
     ],
 )  # fmt: skip
 def test_openai_requests_that_cannot_be_honoured_are_refused_by_name(running, changes, message):
@@ -248,7 +249,9 @@ def test_another_version_is_a_409_that_makes_the_replica_look_for_it(running, re
     assert passed.value.passed
     openai_client = openai.OpenAI(base_url=f"{running.url}/v1", api_key=TOKEN, max_retries=0)
     with pytest.raises(openai.ConflictError, match="version 3"):
-        openai_client.completions.create(model="rlloop", prompt=[5], extra_body={"lowest_version": 4})
+        openai_client.completions.create(model="rlloop", prompt=[5], extra_body={"min_version": 4})
+    with pytest.raises(openai.ConflictError, match="version 3"):
+        openai_client.completions.create(model="rlloop", prompt=[5], extra_body={"policy_version": 2})
 
 
 def test_an_idempotent_request_is_made_once(running):

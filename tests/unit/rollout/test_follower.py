@@ -1,0 +1,70 @@
+"""What an engine says of its weights while they change."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from rlloop.errors import SyncError
+from rlloop.rollout.follower import ReplicaFollower
+from rlloop.sync.publisher import Publisher
+from rlloop.sync.replica import Replica
+from rlloop.sync.store import FolderStore
+from rlloop.sync.target import TORN, MemoryTarget
+from tests.unit.sync.weights import KEY, PUBLIC, history
+
+
+class Halting(MemoryTarget):
+    """Stops at each write until it may go on, and may fail there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing, self.go = threading.Event(), threading.Event()
+        self.fails = False
+
+    def write(self, name, bits):
+        self.writing.set()
+        self.go.wait(20)
+        if self.fails:
+            raise SyncError("no such memory")
+        super().write(name, bits)
+
+
+@pytest.fixture
+def line(tmp_path):
+    store, target = FolderStore(tmp_path), Halting()
+    follower = ReplicaFollower(
+        Replica(store, PUBLIC, target),
+        SimpleNamespace(halted=None, version=0),
+        interval=0.02,  # pyright: ignore[reportArgumentType]
+    )
+    yield Publisher(store, KEY, "run"), target, follower
+    target.go.set()
+    follower.close()
+
+
+def test_a_commit_under_way_is_no_failure(line):
+    publisher, target, follower = line
+    assert follower.status == "behind"
+    publisher.publish(history(0)[0], 0)
+    follower.wake()
+    assert target.writing.wait(20)
+    assert (target.version, follower.status) == (TORN, "behind")
+    target.go.set()
+    follower.wait_for(0, 20)
+    assert (target.version, follower.status, follower.error) == (0, "ready", "")
+
+
+def test_one_that_failed_is_and_the_next_try_ends_it(line):
+    publisher, target, follower = line
+    target.fails = True
+    target.go.set()
+    publisher.publish(history(0)[0], 0)
+    follower.wait_for(0, 20)
+    assert (target.version, follower.status, follower.error) == (TORN, "failed", "no such memory")
+    target.fails = False
+    while follower.status != "ready":
+        follower.wait_for(0, 0.1)
+    assert target.version == 0

@@ -1,0 +1,91 @@
+"""Every route of every server: nothing without the token, nothing oversize."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from rlloop.fleet_server import trainer_app
+from rlloop.rollout import Engine
+from rlloop.rollout.members import RouterSettings
+from rlloop.rollout.router import Router
+from rlloop.rollout.server import EngineServer
+from rlloop.rollout.service import EngineService
+from rlloop.rollout.vllm.proxy import proxy_app
+from rlloop.sync.http import relay_app
+from rlloop.sync.manifest import MAX_MANIFEST
+from rlloop.sync.publisher import Publisher
+from rlloop.sync.relay import CachingStore
+from rlloop.sync.store import FolderStore
+from rlloop.web import BackgroundServer, Listen
+from tests.parity.models import tiny_qwen3
+from tests.unit.sync.weights import KEY, first_weights
+
+TOKEN = "a token of some length"
+LIMIT = 1 << 16
+
+
+@pytest.fixture(params=["engine", "relay", "trainer", "proxy"])
+def server(request, tmp_path):
+    """Application and address; behind each is something that a stranger could read or change."""
+    store = FolderStore(tmp_path / "store")
+    Publisher(store, KEY, "run").publish(first_weights(), 0)
+    undo = []
+    if request.param == "engine":
+        service = EngineService(Engine(tiny_qwen3(64)))
+        undo.append(service.close)
+        app = EngineServer(service, name="one").app
+    elif request.param == "relay":
+        app = relay_app(CachingStore(store, tmp_path / "cache", MAX_MANIFEST))
+    elif request.param == "trainer":
+        router = Router(RouterSettings(), lambda event: None, token=TOKEN)
+        undo.append(router.close)
+        app = trainer_app(store, router, lambda content, step: {})
+    else:
+        app = proxy_app(httpx.AsyncClient(base_url="http://127.0.0.1:1"))
+    running = BackgroundServer(app, Listen(token=TOKEN, max_body=LIMIT))
+    yield app, running.url, store
+    running.close()
+    for each in undo:
+        each()
+
+
+def routes(app: Starlette, store: FolderStore) -> list[tuple[str, str]]:
+    blob = next(store.blobs()).hex()
+    return [
+        (method, route.path.replace("{digest}", blob).replace("{key}", "k").replace("{path:path}", "v1/models"))  # type: ignore[attr-defined]
+        for route in app.routes
+        for method in sorted(route.methods or [])  # type: ignore[attr-defined]
+    ]
+
+
+def test_no_route_answers_without_the_token(server):
+    app, url, store = server
+    asked = routes(app, store)
+    assert len(asked) >= 4
+    with httpx.Client(base_url=url, trust_env=False) as client:
+        for method, path in [*asked, ("GET", "/docs"), ("OPTIONS", "/health"), ("PUT", "/latest")]:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}):
+                reply = client.request(method, path, headers=headers, params={"token": TOKEN})
+                assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer"), (method, path)
+            with client.stream(method, path, content=b"x" * (2 * LIMIT)) as reply:
+                assert reply.status_code == 401  # whoever has no token is not told what is too large
+
+
+def test_no_route_takes_more_than_it_may(server):
+    app, url, store = server
+
+    def endless():
+        for _ in range(2 * LIMIT // 4096):
+            yield b"x" * 4096
+
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with httpx.Client(base_url=url, headers=headers, trust_env=False) as client:
+        for method, path in routes(app, store):
+            assert client.request(method, path, content=b"x" * (LIMIT + 1)).status_code == 413, (method, path)
+            if method == "POST" and path != "/rlloop/weights/wake":  # the others read no body at all
+                assert client.request(method, path, params={"step": 1}, content=endless()).status_code == 413, (
+                    method,
+                    path,
+                )
