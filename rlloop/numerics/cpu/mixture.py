@@ -185,19 +185,20 @@ class _Spread(torch.autograd.Function):
         return grad, None, None, None
 
 
-def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
-    if x.is_cuda:
+def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool) -> Tensor:
+    if x.is_cuda and gated:
         from rlloop.numerics.triton import experts as on_cuda
 
-        return on_cuda.experts(x, gate_up, down, chosen)
+        return on_cuda.experts(x, up, down, chosen)
     tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     counts = chosen.flatten().bincount(minlength=len(down))
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     rows = _Spread.apply(x, order, inverse, top_k)
-    gate, up = _grouped_linear(rows, gate_up, True, offsets).chunk(2, dim=-1)
-    made = _grouped_linear(silu_mul(gate, up), down, True, offsets)
+    inner = _grouped_linear(rows, up, True, offsets)
+    inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else inner.relu().square()
+    made = _grouped_linear(inner, down, True, offsets)
     return _Spread.apply(made, inverse, order, 1).unflatten(0, (tokens, top_k))
 
 
