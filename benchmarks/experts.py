@@ -101,7 +101,7 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
         figures = layers(args.seconds, args.quick)
-    figures += recording(new_model(MODEL, seed=0), 1 if args.quick else 9)
+    figures += recording(new_model(MODEL, seed=0), 1 if args.quick else 25)
     if args.quick:
         print(table(figures))
     else:
