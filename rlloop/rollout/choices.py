@@ -16,15 +16,15 @@ class ChoiceStore:
 
     def __init__(self, model: Model, num_slots: int) -> None:
         self.experts = self.selected = None
-        routers, indexed = model.route_shape(), model.indexed_layers()
-        if model.device.type != "cpu":
+        routers, indexed, device = model.route_shape(), model.indexed_layers(), model.head.device
+        if device.type != "cpu":
             num_slots += 1  # the cache's spare one
         if routers is not None:
             layers, top_k, experts = routers
             self._kind = np.min_scalar_type(experts - 1)
-            self.experts = _zeros((num_slots, layers, top_k), np.uint8 if experts <= 256 else np.int16, model.device)
+            self.experts = _zeros((num_slots, layers, top_k), np.uint8 if experts <= 256 else np.int16, device)
         if indexed:
-            self.selected = _zeros((num_slots, indexed), np.int64, model.device)
+            self.selected = _zeros((num_slots, indexed), np.int64, device)
 
     @classmethod
     def of(cls, model: Model, num_slots: int) -> ChoiceStore | None:
