@@ -192,6 +192,7 @@ def draw(report: Report, file: Path) -> None:
         bars = axes.barh(list(values), list(values.values()), color="#0072B2")
         axes.bar_label(bars, [f"{value:.2g}" for value in values.values()], padding=3)
         axes.set_xscale("symlog", linthresh=LINTHRESH)
+        axes.set_xticks([0, *(10.0**e for e in range(-12, 4, 3))])
         axes.set_xlim(0, max(*values.values(), LINTHRESH) * 100)
         axes.invert_yaxis()
         axes.set_title(title)
