@@ -19,7 +19,7 @@ from rlloop.rollout.graphs import LEAST_TOKENS, at_least, rounded
 from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.sampler import ExactSampler
-from rlloop.rollout.vllm.weights import live_parts
+from rlloop.rollout.vllm.weights import Part, live_parts
 
 SPARE = 0  # a slot of vLLM's null block, which nobody reads
 
@@ -38,8 +38,8 @@ class GpuWorker(Worker):
         model.policy = self.model_runner.sampler.policy = policy
         model.graphs = None
 
-    def live_parts(self) -> dict[str, Tensor]:
-        """A stock model's live weights by Hugging Face name; views, for callers in this process."""
+    def live_parts(self) -> dict[str, Part]:
+        """A stock model's live weights by Hugging Face name; for callers in this process."""
         return live_parts(self.model_runner.get_model())
 
 
@@ -60,6 +60,7 @@ class GpuStore(PagedStore):
 class _Recorded:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor  # [R, 3 + B] int64: token, position, slot, first slots of pages
+    start: Tensor  # [R + 1] int64: a graph does not keep what it reads
     hidden: Tensor  # [R, D]
 
 
@@ -98,5 +99,5 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             hidden = work()
-        made = self._recorded[rows, columns] = _Recorded(graph, inputs, hidden)
+        made = self._recorded[rows, columns] = _Recorded(graph, inputs, start, hidden)
         return made

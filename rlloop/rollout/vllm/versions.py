@@ -17,6 +17,7 @@ BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process: it shares the trainer's parameters
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one asks for Triton
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it has no logprobs of what it sampled from
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
