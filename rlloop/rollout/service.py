@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from rlloop.errors import RlloopError
 from rlloop.types import Completion, SamplingParams
 
 T = TypeVar("T")
+PauseMode = Literal["wait", "abort", "keep"]
 
 
 class SteppedEngine(Protocol):
@@ -75,6 +76,8 @@ class EngineService:
         self._inbox: list[_Job] = []
         self._cancelled: set[Future[list[Completion]]] = set()
         self._pause: tuple[Callable[[], Any], Future[Any]] | None = None
+        self._halt: tuple[PauseMode, Future[None]] | None = None  # whoever waits in `pause`, and for what
+        self._paused = False
         self._closed = False
         self._running: dict[int, _Job] = {}  # by request id
         self._load = 0
@@ -137,6 +140,25 @@ class EngineService:
             self._changed.notify()
         return answer.result()
 
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Compute nothing from when this returns until `resume`; what comes in the meantime waits.
+
+        What is in flight is finished first (`wait`), ends now, so that its callers get what there is (`abort`), or
+        stays as it is and goes on after (`keep`). A change of weights that comes meanwhile finds nothing in flight
+        after the first two; after `keep` it waits for `resume`, since a completion has one version.
+        """
+        answer: Future[None] = Future()
+        with self._changed:
+            assert self._halt is None, "one pause at a time"
+            self._halt = (mode, answer)
+            self._changed.notify()
+        answer.result()
+
+    def resume(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify()
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
@@ -148,25 +170,48 @@ class EngineService:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not (self._closed or self._inbox or self._pause or self._cancelled or self._engine.has_work):
+                while not (self._closed or self._cancelled or self._halt or self._may_work()):
                     self._changed.wait()
                 if self._closed:
                     break
                 cancelled, self._cancelled = self._cancelled, set()
                 pause = self._pause
                 admitted: list[_Job] = []
-                if pause is None:
+                halt = self._halt
+                if pause is None and halt is None and not self._paused:
                     admitted, self._inbox = self._inbox, []
             self._drop(cancelled, admitted)
+            if halt is not None and (halt[0] != "wait" or not self._engine.has_work):
+                self._stop(*halt)
+                continue
             for job in admitted:
                 if not job.answer.done():
                     self._admit(job)
             if self._engine.has_work:
-                self._step()
+                if halt is not None or not self._paused:
+                    self._step()
             elif pause is not None:
                 self._change(*pause)
         for job in {id(job): job for job in [*self._running.values(), *self._inbox]}.values():
             job.answer.set_exception(Busy("the engine was shut down"))
+        if self._halt is not None:
+            self._halt[1].set_exception(Busy("the engine was shut down"))
+
+    def _may_work(self) -> bool:
+        if self._paused:  # a change of weights needs no computing, where nothing is in flight
+            return self._pause is not None and not self._engine.has_work
+        return bool(self._inbox or self._pause or self._engine.has_work)
+
+    def _stop(self, mode: PauseMode, answer: Future[None]) -> None:
+        if mode == "abort":
+            for job in {id(job): job for job in self._running.values()}.values():
+                ended = {request: self._engine.abort(request) for request in job.ids if request not in job.done}
+                job.done |= {request: made for request, made in ended.items() if made is not None}
+                self._finish(job, [job.done[request] for request in job.ids])
+            self._running.clear()
+        with self._changed:
+            self._halt, self._paused = None, True
+        answer.set_result(None)
 
     def _admit(self, job: _Job) -> None:
         have = self._engine.policy_version if self.halted is None else -1
