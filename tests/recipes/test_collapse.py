@@ -44,11 +44,12 @@ def train(*overrides: str) -> int:
 @pytest.mark.parametrize("arm", ARMS)
 def test_arms_differ_in_the_engine_alone(arm):
     zero, other = (build(compose_recipe("countdown/collapse", [f"arm={name}"])) for name in ("zero_kld", arm))
-    assert (other.parity.mode is ParityMode.observe) == bool(other.rollout.drift.declared) == (arm != "zero_kld")
+    departs = bool(other.rollout.drift.declared) or other.rollout.profile != zero.rollout.profile
+    assert (other.parity.mode is ParityMode.observe) == departs == (arm != "zero_kld")
     if arm.endswith("_tis"):
         assert other.algorithm.correction == {"tis": {"cap": 2.0}}
         other.algorithm = zero.algorithm
-    other.parity, other.rollout.drift = zero.parity, zero.rollout.drift
+    other.parity, other.rollout.drift, other.rollout.profile = zero.parity, zero.rollout.drift, zero.rollout.profile
     assert other == zero
 
 
