@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -35,11 +36,8 @@ class Halting(MemoryTarget):
 @pytest.fixture
 def line(tmp_path):
     store, target = FolderStore(tmp_path), Halting()
-    follower = ReplicaFollower(
-        Replica(store, PUBLIC, target),
-        SimpleNamespace(halted=None, version=0),
-        interval=0.02,  # pyright: ignore[reportArgumentType]
-    )
+    service: Any = SimpleNamespace(halted=None, version=0)
+    follower = ReplicaFollower(Replica(store, PUBLIC, target), service, interval=0.02)
     yield Publisher(store, KEY, "run"), target, follower
     target.go.set()
     follower.close()

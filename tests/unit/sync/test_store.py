@@ -12,7 +12,11 @@ import pytest
 from rlloop.errors import ConfigError
 from rlloop.sync import store as stores
 from rlloop.sync.manifest import MAX_HEAD, Refused, hash_of
+from rlloop.sync.publisher import Publisher
+from rlloop.sync.replica import Replica
 from rlloop.sync.store import Conflict, FolderStore, FsspecStore, HttpStore, Missing, Store, StoreError, fetch
+from rlloop.sync.target import MemoryTarget
+from tests.unit.sync.weights import KEY, PUBLIC, history, same
 
 BLOB = np.random.default_rng(0).integers(0, 256, 3_000_000, np.uint8).tobytes()
 
@@ -99,6 +103,28 @@ def test_of_many_who_swap_at_once_one_wins(make):
     for thread in threads:
         thread.join()
     assert [make().latest()] == won
+
+
+def test_publishers_and_replicas_over_it(make):
+    versions = history(4)
+    publisher, target = Publisher(make(), KEY, "run"), MemoryTarget()
+    replica = Replica(make(), PUBLIC, target)
+    for step in (0, 1):
+        publisher.publish(versions[step], step)
+        assert replica.poll(), replica.error
+    publisher = Publisher(make(), KEY, "run")  # goes on where the store stands
+    publisher.publish(versions[2], 2)
+    publisher.publish(versions[3], 3)
+    publisher.squash(1)
+    assert replica.poll(), replica.error
+    assert same(target.state, versions[3])
+    publisher.anchor()
+    publisher.publish(versions[4], 4)
+    publisher.collect()
+    joiner = MemoryTarget()
+    for late, where in ((replica, target), (Replica(make(), PUBLIC, joiner), joiner)):
+        assert late.poll(), late.error
+        assert same(where.state, versions[4])
 
 
 def test_a_store_that_cannot_be_reached_is_a_store_error(s3):
