@@ -22,14 +22,14 @@ OVERVIEW = """\
 On-policy reinforcement learning for language models with zero train-inference KL, bit for bit.
 
 commands:
-  train     run, resume or sweep a recipe
-  verify    check a run's records: ledger, certificate, checkpoints
-  compare   lay runs side by side: outcomes, verdicts, and the keys that differ
-  dashboard look at runs in a browser, live or finished
-  delta     what a weight sync from one checkpoint to another weighs
-  serve     engine, relay or trainer: the servers of a fleet
-  parity    how far two engines, or engine and trainer, are apart, and what brings it
-  doctor    what this machine can do, and what is missing for the rest
+  train      run, resume or sweep a recipe
+  verify     check a run's records: ledger, certificate, checkpoints
+  compare    lay runs side by side: outcomes, verdicts, and the keys that differ
+  dashboard  look at runs in a browser, live or finished
+  delta      what a weight sync from one checkpoint to another weighs
+  serve      engine, relay, trainer or proxy: the servers of a fleet
+  parity     how far two engines, or engine and trainer, are apart, and what brings it
+  doctor     what this machine can do, and what is missing for the rest
 """
 
 EXAMPLES = """\
@@ -140,6 +140,8 @@ def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]
     checked = []
     for name, overrides in sweep:
         composed = compose_recipe(recipe, overrides)
+        if composed.run.dir == "":
+            raise ConfigError("run.dir is empty; it must be a folder, or null for runs/<recipe>/<time>")
         folder = (Path(composed.run.dir) if composed.run.dir is not None else default) / name
         composed.run.dir = str(folder)
         again = [text for text in overrides if not text.startswith("run.dir=")]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,8 +66,8 @@ def find_recipe(name: str) -> tuple[Path, str]:
     near = difflib.get_close_matches(name, have, n=1)
     listed = "\n".join(f"  {known}  ({file})" for known, file in have.items()) or "  (none)"
     looked = " and ".join(map(str, recipes.folders()))
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"there is no recipe {name!r}{hint} Recipes are looked for in {looked}. There are:\n{listed}")
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise ConfigError(f"there is no recipe {name!r}{hint}. Recipes are looked for in {looked}. There are:\n{listed}")
 
 
 def compose_recipe(name: str, overrides: Sequence[str]) -> DictConfig:
@@ -115,7 +116,20 @@ def _compose(folder: Path, stem: str, overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(
             f"{folder / stem}.yaml does not begin with `defaults: [rlloop, ...]`, so its keys are not rlloop's"
         )
+    _refuse_added(composed)
     return composed
+
+
+def _refuse_added(node: DictConfig, path: str = "") -> None:
+    """`+key=value` adds keys where they are free, as in `reward`; elsewhere nothing would read them."""
+    schema = OmegaConf.get_type(node)
+    for name in map(str, node):
+        if is_dataclass(schema) and name not in {field.name for field in fields(schema)}:
+            known = _flat_keys(OmegaConf.structured(RunConfig))
+            raise ConfigError(f"'+{path}{name}': there is no key {path}{name}" + _nearest(f"{path}{name}", known))
+        inner = None if OmegaConf.is_missing(node, name) else node._get_node(name)
+        if isinstance(inner, DictConfig) and not inner._is_none() and not inner._is_interpolation():
+            _refuse_added(inner, f"{path}{name}.")
 
 
 def _parse(overrides: Sequence[str]) -> list[Any]:
@@ -205,5 +219,6 @@ def _flat_keys(config: DictConfig, prefix: str = "") -> list[str]:
 
 
 def _first_lines(error: BaseException, count: int = 2) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
     return re.sub(r"\s+", " ", "; ".join(lines[:count]))

@@ -77,10 +77,13 @@ class RunFolder:
     """One run's folder, held by one process."""
 
     def __init__(self, path: Path) -> None:
-        """Opens `path`, creating it where it is new. Raises `RunError` where another process works in it."""
+        """Opens `path`, creating it where it is new. Raises `RunError` where it cannot be had."""
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock = (path / ".lock").open("w")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / ".lock").open("w")
+        except OSError as error:
+            raise RunError(f"cannot write a run into {path}: {error.strerror}; choose another run.dir") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -170,6 +170,8 @@ def test_help_has_examples_and_lists_recipes(rlloop):
         (["model.path=nosuch"], 2, "model.path is 'nosuch'"),
         (["device=tpu"], 2, "device is 'tpu'; it must be one of cpu"),
         (["launch=slurm", "run.dir=out"], 2, "[local, ray]"),
+        (["run.dir="], 2, "run.dir is empty"),
+        (["run.dir=/dev/null/run"], 2, "cannot write a run into /dev/null/run: Not a directory"),
         (["+sinks.wanbd={}"], 2, "sinks.wanbd is unknown; there are wandb"),
         (["algorithm.loss=grop"], 2, "there is no loss 'grop'"),
         (["task._target_=rlloop.testing.FakePolicy", "~task.seed"], 2, "task"),
