@@ -10,32 +10,16 @@ import pytest
 import torch
 
 from rlloop.algorithms import loss_for
-from rlloop.config import AlgorithmConfig, TrainerConfig
+from rlloop.config import AlgorithmConfig
 from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
-from rlloop.numerics.profile import Drift
 from rlloop.parity.monitor import compare
 from rlloop.parity.replay import pack_experts, unpack_experts
 from rlloop.rollout import Engine
-from rlloop.sync.drifted import DriftedSync, drifted_copy
-from rlloop.trainer import Trainer
-from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.checkpoints import MIXTURES, make_checkpoint
+from tests.parity.replay_cases import engine_of, measure, samples_of, trainer_of
 
-PROMPTS = [list(range(3, 40)), list(range(3, 40)), [5, 9], list(range(50, 90)), [7]] * 2
-SAMPLING = [SamplingParams(max_tokens=24, seed=seed, ignore_eos=True) for seed in range(len(PROMPTS))]
 LOSS = loss_for(AlgorithmConfig(loss="reinforce", advantage="grpo"))
-
-
-def samples_of(engine: Engine) -> list[Sample]:
-    return [
-        Sample(str(i), Example(str(i), made.prompt_ids, "", {}), made, "", RewardResult(0.0), 0, float((-1) ** i))
-        for i, made in enumerate(engine.generate(PROMPTS, SAMPLING))
-    ]
-
-
-def trainer_of(model: Model, **settings: float) -> Trainer:
-    return Trainer(model, TrainerConfig(lr=2e-2, max_batch_tokens=160, **settings))
 
 
 @pytest.fixture(params=MIXTURES)
@@ -67,7 +51,7 @@ def test_choices_and_bits_agree_over_updates(model: Model) -> None:
         assert trainer.routing() == wanted
         assert trainer.optim_step()["loss/grad_norm"] > 0
     stats = engine.stats()
-    assert stats.cached_tokens > 0
+    assert (stats.cached_tokens > 0) != model.recurrent  # which states cannot be shared by blocks
     assert stats.preemptions > 0
 
 
@@ -92,33 +76,18 @@ def test_a_wrong_record_is_seen(model: Model) -> None:
         assert trainer.routing()["parity/indexer_different"] == 1 / selected.size
 
 
-def drifting(model: Model) -> tuple[Engine, Trainer]:
-    """An engine whose weights are rounded to five bits, but for routers and ends."""
-    profile = dataclasses.replace(model.profile, drift=Drift(weights="int5"))
-    engine = Engine(drifted_copy(model).with_profile(profile))
-    DriftedSync(model, engine).publish(0)
-    return engine, trainer_of(model)
-
-
 def test_replay_lowers_the_divergence_of_a_drifting_engine(model: Model) -> None:
-    engine, trainer = drifting(model)
-    samples = samples_of(engine)
-    found = {}
-    for replay in (False, True):
-        trainer.replay_experts(replay)
-        k3 = compare(samples, trainer.logprobs(samples)).metrics["parity/k3"]
-        found[replay] = k3, trainer.routing()["parity/router_different"]
-        if model.indexed_layers():
-            assert trainer.routing()["parity/indexer_different"] > 0, "past tokens are not replayed"
-    assert found[False][1] > 0.01
-    assert found[True][1] == 0
-    assert 0 < found[True][0] < found[False][0]
+    found = measure(model, "weights int5")
+    assert found.experts > 0.01
+    assert 0 < found.replayed < found.k3
+    if model.indexed_layers():
+        assert found.selections, "past tokens are not replayed"
 
 
 def test_replay_reaches_backward_and_recomputation(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "deepseek_v3")
     model = load_model(tmp_path)
-    samples = samples_of(drifting(model)[0])
+    samples = samples_of(engine_of(model, "weights int5"))
     gradients = []
     for replay, recompute in ((False, False), (True, False), (True, True)):
         trainer = trainer_of(model)
@@ -154,3 +123,20 @@ def test_choices_survive_the_rollout_file(experts: int) -> None:
     assert again.dtype == chosen.dtype == (np.uint8 if experts == 8 else np.uint16)
     assert np.array_equal(again, chosen)
     assert len(packed["data"]) < 0.9 * 4 / 3 * chosen.nbytes
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_replay_is_exact_where_nothing_but_experts_differs(tmp_path: Path, family: str) -> None:
+    """The bias that this engine rounds decides who is chosen and weighs nothing: to take its experts is enough."""
+    make_checkpoint(tmp_path, family)
+    found = measure(load_model(tmp_path), "expert bias e4m3")
+    assert min(found.experts, found.k3) > 0
+    assert (found.replayed, found.different) == (0, 0)
+
+
+def test_replay_is_not_where_the_indexer_reads_other_tokens(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "deepseek_v32")
+    found = measure(load_model(tmp_path), "expert bias e4m3, indexer fp8")
+    assert found.selections is not None
+    assert min(found.experts, found.selections) > 0.01
+    assert 0 < found.replayed < found.k3

@@ -45,8 +45,10 @@ FAULTS = {
     "experts": (SPARSE, "experts", "model.layers.1.mlp.experts.gate_up_proj"),
     "combine": (SPARSE, "combine", "model.layers.1"),
 }
-PART = {"residual sum": ("rms_norm", 1), "rms_norm": ("rms_norm", 0), "route": ("route", 0), "expert choice": ("route", 1),
-        "sample": ("sample", 1)}  # fmt: skip
+PART = {
+    "residual sum": ("rms_norm", 1), "rms_norm": ("rms_norm", 0), "route": ("route", 0), "expert choice": ("route", 1),
+    "sample": ("sample", 1),
+}  # fmt: skip
 
 
 def off(x: Tensor, op: str) -> Tensor:
