@@ -42,13 +42,20 @@ def command(arguments: Sequence[str]) -> int:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="engine|relay|trainer|proxy")
     added = {"engine": _engine_options, "relay": _relay_options, "trainer": _trainer_options, "proxy": _proxy_options}
     for kind, add in added.items():
-        options = kinds.add_parser(kind, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+        options = kinds.add_parser(kind, formatter_class=_Help, allow_abbrev=False)
         _listen_options(options)
         add(options)
     given = parser.parse_args(arguments)
     with ExitStack() as stack:
         {"engine": _engine, "relay": _relay, "trainer": _trainer, "proxy": _proxy}[given.kind](given, stack)
     return 0
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults beside the options that have one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, []) else super()._get_help_string(action)
 
 
 def _listen_options(options: argparse.ArgumentParser) -> None:
@@ -77,9 +84,11 @@ def _engine_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--model", type=Path, required=True, help="Hugging Face folder: architecture and tokenizer")
     options.add_argument("--model-name", default="rlloop", help="what OpenAI's clients call it")
     options.add_argument("--dtype", default="float32", help="as the trainer's model.dtype")
-    options.add_argument("--device", default="cpu")
+    options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     options.add_argument("--threads", type=int, help="of the CPU; default: all")
-    options.add_argument("--engine", choices=list(EngineKind), type=EngineKind, default=EngineKind.embedded)
+    options.add_argument(
+        "--engine", choices=list(EngineKind), type=EngineKind, default=EngineKind.embedded, help="what samples"
+    )
     options.add_argument("--page-size", type=int, default=16, help="tokens of a cache block")
     options.add_argument("--max-batch-tokens", type=int, default=8192, help="computed in one step")
     options.add_argument("--max-cache-tokens", type=int, help="of the key-value cache; default: what fits")

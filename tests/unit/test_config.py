@@ -82,7 +82,7 @@ def test_the_working_folder_comes_before_what_ships(working_folder, monkeypatch)
         ("rewards._target_=x", "no key rewards; did you mean reward?"),
         ("reward.weight=1", "add it by +reward.weight=1"),
         ("+trainer.num_step=1", "did you mean trainer.num_steps"),
-        ("+mine=1", "there is no key mine; there are seed"),
+        ("+qqq=1", "there is no key qqq; there are seed"),
         ("trainer.zzz=1", "there are trainer.num_steps, trainer.lr"),
         ("trainer.lr=fast", "trainer.lr=fast: Value 'fast'"),
         ("trainer.schedule=wavy", "expected one of [constant, linear, cosine]"),
