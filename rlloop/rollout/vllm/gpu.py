@@ -47,7 +47,7 @@ class GpuStore(PagedStore):
     """vLLM 0.26 assigns the cache, in the shape that the backend names: [blocks, block_size, heads, width]."""
 
     @property
-    def kv_cache(self) -> Tensor:
+    def kv_cache(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.rows
 
     @kv_cache.setter
