@@ -73,6 +73,15 @@ def _listen(given: argparse.Namespace) -> Listen:
     return Listen(given.host, given.port, token, given.certificate, given.key, given.max_body)
 
 
+def _made(folder: Path, option: str) -> Path:
+    """The folder, which is made where it is new. Raises `ConfigError` where it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option}: the folder {folder} cannot be made: {error.strerror}") from None
+    return folder
+
+
 def _announce(kind: str) -> Callable[[str], None]:
     return lambda url: print(f"rlloop {kind}: {url}", flush=True)
 
@@ -239,7 +248,8 @@ def _relay(given: argparse.Namespace, stack: ExitStack) -> None:
 
     listen = _listen(given)
     upstream = _open(given.upstream, listen.token, given.ca_file)
-    serve(relay_app(CachingStore(upstream, given.cache, given.cache_bytes)), listen, _announce("relay"))
+    cache = _made(given.cache, f"--cache {given.cache}")
+    serve(relay_app(CachingStore(upstream, cache, given.cache_bytes)), listen, _announce("relay"))
 
 
 # ------------------------------------------------------------------------------------------------ trainer
@@ -267,9 +277,14 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
     engines: dict[str, list[str]] = {}
     for text in given.engine:
         region, _, url = text.partition("=")
+        if not url:
+            raise ConfigError(f"--engine is {text!r}; it must be REGION=URL, such as eu=http://10.0.0.2:8000")
         engines.setdefault(region, []).append(url)
     ca_file = None if given.ca_file is None else str(given.ca_file)
     fleet = FleetConfig(FleetKind.regions, engines=engines, patience=given.patience, ca_file=ca_file)
+    _made(given.signing_key.parent, f"--signing-key {given.signing_key}")
+    if "://" not in given.store:
+        _made(Path(given.store), f"--store {given.store}")
     store = open_store(given.store)
     publishing = Publishing(store, load_or_make_key(given.signing_key), given.run_id, given.anchor_every)
     router = open_router(fleet, _print_event, token=listen.token, holder=given.run_id, term=publishing.term)

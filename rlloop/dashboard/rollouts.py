@@ -55,6 +55,7 @@ ORDERS = {
     "advantage": "abs(advantage) DESC",
 }
 KINDS = ("trained", "rejected", "dropped")
+FEW = 10_000  # completions that are sorted when asked for
 SHOWN = 100  # characters of a prompt's end and a completion's beginning that a list shows
 
 
@@ -195,8 +196,9 @@ class RolloutIndex:
             else:
                 where = " WHERE " + " AND ".join(f"{name} = :{name}" for name in given)
                 total = database.execute(f"SELECT count(*) FROM rollouts{where}", given).fetchone()[0]
+            query = page_query(list(given), order, few=total <= FEW)
             window = {**given, "limit": limit, "offset": offset}
-            found = database.execute(f"{page_query(list(given), order)} LIMIT :limit OFFSET :offset", window).fetchall()
+            found = database.execute(f"{query} LIMIT :limit OFFSET :offset", window).fetchall()
         return {"total": int(total), "rows": [dict(zip(COLUMNS, row, strict=True)) for row in found]}
 
     def _read_if_new(self, step: int) -> None:
@@ -221,13 +223,13 @@ class RolloutIndex:
         return None if found is None else msgspec.json.decode(found)
 
 
-def page_query(given: Sequence[str], order: str) -> str:
+def page_query(given: Sequence[str], order: str, few: bool = False) -> str:
     """The query behind a page, such that SQLite needs neither read nor sort the whole table: it finds a step by its
-    key, and the worst of a kind by that kind's index; in any other order it walks that order's index and leaves out
-    what does not fit. The `+` keeps a condition from choosing the index."""
+    key, and the worst of a kind, or the `few` that fit, by their index; in any other order it walks that order's index
+    and leaves out what does not fit. The `+` keeps a condition from choosing the index."""
 
     def condition(name: str) -> str:
-        led = name == "step" or ("step" not in given and order == "worst")
+        led = name == "step" or ("step" not in given and (few or order == "worst"))
         return f"{'' if led else '+'}{name} = :{name}"
 
     where = f" WHERE {' AND '.join(map(condition, given))}" if given else ""
