@@ -3,7 +3,7 @@
     python benchmarks/readme.py            # rewrites README.md from benchmarks/results/NAME.json
     python benchmarks/readme.py --check    # exit code 1 where README.md says anything else
 
-`NAME:text` takes only the records whose name contains the text.
+`NAME:text&other` takes only the records whose name contains both.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ BLOCK = re.compile(r"(<!-- figures: (.+?) -->\n).*?(<!-- end of figures -->)", r
 
 
 def records(name: str) -> list[dict[str, Any]]:
-    file, _, part = name.partition(":")
-    return [each for each in json.loads((RESULTS / f"{file}.json").read_text()) if part in each["name"]]
+    file, _, texts = name.partition(":")
+    found = json.loads((RESULTS / f"{file}.json").read_text())
+    return [each for each in found if all(text in each["name"] for text in texts.split("&"))]
 
 
 def table(names: list[str]) -> str:
