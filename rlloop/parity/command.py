@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +117,10 @@ def _bisect(
     ours, theirs = (a, scored[1]) if isinstance(a, Definition) else (b, scored[0])
     if not isinstance(ours, Definition):
         return first, [], note
-    nearest = ours.with_profile(NumericsProfile.preset("huggingface"))
-    return first, knobs(nearest, ours.model.profile, sequences, theirs), note
+    nearest = NumericsProfile.preset("huggingface")
+    if ours.model.indexed_layers():  # sparse attention reads latents, so theirs has no counterpart here
+        nearest = replace(nearest, latent=ours.model.profile.latent)
+    return first, knobs(ours.with_profile(nearest), ours.model.profile, sequences, theirs), note
 
 
 def _prompts_for(text: str, given: list[Tokens] | None, count: int, length: int) -> list[Tokens]:

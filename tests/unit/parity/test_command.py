@@ -55,6 +55,20 @@ def test_engine_and_trainer_and_a_stock_knob(tmp_path: Path) -> None:
     assert {knob["name"]: knob["alone"] > 0 for knob in report["knobs"]} == {"rms_norm": True, "combine": False}
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_the_preset_huggingface_has_transformers_bits(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16)
+    sides = f"transformers:{tmp_path / 'model'}", f"{tmp_path / 'model'}@huggingface"
+    assert main(["parity", *sides, "--dtype", "bfloat16", "--require", *SMALL]) == 0
+
+
+def test_sparse_attention_beside_transformers(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", "deepseek_v32")
+    _, report = parity(tmp_path, f"transformers:{tmp_path / 'model'}", tmp_path / "model", *SMALL)
+    assert 0 < report["by_type"]["all"]["k3"] < 1e-6
+    assert {knob["name"] for knob in report["knobs"]} >= {"linear", "indexer", "attention"}
+
+
 def test_logprobs_of_another_stack_with_labels_of_its_own(tmp_path: Path) -> None:
     folder, file = tmp_path / "model", tmp_path / "theirs.jsonl"
     make_checkpoint(folder)
