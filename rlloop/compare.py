@@ -46,6 +46,11 @@ def compare(paths: Sequence[Path], output: Path | None = None) -> None:
     """
     if output is not None and output.suffix not in (".png", ".html"):
         raise ConfigError(f"-o is {str(output)!r}; it must end in .html or .png")
+    if output is not None:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"-o is {str(output)!r}; its folder cannot be made: {error.strerror}") from None
     runs = [Run.read(run) for path in paths for run in _runs_in(path)]
     if len(runs) < 2:
         raise ConfigError(f"{', '.join(map(str, paths))} is one run; name another one to compare it with")
@@ -147,7 +152,6 @@ def _write(
 ) -> list[Path]:
     from rlloop.study_plots import draw_arms, draw_doses  # matplotlib takes a second to import
 
-    output.parent.mkdir(parents=True, exist_ok=True)
     curves = draw_arms(arms)
     if output.suffix == ".png":
         output.write_bytes(curves)

@@ -184,7 +184,7 @@ class FsspecStore:
             raise ConfigError(f"the store {url!r} needs fsspec: pip install 'rlloop[stores]'") from None
         try:
             self._files, self.path = fsspec.core.url_to_fs(url, **options)
-        except (ImportError, ValueError) as error:
+        except (ImportError, ValueError, OSError) as error:
             raise ConfigError(f"the store {url!r} is of no kind that fsspec can open here: {error}") from None
         self.url = url
 

@@ -194,6 +194,8 @@ def test_mistakes_end_by_name_before_a_folder_is_made(rlloop, tmp_path, override
         (["verify", "nosuch"], "there is no run nosuch"),
         (["compare", "nosuch", "other"], "there is no run nosuch"),
         (["verify", "recipes"], "recipes is not a run's folder"),
+        (["compare", "a", "b", "-o", "/dev/null/report.html"], "its folder cannot be made: "),
+        (["serve", "relay", "--upstream", "http://127.0.0.1:1", "--cache", "/dev/null/c"], "folder /dev/null/c cannot"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(rlloop, arguments, says):
