@@ -33,6 +33,7 @@ class ProfileConfig:
     experts: str = "rlloop"
     combine: str = "rlloop"
     indexer: str = "rlloop"
+    recurrent: str = "rlloop"
     expert_combine: str = "fp32_once"
     router_logits: str = "float32"
     latent: str = "absorbed"
@@ -56,6 +57,7 @@ class RolloutProfile:
     experts: str | None = None
     combine: str | None = None
     indexer: str | None = None
+    recurrent: str | None = None
     expert_combine: str | None = None
     router_logits: str | None = None
     latent: str | None = None

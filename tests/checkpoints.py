@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from transformers import (
     DeepseekV32Config,
     GlmMoeDsaConfig,
     LlamaConfig,
+    MiniMaxM2Config,
+    NemotronHConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -52,6 +56,19 @@ MIXTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "glm_moe_dsa": (GlmMoeDsaConfig, {
         **LATENT, **INDEXER, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"],
     }),
+    "minimax_m2": (MiniMaxM2Config, {
+        "num_experts_per_tok": 2, "num_local_experts": 8, "intermediate_size": 24, "head_dim": 16, "rotary_dim": 8,
+    }),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, {
+        **MIXTURE, "head_dim": 32, "num_experts": 8, "shared_expert_intermediate_size": 20, "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    }),
+    "nemotron_h": (NemotronHConfig, {
+        **MIXTURE, "head_dim": 16, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "ssm_state_size": 12, "mamba_num_heads": 4, "mamba_head_dim": 20, "n_groups": 2, "n_routed_experts": 8,
+        "moe_shared_expert_intermediate_size": 20, "moe_latent_size": 32,
+    }),
 }  # fmt: skip
 EVERY = {**FAMILIES, **MIXTURES}
 SIZES = {
@@ -68,6 +85,19 @@ SIZES = {
 }
 
 
+OURS = ((".mlp.e_score", ".mlp.gate.e_score"), (".embeddings.", ".embed_tokens."), (".norm_f.", ".norm."))
+
+
+def by_our_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers holds in memory, by the names that rlloop holds it under."""
+    named = {}
+    for name, tensor in tensors.items():
+        for theirs, ours in OURS:
+            name = name.replace(theirs, ours)
+        named[name] = tensor
+    return named
+
+
 def random_model(family: str = "qwen3", *, seed: int = 0, **config: Any) -> PreTrainedModel:
     """transformers' own model, float32. Every parameter is random: norms and biases are not ones and zeros."""
     make, own = EVERY[family]
@@ -82,7 +112,8 @@ def random_model(family: str = "qwen3", *, seed: int = 0, **config: Any) -> PreT
             elif ".gate.weight" in name:
                 parameter.copy_(noise * 4 / parameter.shape[-1] ** 0.5)
             elif "norm" in name:
-                parameter.copy_(1 + 0.2 * noise)
+                centred = family == "qwen3_5_moe" and "linear_attn" not in name  # stored as what is added to 1
+                parameter.copy_((0 if centred else 1) + 0.2 * noise)
             elif "embed_tokens" in name or "lm_head" in name:
                 parameter.copy_(0.4 * noise)
             else:

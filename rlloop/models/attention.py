@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from rlloop.models.parts import Linear, Step, Weight
+from rlloop.models.parts import Linear, Norm, Step
 from rlloop.models.shape import ModelConfig
+from rlloop.numerics.ops import Ops
 
 
 class Attention(nn.Module):
@@ -14,24 +16,44 @@ class Attention(nn.Module):
         self.layer, self.eps = layer, config.rms_norm_eps
         self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, width, config.qkv_bias)
+        self.output_gate = config.output_gate
+        self.q_proj = Linear(config.hidden_size, (1 + config.output_gate) * width, config.qkv_bias)
         self.k_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
         self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
         self.o_proj = Linear(width, config.hidden_size, config.output_bias)
-        self.q_norm = Weight(config.head_dim) if config.qk_norm else None
-        self.k_norm = Weight(config.head_dim) if config.qk_norm else None
+        self.whole_norm, self.rope_dim = config.whole_norm, config.rope_dim
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = Norm(width if config.whole_norm else config.head_dim, config.centred_norms)
+            self.k_norm = Norm(kv_width if config.whole_norm else config.head_dim, config.centred_norms)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops = step.ops
-        q, k, v = (
-            project(x, ops).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, _ = ops.rms_norm(q, self.q_norm.weight, self.eps)
-            k, _ = ops.rms_norm(k, self.k_norm.weight, self.eps)
-        q, k = ops.rope(q, step.positions, *step.rope), ops.rope(k, step.positions, *step.rope)
+        q, k, v = (project(x, ops) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.output_gate:  # each head's query, then its gate
+            q, gate = (part.flatten(1) for part in q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1))
+        else:
+            gate = None
+        q, k = self._normed(q, self.q_norm, ops), self._normed(k, self.k_norm, ops)
+        q, k, v = self._rotated(q, step), self._rotated(k, step), v.unflatten(-1, (-1, self.head_dim))
         keys, values = (k, v) if step.cache is None else step.cache.write(self.layer, k=k, v=v)
-        return self.o_proj(ops.attention(q, keys, values, step.layout, self.scale).flatten(1), ops)
+        read = ops.attention(q, keys, values, step.layout, self.scale).flatten(1)
+        return self.o_proj(read if gate is None else ops.sigmoid_mul(gate, read), ops)
+
+    def _normed(self, x: Tensor, norm: Norm | None, ops: Ops) -> Tensor:
+        """[T, heads * head_dim] -> [T, heads, head_dim]"""
+        heads = x.unflatten(-1, (-1, self.head_dim))
+        if norm is None:
+            return heads
+        if self.whole_norm:
+            return ops.rms_norm(x, norm.scale, self.eps)[0].unflatten(-1, (-1, self.head_dim))
+        return ops.rms_norm(heads, norm.scale, self.eps)[0]
+
+    def _rotated(self, x: Tensor, step: Step) -> Tensor:
+        if not self.rope_dim:
+            return x
+        turned = step.ops.rope(x[..., : self.rope_dim], step.positions, *step.rope)
+        return turned if self.rope_dim == self.head_dim else torch.cat((turned, x[..., self.rope_dim :]), dim=-1)
 
 
 def cache_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

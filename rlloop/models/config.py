@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlloop.errors import ModelError
-from rlloop.models.families import FAMILIES, Family
+from rlloop.models.families import FAMILIES, IMAGE_ROPE, PARTIAL, Family
 from rlloop.models.keys import INERT, Keys, read_json
 from rlloop.models.ropes import read_rope
 from rlloop.models.shape import (
@@ -39,7 +39,6 @@ __all__ = [
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_dropout": 0,
-    "partial_rotary_factor": 1,
     "rope_interleaved": False,
     "use_mrope": False,
     "is_encoder_decoder": False,
@@ -77,22 +76,28 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
     for name, allowed in FIXED.items():
         keys.fixed(name, allowed)
     hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads")
-    num_layers, vocab_size = keys.count("num_hidden_layers"), keys.count("vocab_size")
+    blocks = raw.get("layers_block_type") or raw.get("hybrid_override_pattern") or ()  # Nemotron's count for themselves
+    num_layers, vocab_size = keys.count("num_hidden_layers", len(blocks) or None), keys.count("vocab_size")
     max_positions = keys.count("max_position_embeddings")
-    rope = read_rope(keys, max_positions)
+    rope = read_rope(keys, max_positions, IMAGE_ROPE.get(family, ()))
     eos_in_config = keys.take("eos_token_id", None)
+    own = {"rope": rope, **family(keys, hidden_size, num_heads, num_layers, rope)}
+    if "intermediate_size" not in own:
+        own["intermediate_size"] = keys.count("intermediate_size")
+    if "tied" not in own:
+        own["tied"] = keys.flag("tie_word_embeddings", False)
+    if "rms_norm_eps" not in own:
+        own["rms_norm_eps"] = keys.number("rms_norm_eps", 1e-6)
+    if own["rope"].share != 1 and family not in PARTIAL:
+        keys.refuse("partial_rotary_factor", own["rope"].share, f"1 for {architecture}")
     config = ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=keys.count("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        **family(keys, hidden_size, num_heads, num_layers, rope),
-        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
-        rope=rope,
+        **own,
         max_positions=max_positions,
-        tied=keys.flag("tie_word_embeddings", False),
         initializer_range=keys.number("initializer_range", 0.02),
         eos_token_ids=_token_ids(eos_in_config if eos_token_id is None else eos_token_id, vocab_size),
         raw=dict(raw),

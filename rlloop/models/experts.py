@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rlloop.models.parts import Mlp, Step
+from rlloop.models.parts import Linear, Mlp, PlainMlp, Step
 from rlloop.models.shape import MixtureConfig, ModelConfig
 
 BIAS = "e_score_correction_bias"  # float32 whatever the model is cast to, and moved by no gradient
@@ -42,8 +42,18 @@ class Experts(nn.Module):
 
     def __init__(self, config: MixtureConfig, hidden_size: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.expert_size, hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.expert_size))
+        count, size = config.num_experts, config.expert_size
+        if config.gated:
+            self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * size, hidden_size))
+        else:
+            self.up_proj = nn.Parameter(torch.empty(count, size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden_size, size))
+        self.gated = config.gated
+
+    def forward(self, x: Tensor, chosen: Tensor, step: Step) -> Tensor:
+        """x [T, D], chosen [T, k] -> [T, k, D]"""
+        up = self.gate_up_proj if self.gated else self.up_proj
+        return step.ops.experts(x, up, self.down_proj, chosen, self.gated)
 
 
 class Mixture(nn.Module):
@@ -51,12 +61,31 @@ class Mixture(nn.Module):
 
     def __init__(self, config: ModelConfig, mixture: MixtureConfig, place: int) -> None:
         super().__init__()
-        self.experts = Experts(mixture, config.hidden_size)
-        self.gate = Router(mixture, config.hidden_size, place)
-        self.shared_experts = Mlp(config.hidden_size, mixture.shared_size) if mixture.shared_size else None
+        width, size = config.hidden_size, mixture.shared_size
+        self.experts = Experts(mixture, mixture.latent_size or width)
+        self.gate = Router(mixture, width, place)
+        self.shared_experts = self.shared_expert = self.shared_expert_gate = None
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if mixture.shared_gate:
+            self.shared_expert, self.shared_expert_gate = Mlp(width, size), Linear(width, 1)
+        elif size:
+            self.shared_experts = Mlp(width, size) if mixture.gated else PlainMlp(width, size, config.mlp_bias)
+        if mixture.latent_size is not None:
+            self.fc1_latent_proj = Linear(width, mixture.latent_size, config.mlp_bias)
+            self.fc2_latent_proj = Linear(mixture.latent_size, width, config.mlp_bias)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         weights, chosen = self.gate(x, step)
-        made = step.ops.experts(x, self.experts.gate_up_proj, self.experts.down_proj, chosen)
-        shared = None if self.shared_experts is None else self.shared_experts(x, step)
-        return step.ops.combine(made, chosen, weights, shared)
+        shared = self._shared(x, step)
+        if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
+            return step.ops.combine(self.experts(x, chosen, step), chosen, weights, shared)
+        made = self.experts(self.fc1_latent_proj(x, step.ops), chosen, step)
+        out = self.fc2_latent_proj(step.ops.combine(made, chosen, weights), step.ops)
+        return out if shared is None else out + shared
+
+    def _shared(self, x: Tensor, step: Step) -> Tensor | None:
+        """What the expert says that every token goes to."""
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            said = self.shared_expert(x, step)
+            return step.ops.sigmoid_mul(self.shared_expert_gate(x, step.ops).expand_as(said), said)
+        return None if self.shared_experts is None else self.shared_experts(x, step)

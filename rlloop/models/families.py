@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from rlloop.models.keys import Keys
-from rlloop.models.shape import IndexerConfig, LatentConfig, MixtureConfig, RopeConfig, YarnScaling
+from rlloop.models.shape import (
+    DeltaConfig,
+    IndexerConfig,
+    LatentConfig,
+    MambaConfig,
+    MixtureConfig,
+    RopeConfig,
+    YarnScaling,
+)
 from rlloop.numerics.routing import Routing
 
 Own = dict[str, Any]  # arguments of ModelConfig
@@ -154,6 +163,157 @@ def _glm_sparse(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, r
     return _sparse(keys, num_layers, own, interleaved=True, indexed=indexed)
 
 
+def _minimax(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
+    _full_attention(keys, num_layers)
+    for name, allowed in (
+        ("use_qk_norm", True), ("qk_norm_type", "per_layer"), ("use_routing_bias", True), ("scoring_func", "sigmoid"),
+        ("shared_intermediate_size", 0), ("attn_type_list", [1] * num_layers),
+    ):  # fmt: skip
+        keys.fixed(name, allowed)
+    keys.take("router_jitter_noise", None)  # of transformers' own training; a policy that is noisy has no logprobs
+    for name in ("auto_map", "shared_moe_mode", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"):
+        keys.take(name, None)
+    head_dim, size = keys.count("head_dim", hidden_size // num_heads), keys.count("intermediate_size")
+    if keys.has("rotary_dim"):  # what released checkpoints have in place of the share
+        share = keys.count("rotary_dim") / head_dim
+        if rope.share not in (1, share) or share > 1:
+            keys.refuse("rotary_dim", share * head_dim, f"{rope.share * head_dim:g}, as partial_rotary_factor says")
+        rope = dataclasses.replace(rope, share=share)
+    routing = Routing(top_k=keys.count("num_experts_per_tok"), score="sigmoid", normalise=True)
+    count = keys.count("num_experts" if keys.has("num_experts") else "num_local_experts")
+    mixture = MixtureConfig(count, size, routing, tuple(range(num_layers)), bias=True, exact_gate=True)
+    _check_routing(keys, mixture)
+    return {
+        "num_kv_heads": keys.count("num_key_value_heads"),
+        "head_dim": head_dim,
+        "qk_norm": True,
+        "whole_norm": True,
+        "qkv_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "intermediate_size": size,
+        "rope": rope,
+        "mixture": mixture,
+    }
+
+
+def _qwen35_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
+    """Qwen3.5: three gated delta networks to one attention layer, and a gate on the shared expert."""
+    keys.fixed("attn_output_gate", True)
+    for name in ("intermediate_size", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"):
+        keys.take(name, None)
+    every, kinds = keys.take("full_attention_interval", 4), keys.take("layer_types", None)
+    if kinds is None:
+        kinds = ["full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(num_layers)]
+    if len(kinds) != num_layers or not {*kinds} <= {"full_attention", "linear_attention"}:
+        keys.refuse("layer_types", kinds, f"full_attention or linear_attention for each of {num_layers} layers")
+    delta = DeltaConfig(
+        num_heads=keys.count("linear_num_value_heads", 32),
+        num_key_heads=keys.count("linear_num_key_heads", 16),
+        key_dim=keys.count("linear_key_head_dim", 128),
+        value_dim=keys.count("linear_value_head_dim", 128),
+        conv_width=keys.count("linear_conv_kernel_dim", 4),
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
+    )
+    if delta.num_heads % delta.num_key_heads:
+        keys.refuse("linear_num_value_heads", delta.num_heads, f"a multiple of {delta.num_key_heads} key heads")
+    mixture = MixtureConfig(
+        num_experts=keys.count("num_experts"),
+        expert_size=keys.count("moe_intermediate_size"),
+        routing=Routing(top_k=keys.count("num_experts_per_tok"), normalise=True),
+        layers=tuple(range(num_layers)),
+        shared_size=keys.count("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    _check_routing(keys, mixture)
+    bias = keys.flag("attention_bias", False)
+    return {
+        "num_kv_heads": keys.count("num_key_value_heads"),
+        "head_dim": keys.count("head_dim", 256),
+        "qk_norm": True,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": False,
+        "intermediate_size": mixture.expert_size,
+        "output_gate": True,
+        "centred_norms": True,
+        "mixture": mixture,
+        "delta": delta,
+    }
+
+
+BLOCKS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+OLDER_BLOCKS = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def _nemotron(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
+    """Nemotron 3: Mamba-2, attention without a rope, and experts without gates that may work on latents."""
+    for name, allowed in (
+        ("attention_bias", False), ("hidden_dropout", 0), ("residual_in_fp32", False), ("mamba_hidden_act", "silu"),
+        ("mlp_hidden_act", "relu2"), ("sliding_window", None),
+    ):  # fmt: skip
+        keys.fixed(name, allowed)
+    for name in (
+        "auto_map", "num_logits_to_keep", "use_mamba_kernels", "expand", "time_step_max", "time_step_limit",
+        "time_step_floor", "chunk_size", "mamba_proj_bias", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
+        "n_shared_experts", "rescale_prenorm_residual", "mtp_layers_block_type", "mtp_hybrid_override_pattern",
+        "tie_word_embeddings",
+    ):  # fmt: skip
+        keys.take(name, None)
+    kinds, pattern = keys.take("layers_block_type", None), keys.take("hybrid_override_pattern", None)
+    kinds = [OLDER_BLOCKS.get(kind, kind) for kind in kinds or [BLOCKS.get(kind, kind) for kind in pattern or ""]]
+    if len(kinds) != num_layers or not {*kinds} <= {*BLOCKS.values()}:
+        keys.refuse("layers_block_type", kinds, f"one of {', '.join(BLOCKS.values())} for each of {num_layers} layers")
+    bias, inner = keys.flag("use_bias", False), keys.flag("mlp_bias", False)
+    mamba = MambaConfig(
+        num_heads=keys.count("mamba_num_heads", 128),
+        head_dim=keys.count("mamba_head_dim", 64),
+        num_groups=keys.count("n_groups", 8),
+        state_dim=keys.count("ssm_state_size", 128),
+        conv_width=keys.count("conv_kernel", 4),
+        conv_bias=keys.flag("use_conv_bias", True),
+        bias=bias,
+        least_step=keys.number("time_step_min", 0.001),
+    )
+    if mamba.num_heads % mamba.num_groups:
+        keys.refuse("mamba_num_heads", mamba.num_heads, f"a multiple of n_groups ({mamba.num_groups})")
+    routing = Routing(
+        top_k=keys.count("num_experts_per_tok", 2),
+        score="sigmoid",
+        groups=keys.count("n_group", 1),
+        top_groups=keys.count("topk_group", 1),
+        normalise=keys.flag("norm_topk_prob", True),
+        epsilon=1e-20,
+        scale=keys.number("routed_scaling_factor", 1.0),
+    )
+    mixture = MixtureConfig(
+        num_experts=keys.count("n_routed_experts", 8),
+        expert_size=keys.count("moe_intermediate_size", 7688),
+        routing=routing,
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "moe"),
+        shared_size=keys.count("moe_shared_expert_intermediate_size", 7688),
+        bias=True,
+        exact_gate=True,
+        gated=False,
+        latent_size=keys.take("moe_latent_size", None),
+    )
+    _check_routing(keys, mixture)
+    return {
+        "num_kv_heads": keys.count("num_key_value_heads", num_heads),
+        "head_dim": keys.count("head_dim", 128),
+        "qk_norm": False,
+        "qkv_bias": False,
+        "output_bias": False,
+        "mlp_bias": inner,
+        "rms_norm_eps": keys.number("layer_norm_epsilon", 1e-5),
+        "rope": dataclasses.replace(rope, share=0.0),
+        "tied": False,  # whatever the file says, there as here
+        "blocks": tuple(kinds),
+        "mixture": mixture if mixture.layers else None,
+        "mamba": mamba,
+    }
+
+
 Family = Callable[[Keys, int, int, int, RopeConfig], Own]
 
 FAMILIES: dict[str, tuple[tuple[str, ...], Family]] = {  # architecture -> (model_types, what is its own)
@@ -164,7 +324,13 @@ FAMILIES: dict[str, tuple[tuple[str, ...], Family]] = {  # architecture -> (mode
     "DeepseekV3ForCausalLM": (("deepseek_v3", "kimi_k2"), _deepseek),
     "DeepseekV32ForCausalLM": (("deepseek_v32",), _deepseek_sparse),
     "GlmMoeDsaForCausalLM": (("glm_moe_dsa",), _glm_sparse),
+    "MiniMaxM2ForCausalLM": (("minimax_m2",), _minimax),
+    "Qwen3_5MoeForCausalLM": (("qwen3_5_moe_text",), _qwen35_moe),
+    "NemotronHForCausalLM": (("nemotron_h",), _nemotron),
 }
+PARTIAL: tuple[Family, ...] = (_minimax, _qwen35_moe, _nemotron)  # whose heads may have a rope in part
+# Of images: in a text all parts of a position are the same.
+IMAGE_ROPE: dict[Family, tuple[str, ...]] = {_qwen35_moe: ("mrope_section", "mrope_interleaved")}
 
 
 def _full_attention(keys: Keys, num_layers: int) -> None:

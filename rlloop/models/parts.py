@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlloop.models.routes import Routes
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import AttentionLayout, Carried
 from rlloop.numerics.ops import Ops
 
 
@@ -18,6 +18,10 @@ class Cache(Protocol):
 
     def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:
         """Puts this step's tensors [T, ...] into their slots; returns those whole stores [slots, ...], in order."""
+        ...
+
+    def carried(self, layer: int, name: str) -> Carried:
+        """What a recurrent layer keeps of this step's sequences."""
         ...
 
 
@@ -52,6 +56,31 @@ class Weight(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(*shape))
+
+
+class Norm(Weight):
+    """A norm whose weight may be stored as what is added to 1."""
+
+    def __init__(self, width: int, centred: bool) -> None:
+        super().__init__(width)
+        self.centred = centred
+
+    @property
+    def scale(self) -> Tensor:
+        weight = self.weight
+        return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if self.centred else weight
+
+
+class PlainMlp(nn.Module):
+    """Without a gate: `down relu(up x) ** 2`."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool) -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden_size, intermediate_size, bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        return self.down_proj(step.ops.relu_squared(self.up_proj(x, step.ops)), step.ops)
 
 
 class Mlp(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Self
 
 import torch
@@ -16,7 +16,7 @@ from rlloop.models.shape import Llama3Scaling, ModelConfig, RopeConfig, YarnScal
 ROPE_TYPES = ("default", "llama3", "yarn")
 
 
-def read_rope(keys: Keys, max_positions: int) -> RopeConfig:
+def read_rope(keys: Keys, max_positions: int, ignored: Iterable[str] = ()) -> RopeConfig:
     """Either spelling: `rope_theta` beside `rope_scaling`, or both inside `rope_parameters` (transformers 5)."""
     scaling, parameters = keys.take("rope_scaling", None), keys.take("rope_parameters", None)
     if scaling and parameters and scaling != parameters:
@@ -29,11 +29,14 @@ def read_rope(keys: Keys, max_positions: int) -> RopeConfig:
     kind = rope.take("rope_type", older_name)
     if kind not in ROPE_TYPES:
         rope.refuse("rope_type", kind, " or ".join(ROPE_TYPES))
-    if (share := rope.take("partial_rotary_factor", None)) not in (1, None):
-        rope.refuse("partial_rotary_factor", share, "1")
+    share = rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
+    for name in ignored:
+        rope.take(name, None)
+    if share > 1:
+        rope.refuse("partial_rotary_factor", share, "at most 1")
     scaled = {"llama3": _llama3, "yarn": _yarn}[kind](rope, max_positions) if kind != "default" else None
     rope.refuse_the_rest()
-    return RopeConfig(theta, scaled)
+    return RopeConfig(theta, scaled, share)
 
 
 def _llama3(rope: Keys, max_positions: int) -> Llama3Scaling:

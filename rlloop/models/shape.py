@@ -36,6 +36,7 @@ class YarnScaling:
 class RopeConfig:
     theta: float
     scaling: Llama3Scaling | YarnScaling | None = None
+    share: float = 1.0  # of a head's width: the first numbers have a rope, the others none; 0: no rope
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class MixtureConfig:
     shared_size: int = 0  # hidden width of the expert that every token goes to; 0: there is none
     bias: bool = False  # experts are ranked by their score plus a bias of their own
     exact_gate: bool = False  # the family's gate is float32 by definition
+    shared_gate: bool = False  # a gate says how much the shared expert counts
+    gated: bool = True  # experts are `down silu(gate) up`; else `down relu(up) ** 2`
+    latent_size: int | None = None  # experts read and write latents of the hidden state; None: the hidden state itself
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,32 @@ class LatentConfig:
     indexer: IndexerConfig | None = None
 
 
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Gated delta networks in place of attention."""
+
+    num_heads: int  # of values
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int  # how many inputs the short convolution reads
+    layers: tuple[int, ...]  # that have no attention
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """Mamba-2 layers."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int  # heads of one group share what they write to and read from
+    state_dim: int
+    conv_width: int
+    conv_bias: bool
+    bias: bool  # of the projections
+    least_step: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder: what `transformer.Model` is built from."""
@@ -89,6 +119,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     qk_norm: bool  # queries and keys are normed a head at a time, before the rope
+    whole_norm: bool = False  # they are normed over all heads at once
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     mlp_bias: bool
@@ -100,8 +131,20 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None
+    mamba: MambaConfig | None = None
+    blocks: tuple[str, ...] | None = None  # layers are one block each: linear_attention, full_attention, moe or mlp
+    output_gate: bool = False  # attention's output is gated by the hidden state
+    centred_norms: bool = False  # a norm's weight is what is added to 1
     raw: Mapping[str, Any] = field(repr=False, compare=False)  # config.json as it was
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        if self.blocks is not None:
+            return tuple(layer for layer, kind in enumerate(self.blocks) if kind == "full_attention")
+        without = () if self.delta is None else self.delta.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in without)
+
+    @property
     def rope_dim(self) -> int:
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return int(self.head_dim * self.rope.share) if self.latent is None else self.latent.rope_dim

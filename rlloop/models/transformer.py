@@ -20,7 +20,8 @@ from rlloop.models import attention, latent
 from rlloop.models.attention import Attention
 from rlloop.models.experts import Mixture
 from rlloop.models.latent import LatentAttention
-from rlloop.models.parts import Cache, Mlp, Step, Weight
+from rlloop.models.parts import Cache, Mlp, Norm, PlainMlp, Step, Weight
+from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable, rope_table
 from rlloop.models.routes import Routes
 from rlloop.models.shape import ModelConfig
@@ -35,10 +36,13 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.input_layernorm = Weight(config.hidden_size)
-        latent, mixture = config.latent, config.mixture
-        self.self_attn = Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
-        self.post_attention_layernorm = Weight(config.hidden_size)
+        self.input_layernorm = Norm(config.hidden_size, config.centred_norms)
+        latent, mixture, self.linear_attn = config.latent, config.mixture, None
+        if config.delta is not None and layer in config.delta.layers:
+            self.linear_attn = DeltaNet(config, config.delta, layer)
+        else:
+            self.self_attn = Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.centred_norms)
         if mixture is not None and layer in mixture.layers:
             self.mlp = Mixture(config, mixture, mixture.layers.index(layer))
         else:
@@ -47,10 +51,32 @@ class Layer(nn.Module):
     def forward(self, delta: Tensor, stream: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         """`delta` is what the layer below adds to `stream`; so is the first result to the second."""
         ops = step.ops
-        x, stream = ops.rms_norm(delta, self.input_layernorm.weight, self.eps, stream)
-        attended = self.self_attn(x, step)
-        x, stream = ops.rms_norm(attended, self.post_attention_layernorm.weight, self.eps, stream)
+        x, stream = ops.rms_norm(delta, self.input_layernorm.scale, self.eps, stream)
+        attended = self.self_attn(x, step) if self.linear_attn is None else self.linear_attn(x, step)
+        x, stream = ops.rms_norm(attended, self.post_attention_layernorm.scale, self.eps, stream)
         return self.mlp(x, step), stream
+
+
+class Block(nn.Module):
+    """A layer that is one thing only: attention, a recurrence, experts or an MLP (Nemotron)."""
+
+    def __init__(self, config: ModelConfig, kinds: tuple[str, ...], layer: int) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.norm = Norm(config.hidden_size, config.centred_norms)
+        kind = kinds[layer]
+        if kind == "linear_attention" and config.mamba is not None:
+            self.mixer = Mamba(config, config.mamba, layer)
+        elif kind == "full_attention":
+            self.mixer = Attention(config, layer)
+        elif kind == "moe" and config.mixture is not None:
+            self.mixer = Mixture(config, config.mixture, config.mixture.layers.index(layer))
+        else:
+            self.mixer = PlainMlp(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+    def forward(self, delta: Tensor, stream: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        x, stream = step.ops.rms_norm(delta, self.norm.scale, self.eps, stream)
+        return self.mixer(x, step), stream
 
 
 class Decoder(nn.Module):
@@ -59,8 +85,11 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
-        self.norm = Weight(config.hidden_size)
+        kinds = config.blocks
+        self.layers = nn.ModuleList(
+            Layer(config, layer) if kinds is None else Block(config, kinds, layer) for layer in range(config.num_layers)
+        )
+        self.norm = Norm(config.hidden_size, config.centred_norms)
 
 
 class Model(nn.Module):
@@ -106,10 +135,24 @@ class Model(nn.Module):
 
     def cache_spec(self) -> list[dict[str, tuple[int, ...]]]:
         """What each layer keeps of a token: name -> shape, in the order in which `Cache.write` returns the stores."""
-        config = self.config
-        if config.latent is None:
-            return [attention.cache_shapes(config) for _ in range(config.num_layers)]
-        return [latent.cache_shapes(config.latent, layer) for layer in range(config.num_layers)]
+        config, layers = self.config, range(self.config.num_layers)
+        if config.latent is not None:
+            return [latent.cache_shapes(config.latent, layer) for layer in layers]
+        attend = config.attention_layers
+        return [attention.cache_shapes(config) if layer in attend else {} for layer in layers]
+
+    def state_spec(self) -> list[dict[str, tuple[int, ...]]]:
+        """What each layer keeps of a sequence, whatever its length, in float32: nothing, unless it is recurrent."""
+        config, layers = self.config, range(self.config.num_layers)
+        if config.mamba is not None and config.blocks is not None:
+            return [mamba_states(config.mamba) if kind == "linear_attention" else {} for kind in config.blocks]
+        if config.delta is not None:
+            return [delta_states(config.delta) if layer in config.delta.layers else {} for layer in layers]
+        return [{} for _ in layers]
+
+    @property
+    def recurrent(self) -> bool:
+        return any(self.state_spec())
 
     def route_shape(self) -> tuple[int, int, int] | None:
         """(layers with experts, experts chosen a token, experts of a layer); None: the model has no router."""
@@ -166,4 +209,4 @@ class Model(nn.Module):
                 delta, stream = checkpoint(layer, delta, stream, step, use_reentrant=False)
             else:
                 delta, stream = layer(delta, stream, step)
-        return self.ops.rms_norm(delta, self.model.norm.weight, self.config.rms_norm_eps, stream)[0]
+        return self.ops.rms_norm(delta, self.model.norm.scale, self.config.rms_norm_eps, stream)[0]

@@ -14,7 +14,8 @@ from torch import Tensor
 from rlloop.errors import ConfigError, ModelError
 from rlloop.models.config import ModelConfig, parse_config, read_config
 from rlloop.models.experts import BIAS
-from rlloop.models.fused import places, stored_shapes, stored_state
+from rlloop.models.fused import places, stored_name, stored_shapes, stored_state
+from rlloop.models.parts import Norm
 from rlloop.models.stored import StoredWeights, write_single
 from rlloop.models.transformer import Model, RopeTable
 from rlloop.numerics.profile import NumericsProfile
@@ -48,6 +49,8 @@ def load_model(
         raise ConfigError(f"device is {str(device)!r}, and this machine has no CUDA device; use device=cpu")
     compute = _dtype(dtype)
     config = read_config(path)
+    if torch.device(device).type == "cuda" and (config.delta is not None or config.mamba is not None):
+        raise ConfigError(f"{config.architecture} has recurrent layers, whose kernels are for CPUs; use device=cpu")
     state = _read(config, Path(path), compute, torch.device(device))
     return _assemble(config, state, torch.device(device), profile, Path(path))
 
@@ -57,14 +60,20 @@ def new_model(
 ) -> Model:
     """A randomly initialised model for `config`, the content of a config.json; the same seed gives the same bits.
 
-    Matrices are normal with the configuration's `initializer_range`, norms 1, biases 0, as transformers does.
+    Matrices are normal with the configuration's `initializer_range`, norms 1 (0 where they are added to 1), biases 0,
+    steps of recurrent layers 1 and their rates the numbers of the heads, much as transformers does.
     """
     compute = _dtype(dtype)
     parsed = parse_config(config)
+    with torch.device("meta"):
+        modules = Model(parsed).named_modules()
+    centred = {f"{name}.weight" for name, module in modules if isinstance(module, Norm) and module.centred}
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, shape in _shapes(parsed).items():
-        if name.endswith("bias"):
+        if name.endswith("A_log"):
+            tensor = torch.log(torch.arange(1.0, shape[0] + 1))
+        elif (name.endswith("bias") and not name.endswith("dt_bias")) or name in centred:
             tensor = torch.zeros(shape)
         elif len(shape) == 1:
             tensor = torch.ones(shape)
@@ -107,12 +116,12 @@ def save_model(
     _check(config, found, _shapes(config), "the state to save")
     folder.mkdir(parents=True, exist_ok=True)
     if source is None:
-        write_single(folder, stored_state(state))
+        write_single(folder, stored_state(state, config.architecture))
     else:
         stored = StoredWeights.open(source)
         if config.tied and HEAD in stored.tensors:
             state[HEAD] = state[EMBEDDING]
-        stored.write(folder, _as_stored(stored_state(state), stored))
+        stored.write(folder, _as_stored(stored_state(state, config.architecture), stored))
         if not folder.samefile(source):
             for name in COMPANIONS:
                 if (source / name).is_file():
@@ -134,13 +143,13 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: 
     """By parameter name; nothing is read before names and shapes are known to fit."""
     stored, shapes = StoredWeights.open(folder), _shapes(config)
     found = {name: tensor.shape for name, tensor in stored.tensors.items()}
-    _check(config, found, stored_shapes(shapes), str(folder))
-    where = {name: place for name, place, _ in places(shapes)}
+    _check(config, found, stored_shapes(shapes, config.architecture), str(folder))
+    where = {name: place for name, place, _ in places(shapes, config.architecture)}
     state: dict[str, Tensor] = {}
     for name, tensor in stored.read():
         kind, place = _compute(name, dtype) or tensor.dtype, where.get(name)
         if place is None or place.expert is None:
-            state[name] = tensor.to(device=device, dtype=kind, copy=True)
+            state[name if place is None else place.parameter] = tensor.to(device=device, dtype=kind, copy=True)
         else:
             if place.parameter not in state:
                 state[place.parameter] = torch.empty(shapes[place.parameter], dtype=kind, device=device)
@@ -171,7 +180,8 @@ def _as_stored(state: Mapping[str, Tensor], stored: StoredWeights) -> dict[str, 
 def _check(
     config: ModelConfig, found: Mapping[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str
 ) -> None:
-    allowed = {**expected, HEAD: expected[EMBEDDING]}  # where the two are tied, some checkpoints store both
+    embedding = stored_name(EMBEDDING, config.architecture) if EMBEDDING not in expected else EMBEDDING
+    allowed = {**expected, HEAD: expected[embedding]}  # where the two are tied, some checkpoints store both
     if unknown := sorted(found.keys() - allowed.keys()):
         raise ModelError(f"{where} has tensors that {config.architecture} does not know: {_some(unknown)}")
     if missing := sorted(expected.keys() - found.keys()):

@@ -39,6 +39,12 @@ class DriftedOps(Ops):
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return self._stored(super().silu_mul(gate, up))
 
+    def sigmoid_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self._stored(super().sigmoid_mul(gate, up))
+
+    def relu_squared(self, x: Tensor) -> Tensor:
+        return self._stored(super().relu_squared(x))
+
     def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self._stored(super().rope(x, positions, cos, sin))
 
@@ -53,9 +59,9 @@ class DriftedOps(Ops):
     def head_linear(self, x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
         return self._stored(super().head_linear(x, weight, by_row))
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
+    def experts(self, x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool = True) -> Tensor:
         entering = rounded_activation(x, "fp8") if self._activations == "fp8" else x
-        return self._stored(super().experts(entering, gate_up, down, chosen))
+        return self._stored(super().experts(entering, up, down, chosen, gated))
 
     def combine(self, slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
         return self._stored(super().combine(slots, chosen, weights, shared))

@@ -11,15 +11,19 @@ from torch import Tensor
 
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.stock import (
+    causal_conv,
     head_linear,
     index_weights,
     layer_norm,
     linear,
     logits,
+    recurrent_gates,
     route,
     router_logits,
     sample,
+    scan,
     select,
+    sigmoid_mul,
     silu_mul,
     slots_of,
     sparse_attention,
@@ -28,6 +32,7 @@ from rlloop.numerics.stock import (
 
 __all__ = [
     "attention",
+    "causal_conv",
     "combine",
     "experts",
     "head_linear",
@@ -35,12 +40,15 @@ __all__ = [
     "layer_norm",
     "linear",
     "logits",
+    "recurrent_gates",
     "rms_norm",
     "rope",
     "route",
     "router_logits",
     "sample",
+    "scan",
     "select",
+    "sigmoid_mul",
     "silu_mul",
     "sparse_attention",
     "token_logprob",
@@ -81,13 +89,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: f
     return torch.cat(outs)
 
 
-def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
+def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool) -> Tensor:
     """One expert after the other, its tokens in the order of their slots."""
     made = x.new_zeros(*chosen.shape, down.shape[1])
     for expert in chosen.unique().tolist():
         slot, token = torch.where((chosen == expert).T)
-        gate, up = torch.nn.functional.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
-        out = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down[expert])
+        inner = torch.nn.functional.linear(x[token], up[expert])
+        inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else inner.relu().square()
+        out = torch.nn.functional.linear(inner, down[expert])
         made = made.index_put((token, slot), out)
     return made
 

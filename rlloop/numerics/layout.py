@@ -52,6 +52,17 @@ class AttentionLayout:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """What a recurrent layer keeps of each sequence from one step of an engine to the next, in float32.
+
+    Sequence s of a layout finds its own at `store[rows[s]]`, unless it begins (its context is 0), and leaves it there.
+    """
+
+    store: torch.Tensor  # [R, ...] float32
+    rows: torch.Tensor  # [S] int64, no two alike
+
+
+@dataclass(frozen=True)
 class LogitsWarp:
     """How each of T rows of logits becomes the distribution sampled from; see `rlloop.SamplingParams` for the order.
 

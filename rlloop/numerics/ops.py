@@ -12,7 +12,7 @@ from types import ModuleType
 from torch import Tensor
 
 from rlloop.numerics import logprob, reference, stock
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, Carried, LogitsWarp
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.numerics.routing import Routing
 
@@ -45,6 +45,14 @@ def _indexer_backend(name: str) -> ModuleType:
     return _backend(name)
 
 
+def _recurrent_backend(name: str) -> ModuleType:
+    if name == "rlloop":
+        from rlloop.numerics.cpu import recurrent
+
+        return recurrent
+    return _backend(name)
+
+
 def _logprob_backend(name: str) -> ModuleType:
     return logprob if name == "rlloop" else _backend(name)
 
@@ -74,6 +82,14 @@ class Ops:
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """`silu(gate) * up`. [T, F] each -> [T, F]."""
         return self._silu_mul(gate, up)
+
+    def sigmoid_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """`sigmoid(gate) * up`. Two tensors of one shape."""
+        return _backend(self.profile.activation).sigmoid_mul(gate, up)
+
+    def relu_squared(self, x: Tensor) -> Tensor:
+        """`max(x, 0) ** 2`, the same in every implementation: one exact choice and one rounded product a number."""
+        return x.relu().square()
 
     def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary embedding, halves paired. x [T, H, D], positions [T] int64, tables [P, D / 2] float32 -> [T, H, D]."""
@@ -110,12 +126,12 @@ class Ops:
         """
         return _mixture_backend(self.profile.router).route(logits, bias, routing, given)
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
-        """What each chosen expert makes of its tokens: `down @ silu_mul(gate, up)`.
+    def experts(self, x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool = True) -> Tensor:
+        """What each chosen expert makes of its tokens: `down @ silu_mul(gate, up)`, or `down @ relu_squared(up)`.
 
-        x [T, D], gate_up [E, 2F, D], down [E, D, F], chosen [T, k] -> [T, k, D].
+        x [T, D], up [E, 2F, D] with the gate first (not gated: [E, F, D]), down [E, D, F], chosen [T, k] -> [T, k, D].
         """
-        return _mixture_backend(self.profile.experts).experts(x, gate_up, down, chosen)
+        return _mixture_backend(self.profile.experts).experts(x, up, down, chosen, gated)
 
     def combine(self, slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
         """The experts' weighted sum, in ascending order of expert, then `shared` [T, D]. slots [T, k, D] -> [T, D].
@@ -125,6 +141,33 @@ class Ops:
         return _mixture_backend(self.profile.combine).combine(
             slots, chosen, weights, shared, self.profile.expert_combine == "bf16_each"
         )
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, layout: AttentionLayout, states: Carried | None
+    ) -> Tensor:
+        """Each channel's last K inputs, weighed, oldest first. x [T, C], weight [C, 1, K], bias [C] -> [T, C] float32.
+
+        `states` [R, K - 1, C]: the inputs that a sequence ends with.
+        """
+        return _recurrent_backend(self.profile.recurrent).causal_conv(x, weight, bias, layout, states)
+
+    def recurrent_gates(self, a: Tensor, rate: Tensor, bias: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
+        """A head's step `max(softplus(a + bias), floor)`, and its decay `exp(-exp(rate) step)`.
+
+        a [T, H], rate and bias [H] -> (decay, step), both [T, H] float32.
+        """
+        return _recurrent_backend(self.profile.recurrent).recurrent_gates(a, rate, bias, floor)
+
+    def scan(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, layout: AttentionLayout,
+        states: Carried | None,
+    ) -> Tensor:  # fmt: skip
+        """A state [K, V] for each head, which tokens read, one after the other: S <- decay S + k (beta value)^T.
+
+        The value is v, or v - S^T k where it corrects what the faded state has for that key (the delta rule); the
+        result is S^T q. q, k [T, G, K], v [T, H, V], decay and beta [T, H] -> [T, H, V] float32. `states` [R, H, K, V].
+        """
+        return _recurrent_backend(self.profile.recurrent).scan(q, k, v, decay, beta, corrects, layout, states)
 
     def index_weights(self, x: Tensor, weight: Tensor) -> Tensor:
         """What an indexer's heads weigh: sums in float32. [T, K], [H, K] -> [T, H]; without a gradient."""

@@ -69,6 +69,7 @@ class NumericsProfile:
     experts: str = "rlloop"
     combine: str = "rlloop"
     indexer: str = "rlloop"
+    recurrent: str = "rlloop"  # convolutions and states; stock and huggingface run the reference, token by token
     expert_combine: str = "fp32_once"  # rounded once; or bf16_each: each product and each sum, as transformers
     router_logits: str = "float32"  # or compute: of softmax routers, logits and weights rounded to the compute type
     latent: str = "absorbed"  # latent attention reads latents; or expanded: the keys and values of every head

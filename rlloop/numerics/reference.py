@@ -6,10 +6,12 @@ rounded once; float32 and float64 are computed in themselves. Shapes are those o
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, Carried, LogitsWarp
 from rlloop.numerics.random import uniform
 from rlloop.numerics.routing import Routing
 
@@ -34,6 +36,55 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     g = widen(gate)
     return (g / (1 + torch.exp(-g)) * widen(up)).to(gate.dtype)
+
+
+def sigmoid_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return (widen(up) / (1 + torch.exp(-widen(gate)))).to(up.dtype)
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layout: AttentionLayout, states: Carried | None
+) -> Tensor:
+    wide, taps = widen(x), widen(weight)[:, 0].T  # [K, C]
+    kept, out = len(taps) - 1, []
+    for s, (begin, end) in enumerate(itertools.pairwise(layout.query_start.tolist())):
+        past = wide.new_zeros(kept, x.shape[1])
+        if states is not None and layout.context[s] > 0:
+            past = states.store[states.rows[s]].to(wide.dtype)
+        read = torch.cat((past, wide[begin:end]))
+        for t in range(end - begin):
+            total = (read[t : t + kept + 1] * taps).sum(0)
+            out.append(total if bias is None else total + widen(bias))
+        if states is not None:
+            states.store[states.rows[s]] = read[len(read) - kept :].to(states.store.dtype)
+    return torch.stack(out) if out else wide
+
+
+def recurrent_gates(a: Tensor, rate: Tensor, bias: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    x = widen(a) + widen(bias)
+    step = (x.clamp(min=0) + torch.log(1 + torch.exp(-x.abs()))).clamp(min=floor)
+    return torch.exp(-torch.exp(widen(rate)) * step), step
+
+
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, layout: AttentionLayout,
+    states: Carried | None,
+) -> Tensor:  # fmt: skip
+    queries, keys, values, decay, beta = (widen(x) for x in (q, k, v, decay, beta))
+    share, out = v.shape[1] // q.shape[1], []
+    for s, (begin, end) in enumerate(itertools.pairwise(layout.query_start.tolist())):
+        state = values.new_zeros(v.shape[1], q.shape[2], v.shape[2])
+        if states is not None and layout.context[s] > 0:
+            state = states.store[states.rows[s]].to(values.dtype)
+        for t in range(begin, end):
+            key, query = (x[t].repeat_interleave(share, dim=0)[..., None] for x in (keys, queries))  # [H, K, 1]
+            state = state * decay[t, :, None, None]
+            value = values[t] - (state * key).sum(1) if corrects else values[t]
+            state = state + key * (value * beta[t, :, None])[:, None]
+            out.append((state * query).sum(1))
+        if states is not None:
+            states.store[states.rows[s]] = state.to(states.store.dtype)
+    return torch.stack(out) if out else values
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -138,13 +189,14 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor |
     return weights * routing.scale, chosen, scores
 
 
-def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
+def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool) -> Tensor:
     tokens = []
     for t, row in enumerate(chosen.tolist()):
         slots = []
         for expert in row:
-            gate, up = linear(x[t : t + 1], gate_up[expert], None).chunk(2, dim=-1)
-            slots.append(linear(silu_mul(gate, up), down[expert], None)[0])
+            inner = linear(x[t : t + 1], up[expert], None)
+            inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else inner.relu().square()
+            slots.append(linear(inner, down[expert], None)[0])
         tokens.append(torch.stack(slots))
     return torch.stack(tokens) if tokens else x.new_empty(0, chosen.shape[1], down.shape[1])
 

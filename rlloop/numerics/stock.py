@@ -10,7 +10,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.reference import causal_conv, recurrent_gates, scan
 from rlloop.numerics.routing import Routing
+
+__all__ = [
+    "attention",
+    "causal_conv",
+    "combine",
+    "experts",
+    "head_linear",
+    "index_weights",
+    "layer_norm",
+    "linear",
+    "logits",
+    "recurrent_gates",
+    "rms_norm",
+    "rope",
+    "route",
+    "router_logits",
+    "sample",
+    "scan",
+    "select",
+    "sigmoid_mul",
+    "silu_mul",
+    "slots_of",
+    "sparse_attention",
+    "token_logprob",
+    "warped",
+    "without_banned",
+]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -26,6 +54,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def sigmoid_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return up * F.sigmoid(gate)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -61,13 +93,14 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor |
     return weights * routing.scale, chosen, scores
 
 
-def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
+def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool) -> Tensor:
     made = x.new_zeros(chosen.numel(), down.shape[1])
     flat = chosen.flatten()
     for expert in flat.unique().tolist():
         at = (flat == expert).nonzero()[:, 0]
-        gate, up = F.linear(x[at // chosen.shape[1]], gate_up[expert]).chunk(2, dim=-1)
-        made = made.index_add(0, at, F.linear(F.silu(gate) * up, down[expert]))
+        inner = F.linear(x[at // chosen.shape[1]], up[expert])
+        inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else F.relu(inner).square()
+        made = made.index_add(0, at, F.linear(inner, down[expert]))
     return made.view(*chosen.shape, -1)
 
 

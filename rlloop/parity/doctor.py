@@ -35,6 +35,11 @@ KNOBS = {  # of operations that do not have their knob's name
     "select": "indexer",
     "layer_norm": "indexer",
     "index_weights": "indexer",
+    "sigmoid_mul": "activation",
+    "relu_squared": "activation",
+    "causal_conv": "recurrent",
+    "recurrent_gates": "recurrent",
+    "scan": "recurrent",
 }
 
 

@@ -40,6 +40,7 @@ class Engine:
     - `max_batch_tokens`: tokens computed in one step; longer prompts are cut into chunks.
     - `max_cache_tokens`: tokens of the key-value cache. None: `max_running` whole contexts, or 4 GiB if that is less.
     - `prefix_caching`: keep the blocks of finished requests for others that begin alike, until the policy changes.
+      Off for models with recurrent layers: a block holds keys and values of its tokens, but not the state after them.
     - `max_running`: requests in one step.
     - `record_choices`: keep which experts and past tokens the model chose for each token; `Completion` has them.
     - `seed`: of the stream that requests without a seed of their own draw theirs from.
@@ -73,7 +74,7 @@ class Engine:
         self.page_size = page_size
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
-        self._prefix_caching = prefix_caching
+        self._prefix_caching = prefix_caching and not model.recurrent
         self._seed = seed
         self._next_id = 0
         self._stats = EngineStats()
@@ -81,13 +82,14 @@ class Engine:
         spec, dtype = model.cache_spec(), model.head.dtype
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
-            max_cache_tokens = max(page_size, min(whole, DEFAULT_CACHE_BYTES // bytes_per_token(spec, dtype)))
+            max_cache_tokens = max(page_size, min(whole, DEFAULT_CACHE_BYTES // max(1, bytes_per_token(spec, dtype))))
         if max_cache_tokens < page_size:
             raise ConfigError(
                 f"Engine's max_cache_tokens is {max_cache_tokens}; it must be at least one page ({page_size} tokens)"
             )
         self._num_blocks = max_cache_tokens // page_size
-        self._cache = PagedCache(spec, self._num_blocks * page_size, dtype, self._device)
+        states = model.state_spec()
+        self._cache = PagedCache(spec, self._num_blocks * page_size, dtype, self._device, states, max_running)
         self._choices = ChoiceStore.of(model, self._num_blocks * page_size) if record_choices else None
         self._graphs = None
         if self._device.type == "cuda":
@@ -203,7 +205,7 @@ class Engine:
         token_ids, emitting = table.tokens[batch.rows[sequence], positions], batch.rows[batch.emits]
         if self._graphs is not None and len(emitting) == end[-1]:  # each request decodes
             return self._sample([self._graphs.logits(token_ids, positions, slots, block_start)], emitting)
-        self._cache.slots = self._tensor(slots)
+        self._cache.slots, self._cache.rows = self._tensor(slots), self._tensor(batch.rows)
         layout = AttentionLayout(
             query_start=self._tensor(query_start),
             context=self._tensor(batch.context),

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlloop.numerics.layout import Carried
+
 
 class BlockManager:
     """Hands out blocks, counts their users and remembers full ones after the last user left.
@@ -121,11 +123,19 @@ class PagedCache:
     """The stores of all layers. `slots` says where the tokens of the current step go. On a GPU there is a `spare` slot,
     which nobody reads, for rows that only fill up a batch.
 
-    Built from `Model.cache_spec()`, so it holds keys and values, latents, or whatever a layer declares per token.
+    Built from `Model.cache_spec()`, so it holds keys and values, latents, or whatever a layer declares per token; and
+    from `Model.state_spec()`, for `num_rows` sequences at a time: what a recurrent layer keeps of each. `rows` says
+    which row each sequence of the current step has.
     """
 
     def __init__(
-        self, spec: list[dict[str, tuple[int, ...]]], num_slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: list[dict[str, tuple[int, ...]]],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        states: list[dict[str, tuple[int, ...]]] | None = None,
+        num_rows: int = 0,
     ) -> None:
         self.spare = num_slots
         if device.type != "cpu":
@@ -134,6 +144,15 @@ class PagedCache:
             {name: _zeros((num_slots, *shape), dtype, device) for name, shape in layer.items()} for layer in spec
         ]
         self.slots = torch.empty(0, dtype=torch.int64, device=device)
+        self.states = [
+            {name: _zeros((num_rows, *shape), torch.float32, device) for name, shape in layer.items()}
+            for layer in states or []
+        ]
+        self.rows = torch.empty(0, dtype=torch.int64, device=device)
+
+    def carried(self, layer: int, name: str) -> Carried:
+        """What a recurrent layer keeps of this step's sequences. A sequence that begins finds nothing there."""
+        return Carried(self.states[layer][name], self.rows)
 
     def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:
         """Store this step's tensors [T, ...] of one layer into their slots; returns the whole stores, in that order."""

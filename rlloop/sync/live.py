@@ -63,7 +63,8 @@ def untie(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str
 def named_weights(model: Model) -> dict[str, Tensor]:
     """The parameters of rlloop's own model as checkpoints name them: experts one by one, as views into the tensor that
     holds all of them; a tied head under its own name, too."""
-    named = stored_state({name: parameter.detach() for name, parameter in model.named_parameters()})
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    named = stored_state(state, model.config.architecture)
     return {**named, HEAD: model.head.detach()}
 
 

@@ -209,6 +209,32 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return _silu_mul(gate, up)
 
 
+def _sigmoid_mul_cpu(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(up)
+    elementwise.sigmoid_mul(threads_for(32 * out.numel()), flat(gate), flat(up), flat(out))
+    return out
+
+
+def _sigmoid_mul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = ctx.saved_tensors
+    sigmoid, wide = torch.sigmoid(gate.float()), grad.float()
+    return (wide * up.float() * sigmoid * (1 - sigmoid)).to(gate.dtype), (wide * sigmoid).to(up.dtype)
+
+
+_sigmoid_mul = _operator(
+    "sigmoid_mul(Tensor gate, Tensor up) -> Tensor",
+    _sigmoid_mul_cpu,
+    lambda gate, up: torch.empty_like(up),
+    _sigmoid_mul_backward,
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def sigmoid_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return _sigmoid_mul(gate, up)
+
+
 def _rope_cpu(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)

@@ -129,6 +129,17 @@ def silu_mul_backward(counter, gate, up, grad, grad_gate, grad_up):
 
 
 @parallel_kernel
+def sigmoid_mul(counter, gate, up, out):
+    begin = take(counter) * NUMBERS
+    while begin < len(gate):
+        end = min(len(gate), begin + NUMBERS)
+        for i in range(begin, end, LANES):
+            gates = add(splat(ONE), exp(sub(splat(ZERO), _get(gate, i, end - i))))
+            _put(out, i, end - i, div(_get(up, i, end - i), gates))
+        begin = take(counter) * NUMBERS
+
+
+@parallel_kernel
 def rope(counter, x, positions, cos, sin, sign, out, heads, half):
     """Each pair (x[i], x[i + half]) turned by its position's angle; `sign` -1 turns back."""
     row = take(counter)

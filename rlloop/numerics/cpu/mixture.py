@@ -185,20 +185,19 @@ class _Spread(torch.autograd.Function):
         return grad, None, None, None
 
 
-def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
-    if x.is_cuda:
+def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool) -> Tensor:
+    if x.is_cuda and gated:
         from rlloop.numerics.triton import experts as on_cuda
 
-        return on_cuda.experts(x, gate_up, down, chosen)
+        return on_cuda.experts(x, up, down, chosen)
     tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     counts = chosen.flatten().bincount(minlength=len(down))
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     # No name outlives its use: what is freed at once is memory that the next result takes, without new pages.
-    gate, up = _grouped_linear(_Spread.apply(x, order, inverse, top_k), gate_up, True, offsets).chunk(2, dim=-1)
-    inner = silu_mul(gate, up)
-    del gate, up
+    inner = _grouped_linear(_Spread.apply(x, order, inverse, top_k), up, True, offsets)
+    inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else inner.relu().square()
     return _Spread.apply(_grouped_linear(inner, down, True, offsets), inverse, order, 1).unflatten(0, (tokens, top_k))
 
 
