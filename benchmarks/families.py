@@ -42,6 +42,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {
         "architectures": ["GlmMoeDsaForCausalLM"], **LATENT, **INDEXER, "indexer_types": ["full", "shared"],
     },
+    "minimax_m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"], "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16,
+    },
+    "qwen3_5_moe_text": {
+        "architectures": ["Qwen3_5MoeForCausalLM"], "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "rope_parameters": {"partial_rotary_factor": 0.25},
+    },
+    "nemotron_h": {
+        "architectures": ["NemotronHForCausalLM"], "num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 8,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "num_hidden_layers": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
+        "moe_latent_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8,
+    },
 }  # fmt: skip
 REWARD = "def reward(prompt, completion, example):\n    return len(completion) % 7\n"
 
