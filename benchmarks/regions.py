@@ -1,6 +1,6 @@
 """The countdown recipe across three regions: network namespaces with shaped, delayed links, and seeded faults.
 
-    sudo .venv/bin/python benchmarks/regions.py --seeds 0 1 2 --steps 12     # faults; the checker's history
+    sudo .venv/bin/python benchmarks/regions.py --seeds 0 1 2 --steps 20     # faults; the checker's history
     sudo .venv/bin/python benchmarks/regions.py --seeds -1 --steps 60        # none; figures, too
 
 Each region is a namespace with a relay and an engine. Its link is a veth pair under a token bucket; a kernel need not
@@ -148,7 +148,7 @@ Fault = tuple[int, float, str, Callable[[World], None]]  # after which step, sec
 
 
 def draw_faults(seed: int, steps: int) -> list[Fault]:
-    """For a seed; the last steps have none, so that all can come together again."""
+    """For a seed; the second half has none, so that processes started anew can come back before the run ends."""
     dice = random.Random(seed)
     kinds: list[tuple[str, Callable[[World], None]]] = [
         ("kill -9 trainer", _killed("trainer")),
@@ -161,7 +161,7 @@ def draw_faults(seed: int, steps: int) -> list[Fault]:
         kinds += [(f"bit flips relay/{link.region}", _flipped(link.region)), (f"partition {link.region}", _cut(link))]
     return [
         (step, round(dice.uniform(0, 2), 2), *dice.choice(kinds))
-        for step in range(1, steps - 2)
+        for step in range(1, steps // 2)
         if dice.random() < 0.75
     ]
 
@@ -267,7 +267,7 @@ def figures(run: Path, fetched: dict[str, int], entered: dict[str, int]) -> list
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the faults; -1: a run without any")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--place", type=Path, default=Path("/tmp/rlloop-regions"), help="folder for the runs")
     parser.add_argument("overrides", nargs="*", help="of the recipe")
     given = parser.parse_args()

@@ -35,7 +35,7 @@ class FleetConfig:
     anchor_every: int = 50  # versions between whole copies, which engines that join begin from
     canary_prompts: int = 2  # completions that each engine must make right before it serves a version. 0: none
     heartbeat: float = 1.0  # seconds between looks at an engine
-    timeout: float = 3.0  # seconds without an answer, after which an engine counts as lost
+    timeout: float = 3.0  # seconds of one look, which is tried three times before an engine counts as lost
     patience: float = 120.0  # seconds without any engine, after which the run stops
     settle: float = 10.0  # seconds that a new version waits for the slower engines
     calls: int = 2  # at a time to one engine

@@ -33,7 +33,7 @@ class NoEngine(RlloopError):
 @dataclass(frozen=True)
 class RouterSettings:
     heartbeat: float = 1.0  # seconds between looks at an engine
-    timeout: float = 3.0  # seconds without an answer to a look, after which an engine counts as lost
+    timeout: float = 3.0  # seconds of one look, which is tried three times before an engine counts as lost
     patience: float = 120.0  # seconds without any engine that serves, after which the run stops
     settle: float = 10.0  # seconds that a new version waits for the slower engines, once one serves
     calls: int = 2  # at a time to one engine
