@@ -209,11 +209,9 @@ class ParityMonitor:
         if self.config.mode is not ParityMode.fallback or comparison.equal or self.rung == RUNGS[-1]:
             return None
         flips, found = comparison.metrics.get("parity/router_different"), describe(comparison)
-        if self.rung == "bitwise" and flips:
+        if self.rung == "bitwise" and flips is not None:  # also where none differs yet: the next step's may
             return "replay", f"{found}; {flips:.2%} of expert choices differ: the trainer takes the engine's"
-        if self.rung == "replay":
-            return "correction", f"with the engine's experts too, {found}"
-        return "correction", found if flips is None else f"{found}; no expert choice differs, so replay would not help"
+        return "correction", found if flips is None else f"with the engine's experts too, {found}"
 
     def objection(self, comparison: Comparison) -> str | None:
         """Why the run must not go on; None where it may."""

@@ -123,6 +123,7 @@ def test_what_does_not_compose_is_refused_by_name_in_a_line(override, says):
         ("rollout.profile.linear=stock", "set parity.mode=observe"),
         ("model.profile.linear=stock", "parity.mode=require cannot hold"),
         ("rollout.profile.linear=stok", "null (the model's own), rlloop, stock, huggingface, reference"),
+        ("parity.replay=true", "false under parity.mode=require"),
         ("model.dtype=int8", "float32, bfloat16, float16"),
         ("seed=-1", "seed is -1"),
         ("checkpoint.keep=0", "checkpoint.keep is 0; it must be at least 1"),

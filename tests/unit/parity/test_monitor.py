@@ -192,9 +192,12 @@ def test_replay_is_the_rung_between_where_expert_choices_differ(tmp_path):
     assert (judge.rung, judge.replays) == ("correction", True)
 
 
-def test_replay_is_passed_over_where_it_would_not_help(tmp_path):
+def test_replay_comes_first_where_there_are_experts_though_none_differs_yet(tmp_path):
     judge = monitor(tmp_path, ParityMode.fallback, max_k3=1.0)
     other = [np.array([-1.5, -2.0], np.float32)]
-    found = judge.compare(1, 0, [sample("1/0/0", [-1.0, -2.0])], other, {"parity/router_different": 0.0})
-    assert (judge.rung, judge.replays) == ("correction", False)
-    assert "no expert choice differs" in found.step_down
+    rungs = []
+    for step in (1, 2):
+        found = judge.compare(step, step - 1, [sample("1/0/0", [-1.0, -2.0])], other, {"parity/router_different": 0.0})
+        rungs.append((judge.rung, judge.replays))
+        assert found.step_down is not None
+    assert rungs == [("replay", True), ("correction", True)]
