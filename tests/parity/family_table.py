@@ -26,12 +26,13 @@ from tests.parity.test_transformers import compare
 # Parts of a model, by what stands in the names of their parameters; the first that fits.
 PARTS = {
     "embeddings, head": ("embed_tokens", "lm_head"),
+    "recurrence": ("linear_attn", "A_log", "dt_bias", "conv1d", ".mixer.D", ".mixer.in_proj", ".mixer.out_proj"),
     "norms": ("norm",),
     "shared experts": ("shared_expert",),
     "experts": (".experts.",),
     "router": (".gate.", ".router."),
-    "attention": ("self_attn",),
-    "MLP": (".mlp.",),
+    "attention": ("self_attn", ".mixer.q_proj", ".mixer.k_proj", ".mixer.v_proj", ".mixer.o_proj"),
+    "MLP": (".mlp.", ".mixer."),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlloop.numerics.cpu.distribution import log
 from rlloop.numerics.cpu.jit import kernel, parallel_kernel, take
 from rlloop.numerics.simd import LANES, exp, splat, store
 
@@ -77,7 +78,7 @@ def gates(counter, a, rate, bias, floor, heads, decay, step):
         for t in range(begin, min(tokens, begin + ROWS)):
             for h in range(heads):
                 x = a[t * heads + h] + bias[h]
-                soft = max(x, ZERO) + np.float32(np.log(ONE + _exp(-abs(x), line)))
+                soft = max(x, ZERO) + log(ONE + _exp(-abs(x), line))
                 step[t * heads + h] = max(soft, floor)
                 decay[t * heads + h] = _exp(-_exp(rate[h], line) * step[t * heads + h], line)
         begin = take(counter) * ROWS
