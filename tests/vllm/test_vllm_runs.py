@@ -42,6 +42,40 @@ def test_two_steps_are_the_embedded_engines_bit_for_bit():
         assert record["parity/tokens"] > 100
 
 
+SMALL = {
+    "vocab_size": 160, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+    "num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": False, "eos_token_id": 1,
+}  # fmt: skip
+FAMILIES = {
+    "mixture": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+                "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "latent": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "n_routed_experts": 8,
+               "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 24,
+               "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+               "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_and_latent_attention_too(tmp_path, family):
+    """Under `require`, the default: choices of experts, as recorded by either engine, are the trainer's as well."""
+    save_model(new_model({**SMALL, **FAMILIES[family]}, seed=0, dtype="bfloat16"), tmp_path / family)
+    shared = [f"model.path={family}", "model.dtype=bfloat16"]
+    assert train("embedded", *shared) == train("vllm", *shared, "rollout.engine=vllm") == 0
+    assert history(Path("vllm")) == history(Path("embedded"))
+    for record in list(read_records(Path("vllm/metrics.jsonl")))[1:]:
+        assert record["parity/tokens_different"] == record["parity/router_different"] == 0
+
+
+def test_in_actors_of_ray(tmp_path):
+    """A replica takes deltas into its live parameters; vLLM inside it computes with these."""
+    assert train("embedded") == 0
+    overrides = ["launch=ray", "ray.replicas=1", "ray.cpus_per_worker=0.5", "rollout.engine=vllm"]
+    assert train("ray", *overrides) == 0
+    assert history(Path("ray")) == history(Path("embedded"))
+
+
 def test_a_broken_contract_stops_the_run(capsys):
     with planted_fault("attention"):
         assert train("broken", "rollout.engine=vllm") == 3

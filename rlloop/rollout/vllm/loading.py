@@ -16,6 +16,8 @@ from vllm.transformers_utils.config import get_config_parser
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from rlloop.models import Model, load_model
+from rlloop.models.weights import HEAD
+from rlloop.sync.live import named_weights
 
 LENT_AS = "rlloop_model"  # the key of `additional_config` that names a lent model
 _LENT: WeakValueDictionary[str, Model] = WeakValueDictionary()
@@ -74,15 +76,17 @@ class StockLoader(BaseModelLoader):
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         config = get_current_vllm_config()
-        model.load_weights((name, weight.detach()) for name, weight in policy_of(config).named_parameters())
+        policy = policy_of(config)
+        weights = named_weights(policy)
+        model.load_weights((name, weights[name]) for name in weights if name != HEAD or not policy.config.tied)
         for module in model.modules():
             if isinstance(module, LinearBase):
-                setattr(module, "_cpu_skip_gemm_dispatch", True)  # noqa: B010  (no tensor, which is all that pyright allows)
+                vars(module)["_cpu_skip_gemm_dispatch"] = True
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         with set_current_vllm_config(vllm_config):
             model = super().load_model(vllm_config, model_config, prefix)
         for module in model.modules():
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
-                module.cpu_linear = nn.functional.linear
+                vars(module)["cpu_linear"] = nn.functional.linear
         return model

@@ -48,9 +48,11 @@ class Recorder:
 
         That option itself needs the newer model runner, and that one Triton, which the CPU build has not.
         """
-        runners = [module for module in model.modules() if isinstance(module, MoERunner)]
-        for layer, runner in enumerate(sorted(runners, key=lambda each: each.layer_id)):
-            runner.router.set_capture_fn(partial(self._captured, layer))
+        routers: dict[int, Any] = {
+            each.layer_id: each.router for each in model.modules() if isinstance(each, MoERunner)
+        }
+        for layer, id in enumerate(sorted(routers)):
+            routers[id].set_capture_fn(partial(self._captured, layer))
 
     def _captured(self, layer: int, chosen: Tensor) -> None:
         """chosen [T, top_k]: the experts that one layer takes."""

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError, SyncError
+from rlloop.models.weights import HEAD
 from rlloop.rollout.vllm import plugin, versions
 from rlloop.rollout.vllm.engine import VllmEngine
+from rlloop.rollout.vllm.weights import Part, plain
 from rlloop.sync.bits import digest
-from rlloop.sync.live import bits_of
+from rlloop.sync.live import bits_of, named_weights
 from rlloop.types import SamplingParams
 
 CPU_PAGE = 32  # of vLLM's CPU kernel: pages are a multiple of it
@@ -28,22 +30,22 @@ class StockVllmEngine(VllmEngine):
     raw_column = False
     formats: ClassVar = {"load_format": plugin.STOCK_FORMAT}
 
-    def live_parts(self) -> dict[str, Tensor]:
-        """vLLM's live weights by Hugging Face name: what `rlloop.sync.live.LiveTarget` takes."""
+    def live_parts(self) -> dict[str, Part]:
+        """vLLM's live weights by Hugging Face name; where all are views, `rlloop.sync.live.LiveTarget` takes them."""
         [parts] = self._llm.collective_rpc("live_parts")
         return parts
 
     @torch.no_grad()
     def set_version(self, version: int) -> None:
         """Raises `SyncError` where a name reaches no live parameter, or what is served is not what was sent."""
-        sent, live = dict(self.model.named_parameters(remove_duplicate=False)), self.live_parts()
-        tied = {"lm_head.weight"} if self.model.config.tied else set()
+        sent, live = named_weights(self.model), self.live_parts()
+        tied = {HEAD} if self.model.config.tied else set()
         if apart := sorted((sent.keys() ^ live.keys()) - tied):
             raise SyncError(f"the trainer's weights and vLLM's are not the same: {', '.join(apart[:5])}")
-        for name, weight in sent.items():
-            live[name].copy_(weight)
-        digests = [{name: digest(bits_of(side[name]).array) for name in sent} for side in (sent, live)]
-        wrong = [name for name in sent if digests[0][name] != digests[1][name]]
+        names = [name for name in sent if name in live]
+        for name in names:
+            live[name].copy_(sent[name])
+        wrong = [name for name in names if _digest(sent[name]) != _digest(plain(live[name]))]
         if wrong:
             raise SyncError(f"vLLM serves other weights than it was sent: {', '.join(wrong[:5])}")
         super().set_version(version)
@@ -61,6 +63,11 @@ class StockVllmEngine(VllmEngine):
         }
 
     def _start(self, **settings: Any) -> Any:
+        if self.model.config.latent is not None:
+            raise ConfigError(
+                "rollout.engine=vllm_stock with latent attention: vLLM multiplies by products of kv_b_proj, which no "
+                "update in place reaches; rollout.engine=vllm runs it"
+            )
         if os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") == "1":
             raise ConfigError(
                 "VLLM_USE_FLASHINFER_SAMPLER=1: that sampler has no logprobs of what it sampled from; unset it"
@@ -80,3 +87,7 @@ class StockVllmEngine(VllmEngine):
                 "top_k, top_p or min_p with vllm_stock: which tokens are left is decided by vLLM's own logits, and one "
                 "at the edge is impossible for the trainer; leave them off, or use the engine vllm"
             )
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return digest(bits_of(tensor).array)

@@ -1,20 +1,41 @@
-"""A live stock model's weights by Hugging Face name, as views into the parameters that vLLM multiplies by."""
+"""A live stock model's weights by Hugging Face name, where vLLM multiplies by them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlloop.sync.live import split
 
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
-def live_parts(model: Any) -> dict[str, Tensor]:
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix whose numbers lie in another order, as a kernel wants them: written and read where they lie."""
+
+    live: Tensor  # [n] contiguous: one expert's packed matrix
+    places: Tensor  # [N, K] int64: where each number lies in it
+
+    def copy_(self, weight: Tensor) -> None:
+        self.live[self.places] = weight.to(self.live.dtype)
+
+    def read(self) -> Tensor:
+        return self.live[self.places]
+
+
+Part = Tensor | Packed
+
+
+def live_parts(model: Any) -> dict[str, Part]:
     """Name -> view, of a model on one rank. Fused projections stand under the names of their parts, tied weights under
     each of theirs, stacked experts under each expert's; rows that pad a vocabulary are left out.
     """
-    fused = getattr(model, "packed_modules_mapping", {})
-    parts: dict[str, Tensor] = {}
+    fused = FUSED | getattr(model, "packed_modules_mapping", {})
+    parts: dict[str, Part] = {}
     for path, module in model.named_modules():
         prefix, _, leaf = path.rpartition(".")
         for kind, tensor in module.named_parameters(recurse=False):
@@ -22,21 +43,48 @@ def live_parts(model: Any) -> dict[str, Tensor]:
                 rows = dict(zip((f"{prefix}.{name}.{kind}" for name in fused[leaf]), module.output_sizes, strict=True))
                 parts |= split(tensor.detach(), rows)
             elif kind in ("w13_weight", "w2_weight"):
-                parts |= _experts(path, kind, tensor.detach())
+                parts |= _experts(path, kind, module, tensor.detach())
             else:
                 parts[f"{path}.{kind}"] = tensor.detach()[: getattr(module, "org_vocab_size", None)]
     return parts
 
 
-def _experts(path: str, kind: str, stacked: Tensor) -> dict[str, Tensor]:
-    """w13 [E, 2F, D] holds gate over up, w2 [E, D, F] is down."""
-    experts = path.removesuffix(".routed_experts")
-    parts: dict[str, Tensor] = {}
+def plain(part: Part) -> Tensor:
+    """A part as the checkpoint has it."""
+    return part.read() if isinstance(part, Packed) else part
+
+
+def _experts(path: str, kind: str, module: Any, stacked: Tensor) -> dict[str, Part]:
+    """w13 [E, 2F, D] holds gate over up, w2 [E, D, F] is down; F is padded where a kernel wants it."""
+    experts, order = path.removesuffix(".routed_experts"), _order(module, stacked)
+    size = module.moe_config.intermediate_size_per_partition_unpadded
+    parts: dict[str, Part] = {}
     for index, expert in enumerate(stacked.unbind(0)):
-        if kind == "w2_weight":
-            parts[f"{experts}.{index}.down_proj.weight"] = expert
-        else:
-            half = expert.shape[0] // 2
-            names = (f"{experts}.{index}.{part}_proj.weight" for part in ("gate", "up"))
-            parts |= split(expert, dict.fromkeys(names, half))
+        names = ("down",) if kind == "w2_weight" else ("gate", "up")
+        rows = expert.shape[0] // len(names)
+        for at, name in enumerate(names):
+            mine = (slice(None), slice(size)) if name == "down" else slice(at * rows, at * rows + size)
+            part = expert[mine] if order is None else Packed(expert.view(-1), order[mine])
+            parts[f"{experts}.{index}.{name}_proj.weight"] = part
     return parts
+
+
+def _order(module: Any, stacked: Tensor) -> Tensor | None:
+    """[N, K] int64: where vLLM's CPU kernel for experts put each number of a matrix; None: it is as it was.
+
+    Asked of the packing itself, which moves numbers and changes none: it packs their indices, a byte at a time.
+    """
+    if stacked.device.type != "cpu":
+        return None
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    isa = module.quant_method.moe_kernel.fused_experts.isa
+    count = stacked[0].numel()
+    index = torch.arange(count).view(1, *stacked.shape[1:])
+    source = torch.zeros(count, dtype=torch.int64)
+    for shift in range(0, 32, 8):
+        packed = cpu_prepack_moe_weight(((index >> shift) & 255).to(stacked.dtype), isa)
+        source += packed.view(-1).long() << shift
+    order = torch.empty(count, dtype=torch.int64)
+    order[source] = torch.arange(count)
+    return order.view(stacked.shape[1:])

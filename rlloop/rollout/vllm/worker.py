@@ -13,7 +13,7 @@ from rlloop.rollout.vllm.loading import LENT_AS, policy_of
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.recording import Recorder
 from rlloop.rollout.vllm.sampler import ExactSampler
-from rlloop.rollout.vllm.weights import live_parts
+from rlloop.rollout.vllm.weights import Part, live_parts
 
 
 class CpuWorker(CPUWorker):
@@ -48,10 +48,24 @@ class CpuWorker(CPUWorker):
         assert self.recorder is not None
         return self.recorder.read(asked)
 
-    def live_parts(self) -> dict[str, torch.Tensor]:
-        """A stock model's live weights by Hugging Face name; views, for callers in this process."""
+    def release_caches(self) -> None:
+        """vLLM's own sleep mode does nothing on a CPU. Every view of the caches goes through their storages."""
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in self.model_runner.kv_caches}
+        self._released = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+        for storage, _ in self._released:
+            storage.resize_(0)
+
+    def restore_caches(self) -> None:
+        for storage, size in self._released:
+            storage.resize_(size)
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()  # what nobody wrote may be read and weighed with zero, so it must be a number
+
+    def live_parts(self) -> dict[str, Part]:
+        """A stock model's live weights by Hugging Face name; for callers in this process."""
         return live_parts(self.model_runner.get_model())
 
     def _asked(self) -> bool:
         """Whether an engine of this process asks: of a server's answers, choices are no part."""
-        return LENT_AS in (self.vllm_config.additional_config or {})
+        given = self.vllm_config.additional_config
+        return isinstance(given, dict) and LENT_AS in given

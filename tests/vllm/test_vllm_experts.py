@@ -1,0 +1,62 @@
+"""Stock vLLM with experts. A module of its own, since the process groups of a dense engine lack one of theirs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rlloop import ConfigError, SamplingParams, load_model
+from rlloop.models import new_model
+from rlloop.models.scoring import ScoreRow, score
+from rlloop.rollout.vllm.stock import StockVllmEngine
+from rlloop.rollout.vllm.weights import plain
+from rlloop.sync.live import named_weights
+from tests.checkpoints import make_checkpoint
+from tests.vllm.test_vllm_stock import gaps, k3
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 320, "hidden_size": 64,
+    "intermediate_size": 64, "moe_intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [1], "max_position_embeddings": 256, "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_experts_live_packed_and_their_choices_come_back(dtype):
+    """vLLM's CPU kernel wants an expert's numbers in an order of its own; 48 rows are padded to 64 for it."""
+    model = new_model(MIXTURE, seed=0, dtype=dtype)
+    engine = StockVllmEngine(model, max_running=32)
+    near = {torch.bfloat16: 5e-3, torch.float32: 1e-9}[model.dtype]
+    assert abs(k3(gaps(model, engine))) < near
+    names = [f"model.layers.2.mlp.experts.5.{part}_proj.weight" for part in ("gate", "up", "down")]
+    weights = named_weights(model)
+    for version, name in enumerate([*names, "model.layers.0.mlp.gate.weight", "model.layers.1.mlp.up_proj.weight"], 1):
+        before = {each: plain(part).clone() for each, part in engine.live_parts().items()}
+        with torch.no_grad():
+            weights[name].copy_(weights[name].roll(1, 0))
+        engine.set_version(version)
+        changed = {each for each, part in engine.live_parts().items() if not torch.equal(plain(part), before[each])}
+        assert changed == {name}
+    prompts = [[5, 6, 7], list(range(10, 60)), list(range(10, 55))]
+    made = engine.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True, seed=1))
+    for each in made:
+        tokens = [*each.prompt_ids, *each.token_ids]
+        row = ScoreRow(tokens, range(len(each.prompt_ids), len(tokens)), each.sampling, each.routed_experts)
+        own: list[torch.Tensor] = []
+        score(model, [row], watch=lambda routes, _, own=own: own.append(routes.chosen()))
+        assert each.routed_experts is not None
+        assert each.routed_experts.shape == own[0].shape == (len(tokens) - 1, 2, 2)
+        same = np.sort(each.routed_experts, -1) == own[0].sort(-1).values.numpy()
+        assert same.mean() > 0.95  # near ties fall otherwise
+        replayed, _ = score(model, [row], replay=True)
+        assert abs(k3(replayed.detach().double().numpy() - each.logprobs)) < near
+    engine.close()
+
+
+def test_latent_attention_is_refused(tmp_path):
+    make_checkpoint(tmp_path, "deepseek_v3")
+    with pytest.raises(ConfigError, match="kv_b_proj"):
+        StockVllmEngine(load_model(tmp_path))
