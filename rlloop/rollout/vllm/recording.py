@@ -48,9 +48,8 @@ class Recorder:
 
         That option itself needs the newer model runner, and that one Triton, which the CPU build has not.
         """
-        routers: dict[int, Any] = {
-            each.layer_id: each.router for each in model.modules() if isinstance(each, MoERunner)
-        }
+        runners: list[Any] = [module for module in model.modules() if isinstance(module, MoERunner)]
+        routers = {runner.layer_id: runner.router for runner in runners}
         for layer, id in enumerate(sorted(routers)):
             routers[id].set_capture_fn(partial(self._captured, layer))
 
