@@ -14,6 +14,7 @@ VOCABULARY, WIDTH, HEADS, LAYERS = 48, 32, 2, 2
 
 class LatentModel(nn.Module):
     eos_token_ids = (2,)
+    recurrent = False
     max_positions = 160
 
     def __init__(self, profile: NumericsProfile | None = None, seed: int = 0) -> None:
@@ -34,6 +35,9 @@ class LatentModel(nn.Module):
         frequency = 1e3 ** (-torch.arange(WIDTH // 2) / (WIDTH // 2))
         angle = torch.outer(torch.arange(self.max_positions), frequency).float()
         self.cos, self.sin = angle.cos(), angle.sin()
+
+    def state_spec(self) -> list[dict[str, tuple[int, ...]]]:
+        return [{}] * LAYERS
 
     def cache_spec(self) -> list[dict[str, tuple[int, ...]]]:
         return [{"latent": (1, WIDTH)}] * LAYERS
