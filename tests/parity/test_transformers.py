@@ -1,6 +1,6 @@
 """The definition against transformers on random checkpoints: logprobs, and gradients parameter by parameter.
 
-Measured in float32 with the default profile: logprobs (down to -20) within 1.3e-5, each gradient within 4e-6 of its norm
+Measured in float32 with the default profile: logprobs (down to -20) within 1.3e-5, gradients within 4e-6 of their norm
 (docs/models.md). The bounds below leave room for the order in which transformers sums on other CPUs.
 """
 
