@@ -16,8 +16,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
-from rlloop.models.parts import Carried
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import AttentionLayout, Carried
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_layout import KVCacheLayout
