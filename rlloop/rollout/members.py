@@ -24,6 +24,7 @@ from rlloop.types import Completion, SamplingParams
 
 Status = Literal["joining", "behind", "serving", "quarantined", "lost"]
 Record = Callable[[Mapping[str, Any]], None]
+CANARY_SECONDS = 30.0  # for a few short completions
 
 
 class NoEngine(RlloopError):
@@ -158,7 +159,7 @@ class Members:
         if state.boot != member.boot:
             if member.boot:
                 self.out(member, "joining", "it was restarted")
-            await member.client.lease()
+            await member.client.lease(self.settings.timeout)
             member.boot, member.condemned = state.boot, None
             member.hardware = hardware_class(state.fingerprint)
             self.note("joined", member, boot=state.boot, hardware=member.hardware)
@@ -177,9 +178,13 @@ class Members:
         """Into service, if its canary has the right bits."""
         version, canary = self.version, self._canary
         if canary is not None:
-            made = await member.client.generate(
+            asked = member.client.generate(
                 canary.prompts, canary.sampling, lowest=version, highest=version, boot=member.boot
             )
+            try:
+                made = await asyncio.wait_for(asked, CANARY_SECONDS)
+            except TimeoutError:  # a line that was cut says nothing, and nobody else looks at this engine meanwhile
+                raise EngineLost(f"its canary took more than {CANARY_SECONDS:g} s") from None
             if version != self.version:
                 return
             known = self._references.setdefault(member.hardware, made)

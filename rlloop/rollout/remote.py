@@ -66,9 +66,9 @@ class EngineClient:
     async def state(self, timeout: float | None = None) -> EngineState:
         return _decode(await self._send("GET", "/rlloop/state", timeout=timeout), EngineState)
 
-    async def lease(self) -> None:
+    async def lease(self, timeout: float | None = None) -> None:
         """Drive the engine from now on. Raises `Fenced` where a later term does."""
-        await self._send("POST", "/rlloop/lease", content=msgspec.msgpack.encode(self._lease))
+        await self._send("POST", "/rlloop/lease", timeout=timeout, content=msgspec.msgpack.encode(self._lease))
 
     async def wake(self, version: int, wait: float) -> EngineState:
         """Have the engine look for new weights; its state once `version` serves, or after `wait` seconds."""
