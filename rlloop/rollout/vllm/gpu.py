@@ -51,7 +51,7 @@ class GpuStore(PagedStore):
         return self.rows
 
     @kv_cache.setter
-    def kv_cache(self, cache: Tensor) -> None:
+    def kv_cache(self, cache: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if cache.numel():
             self.rows = cache.view(-1, self.heads, self.width)
 
