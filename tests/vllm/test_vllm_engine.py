@@ -116,21 +116,6 @@ def test_an_aborted_request_leaves_what_it_has(engine):
     assert bits(engine.generate(prompts, sampling)) == bits(whole)
 
 
-def test_a_sleeping_engine_holds_no_cache(model):
-    prompts, sampling = traffic(8)
-    expected = bits(Engine(model).generate(prompts, sampling))
-    engine = VllmEngine(model, max_running=8, max_cache_tokens=1024, sleep=True)
-    caches = engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.kv_caches
-    assert sum(each.untyped_storage().nbytes() for each in caches) > 1024 * 48
-    for _ in range(2):
-        assert bits(engine.generate(prompts, sampling)) == expected
-        assert sum(each.untyped_storage().nbytes() for each in caches) == 0
-    engine.add_request(prompts[0], sampling[0])
-    with pytest.raises(ConfigError, match="while 1 requests are in flight"):
-        engine.sleep()
-    engine.close()
-
-
 def test_a_planted_fault_is_seen(model, engine):
     """The comparison can fail: one operation by its stock twin, behind the back of what is declared."""
     prompts, sampling = traffic(12)

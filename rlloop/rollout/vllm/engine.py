@@ -56,16 +56,13 @@ class VllmEngine:
         prefix_caching: bool = True,
         max_running: int = 512,
         seed: int = 0,
-        sleep: bool = False,
     ) -> None:
-        """`sleep`: whenever `generate` returns, as beside a trainer in the same memory."""
         versions.require()
         if model.recurrent:
             raise ConfigError(
                 f"{model.config.architecture} has recurrent layers, whose states have no place in vLLM's pages here; "
                 "set rollout.engine=embedded"
             )
-        self._sleeps, self._asleep = sleep, False
         self._model = model
         self.policy_version = 0
         self._seed = seed
@@ -136,8 +133,6 @@ class VllmEngine:
                     on_progress(len(done), sum(len(completion.token_ids) for completion in done.values()))
         finally:
             self.abort_all()  # nothing is left unless an exception or an interrupt passes through
-            if self._sleeps:
-                self.sleep()
         return [done[id] for id in ids]
 
     # ---------------------------------------------------------------------------------------------- step by step
@@ -188,18 +183,6 @@ class VllmEngine:
         self.policy_version = version
         assert self._llm.reset_prefix_cache(), "vLLM kept its prefix cache, though no request is in flight"
 
-    def sleep(self) -> None:
-        """Gives the memory of the caches back until `wake_up`, or until the next request. The weights stay."""
-        if self.has_work:
-            raise ConfigError(f"sleep came while {len(self._requests)} requests are in flight; call abort_all() first")
-        assert self._llm.reset_prefix_cache()
-        self._llm.collective_rpc("release_caches")
-        self._asleep = True
-
-    def wake_up(self) -> None:
-        self._llm.collective_rpc("restore_caches")
-        self._asleep = False
-
     def stats(self) -> EngineStats:
         """Counts since the engine was made, of what it finished; vLLM does not tell how often it preempted."""
         return dataclasses.replace(self._stats)
@@ -236,8 +219,6 @@ class VllmEngine:
             )
 
     def _add(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
-        if self._asleep:
-            self.wake_up()
         id = self._next_id
         self._next_id += 1
         if sampling.seed is None:

@@ -48,19 +48,6 @@ class CpuWorker(CPUWorker):
         assert self.recorder is not None
         return self.recorder.read(asked)
 
-    def release_caches(self) -> None:
-        """vLLM's own sleep mode does nothing on a CPU. Every view of the caches goes through their storages."""
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in self.model_runner.kv_caches}
-        self._released = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
-        for storage, _ in self._released:
-            storage.resize_(0)
-
-    def restore_caches(self) -> None:
-        for storage, size in self._released:
-            storage.resize_(size)
-        for cache in self.model_runner.kv_caches:
-            cache.zero_()  # what nobody wrote may be read and weighed with zero, so it must be a number
-
     def live_parts(self) -> dict[str, Part]:
         """A stock model's live weights by Hugging Face name; for callers in this process."""
         return live_parts(self.model_runner.get_model())
