@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlloop import ConfigError, SamplingParams, load_model
+from rlloop import ConfigError, SamplingParams
 from rlloop.models import new_model
 from rlloop.models.scoring import ScoreRow, score
 from rlloop.rollout.vllm.stock import StockVllmEngine
 from rlloop.rollout.vllm.weights import plain
 from rlloop.sync.live import named_weights
-from tests.checkpoints import make_checkpoint
+from tests.vllm.test_vllm_runs import FAMILIES, SMALL
 from tests.vllm.test_vllm_stock import gaps, k3
 
 MIXTURE = {
@@ -56,7 +56,6 @@ def test_experts_live_packed_and_their_choices_come_back(dtype):
     engine.close()
 
 
-def test_latent_attention_is_refused(tmp_path):
-    make_checkpoint(tmp_path, "deepseek_v3")
+def test_latent_attention_is_refused():
     with pytest.raises(ConfigError, match="kv_b_proj"):
-        StockVllmEngine(load_model(tmp_path))
+        StockVllmEngine(new_model({**SMALL, **FAMILIES["latent"]}, seed=0))

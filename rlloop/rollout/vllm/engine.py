@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import random
 import tempfile
@@ -78,6 +79,9 @@ class VllmEngine:
             max_cache_tokens = max(model.max_positions, min(whole, DEFAULT_CACHE_BYTES // token_bytes))
         self._room = max_cache_tokens
         blocks = -(-max_cache_tokens // page_size) + 1  # vLLM keeps one to itself
+        gc.collect()  # engines that nobody has any more go now, not in the midst of this one's beginning
+        live = _Life()
+        _LIVE.add(live)
         self._llm = self._start(
             dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=min(model.max_positions, max_cache_tokens + 1),
@@ -95,8 +99,7 @@ class VllmEngine:
         client = self._llm.engine_core
         if finalizer := getattr(client, "_finalizer", None):
             finalizer.detach()  # it would take away what other engines of this process stand on
-        _LIVE.add(id(client.engine_core))
-        self._end = weakref.finalize(self, _shut_down, client.engine_core)
+        self._end = weakref.finalize(self, _shut_down, client.engine_core, live)
 
     @property
     def model(self) -> Model:
@@ -297,14 +300,18 @@ class VllmEngine:
         stats.computed_tokens += prompt + made - 1 - cached
 
 
-_LIVE: set[int] = set()  # ids of the cores that run in this process
+class _Life:
+    """Of an engine of this process, from its beginning on; of one that could not begin, nobody holds it."""
 
 
-def _shut_down(core: Any) -> None:
+_LIVE: weakref.WeakSet[_Life] = weakref.WeakSet()
+
+
+def _shut_down(core: Any, live: _Life) -> None:
     """vLLM's process groups are the process's, so the last engine takes them down."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    _LIVE.discard(id(core))
+    _LIVE.discard(live)
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()

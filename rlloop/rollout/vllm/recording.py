@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from rlloop.models import Model
 from rlloop.rollout.choices import Choices, ChoiceStore
@@ -55,7 +55,7 @@ class Recorder:
 
     def _captured(self, layer: int, chosen: Tensor) -> None:
         """chosen [T, top_k]: the experts that one layer takes."""
-        steps = get_forward_context().attn_metadata
+        steps: Any = get_forward_context().attn_metadata
         if steps is None:  # a trial run
             return
         slots = next(iter(steps.values())).slot_mapping
