@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlloop.models import Model
 from rlloop.models.warp import warp_for
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import AttentionLayout, Carried
 from rlloop.numerics.ops import Ops
 from rlloop.parity.monitor import Finding, TokenDifference
 from rlloop.types import Sample
@@ -74,26 +74,34 @@ class Trace:
             elif op == "route":
                 self.calls += [Call(where, "expert choice", result[1]), Call(where, op, result[0])]
             else:
-                self.calls.append(Call(where, op, result))
+                self.calls += [Call(where, op, part) for part in (result if isinstance(result, tuple) else (result,))]
             return result
 
         return call
 
 
 class FlatCache:
-    """A key-value cache for one sequence: position is slot."""
+    """An engine's cache for one sequence: position is slot, and there is one row for what recurrent layers keep."""
 
     def __init__(self, model: Model, length: int) -> None:
         like = model.head
         self._stores = [
             {name: like.new_zeros(length, *shape) for name, shape in layer.items()} for layer in model.cache_spec()
         ]
+        self._states = [
+            {name: torch.zeros(1, *shape, device=like.device) for name, shape in layer.items()}
+            for layer in model.state_spec()
+        ]
+        self._row = torch.zeros(1, dtype=torch.int64, device=like.device)
         self.start = 0
 
     def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:
         for name, rows in tensors.items():
             self._stores[layer][name][self.start : self.start + len(rows)] = rows
         return tuple(self._stores[layer][name] for name in tensors)
+
+    def carried(self, layer: int, name: str) -> Carried:
+        return Carried(self._states[layer][name], self._row)
 
 
 @torch.no_grad()

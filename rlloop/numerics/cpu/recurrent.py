@@ -144,7 +144,7 @@ def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _scan_gradients_cpu(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     (_, groups, key_width), (_, heads, width) = q.shape, v.shape
     gradients = tuple(torch.zeros(x.shape) for x in (q, k, v, decay, beta))
     kernels.scan_backward(

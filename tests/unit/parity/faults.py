@@ -23,6 +23,17 @@ from tests.unit.parity.test_doctor import rescored, sampled
 from tests.unit.parity.test_doctor_mixture import CONFIG as MIXTURE
 
 SPARSE = {**MIXTURE, "index_n_heads": 4}
+DELTA = {
+    **DENSE, "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "head_dim": 16,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 40,
+    "linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+MAMBA = {
+    **DENSE, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "num_hidden_layers": 2,
+    "layers_block_type": ["linear_attention", "mlp"], "ssm_state_size": 12, "mamba_num_heads": 4, "mamba_head_dim": 20,
+    "n_groups": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 
 # planted -> (model, what the doctor is to call it, the module or layer that it is to name)
 FAULTS = {
@@ -44,10 +55,15 @@ FAULTS = {
     "expert choice": (SPARSE, "expert choice", "model.layers.1.mlp.gate.e_score_correction_bias"),
     "experts": (SPARSE, "experts", "model.layers.1.mlp.experts.gate_up_proj"),
     "combine": (SPARSE, "combine", "model.layers.1"),
+    "causal_conv": (DELTA, "causal_conv", "model.layers.0.linear_attn.conv1d"),
+    "recurrent_gates": (DELTA, "recurrent_gates", "model.layers.0.linear_attn.A_log"),
+    "scan": (DELTA, "scan", "model.layers.0"),
+    "sigmoid_mul": (DELTA, "sigmoid_mul", "model.layers.0"),
+    "relu_squared": (MAMBA, "relu_squared", "model.layers.1"),
 }
 PART = {
     "residual sum": ("rms_norm", 1), "rms_norm": ("rms_norm", 0), "route": ("route", 0), "expert choice": ("route", 1),
-    "sample": ("sample", 1),
+    "sample": ("sample", 1), "recurrent_gates": ("recurrent_gates", 0),
 }  # fmt: skip
 
 
