@@ -7,6 +7,8 @@
     GET  /rlloop/state               version, load, fingerprint
     GET  /rlloop/weights             how the replica stands
     POST /rlloop/weights/wake        look for new weights now; `?version=N&wait=S` answers when they serve
+    POST /rlloop/pause               `?mode=wait|abort|keep`: computes nothing once this answers; what comes in waits
+    POST /rlloop/resume
     GET  /health                     503 until the newest weights serve
     GET  /metrics                    Prometheus
 
@@ -23,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -37,11 +39,12 @@ from starlette.routing import Route
 
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.rollout import openai_api, wire
-from rlloop.rollout.service import Busy, EngineService, VersionUnavailable
+from rlloop.rollout.service import Busy, EngineService, PauseMode, VersionUnavailable
 from rlloop.types import Completion
 from rlloop.web import refusal
 
 REMEMBERED = 256  # answers to idempotent requests
+PAUSE_MODES: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}
 
 
 class Follower(Protocol):
@@ -85,6 +88,7 @@ class EngineServer:
         self._lease = wire.Lease("", 0)
         self._remembered: OrderedDict[str, tuple[bytes, Future[list[Completion]]]] = OrderedDict()
         self._refused = 0
+        self._pausing = False  # a pause waits for what is in flight
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Numbers(self))
 
@@ -106,6 +110,8 @@ class EngineServer:
                 Route("/rlloop/state", self._state),
                 Route("/rlloop/weights", self._weights),
                 Route("/rlloop/weights/wake", self._wake, methods=["POST"]),
+                Route("/rlloop/pause", self._pause, methods=["POST"]),
+                Route("/rlloop/resume", self._resume, methods=["POST"]),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
             ],
@@ -212,6 +218,33 @@ class EngineServer:
         text = f"term {term} of {self._lease.holder} is over: term {self._lease.term} drives this engine"
         return refusal(409, "fenced", text, term=self._lease.term)
 
+    # ---------------------------------------------------------------------------------------------- pausing
+
+    async def _pause(self, request: Request) -> Response:
+        asked = request.query_params.get("mode", "wait")
+        if (mode := PAUSE_MODES.get(asked)) is None:
+            raise ConfigError(f"mode is {asked!r}; it must be one of {', '.join(PAUSE_MODES)}")
+        if self._pausing:
+            return self._waits_already()
+        self._pausing = True
+        try:
+            await run_in_threadpool(self.service.pause, mode)
+        finally:
+            self._pausing = False
+        return self._paused()
+
+    async def _resume(self, request: Request) -> Response:
+        if self._pausing:
+            return self._waits_already()
+        await run_in_threadpool(self.service.resume)
+        return self._paused()
+
+    def _paused(self) -> Response:
+        return JSONResponse({"paused": self.service.paused, "load": self.service.load})
+
+    def _waits_already(self) -> Response:
+        return refusal(409, "pausing", f"another pause waits for what is in flight: {self.service.load} requests")
+
     # ---------------------------------------------------------------------------------------------- weights and facts
 
     def state(self) -> wire.EngineState:
@@ -226,6 +259,7 @@ class EngineServer:
             self._fingerprint,
             None if follower is None else follower.progress,
             "" if follower is None else follower.error,
+            self.service.paused,
         )
 
     async def _unavailable(self, request: Request, error: Exception) -> Response:
@@ -259,7 +293,7 @@ class EngineServer:
 
     async def _health(self, request: Request) -> Response:
         state = self.state()
-        content = {"status": state.status, "version": state.version, "error": state.error}
+        content = {"status": state.status, "version": state.version, "error": state.error, "paused": state.paused}
         return JSONResponse(content, 200 if state.status == "ready" else 503)
 
     async def _metrics(self, request: Request) -> Response:
@@ -273,6 +307,7 @@ class EngineServer:
             "rlloop_policy_version": ("version of the weights that serve", service.version),
             "rlloop_requests_waiting": ("requests in flight or waiting", service.load),
             "rlloop_weights_ready": ("1 where the newest weights serve", self.state().status == "ready"),
+            "rlloop_paused": ("1 while the engine is paused", service.paused),
         }
         if progress is not None:
             gauges["rlloop_sync_wire_bytes"] = ("bytes of the last change of weights", progress.wire_bytes)

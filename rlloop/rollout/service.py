@@ -91,6 +91,11 @@ class EngineService:
         return self._engine.policy_version if self.halted is None else -1
 
     @property
+    def paused(self) -> bool:
+        """Between `pause` and `resume`."""
+        return self._paused
+
+    @property
     def load(self) -> int:
         """Requests in flight or waiting."""
         return self._load

@@ -77,6 +77,7 @@ class EngineState(msgspec.Struct):
     fingerprint: dict[str, Any]
     weights: Progress | None = None
     error: str = ""
+    paused: bool = False
 
 
 class BadAnswer(RlloopError):
@@ -121,7 +122,8 @@ def _unpack(prompt: list[int], params: SamplingParams, made: Made, ask: Ask) -> 
         )
     except ValueError as error:
         raise BadAnswer(f"an array of a completion is damaged: {error}") from None
-    if not 1 <= len(tokens) == len(logprobs) == len(raw) <= params.max_tokens:
+    least = 0 if made.finish_reason == "abort" else 1  # of a request that ended before its turn, nothing is there
+    if not least <= len(tokens) == len(logprobs) == len(raw) <= params.max_tokens:
         raise BadAnswer(f"{len(tokens)} tokens with {len(logprobs)} and {len(raw)} logprobs, of {params.max_tokens}")
     return Completion(
         prompt_ids=prompt,

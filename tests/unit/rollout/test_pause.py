@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from rlloop import Engine, SamplingParams
+from rlloop.rollout import wire
+from rlloop.rollout.remote import RemoteEngine
+from rlloop.rollout.server import EngineServer
 from rlloop.rollout.service import EngineService
 from rlloop.types import Completion
+from rlloop.web import BackgroundServer, Listen
 from tests.parity.models import tiny_qwen3
 
 PROMPTS = [[5, 6, 7], [9], list(range(10, 40))]
@@ -87,3 +92,81 @@ def test_waiting_finishes_what_is_in_flight_and_admits_nothing(engine, service):
     assert not later.done()
     service.resume()
     assert len(later.result(60)) == 3
+
+
+class Slow:
+    """An engine whose steps leave time to ask for something."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str):
+        return getattr(self._engine, name)
+
+    def step(self) -> list[tuple[int, Completion]]:
+        time.sleep(0.02)
+        return self._engine.step()
+
+
+@pytest.fixture
+def slow(engine) -> Iterator[EngineService]:
+    service = EngineService(Slow(engine))
+    yield service
+    service.close()
+
+
+def test_over_http(engine, slow):
+    token = "a token of some length"
+    expected = bits(engine.generate(PROMPTS, SAMPLING))
+    engine_server = EngineServer(slow, name="one")
+    server = BackgroundServer(engine_server.app, Listen(token=token))
+    headers = {"Authorization": f"Bearer {token}"}
+    with (
+        RemoteEngine(server.url, token=token) as remote,
+        httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+
+        def begun() -> Future[list[Completion]]:
+            before = engine.stats().made_tokens
+            answer = pool.submit(remote.generate, PROMPTS, SAMPLING)
+            while engine.stats().made_tokens < before + 6:
+                time.sleep(0.001)
+            return answer
+
+        def post(path: str) -> tuple[int, dict]:
+            reply = client.post(path)
+            return reply.status_code, reply.json()
+
+        kept = begun()
+        assert post("/rlloop/pause?mode=keep") == (200, {"paused": True, "load": 3})
+        assert is_still(engine)
+        assert client.get("/health").json()["paused"]
+        assert "rlloop_paused 1.0" in client.get("/metrics").text
+        waiting = pool.submit(post, "/rlloop/pause")  # the default: until what is in flight is finished
+        while not engine_server._pausing:
+            time.sleep(0.001)
+        status, refused = post("/rlloop/pause?mode=abort")
+        assert (status, refused["error"]["code"]) == (409, "pausing")
+        assert post("/rlloop/resume")[0] == 409
+        assert waiting.result(60) == (200, {"paused": True, "load": 0})
+        assert bits(kept.result(60)) == expected
+        assert post("/rlloop/resume") == (200, {"paused": False, "load": 0})
+        ended = begun()
+        assert post("/rlloop/pause?mode=abort") == (200, {"paused": True, "load": 0})
+        assert [each.finish_reason for each in ended.result(60)] == ["abort", "length", "abort"]
+        assert post("/rlloop/resume")[0] == 200
+        assert bits(remote.generate(PROMPTS, SAMPLING)) == expected
+        assert post("/rlloop/pause?mode=soon")[0] == 400
+    server.close()
+
+
+def test_an_aborted_request_without_a_token_crosses_the_wire(engine):
+    id = engine.add_request([5, 6], SamplingParams(max_tokens=4, seed=1))
+    [made] = [wire.pack(engine.abort(id))]
+    ask = wire.Ask([[5, 6]], [SamplingParams(max_tokens=4, seed=1)])
+    [back] = wire.unpack(ask, wire.Answer([made], "boot"))
+    assert (back.token_ids, len(back.logprobs), back.finish_reason) == ([], 0, "abort")
+    made.finish_reason = "length"
+    with pytest.raises(wire.BadAnswer, match="0 tokens"):
+        wire.unpack(ask, wire.Answer([made], "boot"))

@@ -239,7 +239,7 @@ def test_another_version_is_a_409_that_makes_the_replica_look_for_it(running, re
         assert client.get("/health").status_code == 503
         remote.set_version(3)
         assert remote.generate([[5]], longest())[0].policy_version == 3  # 409, catch up, and again
-        assert client.get("/health").json() == {"status": "ready", "version": 3, "error": ""}
+        assert client.get("/health").json() == {"status": "ready", "version": 3, "error": "", "paused": False}
         running.follower.error = "the root differs"
         assert (client.get("/health").status_code, client.get("/health").json()["status"]) == (503, "failed")
         running.follower.error = ""
