@@ -37,6 +37,10 @@ class ProfileConfig:
     expert_combine: str = "fp32_once"
     router_logits: str = "float32"
     latent: str = "absorbed"
+    residual_norm: str = "rounded"
+    attention_splits: str = "default"
+    tp_segments: str = "1"
+    all_reduce: str = "fp32_tree"
 
     def __post_init__(self) -> None:
         for knob, given in vars(self).items():
@@ -61,6 +65,10 @@ class RolloutProfile:
     expert_combine: str | None = None
     router_logits: str | None = None
     latent: str | None = None
+    residual_norm: str | None = None
+    attention_splits: str | None = None
+    tp_segments: str | None = None
+    all_reduce: str | None = None
 
     def __post_init__(self) -> None:
         for knob, given in vars(self).items():

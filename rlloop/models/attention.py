@@ -20,7 +20,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(config.hidden_size, (1 + config.output_gate) * width, config.qkv_bias)
         self.k_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
         self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
-        self.o_proj = Linear(width, config.hidden_size, config.output_bias)
+        self.o_proj = Linear(width, config.hidden_size, config.output_bias, across=True)
         self.whole_norm, self.rope_dim = config.whole_norm, config.rope_dim
         self.q_norm = self.k_norm = None
         if config.qk_norm:

@@ -33,7 +33,7 @@ class LatentAttention(nn.Module):
         self.kv_a_proj_with_mqa = Linear(config.hidden_size, latent.kv_rank + latent.rope_dim, config.qkv_bias)
         self.kv_a_layernorm = Weight(latent.kv_rank)
         self.kv_b_proj = Linear(latent.kv_rank, heads * (latent.nope_dim + latent.v_dim))
-        self.o_proj = Linear(heads * latent.v_dim, config.hidden_size, config.output_bias)
+        self.o_proj = Linear(heads * latent.v_dim, config.hidden_size, config.output_bias, across=True)
         indexer = latent.indexer
         self.indexed_by = max(at for at in indexer.layers if at <= layer) if indexer else None
         if indexer and latent.q_rank is not None and self.indexed_by == layer:

@@ -39,15 +39,19 @@ class Step:
 
 
 class Linear(nn.Module):
-    """Holds a weight [N, K] and perhaps a bias [N]; the product is the operations' business."""
+    """Holds a weight [N, K] and perhaps a bias [N]; the product is the operations' business.
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+    `across`: a tensor-parallel engine would share its K inputs among ranks.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False, across: bool = False) -> None:
         super().__init__()
+        self.across = across
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias, self.across)
 
 
 class Weight(nn.Module):
@@ -77,7 +81,7 @@ class PlainMlp(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool) -> None:
         super().__init__()
         self.up_proj = Linear(hidden_size, intermediate_size, bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         return self.down_proj(step.ops.relu_squared(self.up_proj(x, step.ops)), step.ops)
@@ -88,7 +92,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size, bias)
         self.up_proj = Linear(hidden_size, intermediate_size, bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops = step.ops

@@ -43,7 +43,7 @@ class DeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(delta.num_heads))
         self.A_log = nn.Parameter(torch.empty(delta.num_heads))
         self.norm = Weight(delta.value_dim)
-        self.out_proj = Linear(values, config.hidden_size)
+        self.out_proj = Linear(values, config.hidden_size, across=True)
         self.in_proj_qkv = Linear(config.hidden_size, sum(self.widths))
         self.in_proj_z = Linear(config.hidden_size, values)
         self.in_proj_b = Linear(config.hidden_size, delta.num_heads)
@@ -84,7 +84,7 @@ class Mamba(nn.Module):
         self.A_log = nn.Parameter(torch.empty(mamba.num_heads))
         self.norm = Weight(width)
         self.D = nn.Parameter(torch.empty(mamba.num_heads))
-        self.out_proj = Linear(width, config.hidden_size, mamba.bias)
+        self.out_proj = Linear(width, config.hidden_size, mamba.bias, across=True)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops, mamba = step.ops, self.config

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rlloop.errors import ConfigError
 from rlloop.models import attention, latent
 from rlloop.models.attention import Attention
 from rlloop.models.experts import Mixture
 from rlloop.models.latent import LatentAttention
-from rlloop.models.parts import Cache, Mlp, Norm, PlainMlp, Step, Weight
+from rlloop.models.parts import Cache, Linear, Mlp, Norm, PlainMlp, Step, Weight
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable, rope_table
 from rlloop.models.routes import Routes
@@ -167,10 +168,25 @@ class Model(nn.Module):
         return 0 if latent is None or latent.indexer is None else len(latent.indexer.layers)
 
     def with_profile(self, profile: NumericsProfile) -> Model:
-        """The same parameters under other arithmetic: a view, not a copy."""
+        """The same parameters under other arithmetic: a view, not a copy. Raises `ConfigError` as `check_profile`."""
+        self.check_profile(profile)
         twin = copy.copy(self)
         twin.profile, twin.ops = profile, ops_for(profile)
         return twin
+
+    def check_profile(self, profile: NumericsProfile) -> None:
+        """Raises `ConfigError` for settings that this model cannot follow on its device."""
+        if self.device.type == "cuda" and profile.for_cpus:
+            raise ConfigError(
+                f"the profile has {', '.join(profile.for_cpus)}, whose kernels are for CPUs; leave out "
+                f"{'it' if len(profile.for_cpus) == 1 else 'them'}, or use device=cpu"
+            )
+        for name, module in self.named_modules():
+            if isinstance(module, Linear) and module.across and module.weight.shape[1] % int(profile.tp_segments):
+                raise ConfigError(
+                    f"profile.tp_segments is {profile.tp_segments}, and {name} sums over {module.weight.shape[1]} "
+                    "inputs; set a number that divides them"
+                )
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides the bits, the weights apart. JSON values."""

@@ -43,7 +43,7 @@ def load_model(
     `reference` profile). `profile` says which implementation runs each operation; None: the invariant ones.
 
     Raises `ModelError` for a missing folder, an unsupported configuration, and unknown, missing or misshapen tensors;
-    `ConfigError` for a type or device that cannot be used.
+    `ConfigError` for a type, device or profile that cannot be used.
     """
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {str(device)!r}, and this machine has no CUDA device; use device=cpu")
@@ -208,6 +208,7 @@ def _assemble(
     model.load_state_dict(state, assign=True)
     model.rope = RopeTable(config, "cpu").to(device)  # the same bits on every device
     model.source_path = source
+    model.check_profile(model.profile)
     return model
 
 

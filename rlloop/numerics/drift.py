@@ -26,9 +26,9 @@ class DriftedOps(Ops):
     def _stored(self, x: Tensor) -> Tensor:
         return rounded_activation(x, "bf16") if self._activations == "bf16" else x
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, across: bool = False) -> Tensor:
         entering = rounded_activation(x, "fp8") if self._activations == "fp8" else x
-        return self._stored(super().linear(entering, weight, bias))
+        return self._stored(super().linear(entering, weight, bias, across))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if self._activations != "bf16":

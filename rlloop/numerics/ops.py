@@ -14,6 +14,7 @@ from torch import Tensor
 from rlloop.numerics import logprob, reference, stock
 from rlloop.numerics.layout import AttentionLayout, Carried, LogitsWarp
 from rlloop.numerics.profile import NumericsProfile
+from rlloop.numerics.ranks import sum_over_ranks
 from rlloop.numerics.routing import Routing
 
 
@@ -67,17 +68,38 @@ class Ops:
         self._silu_mul = _backend(profile.activation).silu_mul
         self._rope = _backend(profile.rope).rope
         self._attention = _backend(profile.attention).attention
+        self._sparse_attention = _indexer_backend(profile.attention).sparse_attention
+        if profile.attention_splits != "default" and profile.attention in ("rlloop", "reference"):
+            split = int(profile.attention_splits)
+            self._attention = functools.partial(self._attention, split=split)
+            self._sparse_attention = functools.partial(self._sparse_attention, split=split)
         self._logits = _logprob_backend(profile.token_logprob).logits
         self._token_logprob = _logprob_backend(profile.token_logprob).token_logprob
         self._sample = _logprob_backend(profile.token_logprob).sample
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x @ weight.T + bias`. x [T, K], weight [N, K], bias [N] -> [T, N]."""
-        return self._linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, across: bool = False) -> Tensor:
+        """`x @ weight.T + bias`. x [T, K], weight [N, K], bias [N] -> [T, N].
+
+        `across`: tensor-parallel ranks share the K terms. `profile.tp_segments` says how many, `all_reduce` how their
+        sums are added.
+        """
+        ranks = int(self.profile.tp_segments)
+        if not across or ranks == 1:
+            return self._linear(x, weight, bias)
+        exact = functools.partial(_mixture_backend(self.profile.linear).router_logits, exact=True)
+        return sum_over_ranks(
+            x, weight, bias, ranks, self._linear if self.profile.all_reduce == "rounded_chain" else None, exact
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Root-mean-square norm of `x + residual`. x [..., D] -> (normed [..., D], the sum itself [..., D])."""
-        return self._rms_norm(x, weight, eps, residual)
+        """Root-mean-square norm of `x + residual`. x [..., D] -> (normed [..., D], the sum itself [..., D]).
+
+        `profile.residual_norm` says whether the norm reads the sum as it is stored, or in float32.
+        """
+        if residual is None or self.profile.residual_norm == "rounded":
+            return self._rms_norm(x, weight, eps, residual)
+        total = reference.widen(x) + reference.widen(residual)
+        return self._rms_norm(total, weight, eps, None)[0].to(x.dtype), total.to(x.dtype)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """`silu(gate) * up`. [T, F] each -> [T, F]."""
@@ -106,7 +128,7 @@ class Ops:
 
         G is 1; selected [T, S] int64, ascending, then −1. Where all positions are selected, the bits of `attention`.
         """
-        return _indexer_backend(self.profile.attention).sparse_attention(q, k, v, selected, layout, scale)
+        return self._sparse_attention(q, k, v, selected, layout, scale)
 
     def head_linear(self, x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
         """Each head times its own matrix. x [T, H, K], weight [H, N, K] (if not by_row [H, K, N]) -> [T, H, N]."""

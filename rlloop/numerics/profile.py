@@ -8,12 +8,18 @@ from typing import Any
 
 IMPLEMENTATIONS = ("rlloop", "stock", "huggingface", "reference")
 
-# Knobs that are no choice of implementation: every implementation of the operation follows them.
+# Knobs that are no choice of implementation: every implementation of the operation follows them, but for stock and
+# huggingface attention, which split as PyTorch does. docs/numerics.md says what each protects and costs.
 SETTINGS = {
     "expert_combine": ("fp32_once", "bf16_each"),
     "router_logits": ("float32", "compute"),
     "latent": ("absorbed", "expanded"),
+    "residual_norm": ("rounded", "float32"),
+    "attention_splits": ("default", "64", "256", "1024"),
+    "tp_segments": ("1", "2", "4", "8"),
+    "all_reduce": ("fp32_tree", "rounded_chain"),
 }
+CPU_SETTINGS = ("residual_norm", "attention_splits", "tp_segments", "all_reduce")  # GPUs have the first value only
 
 # Of a `Drift`; `rlloop.numerics.quantize` says what they mean.
 WEIGHT_TYPES = ("bf16", "fp8", "int8", "int6", "int5", "int4", "fp4")
@@ -73,6 +79,10 @@ class NumericsProfile:
     expert_combine: str = "fp32_once"  # rounded once; or bf16_each: each product and each sum, as transformers
     router_logits: str = "float32"  # or compute: of softmax routers, logits and weights rounded to the compute type
     latent: str = "absorbed"  # latent attention reads latents; or expanded: the keys and values of every head
+    residual_norm: str = "rounded"  # a norm reads the residual sum as it is stored; or float32: before it is rounded
+    attention_splits: str = "default"  # keys of a part of the softmax; default: one part (on a GPU, parts of 1024)
+    tp_segments: str = "1"  # ranks among which a tensor-parallel engine shares the terms of o_proj and down_proj
+    all_reduce: str = "fp32_tree"  # of their sums; or rounded_chain: each rounded, then added in order of rank
     drift: Drift | None = None  # of an engine from its trainer; None: there is none
 
     def __post_init__(self) -> None:
@@ -104,6 +114,11 @@ class NumericsProfile:
     def holds_contract(self) -> bool:
         """Whether every operation is the invariant one, so that `parity.mode=require` can hold."""
         return self.drift is None and all(getattr(self, op) == "rlloop" for op in self.operations())
+
+    @property
+    def for_cpus(self) -> list[str]:
+        """The settings that only kernels for CPUs follow, as `knob=value`."""
+        return [f"{name}={getattr(self, name)}" for name in CPU_SETTINGS if getattr(self, name) != SETTINGS[name][0]]
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values. `drift` stands there only where there is one."""

@@ -97,7 +97,18 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack(rows).to(x.dtype) if rows else x
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+def _read(scores: Tensor, values: Tensor, split: int) -> Tensor:
+    """Values [n, D] by the softmax of scores [..., n], whose parts of `split` keys (0: one part) join in order."""
+    size = split or scores.shape[-1]
+    top, total, read = scores.new_tensor(-torch.inf), scores.new_zeros(()), values.new_zeros(())
+    for part, rows in zip(scores.split(size, dim=-1), values.split(size), strict=True):
+        highest = torch.maximum(top, part.amax(-1, keepdim=True))
+        fade, mass = torch.exp(top - highest), torch.exp(part - highest)
+        top, total, read = highest, total * fade + mass.sum(-1, keepdim=True), read * fade + mass @ rows
+    return read / total
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, split: int = 0) -> Tensor:
     q_wide, k_wide, v_wide = widen(q), widen(k), widen(v)
     starts, contexts, blocks = layout.query_start.tolist(), layout.context.tolist(), layout.block_start.tolist()
     group = q.shape[1] // k.shape[1]  # query heads that share one key-value head
@@ -109,8 +120,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: f
             heads = []
             for h in range(q.shape[1]):
                 scores = k_wide[slots, h // group] @ q_wide[t, h] * scale
-                weights = torch.exp(scores - scores.max())
-                heads.append(weights / weights.sum() @ v_wide[slots, h // group])
+                heads.append(_read(scores, v_wide[slots, h // group], split))
             out.append(torch.stack(heads))
     return torch.stack(out).to(q.dtype) if out else q
 
@@ -140,15 +150,14 @@ def select(q: Tensor, k: Tensor, weights: Tensor, layout: AttentionLayout, scale
 
 
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, layout: AttentionLayout, scale: float
+    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, layout: AttentionLayout, scale: float, split: int = 0
 ) -> Tensor:
     sequences, blocks = layout.sequences.tolist(), layout.block_start.tolist()
     out = []
     for t, (s, row) in enumerate(zip(sequences, selected.tolist(), strict=True)):
         slots = [blocks[s][j // layout.block_size] + j % layout.block_size for j in row if j >= 0]
         scores = widen(q)[t] @ widen(k)[slots, 0].T * scale
-        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-        out.append(weights / weights.sum(-1, keepdim=True) @ widen(v)[slots, 0])
+        out.append(_read(scores, widen(v)[slots, 0], split))
     return torch.stack(out).to(q.dtype) if out else q.new_empty(0, q.shape[1], v.shape[2])
 
 

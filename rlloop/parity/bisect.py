@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.profile import SETTINGS, NumericsProfile
-from rlloop.parity.doctor import KNOBS, Call, first_row, trace_whole
+from rlloop.parity.doctor import Call, first_row, knob_of, trace_whole
 from rlloop.parity.measure import measure
 from rlloop.parity.sides import Definition, Scored, Tokens, Transformers
 
@@ -53,8 +53,12 @@ def first_difference(a: Model, b: Model, sequence: Tokens) -> FirstDifference | 
             rows, other = rows.double(), other.double()
         if (found := first_row(rows, other)) is not None:
             gap = float((rows.double() - other.double()).abs().max())
-            return FirstDifference(op, where, KNOBS.get(op, op), found, gap)
+            return FirstDifference(op, where, knob_of(op, *map(_profile, (a, b))), found, gap)
     return None
+
+
+def _profile(side: Model) -> NumericsProfile:
+    return side.model.profile if isinstance(side, Definition) else NumericsProfile.preset("huggingface")
 
 
 def _pairs(mine: list[Call], theirs: list[Call], alike: bool) -> Iterator[tuple[Call, Call]]:

@@ -19,6 +19,7 @@ from rlloop.models import Model
 from rlloop.models.warp import warp_for
 from rlloop.numerics.layout import AttentionLayout, Carried
 from rlloop.numerics.ops import Ops
+from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.monitor import Finding, TokenDifference
 from rlloop.types import Sample
 
@@ -41,6 +42,19 @@ KNOBS = {  # of operations that do not have their knob's name
     "recurrent_gates": "recurrent",
     "scan": "recurrent",
 }
+FOLLOWED = {  # settings that the operations of a knob follow
+    "linear": ("tp_segments", "all_reduce"),
+    "rms_norm": ("residual_norm",),
+    "attention": ("attention_splits",),
+    "router": ("router_logits",),
+    "combine": ("expert_combine",),
+}
+
+
+def knob_of(op: str, mine: NumericsProfile, other: NumericsProfile) -> str:
+    """What to look at where `op` differs: its implementation, or a setting that the two profiles do not share."""
+    knob = KNOBS.get(op, op)
+    return next((name for name in (knob, *FOLLOWED.get(knob, ())) if getattr(mine, name) != getattr(other, name)), knob)
 
 
 @dataclass
@@ -111,14 +125,19 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     ids = torch.tensor((made.prompt_ids + made.token_ids)[: token.position], device=trainer.head.device)
     theirs, their_hidden = trace_whole(trainer, ids)
     ours, our_hidden = _trace_decode(engine, ids, len(made.prompt_ids))
+
+    def finding(where: str, op: str, position: int, mine: Tensor, other: Tensor) -> Finding:
+        knob = knob_of(op, engine.profile, trainer.profile)
+        return _finding(where, op, knob, position, mine, other, len(made.prompt_ids))
+
     for mine, other in zip(ours, theirs, strict=True):
         if (found := first_row(mine.rows, other.rows)) is not None:
-            return _finding(mine.where, mine.op, found, mine.rows, other.rows, len(made.prompt_ids))
+            return finding(mine.where, mine.op, found, mine.rows, other.rows)
     our_logits, their_logits = (
         model.ops.logits(hidden[-1:], model.head) for model, hidden in ((engine, our_hidden), (trainer, their_hidden))
     )
     if first_row(our_logits, their_logits) is not None:
-        return _finding("lm_head", "logits", token.position, our_logits, their_logits, len(made.prompt_ids))
+        return finding("lm_head", "logits", token.position, our_logits, their_logits)
     place = token.position - len(made.prompt_ids)
     turn = max(start for start, _ in made.turns or ((0, 0),) if start <= place)
     warp = warp_for([made.sampling], [place - turn], engine.eos_token_ids, device=ids.device)
@@ -127,7 +146,7 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     _, sampled, _ = engine.ops.sample(our_logits, warp, seed, position)
     scored, _ = trainer.ops.token_logprob(their_hidden[-1:], trainer.head, target, warp)
     if first_row(sampled, scored) is not None:
-        return _finding("lm_head", "token_logprob", token.position, sampled, scored, len(made.prompt_ids))
+        return finding("lm_head", "token_logprob", token.position, sampled, scored)
     return Finding(
         "This sequence alone, rerun the engine's way and the trainer's, shows no operation that differs: the "
         "difference depends on what it was batched with, or on state (a stale cache, weights that changed in between)",
@@ -178,8 +197,7 @@ def first_row(mine: Tensor, other: Tensor) -> int | None:
     return int(rows.nonzero()[0]) if rows.any() else None
 
 
-def _finding(where: str, op: str, position: int, mine: Tensor, other: Tensor, prompt: int) -> Finding:
-    knob = KNOBS.get(op, op)
+def _finding(where: str, op: str, knob: str, position: int, mine: Tensor, other: Tensor, prompt: int) -> Finding:
     gap = float((mine.double() - other.double()).abs().max())
     place = f"token {position} of the prompt" if position < prompt else f"token {position - prompt} of the completion"
     return Finding(

@@ -4,6 +4,9 @@ A query at position p reads keys 0 to p in tiles of 64 at absolute positions, wi
 tile: each score is one chain over the width, times the scale; the masses' sum has one fixed tree over the tile's 64
 places; and each output number continues one chain over ascending keys. So a query's bits depend on itself and those
 keys alone: not on the queries beside it, nor on where the keys lie. `backward` is in `attention_backward`.
+
+With a `split` (whole tiles; 0 is none) the softmax begins anew every so many keys, and each part joins those before it
+in ascending order: what a kernel computes that gives each part of a long context to another core, however many it has.
 """
 
 from __future__ import annotations
@@ -77,6 +80,27 @@ def _fade(top, highest, line):
 
 
 @kernel
+def join(tops, totals, sums, r, chunk, v_wide, line):
+    """A query's part of the softmax, at r, takes in those before it, which lie `chunk` queries further on."""
+    highest = max(tops[chunk + r], tops[r])
+    earlier, fade = _fade(tops[chunk + r], highest, line), _fade(tops[r], highest, line)
+    tops[r] = highest
+    totals[r] = totals[chunk + r] * earlier + totals[r] * fade
+    for i in range(r * v_wide, (r + 1) * v_wide, LANES):
+        before = mul(load(sums, chunk * v_wide + i), splat(earlier))
+        store(sums, i, add(before, mul(load(sums, i), splat(fade))))
+
+
+@kernel
+def begin_part(tops, totals, sums, r, chunk, v_wide):
+    tops[chunk + r], totals[chunk + r] = tops[r], totals[r]
+    tops[r], totals[r] = MINUS_INFINITY, np.float32(0)
+    for i in range(r * v_wide, (r + 1) * v_wide, LANES):
+        store(sums, chunk * v_wide + i, load(sums, i))
+        store(sums, i, splat(np.float32(0)))
+
+
+@kernel
 def _tile(
     q, k_packed, v_packed, width, wide, v_wide, first, num_rows, counts, scale, scores, tops, totals, sums, line
 ):  # fmt: skip
@@ -103,16 +127,16 @@ def _tile(
 @parallel_kernel
 def forward(
     counter, q, k, v, v_step, query_start, context, block_start, blocks, block_size, first_task, chunk, heads, groups,
-    width, v_width, scale, out, lse,
+    width, v_width, scale, split, out, lse,
 ):  # fmt: skip
     """The layout's arrays are flat. Sequence s has the tasks first_task[s] to first_task[s + 1]: one for each `chunk`
     of its queries (each of a token's heads that share a key-value head counts) and each key-value head. Values lie
     `v_step` apart."""
     share, wide, v_wide = heads // groups, padded(width), padded(v_width)
-    queries, sums = np.empty(chunk * wide, np.float32), np.empty(chunk * v_wide, np.float32)
+    queries, sums = np.empty(chunk * wide, np.float32), np.empty(2 * chunk * v_wide, np.float32)
     scores = np.empty(chunk * TILE, np.float32)
     k_packed, v_packed = np.empty(wide * TILE, np.float32), np.empty(v_wide * TILE, np.float32)
-    tops, totals = np.empty(chunk, np.float32), np.empty(chunk, np.float32)
+    tops, totals = np.empty(2 * chunk, np.float32), np.empty(2 * chunk, np.float32)
     counts, starts, line = np.empty(chunk, np.int64), np.empty(TILE, np.int64), np.empty(LANES, np.float32)
     tasks = first_task[-1]
     task = take(counter)
@@ -143,6 +167,11 @@ def forward(
             for lane in range(0, keys, LANES):
                 pack_rows(k, starts, lane, 0, width, k_packed, lane, TILE)
             first = max(0, (tile - offset) * share - begin)
+            if split > 0 and tile > 0 and tile % split == 0:
+                for r in range(first, num_rows):
+                    if tile > split:
+                        join(tops, totals, sums, r, chunk, v_wide, line)
+                    begin_part(tops, totals, sums, r, chunk, v_wide)
             for r in range(first, num_rows):
                 counts[r] = min(TILE, offset + (begin + r) // share - tile + 1)
             _tile(
@@ -151,6 +180,8 @@ def forward(
             )  # fmt: skip
         for r in range(num_rows):
             row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
+            if 0 < split <= offset + (begin + r) // share:
+                join(tops, totals, sums, r, chunk, v_wide, line)
             for i in range(r * v_wide, (r + 1) * v_wide, LANES):
                 store(sums, i, div(load(sums, i), splat(totals[r])))
             narrow(sums, r * v_wide, v_width, out, row * v_width)

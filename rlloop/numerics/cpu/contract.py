@@ -277,7 +277,7 @@ def value_rows(v: Tensor) -> tuple[np.ndarray, int]:
 
 def _attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor, block_size: int,
-    scale: float,
+    scale: float, split: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, log-sum-exp of the scaled scores [T, H] float32)."""
     (tokens, heads, width), (_, groups, v_width) = q.shape, v.shape
@@ -290,16 +290,17 @@ def _attention_cpu(
         threads, flat(q.contiguous()), flat(k.contiguous()), *value_rows(v), starts, contexts,
         flat(block_start.contiguous()), block_start.shape[1], block_size,
         *attention_kernels.plan(counts, heads, groups, threads), heads, groups, width, v_width, np.float32(scale),
-        flat(out), flat(lse),
+        split, flat(out), flat(lse),
     )  # fmt: skip
     return out, lse
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, query_start, _, _, _, ctx.scale = inputs
+    q, k, v, query_start, _, _, _, ctx.scale, *split = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, query_start, out, lse)
     ctx.mark_non_differentiable(lse)
+    ctx.others = 5 + len(split)
 
 
 def _attention_gradients_cpu(
@@ -326,22 +327,33 @@ _attention_gradients = _operator(
 
 
 def _attention_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *_attention_gradients(*ctx.saved_tensors, grad, ctx.scale), None, None, None, None, None
+    return *_attention_gradients(*ctx.saved_tensors, grad, ctx.scale), *[None] * ctx.others
+
+
+def attention_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(len(q), q.shape[1], v.shape[2]), q.new_empty(len(q), q.shape[1], dtype=torch.float32)
 
 
 _attention = _operator(
     "attention(Tensor q, Tensor k, Tensor v, Tensor query_start, Tensor context, Tensor block_start, int block_size,"
     " float scale) -> (Tensor, Tensor)",
     _attention_cpu,
-    lambda q, k, v, query_start, context, block_start, block_size, scale: (
-        q.new_empty(len(q), q.shape[1], v.shape[2]), q.new_empty(len(q), q.shape[1], dtype=torch.float32)
-    ),
+    attention_shapes,
     _attention_backward,
     _attention_setup,
-)  # fmt: skip
+)
+_attention_in_parts = _operator(
+    "attention_in_parts(Tensor q, Tensor k, Tensor v, Tensor query_start, Tensor context, Tensor block_start,"
+    " int block_size, float scale, int split) -> (Tensor, Tensor)",
+    _attention_cpu,
+    attention_shapes,
+    _attention_backward,
+    _attention_setup,
+)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, split: int = 0) -> Tensor:
     if not layout.contiguous and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("attention over a paged cache has no gradient; train with AttentionLayout.of_sequences")
-    return _attention(q, k, v, layout.query_start, layout.context, layout.block_start, layout.block_size, scale)[0]
+    rest = (layout.query_start, layout.context, layout.block_start, layout.block_size, scale)
+    return (_attention_in_parts(q, k, v, *rest, split) if split else _attention(q, k, v, *rest))[0]

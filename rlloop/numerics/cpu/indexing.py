@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.cpu import sparse as kernels
-from rlloop.numerics.cpu.contract import _operator, linear_out_float32, value_rows
+from rlloop.numerics.cpu.contract import _operator, attention_shapes, linear_out_float32, value_rows
 from rlloop.numerics.cpu.jit import flat, threads_for
 from rlloop.numerics.layout import AttentionLayout
 
@@ -52,23 +52,25 @@ def select(q: Tensor, k: Tensor, weights: Tensor, layout: AttentionLayout, scale
 
 def _attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, selected: Tensor, query_start: Tensor, block_start: Tensor, block_size: int,
-    scale: float,
+    scale: float, split: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (tokens, heads, width), v_width, count = q.shape, v.shape[2], selected.shape[1]
     out, lse = q.new_empty(tokens, heads, v_width), torch.empty(tokens, heads)
     kernels.forward(
         threads_for(tokens * count * heads * (width + v_width)), flat(q.contiguous()), flat(k.contiguous()),
         *value_rows(v), flat(selected.contiguous()), count, flat(query_start), flat(block_start.contiguous()),
-        block_start.shape[1], block_size, heads, width, v_width, np.float32(scale), flat(out), flat(lse),
+        block_start.shape[1], block_size, heads, width, v_width, np.float32(scale), split,
+        flat(out), flat(lse),
     )  # fmt: skip
     return out, lse
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, selected, query_start, _, _, ctx.scale = inputs
+    q, k, v, selected, query_start, _, _, ctx.scale, *split = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, selected, query_start, out, lse)
     ctx.mark_non_differentiable(lse)
+    ctx.others = 5 + len(split)
 
 
 def _gradients_cpu(
@@ -95,24 +97,31 @@ _gradients = _operator(
 
 
 def _attention_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *_gradients(*ctx.saved_tensors, grad, ctx.scale), None, None, None, None, None
+    return *_gradients(*ctx.saved_tensors, grad, ctx.scale), *[None] * ctx.others
 
 
 _attention = _operator(
     "sparse_attention(Tensor q, Tensor k, Tensor v, Tensor selected, Tensor query_start, Tensor block_start,"
     " int block_size, float scale) -> (Tensor, Tensor)",
     _attention_cpu,
-    lambda q, k, v, selected, query_start, block_start, block_size, scale: (
-        q.new_empty(len(q), q.shape[1], v.shape[2]), q.new_empty(len(q), q.shape[1], dtype=torch.float32)
-    ),
+    attention_shapes,
     _attention_backward,
     _attention_setup,
-)  # fmt: skip
+)
+_attention_in_parts = _operator(
+    "sparse_attention_in_parts(Tensor q, Tensor k, Tensor v, Tensor selected, Tensor query_start, Tensor block_start,"
+    " int block_size, float scale, int split) -> (Tensor, Tensor)",
+    _attention_cpu,
+    attention_shapes,
+    _attention_backward,
+    _attention_setup,
+)
 
 
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, layout: AttentionLayout, scale: float
+    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, layout: AttentionLayout, scale: float, split: int = 0
 ) -> Tensor:
     if not layout.contiguous and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("attention over a paged cache has no gradient; train with AttentionLayout.of_sequences")
-    return _attention(q, k, v, selected, layout.query_start, layout.block_start, layout.block_size, scale)[0]
+    rest = (selected, layout.query_start, layout.block_start, layout.block_size, scale)
+    return (_attention_in_parts(q, k, v, *rest, split) if split else _attention(q, k, v, *rest))[0]

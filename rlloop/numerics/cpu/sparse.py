@@ -2,14 +2,14 @@
 
 `select` scores every past position of a query: per head one chain over the width, times the scale, negative ones to 0;
 then one chain over the heads, in order. Attention then is that of `attention`, tile by tile of 64, over the selected
-positions in ascending order: where every position is selected, it has the same bits.
+positions in ascending order, and splits by places among those: where every position is selected, it has the same bits.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.cpu.attention import MINUS_INFINITY, TILE, _tile, padded
+from rlloop.numerics.cpu.attention import MINUS_INFINITY, TILE, _tile, begin_part, join, padded
 from rlloop.numerics.cpu.attention_backward import BLOCK, _add_to_keys, _dot, _masses_and_slopes
 from rlloop.numerics.cpu.jit import kernel, parallel_kernel, take
 from rlloop.numerics.cpu.tiles import add_products, narrow, pack_rows, widen
@@ -107,14 +107,14 @@ def _count_of(selected, at, how_many):
 @parallel_kernel
 def forward(
     counter, q, k, v, v_step, selected, how_many, query_start, block_start, blocks, block_size, heads, width, v_width,
-    scale, out, lse,
+    scale, split, out, lse,
 ):  # fmt: skip
     """A task is a query, with all its heads."""
     wide, v_wide = padded(width), padded(v_width)
-    queries, sums = np.empty(heads * wide, np.float32), np.empty(heads * v_wide, np.float32)
+    queries, sums = np.empty(heads * wide, np.float32), np.empty(2 * heads * v_wide, np.float32)
     scores = np.empty(heads * TILE, np.float32)
     k_packed, v_packed = np.empty(wide * TILE, np.float32), np.empty(v_wide * TILE, np.float32)
-    tops, totals = np.empty(heads, np.float32), np.empty(heads, np.float32)
+    tops, totals = np.empty(2 * heads, np.float32), np.empty(2 * heads, np.float32)
     counts, starts, line = np.empty(heads, np.int64), np.empty(TILE, np.int64), np.empty(LANES, np.float32)
     tokens = len(lse) // heads
     token = take(counter)
@@ -128,6 +128,11 @@ def forward(
         for tile in range(0, seen, TILE):
             keys = min(TILE, seen - tile)
             counts[:] = keys
+            if split > 0 and tile > 0 and tile % split == 0:
+                for r in range(heads):
+                    if tile > split:
+                        join(tops, totals, sums, r, heads, v_wide, line)
+                    begin_part(tops, totals, sums, r, heads, v_wide)
             for j in range(TILE):
                 position = selected[token * how_many + tile + min(j, keys - 1)]
                 slot = block_start[sequence * blocks + position // block_size] + position % block_size
@@ -141,6 +146,8 @@ def forward(
                 line,
             )  # fmt: skip
         for r in range(heads):
+            if 0 < split < seen:
+                join(tops, totals, sums, r, heads, v_wide, line)
             for i in range(r * v_wide, (r + 1) * v_wide, LANES):
                 store(sums, i, div(load(sums, i), splat(totals[r])))
             narrow(sums, r * v_wide, v_width, out, (token * heads + r) * v_width)
