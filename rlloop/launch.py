@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -246,6 +247,7 @@ def _ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
         yield
         return
     try:
+        _knock(address or "")
         ray.init(
             address=address or "local",  # never one that somebody else happens to have started here
             num_cpus=None if address else max(int(cpus), os.cpu_count() or 1),
@@ -262,6 +264,16 @@ def _ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raises `ConnectionError` where nobody listens at a HOST:PORT: Ray itself would go on trying for many minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except OSError as error:
+            raise ConnectionError(error) from None
 
 
 class RayHandle:
@@ -284,7 +296,10 @@ class RayHandle:
             except self._ray.exceptions.RayTaskError as error:  # the worker's own error, as if raised here
                 raise error.cause from None
             except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
-                raise EngineDied(str(error).partition("\n")[0]) from None
+                lines = str(error).strip().splitlines()
+                if getattr(error, "actor_init_failed", False):  # only the text of what it raised is left, at the end
+                    raise EngineDied(f"{self.name} could not start: {lines[-1].strip()}") from error
+                raise EngineDied(lines[0]) from None
 
         return wait
 

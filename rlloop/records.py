@@ -42,6 +42,7 @@ from rlloop.types import Sample, SamplingParams
 RESUMABLE = (
     "run.dir",
     "launch",
+    "ray.",
     "trainer.num_steps",
     "checkpoint.every",
     "checkpoint.keep",

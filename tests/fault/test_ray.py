@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlloop.records import read_records
-from tests.fault.tiny_run import history, train
+from tests.fault.tiny_run import history, make_model, train
 
 pytest.importorskip("ray")
 
@@ -98,3 +98,23 @@ def test_a_running_cluster_is_attached_to_by_address_and_left_running_and_empty(
     left = workers("cluster").values()
     assert any("raylet" in command for command in left), "the cluster is not ours to stop"
     assert not any("ray::Replica" in command or "ray::Colocated" in command for command in left)
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once(tmp_path):
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unheard.getsockname()[1]}"
+        process = train(tmp_path / "run", "launch=ray", f"ray.address={address}")
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert f"no Ray cluster answers at ray.address={address}: [Errno" in output
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path):
+    make_model(tmp_path)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"torn")
+    process = train(tmp_path / "run", "launch=ray", "ray.replicas=0")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "rlloop: trainer could not start: " in output
+    assert "model.safetensors" in output.partition("could not start: ")[2]

@@ -125,6 +125,11 @@ def test_only_a_constant_schedule_may_grow():
         refuse_other_run("run", falling, changed(trainer={"schedule": "linear", "num_steps": 9}))  # pyright: ignore[reportArgumentType]
 
 
+def test_another_number_of_engines_goes_on_with_the_run():
+    alone, four = ({**CONFIG, "launch": "ray", "ray": {"replicas": replicas}} for replicas in (0, 4))
+    refuse_other_run("run", alone, four)  # pyright: ignore[reportArgumentType]
+
+
 def test_engine_sizes_may_change_while_the_contract_is_enforced():
     small, large = ({**CONFIG, "rollout": {"page_size": size}} for size in (16, 64))
     refuse_other_run("run", small, large)  # pyright: ignore[reportArgumentType]
