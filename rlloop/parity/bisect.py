@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.profile import SETTINGS, NumericsProfile
-from rlloop.parity.doctor import Call, first_row, knob_of, trace_whole
+from rlloop.parity.doctor import Call, first_row, knob_of, pairs, trace_whole
 from rlloop.parity.measure import measure
 from rlloop.parity.sides import Definition, Scored, Tokens, Transformers
 
@@ -46,7 +46,7 @@ Model = Definition | Transformers
 def first_difference(a: Model, b: Model, sequence: Tokens) -> FirstDifference | None:
     """None: every result that both sides show is equal."""
     ids = torch.tensor(sequence.ids[:-1])
-    for call, other in _pairs(_calls(a, ids), _calls(b, ids), alike=type(a) is type(b)):
+    for call, other in pairs(_calls(a, ids), _calls(b, ids)):
         where, op = call.where, call.op
         rows, other = call.rows.flatten(1), other.rows.flatten(1)
         if rows.dtype != other.dtype:
@@ -59,15 +59,6 @@ def first_difference(a: Model, b: Model, sequence: Tokens) -> FirstDifference | 
 
 def _profile(side: Model) -> NumericsProfile:
     return side.model.profile if isinstance(side, Definition) else NumericsProfile.preset("huggingface")
-
-
-def _pairs(mine: list[Call], theirs: list[Call], alike: bool) -> Iterator[tuple[Call, Call]]:
-    """The same result on both sides; those that only one shows are left out."""
-    if alike:
-        yield from zip(mine, theirs, strict=True)
-    else:
-        by_name = {(call.where, call.op): call for call in theirs}
-        yield from ((call, by_name[call.where, call.op]) for call in mine if (call.where, call.op) in by_name)
 
 
 def _calls(side: Model, ids: Tensor) -> list[Call]:

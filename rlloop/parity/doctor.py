@@ -7,7 +7,7 @@ time against a cache. Both are traced, and the first operation whose bits differ
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -43,7 +43,7 @@ KNOBS = {  # of operations that do not have their knob's name
     "scan": "recurrent",
 }
 FOLLOWED = {  # settings that the operations of a knob follow
-    "linear": ("tp_segments", "all_reduce"),
+    "linear": ("tp_segments", "all_reduce", "latent"),  # the form of latent attention shows in what o_proj reads
     "rms_norm": ("residual_norm",),
     "attention": ("attention_splits",),
     "router": ("router_logits",),
@@ -118,6 +118,21 @@ class FlatCache:
         return Carried(self._states[layer][name], self._row)
 
 
+def pairs(mine: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, Call]]:
+    """The same result on both sides, in order of computation. What only one side shows, or shows more often, or in
+    another shape, is left out: transformers' modules and another form of latent attention show other things."""
+    found: dict[tuple[str, str], tuple[list[Call], list[Call]]] = {}
+    for side, calls in enumerate((mine, theirs)):
+        for call in calls:
+            found.setdefault((call.where, call.op), ([], []))[side].append(call)
+    for call in mine:
+        ours, others = found[call.where, call.op]
+        if len(ours) == len(others):
+            other = next(other for same, other in zip(ours, others, strict=True) if same is call)
+            if other.rows.numel() == call.rows.numel():
+                yield call, other
+
+
 @torch.no_grad()
 def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifference) -> Finding:
     """The first operation that differs on the way to `token` of `sample`, rerun alone."""
@@ -130,7 +145,7 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
         knob = knob_of(op, engine.profile, trainer.profile)
         return _finding(where, op, knob, position, mine, other, len(made.prompt_ids))
 
-    for mine, other in zip(ours, theirs, strict=True):
+    for mine, other in pairs(ours, theirs):
         if (found := first_row(mine.rows, other.rows)) is not None:
             return finding(mine.where, mine.op, found, mine.rows, other.rows)
     our_logits, their_logits = (

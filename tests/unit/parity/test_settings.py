@@ -103,6 +103,17 @@ def test_the_command_says_what_each_brings_alone(tmp_path: Path, folder: Path, d
     assert report["first_difference"]["knob"] == ("attention_splits" if dtype == "float32" else "tp_segments")
 
 
+def test_another_form_of_latent_attention_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", "deepseek_v3")
+    sides, out = (str(tmp_path / "model"), f"{tmp_path / 'model'}@rlloop,latent=expanded"), tmp_path / "report"
+    main(["parity", *sides, "--sequences", "3", "--length", "24", "-o", str(out)])
+    report = json.loads((out / "parity.json").read_text())
+    first, (knob,) = report["first_difference"], report["knobs"]
+    assert (first["knob"], first["where"]) == ("latent", "model.layers.0.self_attn.o_proj")
+    assert (knob["name"], knob["left"]) == ("latent", 0.0)
+    assert knob["alone"] > 0
+
+
 def test_what_a_model_or_a_device_cannot_follow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"tp_segments is 8, and model.layers.0.self_attn.o_proj sums over 60 inputs"):
         new_model(
