@@ -37,6 +37,7 @@ class Knob:
     b: str
     alone: float  # k3 of A against A with this knob as B has it
     left: float  # k3 of A against B with this knob as A has it
+    matters: bool  # whether it moves either: many a knob is of an operation that the model lacks
 
 
 Model = Definition | Transformers
@@ -118,10 +119,12 @@ def knobs(a: Definition, b: NumericsProfile, sequences: Sequence[Tokens], refere
     def k3(profile: NumericsProfile) -> float:
         return measure(sequences, reference, a.with_profile(profile).score(sequences)).all.k3
 
+    whole = k3(b)
     differ = [name for name in (*NumericsProfile.operations(), *SETTINGS) if getattr(mine, name) != getattr(b, name)]
     found = []
     for name in differ:
         alone = replace(mine, **{name: getattr(b, name)})
         matched = replace(b, **{name: getattr(mine, name)})
-        found.append(Knob(name, getattr(mine, name), getattr(b, name), k3(alone), k3(matched)))
+        brought, left = k3(alone), k3(matched)
+        found.append(Knob(name, getattr(mine, name), getattr(b, name), brought, left, brought > 0 or left != whole))
     return sorted(found, key=lambda knob: -knob.alone)

@@ -1,49 +1,15 @@
-"""`rlloop parity A B`: how far two definitions of one model are apart, where they part, and which knob brings it."""
+"""`rlloop parity A B`: its arguments, and what of them can be refused before torch is there."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
 from rlloop.errors import ConfigError
-from rlloop.numerics.profile import NumericsProfile
-from rlloop.parity.bisect import FirstDifference, Knob, first_difference, knobs
-from rlloop.parity.measure import Comparison, measure
-from rlloop.parity.sides import Definition, Side, Tokens, Transformers, open_side, random_sequences, read_prompts
 
 DTYPES = ("float32", "bfloat16", "float16")
-LINTHRESH = 1e-12  # below this the picture's axis is linear, so that 0 has a place on it
-
-
-@dataclass(frozen=True)
-class Report:
-    a: str
-    b: str
-    comparison: Comparison
-    first: FirstDifference | None
-    knobs: list[Knob]
-    note: str  # what could not be looked into, and why; empty: everything was
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return {
-            "a": self.a,
-            "b": self.b,
-            "by_type": self.comparison.as_dict(),
-            "first_difference": None if self.first is None else asdict(self.first),
-            "knobs": [asdict(knob) for knob in self.knobs],
-            "note": self.note,
-        }
-
 
 DESCRIPTION = """\
 How far two definitions of one model are apart, where they part first, and what each knob between them brings.
@@ -60,8 +26,29 @@ A and B are, each, one of:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0, or 3 with --require where a bit differs."""
+    given = _parser().parse_args(arguments)
+    _refuse(given)
+
+    from rich.console import Console
+
+    from rlloop.parity.report import compare, draw, show
+
+    console = Console()
+    report = compare(given.a, given.b, given.dtype, given.prompts, given.sequences, given.length)
+    show(report, console)
+    if given.output is not None:
+        (given.output / "parity.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+        draw(report, given.output / "parity.png")
+        console.print(f"{given.output / 'parity.json'}, {given.output / 'parity.png'}", highlight=False)
+    return 3 if given.require and not report.comparison.all.equal else 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="rlloop parity", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="rlloop parity",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("a", metavar="A", help="in the engine's place")
     parser.add_argument("b", metavar="B", help="in the trainer's place")
@@ -71,131 +58,24 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--length", type=int, default=64, metavar="N", help="tokens of a random sequence (64)")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="write parity.json and parity.png there")
     parser.add_argument("--require", action="store_true", help="exit code 3 where a bit differs")
-    args, console = parser.parse_args(arguments), Console()
-    report = compare(args.a, args.b, args.dtype, args.prompts, args.sequences, args.length)
-    show(report, console)
-    if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "parity.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
-        draw(report, args.output / "parity.png")
-        console.print(f"{args.output / 'parity.json'}, {args.output / 'parity.png'}", highlight=False)
-    return 3 if args.require and not report.comparison.all.equal else 0
+    return parser
 
 
-def compare(a: str, b: str, dtype: str, prompts: Path | None, count: int, length: int) -> Report:
-    given = read_prompts(prompts) if prompts is not None else None
-    sides: list[Side] = []
-    for text in (a, b):
-        sides.append(open_side(text, dtype, _prompts_for(text, given, count, length)))
-    brought = [sequences for side in sides if (sequences := side.sequences()) is not None]
-    if brought:
-        sequences = brought[0]
-    elif given is not None:
-        sequences = given
-    else:
-        sequences = random_sequences(_vocabulary(sides), count, length)
-    if any(len(each.ids) < 2 for each in sequences):
-        raise ConfigError("a sequence has fewer than 2 tokens, so nothing in it is predicted")
-    scored = [side.score(sequences) for side in sides]
-    comparison = measure(sequences, *scored)
-    first, found, note = None, [], ""
-    if comparison.first is not None:
-        first, found, note = _bisect(sides, sequences, comparison.first, scored)
-    return Report(sides[0].name, sides[1].name, comparison, first, found, note)
-
-
-def _bisect(
-    sides: Sequence[Side], sequences: Sequence[Tokens], differing: int, scored: Sequence[Any]
-) -> tuple[FirstDifference | None, list[Knob], str]:
-    a, b = sides
-    if not isinstance(a, Definition | Transformers) or not isinstance(b, Definition | Transformers):
-        return None, [], "where they part is not known: one side is logprobs, not a model that could be run again"
-    first = first_difference(a, b, sequences[differing])
-    note = "" if first is not None else "no single result that both sides show differs on that sequence"
-    if isinstance(a, Definition) and isinstance(b, Definition):
-        return first, knobs(a, b.model.profile, sequences, scored[0]), note
-    ours, theirs = (a, scored[1]) if isinstance(a, Definition) else (b, scored[0])
-    if not isinstance(ours, Definition):
-        return first, [], note
-    nearest = NumericsProfile.preset("huggingface")
-    if ours.model.indexed_layers():  # sparse attention reads latents, so theirs has no counterpart here
-        nearest = replace(nearest, latent=ours.model.profile.latent)
-    return first, knobs(ours.with_profile(nearest), ours.model.profile, sequences, theirs), note
-
-
-def _prompts_for(text: str, given: list[Tokens] | None, count: int, length: int) -> list[Tokens]:
-    if not text.startswith("engine:"):
-        return []
-    if given is not None:
-        return given
-    from rlloop.models.config import read_config
-
-    folder = text.partition(":")[2]
-    folder = folder if Path(folder).exists() else folder.partition("@")[0]
-    return random_sequences(read_config(folder).vocab_size, count, length)
-
-
-def _vocabulary(sides: Sequence[Side]) -> int:
-    for side in sides:
-        if isinstance(side, Definition):
-            return side.model.config.vocab_size
-        if isinstance(side, Transformers):
-            return side.model.config.vocab_size
-    raise AssertionError("every other kind of side brings its sequences")
-
-
-# --------------------------------------------------------------------------------------------------------- showing
-
-
-def show(report: Report, console: Console) -> None:
-    console.print(f"A  {report.a}\nB  {report.b}", highlight=False, markup=False)
-    table = _table("tokens", "all", "differ", "k1", "k3", "max |d|", "top-1", "experts")
-    for name, each in report.comparison.by_type.items():  # flips: of the likeliest token, and of sets of experts
-        experts = "" if each.expert_flips is None else f"{each.expert_flips:.2%}"
-        tops = "" if each.top_flips is None else str(each.top_flips)
-        numbers = (f"{value:.2e}" if value else "0" for value in (each.k1, each.k3, each.largest))
-        table.add_row(name, str(each.tokens), str(each.different), *numbers, tops, experts)
-    console.print(table)
-    if report.comparison.all.equal:
-        console.print("Equal, bit for bit.")
-    if report.first is not None:
-        first = report.first
-        console.print(
-            f"The first operation that differs: {first.op} at {first.where} (profile knob {first.knob}), at token "
-            f"{first.position}; at most {first.largest:.2g} apart over the sequence",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-    if report.knobs:
-        table = _table("knob", "A", "B", "k3 alone", "k3 without")
-        for knob in report.knobs:
-            table.add_row(knob.name, knob.a, knob.b, f"{knob.alone:.2e}", f"{knob.left:.2e}")
-        console.print(table)
-    if report.note:
-        console.print(report.note, highlight=False, markup=False, soft_wrap=True)
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(first, box=None)
-    for name in others:
-        table.add_column(name, no_wrap=True)
-    return table
-
-
-def draw(report: Report, file: Path) -> None:
-    """k3 by type of token, and of each knob alone."""
-    panels = [("k3 by type of token", {name: each.k3 for name, each in report.comparison.by_type.items()})]
-    if report.knobs:
-        panels.append(("k3 of each knob alone", {knob.name: knob.alone for knob in report.knobs}))
-    figure = Figure(figsize=(5.5 * len(panels), 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (title, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        bars = axes.barh(list(values), list(values.values()), color="#0072B2")
-        axes.bar_label(bars, [f"{value:.2g}" for value in values.values()], padding=3)
-        axes.set_xscale("symlog", linthresh=LINTHRESH)
-        axes.set_xticks([0, *(10.0**e for e in range(-12, 4, 3))])
-        axes.set_xlim(0, max(*values.values(), LINTHRESH) * 100)
-        axes.invert_yaxis()
-        axes.set_title(title)
-    figure.savefig(file, dpi=120)
+def _refuse(given: argparse.Namespace) -> None:
+    for text in (given.a, given.b):
+        place = text.removeprefix("engine:").removeprefix("transformers:")
+        if not any(Path(name).exists() for name in (place, place.partition("@")[0])):
+            raise ConfigError(
+                f"{text}: there is no {place}; give a model's folder, engine:FOLDER, transformers:FOLDER, a run's "
+                "folder, or a file of logprobs"
+            )
+    for name, least in (("sequences", 1), ("length", 2)):
+        if getattr(given, name) < least:
+            raise ConfigError(f"--{name} is {getattr(given, name)}; it must be at least {least}")
+    if given.prompts is not None and not given.prompts.is_file():
+        raise ConfigError(f"--prompts is {str(given.prompts)!r}, and there is no such file")
+    if given.output is not None:
+        try:
+            given.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"-o is {str(given.output)!r}; it cannot be made: {error.strerror}") from None

@@ -42,6 +42,14 @@ class Tokens:
     prompt: int  # how many of them
     types: list[str] = field(default_factory=list)  # a label a token; empty: prompt and completion
     sampling: SamplingParams | None = None  # the distribution to score under; then the completion alone is compared
+    starts: list[int] = field(default_factory=list)  # positions at which a turn begins; empty: the prompt's end
+
+    @property
+    def made(self) -> np.ndarray:
+        """How many tokens of its turn came before each one but the first: [tokens - 1]."""
+        at, starts = np.arange(1, len(self.ids)), np.array([0, *(self.starts or [self.prompt])])
+        begun = np.searchsorted(starts, at, side="right") - 1
+        return np.where(begun > 0, at - starts[begun], 0)
 
     def label(self, position: int) -> str:
         return self.types[position] if self.types else PROMPT if position < self.prompt else COMPLETION
@@ -87,8 +95,7 @@ class Definition:
         read, routes = ids[:-1], Routes()
         positions = torch.arange(len(read))
         hidden = model.hidden(read, positions, AttentionLayout.of_sequences([len(read)]), routes=routes)
-        made = np.maximum(np.arange(1, len(ids)) - sequence.prompt, 0)
-        warp = warp_for([sequence.sampling], made, model.eos_token_ids, counts=[len(read)])
+        warp = warp_for([sequence.sampling], sequence.made, model.eos_token_ids, counts=[len(read)])
         logprobs = model.ops.token_logprob(hidden, model.head, ids[1:], warp)[0].float().numpy()
         if sequence.sampling is not None:
             logprobs[: sequence.prompt - 1] = np.nan
@@ -220,15 +227,19 @@ def read_run(path: Path) -> Given:
         raise ConfigError(f"{path} has no rollouts yet")
     sequences, scored = [], []
     for row in read_rollouts(files[-1]):
-        if row.get("turns") is not None or not row["token_ids"]:
+        if not row["token_ids"]:
             continue
         ids, prompt = row["prompt_ids"] + row["token_ids"], len(row["prompt_ids"])
+        turns = row.get("turns") or [(0, len(row["token_ids"]))]  # what the policy wrote; the rest was said to it
+        written = [prompt + place for start, end in turns for place in range(start, end)]
         logprobs = np.full(len(ids), np.nan, np.float32)
-        logprobs[prompt:] = [np.nan if value is None else value for value in row["logprobs"]]
+        logprobs[written] = [np.nan if value is None else value for value in row["logprobs"]]
         experts = None if "routed_experts" not in row else unpack_experts(row["routed_experts"])
         sampling = SamplingParams(**{**row["sampling"], "stop_token_ids": row["sampling"].get("stop_token_ids", ())})
-        sequences.append(Tokens(ids, prompt, sampling=sampling))
+        sequences.append(Tokens(ids, prompt, sampling=sampling, starts=[prompt + start for start, _ in turns]))
         scored.append(Scored(logprobs, experts=experts))
+    if not sequences:
+        raise ConfigError(f"{files[-1]} has no completion with a token in it")
     return Given(f"{path} ({files[-1].name})", sequences, scored)
 
 
@@ -252,7 +263,9 @@ def _parse(line: str, where: str) -> tuple[Tokens, Scored]:
         row: dict[str, Any] = json.loads(line)
         prompt, made, given = list(row["prompt_ids"]), list(row["token_ids"]), list(row["logprobs"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{where}: {error!r}; an object with prompt_ids, token_ids and logprobs is wanted") from None
+        raise ConfigError(
+            f"{where}: {_reason(error)}; give an object with prompt_ids, token_ids and logprobs"
+        ) from None
     ids, types, tops = prompt + made, list(row.get("token_types", [])), row.get("top_ids")
     if len(given) not in (len(made), len(ids)):
         raise ConfigError(
@@ -271,6 +284,10 @@ def _parse(line: str, where: str) -> tuple[Tokens, Scored]:
     return Tokens(ids, len(prompt), types), Scored(logprobs, top)
 
 
+def _reason(error: Exception) -> str:
+    return f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+
+
 def read_prompts(path: Path) -> list[Tokens]:
     """Lines of `prompt_ids` and, perhaps, `token_ids` and `token_types`: what to score, or to continue."""
     sequences = []
@@ -280,8 +297,10 @@ def read_prompts(path: Path) -> list[Tokens]:
                 row = json.loads(line)
                 prompt, made = list(row["prompt_ids"]), list(row.get("token_ids", []))
             except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{path}, line {number}: {error!r}; an object with prompt_ids is wanted") from None
+                raise ConfigError(f"{path}, line {number}: {_reason(error)}; give an object with prompt_ids") from None
             sequences.append(Tokens(prompt + made, len(prompt), list(row.get("token_types", []))))
+    if not sequences:
+        raise ConfigError(f"{path} has no sequences; give one JSON object a line")
     return sequences
 
 

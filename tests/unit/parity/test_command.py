@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from rlloop import Engine, load_model
 from rlloop.cli import main
 from rlloop.errors import ConfigError
 from rlloop.parity.sides import open_side, parse_profile, read_logprobs
+from rlloop.records import RunFolder, rollout_rows
+from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.checkpoints import make_checkpoint
 
 SMALL = ("--sequences", "3", "--length", "24")
@@ -53,6 +59,7 @@ def test_engine_and_trainer_and_a_stock_knob(tmp_path: Path) -> None:
     assert code == 3
     assert report["first_difference"]["knob"] == "rms_norm"
     assert {knob["name"]: knob["alone"] > 0 for knob in report["knobs"]} == {"rms_norm": True, "combine": False}
+    assert {knob["name"]: knob["matters"] for knob in report["knobs"]} == {"rms_norm": True, "combine": False}
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
@@ -95,6 +102,49 @@ def test_logprobs_of_another_stack_with_labels_of_its_own(tmp_path: Path) -> Non
     assert found["text"]["k3"] == 0
     assert found["all"]["top_flips"] == 0
     assert "not a model" in report["note"]
+
+
+def test_a_runs_conversations(tmp_path: Path) -> None:
+    """What the policy wrote is compared, turn by turn, what was said to it is not."""
+    make_checkpoint(tmp_path / "model")
+    engine, prompts = Engine(load_model(tmp_path / "model")), [[5, 6, 7], [8, 9]]
+    params = SamplingParams(max_tokens=6, min_tokens=4, seed=3)
+    samples = []
+    for index, first in enumerate(engine.generate(prompts, params)):
+        heard = [*first.prompt_ids, *first.token_ids, 11, 12]
+        [second] = engine.generate([heard], params)
+        begin = len(first.prompt_ids)
+        ids = [*heard[begin:], *second.token_ids]
+        turns = ((0, len(first.token_ids)), (len(first.token_ids) + 2, len(ids)))
+        logprobs = np.concatenate([first.logprobs, second.logprobs])
+        made = dataclasses.replace(first, token_ids=ids, logprobs=logprobs, raw_logprobs=logprobs, turns=turns)
+        samples.append(Sample(f"1/0/{index}", Example("e", first.prompt_ids, "", {}), made, "", RewardResult(0.0), 0))
+    with RunFolder(tmp_path / "run") as folder:
+        folder.write_rollouts(1, rollout_rows(samples, ["trained"] * 2, [None] * 2, "e"))
+    code, report = parity(tmp_path, tmp_path / "run", tmp_path / "model", "--require")
+    assert (code, report["by_type"]["all"]["tokens"]) == (0, sum(len(sample.completion.logprobs) for sample in samples))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["nowhere", "model"], "there is no nowhere"),
+        (["model", "transformers:nowhere"], "there is no nowhere"),
+        (["engine:nowhere@stock", "model"], "there is no nowhere@stock"),
+        (["model", "model", "--prompts", "nowhere"], "--prompts is 'nowhere'"),
+        (["model", "model", "--sequences", "0"], "--sequences is 0; it must be at least 1"),
+        (["model", "model", "--length", "1"], "--length is 1; it must be at least 2"),
+        (["model", "model", "-o", "model/file/report"], "-o is 'model/file/report'; it cannot be made"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_torch_is_there(tmp_path: Path, arguments: list[str], named: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "file").touch()
+    script = "import sys; from rlloop.cli import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", f"{script}; sys.exit(code)", "parity", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert named in done.stderr
 
 
 @pytest.mark.parametrize(
