@@ -148,7 +148,7 @@ class AlgorithmConfig:
     reward_kl_coef: float = 0.0  # of KL(policy ‖ reference), summed over a completion, taken from its reward
     reward_kl: str = "k1"  # its estimate: k1, k2 or k3
     overlong_buffer: int = 0  # the last tokens of rollout.max_tokens, over which a penalty grows to its full. 0: none
-    overlong_penalty: float = 1.0  # taken from the reward of a completion that fills its budget
+    overlong_penalty: float = 1.0  # taken from the reward where a turn (mostly there is one) fills its budget
 
     def __post_init__(self) -> None:
         _check("algorithm.overlong_buffer", self.overlong_buffer, self.overlong_buffer >= 0, "0 (off) or more tokens")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,12 +43,20 @@ class Progress:
     def note(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Count what a resumed run recorded before."""
+        for record in records:
+            self._count(record)
+
+    def _count(self, metrics: Mapping[str, Any]) -> None:
         if "eval/solved" in metrics:
             self._eval.append(metrics["eval/solved"])
         tokens = metrics.get("parity/tokens", 0)
         self._tokens += tokens
         self._different += round(tokens * metrics.get("parity/tokens_different", 0.0))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._count(metrics)
         now = time.monotonic()
         urgent = "eval/solved" in metrics or step == self.num_steps
         if not urgent and now - self._shown < (PLAIN_EVERY if self._live is None else LIVE_EVERY):
@@ -56,7 +64,7 @@ class Progress:
         self._shown = now
         outcome, work = self._outcome(metrics), self._work(step, metrics)
         if self._live is None:
-            self.note(f"step {step}/{self.num_steps}  {outcome}  {work}")
+            self.note("  ".join(filter(None, [f"step {step}/{self.num_steps}", outcome, work])))
         else:
             head = Text(f"{self.title}  step {step}/{self.num_steps}", style="bold")
             bar = ProgressBar(total=self.num_steps, completed=step)

@@ -174,8 +174,8 @@ class _Talk:
             token_ids=self.ids[begin:],
             logprobs=np.concatenate([turn.logprobs for turn in self.turns]),
             raw_logprobs=np.concatenate([turn.raw_logprobs for turn in self.turns]),
-            routed_experts=self.turns[-1].routed_experts,  # its prompt was all that came before
-            selected=self.turns[-1].selected,
+            routed_experts=_as_first_read([turn.routed_experts for turn in self.turns]),
+            selected=_as_first_read([turn.selected for turn in self.turns]),
             finish_reason="abort" if self.broken else "stop" if ended else "length",
             turns=tuple(
                 (len(turn.prompt_ids) - begin, len(turn.prompt_ids) - begin + len(turn.token_ids))
@@ -194,6 +194,19 @@ class _Talk:
         }
         example = dataclasses.replace(self.example, data={**self.example.data, "episode": episode})
         return Played(example, completion, text, self.broken)
+
+
+def _as_first_read(turns: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Each turn's array [tokens, ...] begins with what earlier turns had read already. What counts is the choice that a
+    token was first read with, since what followed was sampled over it; read again, a stock engine may choose otherwise.
+    """
+    parts, known = list[np.ndarray](), 0
+    for each in turns:
+        if each is None:
+            return None
+        parts.append(each[known:])
+        known = len(each)
+    return np.concatenate(parts)
 
 
 def player_for(task: Task, *, timeout: float, concurrency: int) -> SingleTurn | Conversations:

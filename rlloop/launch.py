@@ -340,6 +340,7 @@ def _drive(job: Job, prepared: Prepared, folder: RunFolder, interrupts: Interrup
         start = loop.restore()
         folder.log(f"{job.recipe}: starting after step {start} of {config.trainer.num_steps}, process {os.getpid()}")
         progress = stack.enter_context(Progress(console, job.recipe, config.trainer.num_steps, start))
+        progress.recall(read_records(folder.metrics.path) if start else ())
         progress.note(f"{folder.path}: " + (f"resuming after step {start}" if start else "a new run"))
         observers.append(progress)
         with interrupts.held_back():

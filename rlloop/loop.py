@@ -29,7 +29,7 @@ from rlloop.protocols import Checkpoints, Engine, Observer, Scorer, Stateful, Ta
 from rlloop.records import RunFolder, rollout_rows
 from rlloop.types import RewardResult, Sample, SamplingParams
 
-# (rewards, groups, lengths, KL to the reference or None) -> (advantages, keep), [n] each
+# (rewards, groups, lengths of the longest turns, KL to the reference or None) -> (advantages, keep), [n] each
 Advantages = Callable[..., tuple[Sequence[float], Sequence[bool]]]
 Failed = tuple[Sample, str]  # a sample that is not trained, and why
 
@@ -186,7 +186,7 @@ class Loop:
         advantages, keep = self.parts.advantages(
             [sample.result.reward for sample in accepted],
             [sample.group for sample in accepted],
-            [len(sample.completion.logprobs) for sample in accepted],
+            [sample.completion.longest_turn for sample in accepted],
             kl,
         )
         weighed = [

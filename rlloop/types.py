@@ -79,6 +79,11 @@ class Completion:
             return range(len(self.token_ids))
         return [place for start, end in self.turns for place in range(start, end)]
 
+    @property
+    def longest_turn(self) -> int:
+        """Tokens of the longest thing that the policy wrote in one go, which `max_tokens` bounds."""
+        return max((end - start for start, end in self.turns or [(0, len(self.token_ids))]), default=0)
+
 
 @dataclass(frozen=True)
 class RewardResult:

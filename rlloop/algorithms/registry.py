@@ -87,7 +87,7 @@ def loss_for(algorithm: AlgorithmConfig) -> Loss:
 def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int) -> StepAdvantages:
     """The configured way from rewards to advantages, as `(rewards, groups, lengths, kl) -> (advantages, keep)`, [n].
 
-    `lengths` are the completions' tokens and `max_tokens` their budget (`rollout.max_tokens`); `kl` is each one's
+    `lengths` are tokens of each one's longest turn, `max_tokens` a turn's budget (`rollout.max_tokens`); `kl` is its
     divergence from the reference in nats, for `reward_kl_coef`. Samples with keep False are not trained on: dynamic
     sampling found no signal in their group. Advantages are estimated over all samples.
     """

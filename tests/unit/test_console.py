@@ -31,7 +31,7 @@ def test_plain_lines_where_there_is_no_terminal():
             evaluated = {"eval/solved": 0.4} if step % 50 == 0 else {}
             progress.log(step, {**STEP, **evaluated, "perf/rollout_tokens_per_s": 3100.0})
     lines = said(console).splitlines()
-    assert lines[0] == "step 0/100  held-out 0.200  "
+    assert lines[0] == "step 0/100  held-out 0.200"
     assert "\x1b" not in said(console)
     assert any(line.startswith("step 50/100") for line in lines)  # never skipped: it was evaluated
     assert len(lines) < 20  # a line every two seconds at most, and this took less
@@ -39,6 +39,15 @@ def test_plain_lines_where_there_is_no_terminal():
         "step 100/100  reward 0.250  pass@1 0.200  held-out 0.200 -> 0.400  "
         "KL 0 (0 of 100,000 tokens differ)  3,100 tokens/s"
     )
+
+
+def test_a_resumed_run_goes_on_counting():
+    console = plain()
+    with Progress(console, "toy", num_steps=3, start=2) as progress:
+        progress.recall([{"step": 0, "eval/solved": 0.2}, {"step": 1, **STEP}, {"step": 2, **STEP}])
+        assert not said(console)
+        progress.log(3, {**STEP, "eval/solved": 0.4})
+    assert "held-out 0.200 -> 0.400  KL 0 (0 of 3,000 tokens differ)" in said(console)
 
 
 def test_different_tokens_are_counted_over_steps_not_shown():

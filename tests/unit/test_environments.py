@@ -72,6 +72,8 @@ def test_the_conversation_is_kept_as_ids_and_only_the_policys_are_its_own():
     assert len(made.written) == len(made.logprobs) == len(made.raw_logprobs)
     assert np.array_equal(made.logprobs, np.full(len(made.written), np.log(1 / 8), np.float32))
     assert made.finish_reason == "stop"
+    assert made.longest_turn == max(end - start for start, end in made.turns) < len(made.written)
+    assert short.completion.longest_turn == len(short.completion.token_ids)
     assert long.text == " ".join(map(str, made.token_ids))
     assert long.example.data["episode"] == {"reward": 2.5, "solved": True, "components": {"steps": 3.0}, "turns": 3}
 
@@ -91,6 +93,31 @@ def test_each_turn_continues_the_ids_that_were_sampled():
     assert made.turns is not None
     for batch, (start, _) in zip(asked, made.turns, strict=True):
         assert batch[0] == made.prompt_ids + made.token_ids[:start]
+
+
+def test_experts_and_selections_are_those_that_each_token_was_first_read_with():
+    class Fickle(FakeEngine):
+        """Chooses otherwise each time that it reads a token again."""
+
+        asked = 0
+
+        def generate(self, prompts, sampling):
+            self.asked += 1
+            [made] = super().generate(prompts, sampling)
+            read = len(made.prompt_ids) + len(made.token_ids) - 1
+            experts = np.full((read, 2, 1), self.asked, np.uint8)
+            return [dataclasses.replace(made, routed_experts=experts, selected=np.full((read, 2), self.asked))]
+
+    params = [SamplingParams(max_tokens=4, seed=1)]
+    [played] = Conversations(TalkTask()).play(Fickle(FakePolicy()), [example(3)], params)
+    made, turns = played.completion, played.completion.turns
+    assert made.routed_experts is not None
+    assert made.selected is not None
+    assert turns is not None
+    ends = [3 + end for _, end in turns]  # a turn reads all but the last token before its end
+    expected = np.repeat([1, 2, 3], np.diff([0, *(end - 1 for end in ends)]))
+    assert made.routed_experts[:, 1, 0].tolist() == made.selected[:, 0].tolist() == expected.tolist()
+    assert made.routed_experts.dtype == np.uint8
 
 
 def test_limits_end_a_conversation_as_cut_off():
@@ -174,10 +201,17 @@ def test_in_the_loop_with_the_environments_reward_and_its_failures(tmp_path):
     class MoodyTask(TalkTask):
         environment = Moody
 
-    policy = FakePolicy()
-    run = Run(tmp_path, task=MoodyTask(), scorer=FakeScorer(episode_reward), trainer=FakeTrainer(policy), policy=policy)
+    def weighed(rewards, groups, lengths, kl):
+        asked.append(lengths)
+        return list(rewards), [True] * len(rewards)
+
+    asked, policy = [], FakePolicy()
+    parts = {"scorer": FakeScorer(episode_reward), "trainer": FakeTrainer(policy), "advantages": weighed}
+    run = Run(tmp_path, task=MoodyTask(), policy=policy, **parts)
     assert run() == 4
     run.loop.player.close()
+    rows = [row for row in read_rollouts(rollout_files(tmp_path)[0]) if row["outcome"] == "trained"]
+    assert asked[0] == [max(end - start for start, end in row["turns"]) for row in rows]  # max_tokens is a turn's
     for record, file in zip(run.metrics()[1:], rollout_files(tmp_path), strict=True):
         rows = read_rollouts(file)
         assert (record["ledger/sampled"], record["ledger/rejected"]) == (12, 3)  # one of four prompts
