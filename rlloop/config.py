@@ -108,6 +108,7 @@ class RolloutConfig:
     max_batch_tokens: int = 8192  # tokens of one engine step
     max_cache_tokens: int | None = None  # None: what fits the batch and the model's context
     prefix_caching: bool = True
+    sleep: bool = False  # of a vLLM engine: give its cache's memory back while the trainer works
     profile: RolloutProfile = field(default_factory=RolloutProfile)
     drift: DriftConfig = field(default_factory=DriftConfig)
 

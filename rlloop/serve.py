@@ -19,8 +19,11 @@ from rlloop.errors import ConfigError
 from rlloop.web import TOKEN_VARIABLE, Listen, read_token, serve
 
 if TYPE_CHECKING:
-    from rlloop.rollout.server import EngineServer
-    from rlloop.sync.store import Store
+    from starlette.routing import BaseRoute
+
+    from rlloop.rollout.follower import Source
+    from rlloop.rollout.server import EngineServer, Follower
+    from rlloop.rollout.service import EngineService
 
 DESCRIPTION = """\
 Servers of a fleet. Each prints its address as soon as it listens, and ends with SIGINT or SIGTERM.
@@ -29,7 +32,8 @@ Servers of a fleet. Each prints its address as soon as it listens, and ends with
   relay     a region's cache of weights: what crossed the wide network once is not fetched again
   trainer   the trainer's end, for trainers that are not rlloop's: publish weights, sample from the fleet.
             (`rlloop train fleet=regions` has its own)
-  proxy     in front of a `vllm serve` on loopback: lets completions through, and no route that changes anything
+  proxy     in front of a `vllm serve` on loopback: lets completions through, and no route that changes anything; with
+            --store it has vLLM follow weights, and is an engine like any other (docs/vllm.md)
 
 Off loopback a token is required, on every route: --token-file, or the environment variable RLLOOP_TOKEN.
 """
@@ -91,7 +95,6 @@ def _announce(kind: str) -> Callable[[str], None]:
 
 def _engine_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--model", type=Path, required=True, help="Hugging Face folder: architecture and tokenizer")
-    options.add_argument("--model-name", default="rlloop", help="what OpenAI's clients call it")
     options.add_argument("--dtype", default="float32", help="as the trainer's model.dtype")
     options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     options.add_argument("--threads", type=int, help="of the CPU; default: all")
@@ -101,6 +104,12 @@ def _engine_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--page-size", type=int, default=16, help="tokens of a cache block")
     options.add_argument("--max-batch-tokens", type=int, default=8192, help="computed in one step")
     options.add_argument("--max-cache-tokens", type=int, help="of the key-value cache; default: what fits")
+    _member_options(options, "rlloop")
+
+
+def _member_options(options: argparse.ArgumentParser, name: str | None) -> None:
+    """Of whatever follows a store of weights and serves as an engine."""
+    options.add_argument("--model-name", default=name, help="what OpenAI's clients call it")
     options.add_argument("--max-waiting", type=int, default=4096, help="requests above which others are refused")
     options.add_argument("--store", metavar="URL", help="follow the weights of this store (a folder, http, s3, ...)")
     options.add_argument("--relay", metavar="URL", help="read that store through this relay; around it where it fails")
@@ -113,11 +122,8 @@ def _engine_options(options: argparse.ArgumentParser) -> None:
 
 def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     listen = _listen(given)
-    if (given.store is None) != (given.public_key is None):
-        raise ConfigError("--store and --public-key belong together: versions are only taken from who signed them")
-    if given.relay is not None and given.store is None:
-        raise ConfigError("--relay needs --store: the store that the relay reads, for when the relay fails")
-    store = None if given.store is None else _followed(given, listen.token)
+    source = _source(given, listen.token)
+    store = None if source is None else source.open()
     if not (given.model / "config.json").is_file():
         raise ConfigError(f"--model {given.model} has no config.json; it must be a Hugging Face checkpoint folder")
 
@@ -126,7 +132,6 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.models import load_model
     from rlloop.rollout import Engine, vllm
     from rlloop.rollout.follower import ReplicaFollower
-    from rlloop.rollout.server import EngineServer, tokenizer_of
     from rlloop.rollout.service import EngineService
     from rlloop.sync.live import LiveTarget, named_weights
     from rlloop.sync.manifest import public_key
@@ -145,52 +150,62 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     service = EngineService(engine, max_waiting=given.max_waiting)
     stack.callback(service.close)
     follower = None
-    if store is not None:
+    if source is not None and store is not None:
         target = LiveTarget(named_weights(model).items(), engine.set_version, service.change_weights)
-        replica = Replica(store, public_key(_text(given.public_key)), target)
+        replica = Replica(store, public_key(source.public_key), target)
         follower = ReplicaFollower(replica, service, interval=given.interval)
         stack.callback(follower.close)
+    _serve_member("engine", given, listen, given.model, service, follower, given.model_name)
+
+
+def _serve_member(
+    kind: str,
+    given: argparse.Namespace,
+    listen: Listen,
+    folder: Path,
+    service: EngineService,
+    follower: Follower | None,
+    model: str,
+    beside: Sequence[BaseRoute] = (),
+) -> None:
+    """Serves as an engine, joined to a trainer if `--join` says so, until a signal ends it."""
+    from rlloop.rollout.server import EngineServer, tokenizer_of
+
     address: list[str] = []
     joining = None if given.join is None else _Joining(given, listen.token, address)
     server = EngineServer(
         service,
-        name=f"{socket.gethostname()}:{given.model.name}",
+        name=f"{socket.gethostname()}:{folder.name}",
         region=given.region,
-        model=given.model_name,
-        tokenizer=tokenizer_of(given.model),
+        model=model,
+        tokenizer=tokenizer_of(folder),
         follower=follower,
         lifespan=None if joining is None else joining.lifespan,
+        beside=beside,
     )
 
     def announce(url: str) -> None:
         address.append(url)
-        _announce("engine")(url)
+        _announce(kind)(url)
 
     serve(server.app, listen, announce)
 
 
-def _followed(given: argparse.Namespace, token: str | None) -> Store:
-    from rlloop.sync.relay import Sources
+def _source(given: argparse.Namespace, token: str | None) -> Source | None:
+    """What `--store` and its companions say. Raises `ConfigError`."""
+    if (given.store is None) != (given.public_key is None):
+        raise ConfigError("--store and --public-key belong together: versions are only taken from who signed them")
+    if given.store is None:
+        if given.relay is not None:
+            raise ConfigError("--relay needs --store: the store that the relay reads, for when the relay fails")
+        return None
+    from rlloop.rollout.follower import Source
+    from rlloop.sync.manifest import public_hex, public_key
 
-    origin = _open(given.store, token, given.ca_file)
-    return origin if given.relay is None else Sources(_open(given.relay, token, given.ca_file), origin)
-
-
-def _open(url: str, token: str | None, ca_file: Path | None) -> Store:
-    from rlloop.rollout.remote import tls_context
-    from rlloop.sync.store import HttpStore, open_store
-
-    if not url.startswith(("http://", "https://")):
-        return open_store(url)
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    timeout = httpx.Timeout(30.0, connect=5.0)
-    client = httpx.Client(headers=headers, timeout=timeout, verify=tls_context(ca_file), trust_env=False)
-    return HttpStore(url, client=client)
-
-
-def _text(given: str) -> str:
-    """Itself, or what the file of this name holds."""
-    return Path(given).read_text() if Path(given).is_file() else given
+    store = given.store if "://" in given.store else str(Path(given.store).absolute())
+    key = Path(given.public_key).read_text() if Path(given.public_key).is_file() else given.public_key
+    ca_file = None if given.ca_file is None else str(given.ca_file.absolute())
+    return Source(store, public_hex(public_key(key)), given.relay, token, ca_file)
 
 
 class _Joining:
@@ -243,11 +258,12 @@ def _relay_options(options: argparse.ArgumentParser) -> None:
 
 
 def _relay(given: argparse.Namespace, stack: ExitStack) -> None:
+    from rlloop.rollout.follower import open_served
     from rlloop.sync.http import relay_app
     from rlloop.sync.relay import CachingStore
 
     listen = _listen(given)
-    upstream = _open(given.upstream, listen.token, given.ca_file)
+    upstream = open_served(given.upstream, listen.token, given.ca_file)
     cache = _made(given.cache, f"--cache {given.cache}")
     serve(relay_app(CachingStore(upstream, cache, given.cache_bytes)), listen, _announce("relay"))
 
@@ -303,13 +319,38 @@ def _proxy_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--upstream", metavar="URL", required=True, help="the vLLM server, on loopback")
     options.add_argument("--upstream-key-file", type=Path, help="holds the key that vLLM was started with (--api-key)")
     options.add_argument("--timeout", type=float, default=600.0, help="seconds that vLLM may take for an answer")
+    _member_options(options, None)
 
 
 def _proxy(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.rollout.vllm.proxy import proxy_app
 
     listen = _listen(given)
+    source = _source(given, listen.token)
+    if source is None and given.join is not None:
+        raise ConfigError("--join needs --store: only what follows the trainer's weights is an engine of its fleet")
     key = None if given.upstream_key_file is None else read_token(given.upstream_key_file)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    upstream = httpx.AsyncClient(base_url=given.upstream, headers=headers, timeout=given.timeout)
-    serve(proxy_app(upstream), listen, _announce("proxy"))
+    through = httpx.AsyncClient(base_url=given.upstream, headers=headers, timeout=given.timeout)
+    if source is None:
+        serve(proxy_app(through), listen, _announce("proxy"))
+        return
+
+    from starlette.routing import Mount
+
+    from rlloop.rollout.follower import ReplicaFollower
+    from rlloop.rollout.vllm.proxy import BESIDE
+    from rlloop.rollout.vllm.served import ServedEngine, ServedReplica, ServedService, Upstream, facts_of
+
+    upstream = Upstream(given.upstream, key, given.timeout)
+    stack.callback(upstream.close)
+    facts = facts_of(upstream)
+    engine = ServedEngine(upstream, facts)
+    service = ServedService(engine, max_waiting=given.max_waiting)
+    stack.callback(service.close)
+    replica = ServedReplica(upstream, engine, source, service.change_weights)
+    follower = ReplicaFollower(replica, service, interval=given.interval)
+    stack.callback(follower.close)
+    model = given.model_name or upstream.models()[0]
+    beside = [Mount("/", proxy_app(through, BESIDE))]
+    _serve_member("proxy", given, listen, Path(facts.folder), service, follower, model, beside)

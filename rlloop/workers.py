@@ -62,7 +62,7 @@ def make_engine(
         "prefix_caching": rollout.prefix_caching,
     }
     if rollout.engine is not EngineKind.embedded:
-        return vllm.build(rollout.engine, sampled, **settings)
+        return vllm.build(rollout.engine, sampled, **settings, sleep=rollout.sleep)
     return Engine(sampled, **settings)
 
 

@@ -5,19 +5,73 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol
 
+import httpx
+import msgspec
+
+from rlloop.rollout.remote import tls_context
 from rlloop.rollout.service import EngineService
 from rlloop.rollout.wire import Progress
-from rlloop.sync.replica import Replica, State
+from rlloop.sync.relay import Sources
+from rlloop.sync.replica import State
+from rlloop.sync.store import HttpStore, Store, open_store
 
 WAITING = "the engine has no version of the weights yet"
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where an engine's weights come from."""
+
+    store: str  # a folder, or a URL
+    public_key: str  # 64 hexadecimal digits: whose versions are taken
+    relay: str | None = None  # asked first; the store, where it fails
+    token: str | None = None  # for either, where it is a server
+    ca_file: str | None = None
+
+    def open(self) -> Store:
+        origin = open_served(self.store, self.token, self.ca_file)
+        if self.relay is None:
+            return origin
+        return Sources(open_served(self.relay, self.token, self.ca_file), origin)
+
+
+def open_served(url: str, token: str | None, ca_file: str | Path | None) -> Store:
+    """As `open_store`, with the fleet's token for what is a server."""
+    if not url.startswith(("http://", "https://")):
+        return open_store(url)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    timeout = httpx.Timeout(30.0, connect=5.0)
+    client = httpx.Client(headers=headers, timeout=timeout, verify=tls_context(ca_file), trust_env=False)
+    return HttpStore(url, client=client)
+
+
+class Followed(Protocol):
+    """What goes from version to version: a `rlloop.sync.replica.Replica`, here or in another process."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def error(self) -> str: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def torn(self) -> bool: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+    def poll(self) -> bool: ...
 
 
 class ReplicaFollower:
     """Polls every `interval` seconds, and at once when it is woken."""
 
-    def __init__(self, replica: Replica, service: EngineService, *, interval: float = 2.0) -> None:
+    def __init__(self, replica: Followed, service: EngineService, *, interval: float = 2.0) -> None:
         self._replica, self._service, self._interval = replica, service, interval
         service.halted = WAITING
         self._changed = threading.Condition()

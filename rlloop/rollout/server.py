@@ -35,7 +35,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.rollout import openai_api, wire
@@ -79,8 +79,10 @@ class EngineServer:
         tokenizer: openai_api.Tokenizer | None = None,
         follower: Follower | None = None,
         lifespan: Callable[[EngineServer], AbstractAsyncContextManager[None]] | None = None,
+        beside: Sequence[BaseRoute] = (),
     ) -> None:
-        """`model`: the name that OpenAI's clients ask for. `lifespan` is entered while the server runs."""
+        """`model`: the name that OpenAI's clients ask for. `lifespan` is entered while the server runs. `beside`: more
+        routes."""
         self.service, self.name, self.region, self.model = service, name, region, model
         self.tokenizer, self.follower = tokenizer, follower
         self.boot = secrets.token_hex(8)
@@ -114,6 +116,7 @@ class EngineServer:
                 Route("/rlloop/resume", self._resume, methods=["POST"]),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
+                *beside,
             ],
             exception_handlers={
                 ConfigError: lambda _, error: refusal(400, "bad_request", str(error)),

@@ -39,6 +39,12 @@ def bits_of(tensor: Tensor) -> Bits:
     return Bits(NAMES[tensor.dtype], plain.view(UNSIGNED[tensor.element_size()]))
 
 
+def tensor_of(bits: Bits, dtype: torch.dtype) -> Tensor:
+    """The tensor with these bits, over the same memory. `dtype` must be the one that they name."""
+    assert bits.dtype == NAMES[dtype], (bits.dtype, dtype)
+    return _as_integers(bits).view(dtype)
+
+
 def tensors_of(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Bits], dict[str, str]]:
     """What `Publisher.publish` takes: tensors by name, and the aliases of those that are tied.
 
@@ -100,12 +106,8 @@ class LiveTarget:
 
     @torch.no_grad()
     def write(self, name: str, bits: Bits) -> None:
-        live = self._live[name]
         assert (bits.dtype, bits.shape) == self._layout[name], name
-        wanted = torch.from_numpy(
-            bits.array.reshape(-1).view(f"i{live.element_size()}" if bits.array.itemsize > 1 else "u1")
-        )
-        _integers(live.detach()).copy_(wanted.view(live.shape))
+        _integers(self._live[name].detach()).copy_(_as_integers(bits))
 
     def exclusively(self, change: Callable[[], T]) -> T:
         return change() if self._exclusively is None else self._exclusively(change)
@@ -117,6 +119,11 @@ class LiveTarget:
 def _integers(tensor: Tensor) -> Tensor:
     """The same memory as integers, so that no copy can touch a NaN."""
     return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _as_integers(bits: Bits) -> Tensor:
+    width = bits.array.itemsize
+    return torch.from_numpy(bits.array.reshape(-1).view(f"i{width}" if width > 1 else "u1")).view(bits.shape)
 
 
 def split(fused: Tensor, rows: Mapping[str, int]) -> dict[str, Tensor]:

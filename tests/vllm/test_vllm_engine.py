@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from rlloop import ConfigError, Engine, Model, SamplingParams, load_model, token_logprobs
+from rlloop.models import new_model
 from rlloop.rollout.service import EngineService
 from rlloop.rollout.vllm.engine import VllmEngine
+from rlloop.rollout.vllm.stock import StockVllmEngine
 from rlloop.testing import plant_fault
 from rlloop.types import Completion
 from tests.checkpoints import EVERY, RECURRENT, make_checkpoint
@@ -114,6 +118,39 @@ def test_an_aborted_request_leaves_what_it_has(engine):
         assert part.logprobs.tobytes() == all_of_it.logprobs[: len(part.token_ids)].tobytes()
     assert not engine.has_work
     assert bits(engine.generate(prompts, sampling)) == bits(whole)
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("make", [VllmEngine, StockVllmEngine])
+def test_a_sleeping_engine_holds_no_cache(make):
+    config = {**tiny_qwen3().config.raw, "hidden_size": 64, "head_dim": 32}
+    prompts = traffic(8)[0]
+    sampling = [SamplingParams(max_tokens=20, seed=seed, ignore_eos=True) for seed in range(len(prompts))]
+    engine = make(new_model(config, seed=0), max_running=8, max_cache_tokens=100_000, sleep=True)
+    runner = engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    expected = bits(engine.generate(prompts, sampling))
+    assert runner.kv_caches == []
+    engine.wake_up()
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in runner.kv_caches}
+    size = sum(storages.values())
+    assert size > 50 << 20
+    for cache in runner.kv_caches:
+        cache.fill_(1.0)  # so that it is really there
+    before = resident()
+    del cache
+    engine.sleep()
+    assert before - resident() > 0.9 * size
+    for _ in range(2):
+        assert bits(engine.generate(prompts, sampling)) == expected
+        assert runner.kv_caches == []
+    engine.add_request(prompts[0], sampling[0])
+    with pytest.raises(ConfigError, match="while 1 requests are in flight"):
+        engine.sleep()
+    engine.close()
 
 
 def test_a_planted_fault_is_seen(model, engine):

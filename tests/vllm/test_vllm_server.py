@@ -1,27 +1,41 @@
-"""vLLM's own server around rlloop's model, reached through the proxy: the trainer's bits over OpenAI's protocol."""
+"""vLLM's own server around rlloop's model, behind the proxy: the trainer's bits over OpenAI's protocol, and, where it
+follows a store of weights, as an engine of a fleet."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from rlloop import Engine, SamplingParams
-from rlloop.models import load_model, save_model
+from rlloop import Engine, Model, SamplingParams
+from rlloop.cli import main
+from rlloop.models import load_model
+from rlloop.records import read_records
+from rlloop.rollout.remote import EngineClient, LoopThread, RemoteEngine
 from rlloop.rollout.vllm.proxy import proxy_app
-from tests.parity.models import tiny_qwen3
+from rlloop.sync.live import named_weights, tensors_of
+from rlloop.sync.manifest import load_or_make_key, new_key
+from rlloop.sync.publisher import Publisher
+from rlloop.sync.store import FolderStore
+from rlloop.types import Completion
+from tests.fault.fleet_run import TOKEN, Server, free_port, outcome
+from tests.fault.tiny_run import make_model
 
 KEY = "a key of vLLM's own"
 
@@ -30,29 +44,19 @@ KEY = "a key of vLLM's own"
 def served(tmp_path_factory) -> Iterator[tuple[str, Path]]:
     """Address and folder."""
     folder = tmp_path_factory.mktemp("served")
-    save_model(tiny_qwen3(), folder / "model")
-    words = Tokenizer(WordLevel({f"w{id}": id for id in range(300)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder / "model")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    make_model(folder)
+    shutil.copytree(folder / "model", folder / "served")
+    words = Tokenizer(WordLevel({f"w{id}": id for id in range(160)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder / "served")
+    port = free_port()
     environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": KEY}
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
     # What `vllm serve` starts. The command itself asks for metadata of `vllm`, which the package vllm-cpu has not.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "model"]
-    command += [
-        "--config-format",
-        "rlloop",
-        "--load-format",
-        "rlloop",
-        "--dtype",
-        "float32",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    command += ["--enforce-eager", "--served-model-name", "policy", "--max-num-seqs", "16"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "served")]
+    command += ["--config-format", "rlloop", "--load-format", "rlloop", "--dtype", "float32", "--enforce-eager"]
+    command += ["--served-model-name", "policy", "--max-num-seqs", "16", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enable-scale-out", "--worker-extension-cls", "rlloop.rollout.vllm.following.Following"]
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
@@ -60,7 +64,7 @@ def served(tmp_path_factory) -> Iterator[tuple[str, Path]]:
         while not _answers(url):
             assert server.poll() is None, (folder / "log").read_text()[-6000:]
             time.sleep(0.2)
-        yield url, folder / "model"
+        yield url, folder
     finally:
         server.terminate()
         server.wait(60)
@@ -94,9 +98,9 @@ def complete(url: str, **more: object) -> httpx.Response:
 
 def test_completions_have_the_trainers_bits(served):
     url, folder = served
-    engine = Engine(load_model(folder))
+    engine = Engine(load_model(folder / "model"))
     for seed, (prompt, sampling) in enumerate(
-        [([5, 6, 7], {"temperature": 1.0}), (list(range(10, 60)), {"temperature": 0.7, "top_p": 0.9, "top_k": 40})]
+        [([5, 6, 7], {"temperature": 1.0}), (list(range(10, 40)), {"temperature": 0.7, "top_p": 0.9, "top_k": 40})]
     ):
         answer = complete(url, prompt=prompt, seed=seed, **sampling)
         assert answer.status_code == 200, answer.text
@@ -115,3 +119,166 @@ def test_what_the_trainer_does_not_know_and_what_changes_a_server_is_refused(ser
     assert "presence_penalty" in refused.text
     for path in ("/collective_rpc", "/reset_prefix_cache", "/sleep", "/pause", "/init_weight_transfer_engine"):
         assert ask(url, path).status_code == 404
+
+
+class Line(NamedTuple):
+    """A trainer's end, and an engine of its fleet that is a vLLM server."""
+
+    folder: Path
+    url: str
+    upstream: str
+    remote: RemoteEngine
+    client: httpx.Client
+
+    def publish(self, model: Model) -> int:
+        """The model's weights, as the next version."""
+        publisher = Publisher(FolderStore(self.folder / "weights"), load_or_make_key(self.folder / "key"), "run")
+        step = 0 if publisher.last is None else publisher.last.step + 1
+        tensors, aliases = tensors_of(named_weights(model).items())
+        publisher.publish(tensors, step, aliases=aliases)
+        return step
+
+
+@pytest.fixture(scope="module")
+def line(served) -> Iterator[Line]:
+    url, folder = served
+    new_key(folder / "key")
+    (folder / "weights").mkdir()
+    (folder / "vllm_key").write_text(KEY)
+    proxy = Server(
+        folder, "proxy", "--upstream", url, "--upstream-key-file", "vllm_key",
+        "--store", "weights", "--public-key", "key.pub", "--interval", "0.2",
+    )  # fmt: skip
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    try:
+        with (
+            RemoteEngine(proxy.url, token=TOKEN, timeout=60) as remote,
+            httpx.Client(base_url=proxy.url, headers=headers, timeout=60, trust_env=False) as client,
+        ):
+            yield Line(folder, proxy.url, url, remote, client)
+    finally:
+        proxy.kill()
+
+
+def traffic() -> tuple[list[list[int]], list[SamplingParams]]:
+    prompts = [[5, 6, 7], list(range(10, 40)), [*range(10, 40), 50], [9]]
+    kinds = ({"temperature": 0.7, "top_k": 20}, {}, {"temperature": 0.0}, {"min_tokens": 9, "stop_token_ids": (7, 8)})
+    return prompts, [SamplingParams(max_tokens=20, seed=seed, **kind) for seed, kind in enumerate(kinds)]
+
+
+def bits(completions: list[Completion]) -> list[tuple]:
+    return [
+        (each.token_ids, each.logprobs.tobytes(), each.raw_logprobs.tobytes(), each.finish_reason)
+        for each in completions
+    ]
+
+
+def changed(folder: Path, scale: float) -> Model:
+    model = load_model(folder / "model")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    return model
+
+
+def test_versions_reach_its_live_weights_and_caches_go(line):
+    prompts, sampling = traffic()
+    for scale in (1.0, 1.25, 0.8):
+        model = changed(line.folder, scale)
+        version = line.publish(model)
+        line.remote.set_version(version)
+        expected = bits(Engine(model).generate(prompts, sampling))
+        for _ in range(2):  # once more, from the prefix cache
+            made = line.remote.generate(prompts, sampling)
+            assert bits(made) == expected
+            assert {each.policy_version for each in made} == {version}
+    assert line.remote.fingerprint() == Engine(model).fingerprint()
+    assert line.client.get("/health").json() == {"status": "ready", "version": version, "error": "", "paused": False}
+    last = line.client.get("/rlloop/weights").json()["last"]
+    assert (last["version"], last["wire_bytes"] > 0, last["pause_seconds"] > 0) == (version, True, True)
+
+    body = {"model": "policy", "prompt": "w5 w6 w7", "max_tokens": 4, "seed": 1, "logprobs": 0}
+    [choice] = line.client.post("/v1/completions", json=body | {"min_version": version}).json()["choices"]
+    [expected] = Engine(model).generate([[5, 6, 7]], SamplingParams(max_tokens=4, seed=1))
+    assert (choice["token_ids"], choice["policy_version"]) == (expected.token_ids, version)
+    assert line.client.post("/v1/completions", json=body | {"min_version": version + 1}).status_code == 409
+
+
+def test_nothing_of_vllms_own_is_reached_and_nothing_without_the_token(line):
+    for path in ("/collective_rpc", "/pause", "/resume", "/update_weights", "/reset_prefix_cache", "/abort_requests",
+                 "/inference/v1/generate", "/v1/chat/completions", "/update_weight_version", "/sleep"):  # fmt: skip
+        assert line.client.post(path, json={}).status_code == 404, path
+    assert line.client.post("/tokenize", json={"model": "policy", "prompt": "w5 w6"}).json()["tokens"] == [5, 6]
+    for path in ("/rlloop/pause", "/rlloop/generate", "/v1/completions", "/tokenize"):
+        assert httpx.post(line.url + path, trust_env=False).status_code == 401
+
+
+def test_weights_that_changed_behind_its_back_are_refused_and_brought_again(line):
+    model = changed(line.folder, 1.1)
+    line.remote.set_version(line.publish(model))
+    prompts, sampling = traffic()
+    expected = bits(line.remote.generate(prompts, sampling))
+    other = httpx.post(f"{line.upstream}/update_weight_version", json={"new_version": "another"}, trust_env=False)
+    assert other.status_code == 200
+    thread = LoopThread("another client")
+    client = EngineClient(line.url, token=TOKEN)
+    with pytest.raises(Exception, match="has version -1") as refused:
+        thread.run(client.generate(prompts, sampling))
+    assert not refused.value.passed
+    thread.run(client.close())
+    thread.close()
+    assert bits(line.remote.generate(prompts, sampling)) == expected
+
+
+def waiting(line: Line) -> float:
+    lines = line.client.get("/metrics").text.splitlines()
+    return next(float(each.split()[1]) for each in lines if each.startswith("rlloop_requests_waiting "))
+
+
+def test_it_pauses(line):
+    line.remote.set_version(line.publish(changed(line.folder, 1.05)))
+    prompts = [[5, 6, 7], [9], [11, 12]]
+    sampling = [SamplingParams(max_tokens=length, seed=length, ignore_eos=True) for length in (60, 2, 61)]
+    expected = line.remote.generate(prompts, sampling)
+
+    def post(path: str) -> dict:
+        reply = line.client.post(path)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    with ThreadPoolExecutor(1) as pool:
+        for mode in ("keep", "abort"):
+            answer = pool.submit(line.remote.generate, prompts, sampling)
+            while waiting(line) < 3:
+                time.sleep(0.001)
+            assert post(f"/rlloop/pause?mode={mode}")["paused"]
+            if mode == "keep":
+                time.sleep(0.1)
+                held = httpx.get(f"{line.upstream}/is_paused", trust_env=False).json()
+                assert held == {"is_paused": True}
+                assert not answer.done()
+            post("/rlloop/resume")
+            made = answer.result(60)
+            for part, whole in zip(made, expected, strict=True):
+                count = len(part.token_ids)
+                assert part.finish_reason == ("abort" if count < len(whole.token_ids) else "length")
+                assert part.token_ids == whole.token_ids[:count]
+                assert part.raw_logprobs.tobytes() == whole.raw_logprobs[:count].tobytes()
+            if mode == "keep":
+                assert bits(made) == bits(expected)
+    assert bits(line.remote.generate(prompts, sampling)) == bits(expected)
+
+
+def test_a_run_over_regions_is_the_local_run_bit_for_bit(line, monkeypatch):
+    monkeypatch.chdir(line.folder)
+    monkeypatch.syspath_prepend(line.folder)
+    monkeypatch.setenv("RLLOOP_TOKEN", TOKEN)
+    shared = ["model.path=model", "reward._target_=learnable.reward", "trainer.num_steps=2", "trainer.lr=1e-2",
+              "rollout.num_prompts=4", "rollout.group_size=4", "eval.num_draws=8"]  # fmt: skip
+    fleet = ["fleet=regions", "fleet.store=weights", "fleet.signing_key=key", "fleet.heartbeat=0.2",
+             f'+fleet.engines.eu=["{line.url}"]']  # fmt: skip
+    for run, more in (("local", []), ("regions", fleet)):
+        assert main(["train", "--config-name", "countdown", f"run.dir={run}", *shared, *more]) == 0
+    assert outcome(line.folder / "regions") == outcome(line.folder / "local")
+    for record in list(read_records(Path("regions/metrics.jsonl")))[1:]:
+        assert record["parity/tokens_different"] == record["parity/k3"] == 0

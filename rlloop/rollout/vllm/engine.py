@@ -23,6 +23,7 @@ from rlloop.rollout.checks import check_request, drawn_seed
 from rlloop.rollout.choices import Choices
 from rlloop.rollout.scheduler import EngineStats
 from rlloop.rollout.vllm import plugin, versions
+from rlloop.rollout.vllm.requests import check_sampling, raw_of_stock, vllm_params
 from rlloop.types import Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from rlloop.models import Model
 
-LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to it
 DEFAULT_CACHE_BYTES = 1 << 30
 GPU_WORKER = "rlloop.rollout.vllm.gpu.GpuWorker"
 
@@ -57,13 +57,16 @@ class VllmEngine:
         prefix_caching: bool = True,
         max_running: int = 512,
         seed: int = 0,
+        sleep: bool = False,
     ) -> None:
+        """`sleep`: whenever `generate` returns, as beside a trainer in the same memory."""
         versions.require()
         if model.recurrent:
             raise ConfigError(
                 f"{model.config.architecture} has recurrent layers, whose states have no place in vLLM's pages here; "
                 "set rollout.engine=embedded"
             )
+        self._sleeps, self._asleep = sleep, False
         self._model = model
         self.policy_version = 0
         self._seed = seed
@@ -136,6 +139,8 @@ class VllmEngine:
                     on_progress(len(done), sum(len(completion.token_ids) for completion in done.values()))
         finally:
             self.abort_all()  # nothing is left unless an exception or an interrupt passes through
+            if self._sleeps:
+                self.sleep()
         return [done[id] for id in ids]
 
     # ---------------------------------------------------------------------------------------------- step by step
@@ -186,6 +191,18 @@ class VllmEngine:
         self.policy_version = version
         assert self._llm.reset_prefix_cache(), "vLLM kept its prefix cache, though no request is in flight"
 
+    def sleep(self) -> None:
+        """Gives the memory of the caches back until `wake_up`, or until the next request. The weights stay."""
+        if self.has_work:
+            raise ConfigError(f"sleep came while {len(self._requests)} requests are in flight; call abort_all() first")
+        assert self._llm.reset_prefix_cache()
+        self._llm.collective_rpc("release_caches")
+        self._asleep = True
+
+    def wake_up(self) -> None:
+        self._llm.collective_rpc("restore_caches")
+        self._asleep = False
+
     def stats(self) -> EngineStats:
         """Counts since the engine was made, of what it finished; vLLM does not tell how often it preempted."""
         return dataclasses.replace(self._stats)
@@ -216,12 +233,11 @@ class VllmEngine:
 
     def _check(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
         check_request(prompt_ids, sampling, len(self.model.head), self.model.max_positions, self._room)
-        if 0 < sampling.temperature < LEAST_TEMPERATURE:
-            raise ConfigError(
-                f"temperature is {sampling.temperature}; vLLM takes 0 (greedy) or at least {LEAST_TEMPERATURE}"
-            )
+        check_sampling(sampling, stock=not self.raw_column)
 
     def _add(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
+        if self._asleep:
+            self.wake_up()
         id = self._next_id
         self._next_id += 1
         if sampling.seed is None:
@@ -234,24 +250,9 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
         from vllm.sampling_params import SamplingParams as VllmParams
 
-        from rlloop.rollout.vllm.sampler import RAW
-
-        return VllmParams(
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            ignore_eos=True,  # what ends it is all in the stop tokens
-            stop_token_ids=list(stop_ids(sampling, self.model.eos_token_ids)),
-            logprobs=int(self.raw_column),
-            flat_logprobs=True,
-            extra_args={RAW: True} if self.raw_column else None,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        stop = stop_ids(sampling, self.model.eos_token_ids)
+        given = vllm_params(sampling, stop, raw=self.raw_column, columns=int(self.raw_column))
+        return VllmParams(**given, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
 
     def _completions(self, outputs: list[RequestOutput]) -> list[tuple[int, Completion]]:
         """Of requests that just ended: vLLM's tables still know their pages."""
@@ -274,9 +275,7 @@ class VllmEngine:
         assert prompt_ids is not None
         assert isinstance(made.logprobs, FlatLogprobs)
         logprobs = np.array(made.logprobs.logprobs, np.float32).reshape(len(made.token_ids), 1 + self.raw_column)
-        raw = logprobs[:, -1].copy()
-        if not self.raw_column and (sampling.temperature not in (0, 1) or sampling.min_tokens):
-            raw[:] = np.nan  # vLLM gives one of the two, and of the two it is the other that counts
+        raw = logprobs[:, -1].copy() if self.raw_column else raw_of_stock(sampling, logprobs[:, 0])
         self._count(len(prompt_ids), len(made.token_ids), output.num_cached_tokens or 0)
         reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
         return int(output.request_id), Completion(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import msgspec
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase
@@ -17,10 +18,13 @@ from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from rlloop.models import Model, load_model
 from rlloop.models.weights import HEAD
+from rlloop.rollout.vllm import versions
+from rlloop.rollout.vllm.standing import Facts
 from rlloop.sync.live import named_weights
 
 LENT_AS = "rlloop_model"  # the key of `additional_config` that names a lent model
 _LENT: WeakValueDictionary[str, Model] = WeakValueDictionary()
+_FACTS: WeakKeyDictionary[nn.Module, Facts] = WeakKeyDictionary()  # of vLLM's own models
 
 
 def lend(model: Model) -> dict[str, str]:
@@ -37,6 +41,22 @@ def policy_of(config: VllmConfig) -> Model:
         return _LENT[asked[LENT_AS]]
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     return load_model(config.model_config.model, dtype=dtype, device=config.device_config.device or "cpu")
+
+
+def facts_of(model: Any, config: VllmConfig) -> Facts | None:
+    """What a server tells of its model; None where vLLM loaded it by itself."""
+    policy = getattr(model, "policy", None)
+    return _FACTS.get(model) if policy is None else _facts(policy, config)
+
+
+def _facts(policy: Model, config: VllmConfig) -> Facts:
+    return Facts(
+        folder=str(Path(config.model_config.model).absolute()),
+        vocabulary=len(policy.head),
+        positions=config.model_config.max_model_len,
+        eos_token_ids=tuple(policy.eos_token_ids),
+        fingerprint=policy.fingerprint(),
+    )
 
 
 class ConfigParser(ConfigParserBase):
@@ -79,6 +99,10 @@ class StockLoader(BaseModelLoader):
         policy = policy_of(config)
         weights = named_weights(policy)
         model.load_weights((name, weights[name]) for name in weights if name != HEAD or not policy.config.tied)
+        facts = _facts(policy, config)
+        _FACTS[model] = msgspec.structs.replace(
+            facts, stock=True, fingerprint=versions.stock_fingerprint(facts.fingerprint)
+        )
         for module in model.modules():
             if isinstance(module, LinearBase):
                 vars(module)["_cpu_skip_gemm_dispatch"] = True

@@ -7,7 +7,7 @@ token; no header of the caller's but its content type. Everything else is a 404,
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import httpx
@@ -27,10 +27,12 @@ ALLOWED = {
     "/tokenize": "POST",
     "/detokenize": "POST",
 }
+# Beside an engine's own routes: what no weights decide.
+BESIDE = {"/tokenize": "POST", "/detokenize": "POST"}
 
 
-def proxy_app(upstream: httpx.AsyncClient) -> Starlette:
-    """Forwards `ALLOWED` to `upstream`, whose base URL and key are the client's own. Answers stream through."""
+def proxy_app(upstream: httpx.AsyncClient, allowed: Mapping[str, str] = ALLOWED) -> Starlette:
+    """Forwards `allowed` to `upstream`, whose base URL and key are the client's own. Answers stream through."""
 
     async def forward(request: Request) -> Response:
         headers = {name: request.headers[name] for name in ("content-type",) if name in request.headers}
@@ -45,7 +47,7 @@ def proxy_app(upstream: httpx.AsyncClient) -> Starlette:
         )
 
     async def unknown(request: Request, error: Exception) -> Response:
-        listed = ", ".join(f"{method} {path}" for path, method in ALLOWED.items())
+        listed = ", ".join(f"{method} {path}" for path, method in allowed.items())
         return refusal(404, "not_found", f"{request.method} {request.url.path} is not among {listed}")
 
     @asynccontextmanager
@@ -53,7 +55,7 @@ def proxy_app(upstream: httpx.AsyncClient) -> Starlette:
         async with upstream:
             yield
 
-    routes = [Route(path, forward, methods=[method]) for path, method in ALLOWED.items()]
+    routes = [Route(path, forward, methods=[method]) for path, method in allowed.items()]
     app = Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown}, lifespan=lifespan)
     app.router.redirect_slashes = False
     return app

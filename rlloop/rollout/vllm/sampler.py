@@ -16,9 +16,8 @@ from vllm.v1.sample.sampler import Sampler
 from rlloop.models import Model
 from rlloop.models.warp import warp_for
 from rlloop.numerics.layout import LogitsWarp
+from rlloop.rollout.vllm.requests import RAW, RAW_ID
 from rlloop.types import SamplingParams
-
-RAW = "rlloop_raw_logprobs"  # a request's `extra_args` key: a second column of logprobs, at temperature 1, untruncated
 
 
 class ExactSampler(Sampler):
@@ -50,8 +49,11 @@ class ExactSampler(Sampler):
         out = None
         if columns is not None:
             both = torch.stack([logprobs, raw], 1)[:, : 1 + columns]
+            ids = tokens[:, None].expand_as(both).int().contiguous()
+            if columns > 1:
+                ids[:, 1] = RAW_ID
             # Ranks would cost a pass over the vocabulary, and nobody asked.
-            out = LogprobsTensors(tokens[:, None].expand_as(both).int().contiguous(), both.contiguous(), 0 * tokens)
+            out = LogprobsTensors(ids, both.contiguous(), 0 * tokens)
         return SamplerOutput(sampled_token_ids=tokens.int()[:, None], logprobs_tensors=out)
 
     def _warp(self, sampling: list[SamplingParams], made: list[int]) -> LogitsWarp:
@@ -77,7 +79,7 @@ def ours(params: VllmParams, request_id: str) -> SamplingParams:
         min_p=params.min_p,
         seed=seed,
         ignore_eos=True,  # what ends it is all in the stop tokens
-        stop_token_ids=tuple(sorted(params.all_stop_token_ids)),
+        stop_token_ids=tuple(sorted(params.stop_token_ids or () if params.ignore_eos else params.all_stop_token_ids)),
     )
 
 
@@ -102,7 +104,7 @@ class OnlyExact(LogitsProcessor):
                 f"{', '.join(named)}: the trainer's distribution knows nothing of it, so logprobs would not be its; "
                 "leave it out, or serve the stock model"
             )
-        most = int(RAW in (given.extra_args or {}))
+        most = 2 if RAW in (given.extra_args or {}) else 0
         if given.logprobs not in (None, *range(most + 1)) or given.logprob_token_ids:
             raise ValueError(
                 f"logprobs is {given.logprobs}; rlloop's model gives the sampled token's alone: logprobs=0"

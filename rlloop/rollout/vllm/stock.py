@@ -15,7 +15,6 @@ from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.rollout.vllm.weights import Part, plain
 from rlloop.sync.bits import digest
 from rlloop.sync.live import bits_of, named_weights
-from rlloop.types import SamplingParams
 
 CPU_PAGE = 32  # of vLLM's CPU kernel: pages are a multiple of it
 
@@ -52,15 +51,7 @@ class StockVllmEngine(VllmEngine):
 
     def fingerprint(self) -> dict[str, Any]:
         """The model's facts with vLLM's in place of our operations': never the trainer's fingerprint."""
-        facts = self.model.fingerprint()
-        number, _ = versions.installed() or ("", False)
-        return {
-            **facts,
-            "profile": "vllm",
-            "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
-            "threads": torch.get_num_threads(),
-            "versions": {**facts["versions"], "vllm": number},
-        }
+        return versions.stock_fingerprint(self.model.fingerprint())
 
     def _start(self, **settings: Any) -> Any:
         if self.model.config.latent is not None:
@@ -79,14 +70,6 @@ class StockVllmEngine(VllmEngine):
         settings["enable_chunked_prefill"] = False
         settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], settings["max_model_len"])
         return super()._start(logprobs_mode="processed_logprobs", **settings)
-
-    def _check(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
-        super()._check(prompt_ids, sampling)
-        if sampling.truncates:
-            raise ConfigError(
-                "top_k, top_p or min_p with vllm_stock: which tokens are left is decided by vLLM's own logits, and one "
-                "at the edge is impossible for the trainer; leave them off, or use the engine vllm"
-            )
 
 
 def _digest(tensor: Tensor) -> bytes:

@@ -6,6 +6,7 @@ import os
 import re
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+from typing import Any
 
 from rlloop.errors import ConfigError
 
@@ -81,6 +82,20 @@ def require() -> None:
         raise ConfigError("rollout.engine needs vLLM: " + "; ".join(lines))
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def stock_fingerprint(facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts of rlloop's model of the same weights, with what decides the bits of vLLM's own."""
+    import torch
+
+    number, _ = installed() or ("", False)
+    return {
+        **facts,
+        "profile": "vllm",
+        "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
+        "threads": torch.get_num_threads(),
+        "versions": {**facts["versions"], "vllm": number},
+    }
 
 
 def amx_unusable() -> str | None:

@@ -9,6 +9,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlloop.models import Model
 from rlloop.rollout.choices import Choices
+from rlloop.rollout.vllm.attention import PagedStore
 from rlloop.rollout.vllm.loading import LENT_AS, policy_of
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.recording import Recorder
@@ -47,6 +48,20 @@ class CpuWorker(CPUWorker):
         """What was chosen for the first tokens of requests (id, how many)."""
         assert self.recorder is not None
         return self.recorder.read(asked)
+
+    def release_caches(self) -> None:
+        """vLLM's own sleep mode does nothing on a CPU. All that holds a cache lets go: layers, views, the runner."""
+        runner = self.model_runner
+        for layer in runner.compilation_config.static_forward_context.values():
+            if isinstance(layer, PagedStore):
+                layer.rows = torch.empty(0)
+            layer.kv_cache = torch.empty(0)
+        runner.kv_caches.clear()
+
+    def restore_caches(self) -> None:
+        """Zeros, as at the start: what nobody wrote may be read and weighed with zero, so it must be a number."""
+        runner = self.model_runner
+        runner.initialize_kv_cache_tensors(runner.kv_cache_config, runner._kernel_block_sizes)
 
     def live_parts(self) -> dict[str, Part]:
         """A stock model's live weights by Hugging Face name; for callers in this process."""

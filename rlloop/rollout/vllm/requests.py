@@ -1,0 +1,53 @@
+"""A request as vLLM is asked, in this process or over HTTP. Imports neither vLLM nor torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlloop.errors import ConfigError
+from rlloop.types import SamplingParams
+
+LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to it
+RAW = "rlloop_raw_logprobs"  # a request's `extra_args` key: a second column of logprobs, at temperature 1, untruncated
+RAW_ID = -1  # that column's token id where two columns are asked for, since answers over HTTP are keyed by ids
+
+
+def check_sampling(sampling: SamplingParams, stock: bool) -> None:
+    """Raises `ConfigError` for what vLLM takes otherwise than it is meant, or what its own model must not be asked."""
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        raise ConfigError(
+            f"temperature is {sampling.temperature}; vLLM takes 0 (greedy) or at least {LEAST_TEMPERATURE}"
+        )
+    if stock and sampling.truncates:
+        raise ConfigError(
+            "top_k, top_p or min_p with vllm_stock: which tokens are left is decided by vLLM's own logits, and one "
+            "at the edge is impossible for the trainer; leave them off, or use the engine vllm"
+        )
+
+
+def vllm_params(sampling: SamplingParams, stop_ids: tuple[int, ...], *, raw: bool, columns: int) -> dict[str, Any]:
+    """Arguments of vLLM's own `SamplingParams`. `stop_ids`: all that end it. `columns`: of logprobs, but the first."""
+    return {
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed,
+        "ignore_eos": True,  # what ends it is all in the stop tokens
+        "stop_token_ids": list(stop_ids),
+        "logprobs": columns,
+        "extra_args": {RAW: True} if raw else None,
+        "detokenize": False,
+    }
+
+
+def raw_of_stock(sampling: SamplingParams, logprobs: np.ndarray) -> np.ndarray:
+    """vLLM gives one of the two, and where they differ it is the other that counts."""
+    raw = logprobs.copy()
+    if sampling.temperature not in (0, 1) or sampling.min_tokens:
+        raw[:] = np.nan
+    return raw
