@@ -305,7 +305,7 @@ def _floats(arrays: Sequence[np.ndarray]) -> list[msgspec.Raw]:
 def require_run(path: Path) -> Path:
     """Raises `RunError` where `path` is not a run's folder."""
     if not path.is_dir():
-        raise RunError(f"there is no run {path}: no such folder")
+        raise RunError(f"there is no run {path}: " + ("it is a file" if path.exists() else "no such folder"))
     if not (path / "config.yaml").is_file():
         inside = sorted(file.parent for file in path.glob("*/config.yaml"))
         hint = f"; it holds the runs {', '.join(run.name for run in inside)}" if inside else ""

@@ -142,14 +142,22 @@ def _name(runs: Sequence[Run]) -> str:
 
 
 def differences(arms: Sequence[Arm]) -> list[tuple[str, list[str]]]:
-    """(key, its value in each arm) of every key in which the arms differ; seeds are compared as the list they are."""
+    """(key, its value in each arm) of every key in which the arms differ; seeds are compared as the list they are.
+
+    What is there twice, since one section refers to another (`task.data.split` to `data.split`), is named once.
+    """
     configs = []
     for arm in arms:
         shown = {key: value for key, value in arm.runs[0].config.items() if key not in NOT_OF_THE_ARM}
         configs.append({**shown, "seed": ", ".join(str(run.seed) for run in arm.runs)})
     keys = sorted({key for config in configs for key in config})
-    rows = [(key, [str(config.get(key, "-")) for config in configs]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    rows = {key: [str(config.get(key, "-")) for config in configs] for key in keys}
+
+    def repeats(key: str) -> bool:
+        parts = key.split(".")
+        return any(rows.get(".".join(parts[first:])) == rows[key] for first in range(1, len(parts)))
+
+    return [(key, values) for key, values in rows.items() if len(set(values)) > 1 and not repeats(key)]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 from rlloop.errors import ConfigError
 
 Row = dict[str, Any]
+Rows = list[tuple[int, Row]]  # with each one's number in its file or dataset, from 1
 
 
 @dataclass
@@ -51,8 +52,9 @@ class DataSection:
         return cls(**given)
 
 
-def read_rows(data: DataSection) -> tuple[list[Row], list[Row]]:
-    """The rows to train on and the held-out ones. Raises `ConfigError` for data that is missing or empty."""
+def read_rows(data: DataSection) -> tuple[Rows, Rows]:
+    """The rows to train on and the held-out ones. Raises `ConfigError` for data that is missing, empty or lacks a field
+    that `data` names."""
     if data.format == "jsonl":
         rows = read_jsonl(Path(data.path), "data.path")
         held_out = None if data.eval_path is None else read_jsonl(Path(data.eval_path), "data.eval_path")
@@ -62,11 +64,13 @@ def read_rows(data: DataSection) -> tuple[list[Row], list[Row]]:
         if data.eval_path is not None or data.eval_split is not None:
             path, split = data.eval_path or data.path, data.eval_split or data.split
             held_out = read_dataset(path, data.name if path == data.path else None, split, "data.eval_path")
+    _require_fields(rows, data, data.path)
     if held_out is not None:
+        _require_fields(held_out, data, data.eval_path or data.path)
         return rows, held_out
-    sides: tuple[list[Row], list[Row]] = [], []
-    for row in rows:
-        sides[place(row.get(data.prompt_key)) < data.eval_fraction].append(row)
+    sides: tuple[Rows, Rows] = [], []
+    for number, row in rows:
+        sides[place(row[data.prompt_key]) < data.eval_fraction].append((number, row))
     for side, name in zip(sides, ("training", "evaluation"), strict=True):
         if not side:
             raise ConfigError(
@@ -76,7 +80,17 @@ def read_rows(data: DataSection) -> tuple[list[Row], list[Row]]:
     return sides
 
 
-def read_jsonl(path: Path, key: str) -> list[Row]:
+def _require_fields(rows: Rows, data: DataSection, source: str) -> None:
+    for number, row in rows:
+        for name in ("prompt_key", "id_key"):
+            field = getattr(data, name)
+            if field is not None and field not in row:
+                raise ConfigError(
+                    f"{source}, row {number} has no field {field!r} (data.{name}); it has {', '.join(map(str, row))}"
+                )
+
+
+def read_jsonl(path: Path, key: str) -> Rows:
     """One JSON object a line; empty lines are skipped."""
     if not path.is_file():
         raise ConfigError(f"{key} is {str(path)!r}, and there is no such file; it must be a JSONL file")
@@ -90,13 +104,13 @@ def read_jsonl(path: Path, key: str) -> list[Row]:
             raise ConfigError(f"{path}, line {number}, is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, line {number}, is a JSON {type(row).__name__}; each line must be an object")
-        rows.append(row)
+        rows.append((number, row))
     if not rows:
         raise ConfigError(f"{key} {str(path)!r} has no rows")
     return rows
 
 
-def read_dataset(path: str, name: str | None, split: str, key: str) -> list[Row]:
+def read_dataset(path: str, name: str | None, split: str, key: str) -> Rows:
     """A dataset that `datasets` knows, or a folder that its `save_to_disk` wrote."""
     try:
         import datasets  # pyright: ignore[reportMissingImports] - an extra, and too heavy for the tests
@@ -113,10 +127,9 @@ def read_dataset(path: str, name: str | None, split: str, key: str) -> list[Row]
             loaded = datasets.load_dataset(path, name, split=split)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{key} is {path!r}, and datasets cannot load its split {split!r}: {error}") from error
-    rows = [dict(row) for row in loaded]
-    if not rows:
+    if not len(loaded):
         raise ConfigError(f"{key} {path!r}, split {split!r}, has no rows")
-    return rows
+    return [(number, dict(row)) for number, row in enumerate(loaded, start=1)]
 
 
 def place(value: Any) -> float:

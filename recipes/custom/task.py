@@ -17,7 +17,7 @@ from rlloop.errors import ConfigError
 from rlloop.targets import locate
 from rlloop.types import Example
 
-from .data import DataSection, Row, is_messages, read_rows, row_id
+from .data import DataSection, Row, Rows, is_messages, read_rows, row_id
 
 
 def environment_factory(config: Mapping[str, Any]) -> Callable[[Example], Environment]:
@@ -109,13 +109,13 @@ class Custom:
     def between(self, messages: Sequence[Message], stop: int | None) -> list[int]:
         return self.chat.between(messages, stop)
 
-    def _examples(self, rows: Sequence[Row], source: str) -> list[Example]:
+    def _examples(self, rows: Rows, source: str) -> list[Example]:
         """Raises `ConfigError` naming the first row that cannot work."""
         limit = min(self.data.max_prompt_tokens, self._room)
         if limit < 1:
             raise ConfigError(f"no prompt has room: {self._room} tokens are what {self._room_is}")
         made, dropped = [], 0
-        for number, row in enumerate(rows, start=1):
+        for number, row in rows:
             where = f"{source}, row {number}"
             example = self._example(row, where)
             length = len(example.prompt_ids)
@@ -144,10 +144,6 @@ class Custom:
 
     def _example(self, row: Row, where: str) -> Example:
         data = self.data
-        for key in (data.prompt_key, data.id_key):
-            if key is not None and key not in row:
-                name = "data.prompt_key" if key == data.prompt_key else "data.id_key"
-                raise ConfigError(f"{where} has no field {key!r} ({name}); it has {', '.join(map(str, row))}")
         content = row[data.prompt_key]
         if not isinstance(content, str) and not is_messages(content):
             raise ConfigError(

@@ -41,13 +41,16 @@ def main(arguments: Sequence[str]) -> int:
 
         print(save(given.wandb))
         return 0
-    if (given.runs is None) != given.demo:
+    if given.demo and given.runs is not None:
+        raise ConfigError(f"--demo shows recorded runs, and {given.runs} would be others; give one of the two")
+    if given.runs is None and not given.demo:
         raise ConfigError("name a folder of runs, as in `rlloop dashboard runs`, or look around with --demo")
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the dashboard needs the package {package}: pip install 'rlloop[dashboard]'")
     if given.runs is not None and not given.runs.is_dir():
-        raise ConfigError(f"there is no folder {given.runs}; name the folder in which runs are, or one run's own")
+        found = "is a file" if given.runs.exists() else "does not exist"
+        raise ConfigError(f"{given.runs} {found}; name the folder in which runs are, or one run's own")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: nothing stays behind
     with ExitStack() as stack:
         note = ""

@@ -29,6 +29,7 @@ class RewardFailure:
 
 
 Outcome = RewardResult | RewardFailure
+HOPELESS = 8  # samples of a batch that hang one after the other, and none before them ended
 Request = tuple[Any, ...]  # what the reward is called with: prompt, completion, example
 
 
@@ -44,6 +45,10 @@ def as_result(value: Any) -> Outcome:
     if not all(math.isfinite(number) for number in numbers):
         return RewardFailure("invalid", f"returned a number that is not finite: {result}")
     return result
+
+
+def _is_timeout(outcome: Any) -> bool:
+    return isinstance(outcome, RewardFailure) and outcome.kind == "timeout"
 
 
 def _failure(error: Exception) -> RewardFailure:
@@ -170,9 +175,17 @@ class RewardRunner:
         return value
 
     def _score_sync(self, requests: Sequence[Request]) -> list[Outcome]:
-        """One worker goes through the list; where it hangs, it is abandoned and another takes the rest."""
+        """One worker goes through the list; where it hangs, it is abandoned and another takes the rest.
+
+        Where the first `HOPELESS` all hang, the others are not tried: at a minute each, a batch would fail after hours.
+        """
         outcomes: list[Outcome] = []
         while len(outcomes) < len(requests):
+            if len(outcomes) >= HOPELESS and all(map(_is_timeout, outcomes)):
+                rest = RewardFailure(
+                    "timeout", f"not tried: the first {len(outcomes)} took longer than {self.timeout:g} s"
+                )
+                return outcomes + [rest] * (len(requests) - len(outcomes))
             worker = _Worker(self.reward, self.accept, requests[len(outcomes) :])
             threading.Thread(target=worker.run, daemon=True, name="rlloop-reward").start()
             outcomes += worker.wait(self.timeout)

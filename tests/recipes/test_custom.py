@@ -212,6 +212,8 @@ def test_long_prompts_stop_the_run_or_are_left_out(model, tmp_path, capsys):
         ),
         ([{"prompt": "1"}], {"eval_path": "rows.jsonl", "id_key": "name"}, r"no field 'name' \(data.id_key\)"),
         ([{"prompt": 7}], {"eval_path": "rows.jsonl"}, "prompt is 7; it must be a string, or a list of messages"),
+        ([{"question": "1"}] * 20, {}, r"rows.jsonl, row 1 has no field 'prompt' \(data.prompt_key\); it has question"),
+        ([*sums(), {"prompt": 7}], {}, "rows.jsonl, row 43: prompt is 7"),  # of the file, though some are held out
         ([["prompt"]], {}, "line 1, is a JSON list"),
         ([{"prompt": [{"role": "assistant", "content": "1"}]}], {"eval_path": "rows.jsonl"}, "policy's turn"),
         ([{"prompt": "1"}], {}, "leaves none for (training|evaluation)"),

@@ -93,6 +93,12 @@ def test_seeds_are_grouped_and_arms_named_after_the_multirun():
     assert differences(arms) == [("rollout.w", ["int4", "none"]), ("seed", ["0, 1", "0"])]
 
 
+def test_a_key_that_repeats_another_is_named_once():
+    data = [{"data": {"split": split}, "task": {"data": {"split": split}, "seen": split}} for split in ("a", "b")]
+    arms = arms_of([run(f"study/{index}", 0, [0.0], [0.5], **each) for index, each in enumerate(data)])
+    assert differences(arms) == [("data.split", ["a", "b"]), ("task.seen", ["a", "b"])]
+
+
 def test_runs_of_one_configuration_are_laid_side_by_side():
     arms = arms_of(runs()[:2])
     assert [len(arm.runs) for arm in arms] == [1, 1]

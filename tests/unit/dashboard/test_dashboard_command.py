@@ -75,8 +75,8 @@ print([name for name in ("torch", "ray", "transformers", "numba", "wandb") if na
     ("arguments", "message"),
     [
         ([], "name a folder of runs"),
-        (["runs", "--demo"], "name a folder of runs"),
-        (["no/such/folder"], "there is no folder no/such/folder"),
+        (["runs", "--demo"], "--demo shows recorded runs, and runs would be others; give one of the two"),
+        (["no/such/folder"], "no/such/folder does not exist; name the folder"),
         ([".", "--port", "70000"], "cannot listen on 127.0.0.1, port 70000"),
         (["--wandb", "mine"], "it must be ENTITY/PROJECT"),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from rlloop.errors import ConfigError
 from rlloop.rewards import HttpReward, MathReward, Weighted
-from rlloop.rewards.runner import RewardFailure, RewardRunner
+from rlloop.rewards.runner import HOPELESS, RewardFailure, RewardRunner
 from rlloop.types import Example, RewardResult
 
 EXAMPLE = Example("e", [1], "prompt", {"answer": "1/2"})
@@ -44,6 +44,19 @@ def test_outcomes_are_explicit_and_in_order(reward):
     kinds = [outcome.kind if isinstance(outcome, RewardFailure) else outcome.reward for outcome in outcomes]
     assert kinds == [0.25, "error", "timeout", "invalid", "invalid", 0.25]
     assert "RuntimeError: no such luck" in outcomes[1].message
+
+
+def test_a_reward_that_always_hangs_is_given_up_before_the_batch_has_taken_hours():
+    def hang(prompt, completion, example):
+        tried.append(completion)
+        time.sleep(30)
+
+    tried, runner = [], RewardRunner(hang, timeout=0.01)
+    outcomes = runner.score(requests(*map(str, range(100))))
+    assert tried == list(map(str, range(HOPELESS)))
+    assert {outcome.kind for outcome in outcomes} == {"timeout"}
+    assert len(outcomes) == 100
+    assert outcomes[-1].message == f"not tried: the first {HOPELESS} took longer than 0.01 s"
 
 
 def test_batched_rewards_get_lists_and_must_return_one_value_each():
