@@ -22,7 +22,7 @@ from rlloop.sync.bits import Bits
 from rlloop.sync.bundle import MemoryStore
 from rlloop.sync.folder import read_folder
 from rlloop.sync.manifest import Manifest, hash_of, root_hash
-from rlloop.sync.packing import pack
+from rlloop.sync.packing import listing_of, pack
 from rlloop.sync.steps import ORDERINGS, classes_of, ordered
 
 
@@ -105,10 +105,15 @@ def compare(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> Iterator[tuple[
 
 
 def version_bytes(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> tuple[int, int]:
-    """What a publication of `new` after `old` weighs: its stream, in which small tensors are joined; its manifest."""
-    packed = pack(_Nowhere(), new, old, {}, 1)
-    root = root_hash(packed.entries)
-    manifest = Manifest("run", 1, 1, root, None, packed.entries, {}, packed.pieces, root)
+    """What a publication of `new` after `old` weighs: its stream, in which small tensors are joined; its manifest.
+
+    The listing of names and shapes is not among it, since it crosses once in a run.
+    """
+    listing = listing_of(new, {})
+    packed = pack(_Nowhere(), listing, new, old, {}, 1)
+    root = root_hash(listing.tensors, packed.digests)
+    parent, listed = hash_of(b"its parent's"), hash_of(listing.encode())
+    manifest = Manifest("run", 1, 1, parent, None, listed, packed.entries, {}, packed.pieces, root)
     return manifest.stream_bytes, len(manifest.sign(Ed25519PrivateKey.generate()))
 
 

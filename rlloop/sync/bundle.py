@@ -90,11 +90,11 @@ class BundlePublisher:
         """The blobs of `link` and of no other way, and a head that knows no other."""
         head = self._publisher.head
         assert head is not None
-        newest = head.newest.manifest
+        newest, listing, *_ = self._publisher.blobs(head.newest)
         content = Head(head.run_id, (head.newest,), () if link == head.newest else (link,)).encode()
-        blobs = {blob: self._store.held[blob] for blob in (newest, link.manifest, *self._publisher.pieces(link))}
+        blobs = {blob: self._store.held[blob] for blob in (newest, *self._publisher.blobs(link))}
         self._publisher.forget_ways()
-        self._store.held = {newest: blobs[newest]}
+        self._store.held = {blob: blobs[blob] for blob in (newest, listing)}
         return Bundle(content, blobs, self._key, metrics)
 
 

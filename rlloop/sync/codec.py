@@ -2,6 +2,7 @@
 
     unchanged   no bytes
     steps       types of 8 and 16 bits: gaps and steps by class of the old exponent (`rlloop.sync.steps`)
+    adaptive    the same types, small tensors: each element with a learned probability (`rlloop.sync.adaptive`)
     planes      any type: differences in the order of values, zigzag, one plane a byte of the width, each through zstd
     full        the patterns themselves, in planes likewise; needs no predecessor
 
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import zstandard
@@ -29,6 +30,7 @@ from rlloop.sync.manifest import CodecName
 from rlloop.sync.steps import ORDERINGS, Changes, Ordering
 
 CHUNK = 1 << 22  # elements; gaps are below it, so their low bits are at most 21
+SMALL = 1 << 19  # elements that may be looked at one by one
 LEVEL = 1
 BLOCK = 512  # symbols that are worth an entropy table of their own
 _LENGTH = struct.Struct("<I")
@@ -46,6 +48,19 @@ class StepCoder(Protocol):
     def apply_changes(self, old: np.ndarray, changes: Changes, ordering: Ordering) -> np.ndarray | None: ...
 
 
+class AdaptiveCoder(Protocol):
+    """`rlloop.sync.adaptive` or its compiled equal."""
+
+    def encode(self, old: np.ndarray, new: np.ndarray, ordering: Ordering, limit: int) -> bytes | None: ...
+
+    def decode(self, old: np.ndarray, content: bytes, ordering: Ordering) -> np.ndarray | None: ...
+
+
+class Coders(NamedTuple):
+    steps: StepCoder
+    adaptive: AdaptiveCoder
+
+
 @dataclass(frozen=True)
 class Encoded:
     codec: CodecName
@@ -54,14 +69,21 @@ class Encoded:
     diff_seconds: float = field(default=0.0, compare=False)  # of the work, those that went into finding the changes
 
 
-def fast() -> StepCoder:
-    from rlloop.sync import steps_fast  # numba takes a second to import
+def fast() -> Coders:
+    from rlloop.sync import adaptive_fast, steps_fast  # numba takes a second to import
 
-    return steps_fast
+    return Coders(steps_fast, adaptive_fast)
 
 
-def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coder: StepCoder | None = None) -> Encoded:
-    """The shortest way to `new` for who has `old` (None: nothing). `coder`: None takes the compiled one."""
+def reference() -> Coders:
+    """Without numba, and slow: what the compiled coders must equal."""
+    from rlloop.sync import adaptive, steps
+
+    return Coders(steps, adaptive)
+
+
+def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coders: Coders | None = None) -> Encoded:
+    """The shortest way to `new` for who has `old` (None: nothing). `coders`: None takes the compiled ones."""
     fresh = new.array.reshape(-1)
     if old is None:
         return Encoded("full", _framed(_mapped(pool, _encode_planes, _chunks(fresh))), fresh.size)
@@ -75,13 +97,17 @@ def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coder: 
     kind: CodecName
     ordering = ORDERINGS.get(new.dtype)
     if ordering is not None:
-        kind, work = "steps", partial(_encode_steps, ordering=ordering, coder=coder or fast())
+        coders = coders or fast()
+        kind, work = "steps", partial(_encode_steps, ordering=ordering, coder=coders.steps)
     else:
         kind, work = "planes", partial(_encode_differences, floating=new.dtype.startswith("F"))
     made = list(_mapped(pool, work, _chunks(known), _chunks(fresh)))
     changed = sum(count for count, _, _ in made)
     delta = _framed(part for _, part, _ in made)
     compared += sum(seconds for _, _, seconds in made)
+    if ordering is not None and coders is not None and fresh.size <= SMALL:
+        shorter = coders.adaptive.encode(known, fresh, ordering, len(delta))
+        kind, delta = (kind, delta) if shorter is None else ("adaptive", shorter)
     if len(delta) > new.nbytes // 3:
         full = _framed(_mapped(pool, _encode_planes, _chunks(fresh)))
         if len(full) <= len(delta):
@@ -97,7 +123,7 @@ def decode(
     old: Bits | None,
     *,
     pool: Executor | None = None,
-    coder: StepCoder | None = None,
+    coders: Coders | None = None,
 ) -> Bits:
     """The new tensor, in memory of its own. Raises `CodecError`; never allocates more than the tensor's size a few
     times over."""
@@ -108,15 +134,22 @@ def decode(
             raise CodecError(f"a tensor of {dtype} {shape} is {codec}, and there is no predecessor of that kind")
         if codec == "unchanged":
             return Bits(dtype, old.array.copy())
+    ordering = ORDERINGS.get(dtype)
+    if codec in ("steps", "adaptive") and ordering is None:
+        raise CodecError(f"{codec} is not for {dtype}")
+    if codec == "adaptive" and old is not None and ordering is not None:
+        if count > SMALL:
+            raise CodecError(f"{count} elements are adaptive, and no more than {SMALL} may be")
+        made = (coders or fast()).adaptive.decode(old.array.reshape(-1), content, ordering)
+        if made is None:
+            raise CodecError("changes reach outside of the type, or end as no encoder's do")
+        return Bits(dtype, made.reshape(shape))
     frames = list(_unframed(memoryview(content), -(-count // CHUNK)))
     sizes = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
     if codec == "full" or old is None:
         parts = _mapped(pool, partial(_decode_planes, kind=kind), frames, sizes)
-    elif codec == "steps":
-        ordering = ORDERINGS.get(dtype)
-        if ordering is None:
-            raise CodecError(f"steps are not for {dtype}")
-        work = partial(_decode_steps, ordering=ordering, coder=coder or fast())
+    elif codec == "steps" and ordering is not None:
+        work = partial(_decode_steps, ordering=ordering, coder=(coders or fast()).steps)
         parts = _mapped(pool, work, frames, _chunks(old.array.reshape(-1)))
     else:
         work = partial(_decode_differences, floating=dtype.startswith("F"))

@@ -1,19 +1,21 @@
 """What a version of the weights consists of, signed; and the head, which says where the newest one is.
 
-A version is `run_id/step`. Its tensors' encoded bytes form one stream, in the manifest's order, that is cut into pieces
+A version is `run_id/step`. Its tensors' encoded bytes form one stream, in the listing's order, that is cut into pieces
 of `PIECE` bytes: each piece is a blob of the store under its own hash. So tensors of any size cost few requests, a
 transfer that breaks resumes at a piece, and every piece is checked by itself.
 
-A manifest is a blob, too: magic, Ed25519 signature, zstd of msgpack. `sequence` counts publications and only grows,
-whereas `step` goes back where a trainer resumes from an older checkpoint.
+A manifest is a blob, too: magic, Ed25519 signature, zstd of msgpack. It says what this version alone has. Names, types
+and shapes are a blob of their own, the *listing*, which versions share and a manifest names by its hash. Digests are
+not sent: who has decoded the tensors can compute them, and the root is over all of them. `sequence` counts publications
+and only grows, whereas `step` goes back where a trainer resumes from an older checkpoint.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar, get_args
 
 import msgspec
 import zstandard
@@ -25,23 +27,26 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from rlloop.errors import ConfigError, SyncError
 from rlloop.sync.bits import WIDTH, size_of
 
-FORMAT = 1
-MAGIC = b"rlloop-manifest1"
+FORMAT = 2
+MAGIC = b"rlloop:2"
 PIECE = 8 << 20
-MAX_MANIFEST = 64 << 20  # bytes, before and after decompression: some hundred thousand tensors
+MAX_MANIFEST = 64 << 20  # bytes, before and after decompression; of a listing as well: some hundred thousand tensors
 MAX_HEAD = 1 << 20
 MAX_TENSOR = 1 << 40
 
-# "joined": in the encoding of the entry before
-CodecName = Literal["unchanged", "steps", "planes", "full", "joined"]
+# "joined": in the encoding of the last entry before it that has one. Manifests have each codec's place in this list.
+CodecName = Literal["unchanged", "steps", "adaptive", "planes", "full", "joined"]
+CODECS: tuple[CodecName, ...] = get_args(CodecName)
+
+T = TypeVar("T")
 
 
 class Refused(SyncError):
     """Something fetched is not what it must be: forged, damaged, oversize, of another chain, or too old."""
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One tensor of a version: where its encoding stands in the stream, and what decoding must give."""
+class Entry(msgspec.Struct, frozen=True):
+    """One tensor of a version: what it is, and where its encoding stands in the stream."""
 
     name: str  # Hugging Face's: per expert, unfused
     dtype: str  # safetensors'
@@ -49,10 +54,50 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     codec: CodecName
     start: int
     size: int  # encoded bytes
-    digest: bytes  # blake3 of the new state
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Listing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What versions consist of, whatever their bits: a blob that many manifests name."""
+
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, type, shape
+    aliases: dict[str, str]  # tied weights: another name -> the name under `tensors`
+
+    def encode(self) -> bytes:
+        return _packed(self)
+
+    @classmethod
+    def decode(cls, content: bytes) -> Listing:
+        """Raises `Refused` where it is none."""
+        listing = _unpacked(content, cls, "a listing of tensors")
+        for name, dtype, shape in listing.tensors:
+            if dtype not in WIDTH or any(side < 0 for side in shape):
+                raise Refused(f"{name} has type {dtype} and shape {shape}")
+            if size_of(dtype, shape) > MAX_TENSOR:
+                raise Refused(f"{name} of shape {shape} is larger than {MAX_TENSOR} bytes")
+        names = {name for name, _, _ in listing.tensors}
+        if len(names) < len(listing.tensors):
+            raise Refused("a listing has a name twice")
+        if any(alias in names or name not in names for alias, name in listing.aliases.items()):
+            raise Refused("a listing has aliases that are tensors, or of none")
+        return listing
+
+
+class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A manifest on the wire."""
+
+    run_id: str
+    step: int
+    sequence: int
+    parent: bytes | None
+    state_of: bytes | None
+    listing: bytes
+    root: bytes
+    codecs: bytes  # a byte a tensor of the listing
+    sizes: tuple[int, ...]  # of the tensors that have an encoding
+    pieces: bytes  # 32 bytes each
+
+
+class Manifest(msgspec.Struct, frozen=True):
     """One way to a version: from its parent's state (a delta) or from nothing (an anchor).
 
     The first manifest of a version is its identity. An anchor or a squashed delta that is made later for the same
@@ -64,11 +109,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: int
     parent: bytes | None  # hash of the manifest whose state this one changes; None: everything is here
     state_of: bytes | None  # None: this manifest is the version's identity itself
+    listing: bytes  # hash of the `Listing` that `tensors` and `aliases` are of
     tensors: tuple[Entry, ...]
     aliases: dict[str, str]  # tied weights: another name -> the name under `tensors`
     pieces: tuple[bytes, ...]  # hashes of the stream's pieces, `PIECE` bytes each, the last one shorter
     root: bytes  # blake3 over every name, type, shape and digest
-    format: int = FORMAT
 
     @property
     def version(self) -> str:
@@ -88,52 +133,82 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def sign(self, key: Ed25519PrivateKey) -> bytes:
         """The manifest as it is stored; its blake3 is the hash that others name it by."""
-        body = zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(self))
+        codecs = bytes(CODECS.index(entry.codec) for entry in self.tensors)
+        sizes = tuple(entry.size for entry in self.tensors if entry.codec not in ("unchanged", "joined"))
+        body = _packed(
+            _Body(
+                self.run_id, self.step, self.sequence, self.parent, self.state_of, self.listing, self.root,
+                codecs, sizes, b"".join(self.pieces),
+            )
+        )  # fmt: skip
         return MAGIC + key.sign(MAGIC + body) + body
 
     @classmethod
-    def verify(cls, signed: bytes, public_key: Ed25519PublicKey) -> Manifest:
-        """The manifest that `signed` holds. Raises `Refused`; nothing is parsed before the signature is found good."""
+    def verify(cls, signed: bytes, public_key: Ed25519PublicKey, listing_of: Callable[[bytes], Listing]) -> Manifest:
+        """The manifest that `signed` holds; `listing_of` a hash brings the listing.
+
+        Raises `Refused`; nothing is parsed before the signature is found good.
+        """
         signature, body = signed[len(MAGIC) : len(MAGIC) + 64], signed[len(MAGIC) + 64 :]
         if not signed.startswith(MAGIC):
-            raise Refused("not a manifest of this format")
+            raise Refused(f"not a manifest of format {FORMAT}: it begins with {signed[:16]!r}, not with {MAGIC!r}")
         try:
             public_key.verify(signature, MAGIC + body)
         except InvalidSignature:
             raise Refused("a manifest's signature does not hold: it was damaged, or another key signed it") from None
-        try:
-            if zstandard.frame_content_size(body) > MAX_MANIFEST:
-                raise Refused(f"a manifest is larger than {MAX_MANIFEST} bytes")
-            plain = zstandard.ZstdDecompressor().decompress(body, max_output_size=MAX_MANIFEST)
-            manifest = msgspec.msgpack.decode(plain, type=cls)
-        except (zstandard.ZstdError, msgspec.MsgspecError) as error:
-            raise Refused(f"a manifest cannot be read: {error}") from None
-        manifest._check()
-        return manifest
+        found = _unpacked(body, _Body, "a manifest")
+        hashes = [found.listing, found.root, *(each for each in (found.parent, found.state_of) if each is not None)]
+        if any(len(each) != 32 for each in hashes) or len(found.pieces) % 32:
+            raise Refused(f"manifest {found.run_id}/{found.step} has hashes of other lengths")
+        listing = listing_of(found.listing)
+        return cls(
+            run_id=found.run_id,
+            step=found.step,
+            sequence=found.sequence,
+            parent=found.parent,
+            state_of=found.state_of,
+            listing=found.listing,
+            tensors=_entries(found, listing),
+            aliases=listing.aliases,
+            pieces=tuple(found.pieces[at : at + 32] for at in range(0, len(found.pieces), 32)),
+            root=found.root,
+        )
 
-    def _check(self) -> None:
-        if self.format != FORMAT:
-            raise Refused(f"manifest {self.version} has format {self.format}; this version reads {FORMAT}")
-        place, names, joinable = 0, set[str](), None
-        for entry in self.tensors:
-            if entry.dtype not in WIDTH or any(side < 0 for side in entry.shape):
-                raise Refused(f"{entry.name} has type {entry.dtype} and shape {entry.shape}")
-            if size_of(entry.dtype, entry.shape) > MAX_TENSOR:
-                raise Refused(f"{entry.name} of shape {entry.shape} is larger than {MAX_TENSOR} bytes")
-            if entry.codec == "joined" and (entry.size or entry.dtype != joinable):
-                raise Refused(f"manifest {self.version} joins {entry.name} to what it cannot be joined to")
-            if entry.codec != "joined":
-                joinable = None if entry.codec == "unchanged" else entry.dtype
-            if entry.start != place or entry.size < 0 or len(entry.digest) != 32 or entry.name in names:
-                raise Refused(f"manifest {self.version} is inconsistent at {entry.name}")
-            place += entry.size
-            names.add(entry.name)
-        if any(alias in names or name not in names for alias, name in self.aliases.items()):
-            raise Refused(f"manifest {self.version} has aliases that are tensors, or of none")
-        if len(self.pieces) != math.ceil(place / PIECE) or any(len(piece) != 32 for piece in self.pieces):
-            raise Refused(f"manifest {self.version} has {len(self.pieces)} pieces for {place} bytes")
-        if self.root != root_hash(self.tensors):
-            raise Refused(f"manifest {self.version} has a root that is not its tensors'")
+
+def _entries(body: _Body, listing: Listing) -> tuple[Entry, ...]:
+    """The listing's tensors with what this version makes of each. Raises `Refused`."""
+    odd = Refused(f"manifest {body.run_id}/{body.step} does not fit its listing of {len(listing.tensors)} tensors")
+    if len(body.codecs) != len(listing.tensors) or any(code >= len(CODECS) for code in body.codecs):
+        raise odd
+    entries, sizes, place, joinable = list[Entry](), iter(body.sizes), 0, None
+    for (name, dtype, shape), code in zip(listing.tensors, body.codecs, strict=True):
+        codec, size = CODECS[code], 0
+        if codec == "joined" and dtype != joinable:
+            raise Refused(f"manifest {body.run_id}/{body.step} joins {name} to what it cannot be joined to")
+        if codec not in ("unchanged", "joined"):
+            size, joinable = next(sizes, -1), dtype
+            if size < 0:
+                raise odd
+        entries.append(Entry(name, dtype, shape, codec, place, size))
+        place += size
+    if next(sizes, None) is not None or len(body.pieces) != 32 * math.ceil(place / PIECE):
+        raise odd
+    return tuple(entries)
+
+
+def _packed(content: msgspec.Struct) -> bytes:
+    return zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(content))
+
+
+def _unpacked(content: bytes, kind: type[T], what: str) -> T:
+    """Raises `Refused`; what is larger than `MAX_MANIFEST` is not unpacked."""
+    try:
+        if zstandard.frame_content_size(content) > MAX_MANIFEST:
+            raise Refused(f"{what} is larger than {MAX_MANIFEST} bytes")
+        plain = zstandard.ZstdDecompressor().decompress(content, max_output_size=MAX_MANIFEST)
+        return msgspec.msgpack.decode(plain, type=kind)
+    except (zstandard.ZstdError, msgspec.MsgspecError) as error:
+        raise Refused(f"{what} cannot be read: {error}") from None
 
 
 class Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -144,7 +219,7 @@ class Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     step: int
     base: int | None  # the sequence that it starts from; None: an anchor
     root: bytes
-    wire_bytes: int  # manifest and stream
+    wire_bytes: int  # manifest, stream, and the listing where this is the first version that names it
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -175,13 +250,16 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except msgspec.MsgspecError as error:
             raise Refused(f"the head cannot be read: {error}") from None
         if head.format != FORMAT or not head.chain:
-            raise Refused(f"the head has format {head.format} and {len(head.chain)} versions; this one reads {FORMAT}")
+            raise Refused(
+                f"the head has format {head.format} and {len(head.chain)} versions; this rlloop reads format {FORMAT}: "
+                "publish into a new store, or move the old one's folder away"
+            )
         return head
 
 
-def root_hash(entries: Iterable[Entry]) -> bytes:
-    """One hash for the whole state, whatever the order and the encoding."""
-    states = sorted((entry.name, entry.dtype, entry.shape, entry.digest) for entry in entries)
+def root_hash(tensors: Iterable[tuple[str, str, tuple[int, ...]]], digests: Mapping[str, bytes]) -> bytes:
+    """One hash for the whole state, whatever its order and encoding: names, types and shapes; their bits by name."""
+    states = sorted((*tensor, digests[tensor[0]]) for tensor in tensors)
     return blake3(msgspec.msgpack.encode(states)).digest()
 
 

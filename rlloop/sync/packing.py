@@ -2,7 +2,8 @@
 
 Each encoding has costs of its own, a header and tables of statistics. So tensors below `JOINED` elements that have
 changed are joined with others of their type, one after the other, up to a chunk: a mixture's experts, norms, biases,
-the whole of a small model. The first of them carries the encoding; the others are `joined` to it.
+the whole of a small model. The first of them carries the encoding; the others are `joined` to it. So that they stand
+behind one another, a listing has large tensors first, then the small ones by type.
 """
 
 from __future__ import annotations
@@ -18,45 +19,62 @@ import numpy as np
 
 from rlloop.sync import codec
 from rlloop.sync.bits import Bits, Tensors, digest
-from rlloop.sync.manifest import Entry
+from rlloop.sync.manifest import CodecName, Entry, Listing
 from rlloop.sync.store import Store
 from rlloop.sync.stream import StreamWriter
 
 JOINED = 1 << 20  # elements
+_UNCHANGED: tuple[CodecName, int] = ("unchanged", 0)
+_JOINED: tuple[CodecName, int] = ("joined", 0)
 
 
 @dataclass(frozen=True)
 class Packed:
     """A state that the store holds the encoding of."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[Entry, ...]  # in the listing's order
+    digests: dict[str, bytes]  # of the state
     pieces: tuple[bytes, ...]
     changed: int  # elements
     diff_seconds: float  # of the encoding, those that went into finding the changes; of all threads together
     store_seconds: float
 
 
-def pack(store: Store, tensors: Tensors, base: Tensors, digests: Mapping[str, bytes], threads: int) -> Packed:
+def listing_of(tensors: Tensors, aliases: Mapping[str, str]) -> Listing:
+    """Large tensors as they come, then the small ones by type."""
+    each = [(name, bits.dtype, bits.shape) for name, bits in tensors.items()]
+    each.sort(key=lambda one: (False, "") if tensors[one[0]].array.size >= JOINED else (True, one[1]))
+    return Listing(tuple(each), dict(aliases))
+
+
+def pack(
+    store: Store, listing: Listing, tensors: Tensors, base: Tensors, digests: Mapping[str, bytes], threads: int
+) -> Packed:
     """Encode `tensors` for who has `base` (empty: nothing) and hand the store the pieces.
 
     `digests` of `base`'s tensors, so that unchanged ones need not be hashed again.
     """
     began = time.perf_counter()
-    units, unchanged = _units(tensors, base)
-    stream, entries, changed = StreamWriter(store), list[Entry](), 0
+    units = _units(listing, tensors, base)
+    stream, changed = StreamWriter(store), 0
+    made_of = dict[str, tuple[CodecName, int]]()  # codec and size
+    hashes = dict[str, bytes]()
     compared = time.perf_counter() - began
     for names, made, found in _encoded(units, tensors, base, digests, threads):
-        start = stream.write(made.content)
+        stream.write(made.content)
         changed, compared = changed + made.changed, compared + made.diff_seconds
-        for name, hashed in zip(names, found, strict=True):
-            bits, first = tensors[name], name == names[0]
-            place = (made.codec, start, len(made.content)) if first else ("joined", stream.length, 0)
-            entries.append(Entry(name, bits.dtype, bits.shape, *place, hashed))
-    for name in unchanged:
-        found = digests.get(name) or digest(tensors[name].array)
-        entries.append(Entry(name, tensors[name].dtype, tensors[name].shape, "unchanged", stream.length, 0, found))
+        made_of.update(dict.fromkeys(names, _JOINED))
+        made_of[names[0]] = made.codec, len(made.content)
+        hashes |= zip(names, found, strict=True)
     stream.end()
-    return Packed(tuple(entries), tuple(stream.pieces), changed, compared, stream.seconds)
+    entries, place = list[Entry](), 0
+    for name, dtype, shape in listing.tensors:
+        kind, size = made_of.get(name, _UNCHANGED)
+        entries.append(Entry(name, dtype, shape, kind, place, size))
+        place += size
+        if name not in hashes:
+            hashes[name] = digests.get(name) or digest(tensors[name].array)
+    return Packed(tuple(entries), hashes, tuple(stream.pieces), changed, compared, stream.seconds)
 
 
 def groups(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
@@ -65,10 +83,10 @@ def groups(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
     for entry in entries:
         if entry.codec == "joined":
             group.append(entry)
-            continue
-        if group:
-            yield group
-        group = [] if entry.codec == "unchanged" else [entry]
+        elif entry.codec != "unchanged":
+            if group:
+                yield group
+            group = [entry]
     if group:
         yield group
 
@@ -94,22 +112,20 @@ def unpack(group: Sequence[Entry], content: bytes, olds: Sequence[Bits | None]) 
     return [Bits(entry.dtype, part.reshape(entry.shape)) for entry, part in zip(group, parts, strict=True)]
 
 
-def _units(tensors: Tensors, base: Tensors) -> tuple[list[list[str]], list[str]]:
-    """Names that are encoded together; names of small tensors that did not change."""
-    units, unchanged = list[list[str]](), list[str]()
-    filling: dict[str, tuple[list[str], int]] = {}  # of each type
-    for name, bits in tensors.items():
-        if bits.array.size >= JOINED:
+def _units(listing: Listing, tensors: Tensors, base: Tensors) -> list[list[str]]:
+    """Names that are encoded together, in the listing's order; small tensors that did not change are in none."""
+    units, filling, size, kind = list[list[str]](), list[str](), 0, ""
+    for name, dtype, _ in listing.tensors:
+        array = tensors[name].array
+        if array.size >= JOINED:
             units.append([name])
-        elif name in base and np.array_equal(bits.array, base[name].array):
-            unchanged.append(name)
-        else:
-            names, size = filling.get(bits.dtype, ([], 0))
-            if names and size + bits.array.size > codec.CHUNK:
-                units.append(names)
-                names, size = [], 0
-            filling[bits.dtype] = ([*names, name], size + bits.array.size)
-    return [*units, *(names for names, _ in filling.values())], unchanged
+        elif name not in base or not np.array_equal(array, base[name].array):
+            if dtype != kind or size + array.size > codec.CHUNK:
+                filling, size, kind = [], 0, dtype
+                units.append(filling)
+            filling.append(name)
+            size += array.size
+    return units
 
 
 def _encoded(

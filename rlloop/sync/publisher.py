@@ -16,10 +16,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rlloop.errors import ConfigError
 from rlloop.sync.bits import Bits, Tensors
-from rlloop.sync.manifest import MAX_MANIFEST, Head, Link, Manifest, root_hash
-from rlloop.sync.packing import pack
-from rlloop.sync.replica import Replica
-from rlloop.sync.store import Conflict, Store, fetch
+from rlloop.sync.manifest import Head, Link, Listing, Manifest, root_hash
+from rlloop.sync.packing import listing_of, pack
+from rlloop.sync.replica import Manifests, Replica
+from rlloop.sync.store import Conflict, Store
 from rlloop.sync.target import MemoryTarget
 
 
@@ -63,10 +63,15 @@ class Publisher:
         self._head_bytes = store.latest()
         self.head = None if self._head_bytes is None else Head.decode(self._head_bytes)
         self._tensors: dict[str, Bits] = {}
+        self._digests: Mapping[str, bytes] = {}  # of those
         self._last: Manifest | None = None
-        self._pieces: dict[bytes, tuple[bytes, ...]] = {}  # of manifests that `collect` has read
+        self._listing: Listing | None = None  # of the last version
+        self._blobs: dict[bytes, tuple[bytes, ...]] = {}  # of manifests that `collect` has read
+        self._manifests = Manifests(store, key.public_key())
         if self.head is not None:
-            self._tensors, self._last = state_at(store, key, self.head, self.head.newest.sequence)
+            self._tensors, self._digests = state_at(store, key, self.head, self.head.newest.sequence)
+            self._last = self._manifests.read(self.head.newest.manifest)
+            self._listing = self._manifests.listing_of(self._last.listing)
 
     @property
     def last(self) -> Manifest | None:
@@ -82,38 +87,39 @@ class Publisher:
         began, aliases = time.perf_counter(), dict(aliases or {})
         if not tensors:
             raise ConfigError("nothing to publish: no tensors were given")
-        previous = self._last
-        same_layout = previous is not None and _layout(tensors) == _layout(self._tensors)
-        base = self._tensors if same_layout else {}
-        digests = {} if previous is None else {entry.name: entry.digest for entry in previous.tensors}
-        packed = pack(self.store, tensors, base, digests if base else {}, self._threads)
-        entries, changed = packed.entries, packed.changed
-        root = root_hash(entries)
+        previous, listing = self._last, listing_of(tensors, aliases)
+        base = self._tensors if self._listing is not None and listing.tensors == self._listing.tensors else {}
+        packed = pack(self.store, listing, tensors, base, self._digests if base else {}, self._threads)
+        changed, root = packed.changed, root_hash(listing.tensors, packed.digests)
         if (
             previous is not None and self.head is not None and not changed and root == previous.root
             and (step, self.run_id, aliases) == (previous.step, previous.run_id, previous.aliases)
         ):  # fmt: skip
             return Published(previous, self.head.newest.manifest)
         encoded_at = time.perf_counter()
+        listed, weight = self._store_listing(listing)
         manifest = Manifest(
             run_id=self.run_id,
             step=step,
             sequence=0 if self.head is None else self.head.newest.sequence + 1,
             parent=self.head.newest.manifest if base and self.head is not None else None,
             state_of=None,
-            tensors=entries,
+            listing=listed,
+            tensors=packed.entries,
             aliases=aliases,
             pieces=packed.pieces,
             root=root,
         )
-        link = self._store_manifest(manifest, self.head.newest.sequence if manifest.parent and self.head else None)
+        link = self._store_manifest(
+            manifest, self.head.newest.sequence if manifest.parent and self.head else None, weight
+        )
         chain = (*(self.head.chain if self.head else ()), link)
         shortcuts = self.head.shortcuts if self.head else ()
         if link.base is None and self.head is not None:  # another layout: nothing leads over from what was before
             chain, shortcuts = (link,), ()
         self._move_head(Head(self.run_id, chain, shortcuts))
-        self._last = manifest
-        for entry in entries:
+        self._last, self._listing, self._digests = manifest, listing, packed.digests
+        for entry in packed.entries:
             if entry.name in base and entry.codec != "unchanged":
                 np.copyto(base[entry.name].array, tensors[entry.name].array)
         if not base:
@@ -174,7 +180,7 @@ class Publisher:
             self._move_head(Head(head.run_id, chain, shortcuts))
         needed = set[bytes]()
         for link in (*chain, *shortcuts):
-            needed |= {link.manifest, *self.pieces(link)}
+            needed |= set(self.blobs(link))
         doomed = [blob for blob in self.store.blobs() if blob not in needed]
         for blob in doomed:
             self.store.delete(blob)
@@ -185,11 +191,12 @@ class Publisher:
         head, _ = self._standing()
         self._move_head(Head(head.run_id, (head.newest,)))
 
-    def pieces(self, link: Link) -> tuple[bytes, ...]:
-        """Hashes of the blobs that the link's stream is cut into."""
-        if link.manifest not in self._pieces:
-            self._pieces[link.manifest] = _read(self.store, self._key, link).pieces
-        return self._pieces[link.manifest]
+    def blobs(self, link: Link) -> tuple[bytes, ...]:
+        """Hashes of all blobs that following the link takes: its manifest, the listing, and the stream's pieces."""
+        if link.manifest not in self._blobs:
+            manifest = self._manifests.read(link.manifest)
+            self._blobs[link.manifest] = (link.manifest, manifest.listing, *manifest.pieces)
+        return self._blobs[link.manifest]
 
     # ---------------------------------------------------------------------------------------------- parts
 
@@ -197,7 +204,8 @@ class Publisher:
         """Another way to the newest version: from `link`'s, or from nothing."""
         head, last = self._standing()
         began = time.perf_counter()
-        packed = pack(self.store, tensors, base, {}, self._threads)
+        assert self._listing is not None
+        packed = pack(self.store, self._listing, tensors, base, {}, self._threads)
         manifest = msgspec.structs.replace(
             last,
             parent=None if link is None else link.manifest,
@@ -215,7 +223,14 @@ class Publisher:
             raise ConfigError("nothing was published yet; publish a version first")
         return self.head, self._last
 
-    def _store_manifest(self, manifest: Manifest, base: int | None) -> Link:
+    def _store_listing(self, listing: Listing) -> tuple[bytes, int]:
+        """Its hash; and its bytes, where no version had it before."""
+        if listing == self._listing and self._last is not None:
+            return self._last.listing, 0
+        content = listing.encode()
+        return self.store.put(content), len(content)
+
+    def _store_manifest(self, manifest: Manifest, base: int | None, listing_bytes: int = 0) -> Link:
         signed = manifest.sign(self._key)
         return Link(
             manifest=self.store.put(signed),
@@ -223,7 +238,7 @@ class Publisher:
             step=manifest.step,
             base=base,
             root=manifest.root,
-            wire_bytes=len(signed) + manifest.stream_bytes,
+            wire_bytes=len(signed) + manifest.stream_bytes + listing_bytes,
         )
 
     def _move_head(self, head: Head) -> None:
@@ -238,18 +253,11 @@ class Publisher:
             self._wake(head)
 
 
-def state_at(store: Store, key: Ed25519PrivateKey, head: Head, sequence: int) -> tuple[dict[str, Bits], Manifest]:
-    """The tensors of a version that the head still leads to, rebuilt from the store and checked; and its manifest."""
+def state_at(
+    store: Store, key: Ed25519PrivateKey, head: Head, sequence: int
+) -> tuple[dict[str, Bits], dict[str, bytes]]:
+    """The tensors of a version that the head still leads to, rebuilt from the store and checked; and their digests."""
     target = MemoryTarget()
     replica = Replica(store, key.public_key(), target)
     replica.advance_to(sequence, head=head)
-    [link] = [link for link in head.chain if link.sequence == sequence]
-    return target.state, _read(store, key, link)
-
-
-def _read(store: Store, key: Ed25519PrivateKey, link: Link) -> Manifest:
-    return Manifest.verify(fetch(store, link.manifest, limit=MAX_MANIFEST), key.public_key())
-
-
-def _layout(tensors: Tensors) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: (bits.dtype, bits.shape) for name, bits in tensors.items()}
+    return target.state, dict(replica.digests)

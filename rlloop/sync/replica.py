@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from rlloop.errors import SyncError
 from rlloop.sync import codec
 from rlloop.sync.bits import Bits, digest
-from rlloop.sync.manifest import MAX_MANIFEST, Entry, Head, Link, Manifest, Refused, root_hash
+from rlloop.sync.manifest import MAX_MANIFEST, Entry, Head, Link, Listing, Manifest, Refused, root_hash
 from rlloop.sync.packing import elements, groups, unpack
 from rlloop.sync.route import match, route
 from rlloop.sync.store import Store, fetch
@@ -64,6 +64,23 @@ class Staged:
     metrics: Mapping[str, float]
 
 
+class Manifests:
+    """A store's manifests, each checked; the listing that they share is fetched once."""
+
+    def __init__(self, store: Store, public_key: Ed25519PublicKey) -> None:
+        self._store, self._key = store, public_key
+        self._known: tuple[bytes, Listing] | None = None  # the last one
+
+    def read(self, manifest: bytes) -> Manifest:
+        """Raises `Refused` or `StoreError`."""
+        return Manifest.verify(fetch(self._store, manifest, limit=MAX_MANIFEST), self._key, self.listing_of)
+
+    def listing_of(self, listing: bytes) -> Listing:
+        if self._known is None or self._known[0] != listing:
+            self._known = listing, Listing.decode(fetch(self._store, listing, limit=MAX_MANIFEST))
+        return self._known[1]
+
+
 class Replica:
     """Brings `target` from version to version. One caller at a time.
 
@@ -87,8 +104,9 @@ class Replica:
         self.torn = False  # a commit began and did not end
         self.applied: Applied | None = None
         self.metrics: Mapping[str, float] = {}  # sync/* of the last version applied
-        self._key, self._run_id, self._threads, self._inject = public_key, run_id, threads, inject
-        self._digests: dict[str, bytes] = {}  # of the live tensors
+        self.digests: Mapping[str, bytes] = {}  # of the live tensors
+        self._run_id, self._threads, self._inject = run_id, threads, inject
+        self._manifests = Manifests(store, public_key)
         self._staged: Staged | None = None  # what is being committed
 
     @property
@@ -162,7 +180,7 @@ class Replica:
             "sync/verify_seconds": time.perf_counter() - decoded,
         }
         writes = {live: staged[name] for name, bits in staged.items() for live in plan[name]}
-        changed = {live: bits for live, bits in writes.items() if digests[live] != self._digests.get(live)}
+        changed = {live: bits for live, bits in writes.items() if digests[live] != self.digests.get(live)}
         return Staged(standing, changed, digests, metrics)
 
     def commit(self, staged: Staged) -> None:
@@ -185,7 +203,7 @@ class Replica:
             return time.perf_counter() - began
 
         paused = self.target.exclusively(change)
-        self.applied, self._digests, self._staged = staged.applied, dict(staged.digests), None
+        self.applied, self.digests, self._staged = staged.applied, staged.digests, None
         waited = time.perf_counter() - asked - paused
         self.metrics = {**staged.metrics, "sync/pause_seconds": paused, "sync/drain_seconds": waited}
         self.state, self.error = State.idle, ""
@@ -195,9 +213,9 @@ class Replica:
 
         Called after a verification has failed, since a delta from the wrong bits never fits; call it at leisure, too.
         """
-        odd = [name for name, expected in self._digests.items() if self._live_digest(name) != expected]
+        odd = [name for name, expected in self.digests.items() if self._live_digest(name) != expected]
         if odd:
-            self.torn, self.applied, self._staged, self._digests = True, None, None, {}
+            self.torn, self.applied, self._staged, self.digests = True, None, None, {}
             self.target.exclusively(lambda: self.target.set_version(TORN))
         return odd
 
@@ -215,13 +233,13 @@ class Replica:
         if layout is None:
             return
         digests = {name: self._live_digest(name) for name in layout}
-        entries = [Entry(name, *layout[name], "unchanged", 0, 0, found) for name, found in digests.items()]
-        if (link := match(head, root_hash(entries))) is None:
+        root = root_hash(((name, *kind) for name, kind in layout.items()), digests)
+        if (link := match(head, root)) is None:
             return
         manifest = self._manifest(link)
         plan_writes(manifest, self.target)
-        if {entry.name: entry.digest for entry in manifest.tensors} == digests:
-            self._digests = digests
+        if manifest.root == root:  # else the head, which nobody signs, was wrong
+            self.digests = digests
             standing = Applied(manifest.run_id, manifest.step, manifest.sequence, link.manifest, manifest.root)
             self.commit(Staged(standing, {}, digests, {}))
 
@@ -231,7 +249,7 @@ class Replica:
         return digest(bits.array)
 
     def _manifest(self, link: Link) -> Manifest:
-        manifest = Manifest.verify(fetch(self.store, link.manifest, limit=MAX_MANIFEST), self._key)
+        manifest = self._manifests.read(link.manifest)
         if manifest.sequence != link.sequence:
             raise Refused(f"a manifest of sequence {manifest.sequence} is offered as {link.sequence}: a replay")
         if self._run_id not in (None, manifest.run_id):
@@ -280,15 +298,21 @@ class Replica:
         self, manifest: Manifest, plan: Mapping[str, list[str]], staged: Mapping[str, Bits]
     ) -> dict[str, bytes]:
         """Digests of every live tensor after the commit. Raises `Refused` where the state would not be the root's."""
-        digests: dict[str, bytes] = {}
         with ThreadPoolExecutor(self._threads) as pool:
             found = dict(zip(staged, pool.map(lambda name: digest(staged[name].array), staged), strict=True))
+        digests: dict[str, bytes] = {}  # by live name
+        of_tensors: dict[str, bytes] = {}
         for entry in manifest.tensors:
             for live in plan[entry.name]:
-                have = found.get(entry.name, self._digests.get(live))
-                if have != entry.digest:
+                have = found.get(entry.name) or self.digests.get(live, b"")
+                if of_tensors.setdefault(entry.name, have) != have:
                     raise Refused(f"{live} would not be what {manifest.version} says")
-                digests[live] = entry.digest
+                digests[live] = have
+        if (
+            root_hash(((entry.name, entry.dtype, entry.shape) for entry in manifest.tensors), of_tensors)
+            != manifest.root
+        ):
+            raise Refused(f"the tensors would not be those of {manifest.version}: another root")
         return digests
 
     def _enter(self, state: State) -> None:

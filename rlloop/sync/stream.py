@@ -17,19 +17,15 @@ class StreamWriter:
     """Takes encodings in turn and hands the store a piece at a time."""
 
     def __init__(self, store: Store) -> None:
-        self._store, self._pending, self.length = store, bytearray(), 0
+        self._store, self._pending = store, bytearray()
         self.pieces: list[bytes] = []
         self.seconds = 0.0  # spent in the store
 
-    def write(self, content: bytes) -> int:
-        """Returns where `content` begins."""
-        start = self.length
+    def write(self, content: bytes) -> None:
         self._pending += content
-        self.length += len(content)
         while len(self._pending) >= PIECE:
             self._put(bytes(self._pending[:PIECE]))
             del self._pending[:PIECE]
-        return start
 
     def end(self) -> None:
         if self._pending:

@@ -16,7 +16,7 @@ import pytest
 from rlloop.errors import SyncError
 from rlloop.sync import codec, packing
 from rlloop.sync.bits import Bits
-from rlloop.sync.manifest import Ed25519PrivateKey, Head, Refused, hash_of
+from rlloop.sync.manifest import MAGIC, Ed25519PrivateKey, Head, Refused, hash_of
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.replica import Replica, State
 from rlloop.sync.store import Conflict, FolderStore, StoreError
@@ -311,7 +311,7 @@ def test_forged_and_oversize_content_is_refused(line):
     publisher, replica, target, _ = line
     store, manifest = replica.store, publisher.last
     other = store.put(manifest.sign(Ed25519PrivateKey.generate()))
-    unsigned = store.put(manifest.sign(KEY)[: len(b"rlloop-manifest1")] + bytes(64) + b"x")
+    unsigned = store.put(manifest.sign(KEY)[: len(MAGIC)] + bytes(64) + b"x")
     first, rest = manifest.tensors[0], manifest.tensors[1:]
     large = codec.max_encoded(first.dtype, packing.elements(next(packing.groups(manifest.tensors)))) + 1
     moved = [msgspec.structs.replace(entry, start=entry.start + large - first.size) for entry in rest]
@@ -319,7 +319,7 @@ def test_forged_and_oversize_content_is_refused(line):
         (replaced(publisher, manifest=other), "another key"),
         (replaced(publisher, manifest=unsigned), "signature"),
         (signed_by_us(publisher, store, tensors=(msgspec.structs.replace(first, size=large), *moved)), "any encoder"),
-        (signed_by_us(publisher, store, parent=None), "is steps"),
+        (signed_by_us(publisher, store, parent=None), "is adaptive"),
         (signed_by_us(publisher, store, pieces=(store.put(bytes(9 << 20)),)), "larger than"),
     ):
         with pytest.raises(Refused, match=why):
@@ -355,7 +355,7 @@ def forked(work: Callable[[], object]) -> str:
 
 def publish_on_a_full_disk(folder: str) -> None:
     publisher = Publisher(FolderStore(folder), KEY, "run")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
     with pytest.raises(StoreError, match="could not be written"):
         publisher.publish(history(2)[2], 2)
     print(len(list(publisher.store.path.rglob("partial_*"))), "left over")

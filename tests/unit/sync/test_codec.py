@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlloop.delta import sizes
-from rlloop.sync import codec, steps
+from rlloop.sync import codec
 from rlloop.sync.bits import UNSIGNED, WIDTH, Bits
 from rlloop.sync.codec import CodecError, decode, encode, max_encoded
 from rlloop.sync.steps import ORDERINGS, ordered, patterns_of
 
 TYPES = sorted(WIDTH)
+REFERENCE = codec.reference()
 SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7F81, 0xFFC1, 0x7FFF, 0xFFFF, 0x0001, 0x8001, 0x7F7F, 0xFF7F, 0x3F80]
 
 
@@ -31,12 +32,25 @@ def trained_pair(count: int, lr: float, seed: int = 0) -> tuple[Bits, Bits]:
 
 
 def same_both_ways(new: Bits, old: Bits | None) -> codec.Encoded:
-    """Encodes by both coders, and decodes by both."""
+    """Encodes by both coders, and decodes by both: as it is, and as if the tensor were not small."""
+    before = codec.SMALL
+    codec.SMALL = 0
+    try:
+        large = same_by_both_coders(new, old)
+    finally:
+        codec.SMALL = before
+    made = same_by_both_coders(new, old)
+    assert large.codec != "adaptive"
+    assert len(made.content) <= len(large.content)
+    return made
+
+
+def same_by_both_coders(new: Bits, old: Bits | None) -> codec.Encoded:
     made = encode(new, old)
-    assert encode(new, old, coder=steps) == made
+    assert encode(new, old, coders=REFERENCE) == made
     assert len(made.content) <= max_encoded(new.dtype, new.shape)
-    for coder in (steps, None):
-        back = decode(made.codec, made.content, new.dtype, new.shape, old, coder=coder)
+    for coders in (REFERENCE, None):
+        back = decode(made.codec, made.content, new.dtype, new.shape, old, coders=coders)
         assert back.same(new)
         assert back.shape == new.shape
         assert not np.shares_memory(back.array, new.array)
@@ -51,7 +65,7 @@ def test_every_bf16_pattern_becomes_every_other(seed):
     near = patterns_of(np.clip(ordered(patterns, ORDERINGS["BF16"]) + rng.integers(-2, 3, 65536), -32768, 32767),
                        ORDERINGS["BF16"])  # fmt: skip
     made = same_both_ways(Bits("BF16", near), Bits("BF16", patterns))
-    assert made.codec == "steps"
+    assert made.codec == "adaptive"
     assert made.changed == np.count_nonzero(near != patterns)
 
 
@@ -150,14 +164,18 @@ def test_the_shortest_way_is_taken():
     assert len(encode(noise, None).content) <= max_encoded("F32", (5000,))
 
 
+@pytest.mark.parametrize("small", [0, codec.SMALL])
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3"])
-def test_damage_is_an_error_or_another_tensor_but_never_worse(dtype):
+def test_damage_is_an_error_or_another_tensor_but_never_worse(monkeypatch, dtype, small):
     """What the hashes let through by a miracle still cannot read or write outside of the tensor. Seeds 0 to 299."""
+    monkeypatch.setattr(codec, "SMALL", small)
     rng = np.random.default_rng(0)
     kind = UNSIGNED[WIDTH[dtype]]
-    old = Bits(dtype, rng.integers(0, 200, 2000, kind))
-    new = Bits(dtype, np.where(rng.random(2000) < 0.1, old.array + 3, old.array).astype(kind))
+    count = 500 if small else 2000  # the reference takes its time over each
+    old = Bits(dtype, rng.integers(0, 200, count, kind))
+    new = Bits(dtype, np.where(rng.random(count) < 0.1, old.array + 3, old.array).astype(kind))
     made = encode(new, old)
+    assert (made.codec == "adaptive") == (small > 0 and dtype != "F32")
     failed = 0
     for seed in range(300):
         rng = np.random.default_rng(seed)
@@ -166,9 +184,9 @@ def test_damage_is_an_error_or_another_tensor_but_never_worse(dtype):
             damaged[rng.integers(len(damaged))] ^= 1 << rng.integers(8)
         content = bytes(damaged[: rng.integers(len(damaged))] if seed % 5 == 0 else damaged)
         results = []
-        for coder in (steps, None):
+        for coders in (REFERENCE, None):
             try:
-                back = decode(made.codec, content, dtype, new.shape, old, coder=coder)
+                back = decode(made.codec, content, dtype, new.shape, old, coders=coders)
                 assert back.shape == new.shape
                 results.append(back.array.tobytes())
             except CodecError as error:
@@ -198,18 +216,34 @@ def test_sizes_are_capped_before_anything_is_unpacked():
         decode("full", encode(old, None).content + b"x", "BF16", (1000,), None)
 
 
-def test_changes_outside_of_the_tensor_or_the_type():
+@pytest.mark.parametrize("small", [0, codec.SMALL])
+def test_changes_outside_of_the_tensor_or_the_type(monkeypatch, small):
+    monkeypatch.setattr(codec, "SMALL", small)
     old = Bits("BF16", np.full(100, 0x3F80, np.uint16))
     new = Bits("BF16", old.array.copy())
     new.array[99] += 1
-    content = encode(new, old).content
+    made = encode(new, old)
     shorter = Bits("BF16", old.array[:50])
-    for coder in (steps, None):
+    for coders in (REFERENCE, None):
         with pytest.raises(CodecError, match="reach outside"):
-            decode("steps", content, "BF16", (50,), shorter, coder=coder)
+            decode(made.codec, made.content, "BF16", (50,), shorter, coders=coders)
     top = Bits("BF16", np.full(100, 0x7FFF, np.uint16))  # the same class in another place of the order
     bottom = Bits("BF16", np.full(100, 0x7F80, np.uint16))
-    content = encode(top, bottom).content
-    for coder in (steps, None):
+    made = encode(top, bottom)
+    for coders in (REFERENCE, None):
         with pytest.raises(CodecError, match="reach outside"):
-            decode("steps", content, "BF16", (100,), top, coder=coder)
+            decode(made.codec, made.content, "BF16", (100,), top, coders=coders)
+
+
+def test_what_is_adaptive_ends_where_its_encoder_ended():
+    old, new = trained_pair(2000, 1e-5)
+    made = encode(new, old)
+    assert made.codec == "adaptive"
+    for content in (made.content + b"\0", made.content + b"x"):
+        for coders in (REFERENCE, None):
+            with pytest.raises(CodecError, match="end as no encoder's do"):
+                decode("adaptive", content, "BF16", (2000,), old, coders=coders)
+    for shape, dtype in (((codec.SMALL + 1,), "U8"), ((4,), "F32")):
+        odd = Bits(dtype, np.zeros(shape, UNSIGNED[WIDTH[dtype]]))
+        with pytest.raises(CodecError, match=r"no more than|is not for F32"):
+            decode("adaptive", b"", dtype, shape, odd)

@@ -3,12 +3,14 @@
 import msgspec
 import numpy as np
 import pytest
+import zstandard
 
 from rlloop.errors import ConfigError
-from rlloop.sync.bits import Bits
+from rlloop.sync.bits import Bits, digest
 from rlloop.sync.manifest import (
     Ed25519PrivateKey,
     Head,
+    Listing,
     Manifest,
     Refused,
     load_key,
@@ -59,7 +61,7 @@ def test_a_replica_follows_bit_for_bit(store, threads):
     assert 0.03 < published.metrics["sync/changed"] < 0.07
     kinds = {entry.name: entry.codec for entry in published.manifest.tensors}
     assert kinds["model.norm.weight"] == "unchanged"
-    assert kinds["model.embed_tokens.weight"] == "steps"
+    assert kinds["model.embed_tokens.weight"] == "adaptive"
     assert kinds["model.layers.0.bias"] == "planes"
 
 
@@ -201,9 +203,9 @@ def test_collection_keeps_whole_chains_and_what_live_replicas_need(store):
     assert publisher.head.chain[0].sequence == 4
     assert set(store.blobs()) < before
     for sequence in range(4, 12):
-        state, manifest = state_at(store, KEY, publisher.head, sequence)
+        state, digests = state_at(store, KEY, publisher.head, sequence)
         assert same(state, versions[sequence])
-        assert manifest.sequence == sequence
+        assert digests == {name: digest(bits.array) for name, bits in state.items()}
     assert replica.poll()  # its chain is pruned: an anchor leads on
     assert same(target.state, versions[11])
     assert not publisher.collect()
@@ -278,35 +280,95 @@ def test_manifests_are_refused_where_anything_is_odd():
     publisher = Publisher(FolderStoreInMemory(), KEY, "run")
     manifest = publisher.publish(weights, 0).manifest
     signed = manifest.sign(KEY)
-    assert Manifest.verify(signed, PUBLIC) == manifest
+    listing = publisher._listing
+    assert Manifest.verify(signed, PUBLIC, lambda _: listing) == manifest
+    assert Listing.decode(listing.encode()) == listing
+    assert len(signed) < 400
     rng = np.random.default_rng(0)
     for _ in range(200):
         damaged = bytearray(signed)
         damaged[rng.integers(len(damaged))] ^= 1 << rng.integers(8)
         with pytest.raises(Refused):
-            Manifest.verify(bytes(damaged[: rng.integers(len(damaged))] if rng.random() < 0.2 else damaged), PUBLIC)
+            Manifest.verify(
+                bytes(damaged[: rng.integers(len(damaged))] if rng.random() < 0.2 else damaged),
+                PUBLIC,
+                lambda _: pytest.fail("a listing is looked for before the signature is found good"),
+            )
     with pytest.raises(Refused, match="another key"):
-        Manifest.verify(manifest.sign(Ed25519PrivateKey.generate()), PUBLIC)
-    first = manifest.tensors[0]
-    change, entry = msgspec.structs.replace, manifest.tensors[1:]
+        Manifest.verify(manifest.sign(Ed25519PrivateKey.generate()), PUBLIC, lambda _: listing)
+    with pytest.raises(Refused, match="not a manifest of format 2: it begins with b'rlloop-manifest1'"):
+        Manifest.verify(b"rlloop-manifest1" + signed[8:], PUBLIC, lambda _: listing)
+    first, *entries = manifest.tensors
+    change = msgspec.structs.replace
     for odd in (
-        change(manifest, format=2),
-        change(manifest, root=bytes(32)),
         change(manifest, pieces=()),
-        change(manifest, aliases={"x": "y"}),
-        change(manifest, tensors=manifest.tensors[::-1]),
-        change(manifest, tensors=(change(first, dtype="F7"), *entry)),
-        change(manifest, tensors=(change(first, shape=(-1,)), *entry)),
-        change(manifest, tensors=(change(first, shape=(1 << 30, 1 << 30)), *entry)),
-        change(manifest, tensors=(first, first, *entry)),
-        change(manifest, tensors=(change(first, size=-1), *entry)),
-        change(manifest, tensors=(change(first, codec="joined", size=0), *entry)),
-        change(manifest, tensors=(change(first, codec="unchanged"), change(entry[0], codec="joined"), *entry[1:])),
+        change(manifest, pieces=(b"short",)),
+        change(manifest, root=b""),
+        change(manifest, parent=b"short"),
+        change(manifest, listing=b""),
+        change(manifest, tensors=()),
+        change(manifest, tensors=manifest.tensors[1:]),
+        change(manifest, tensors=(first, first, *entries)),
+        change(manifest, tensors=(change(first, size=-1), *entries)),
+        change(manifest, tensors=(change(first, size=first.size + (8 << 20)), *entries)),
+        change(manifest, tensors=(change(first, codec="joined"), *entries)),
+        change(manifest, tensors=(change(first, codec="unchanged"), *entries)),
         change(manifest, tensors=(*manifest.tensors[:-1], change(manifest.tensors[-1], codec="joined"))),
-        change(manifest, tensors=(change(first, digest=b""), *entry)),
     ):
         with pytest.raises(Refused):
-            Manifest.verify(odd.sign(KEY), PUBLIC)
+            Manifest.verify(odd.sign(KEY), PUBLIC, lambda _: listing)
+
+
+def test_listings_are_refused_where_anything_is_odd():
+    listing = Listing((("a", "BF16", (2, 3)), ("b", "F32", ())), {"c": "a"})
+    change = msgspec.structs.replace
+    for odd in (
+        change(listing, aliases={"x": "y"}),
+        change(listing, aliases={"b": "a"}),
+        change(listing, tensors=(("a", "F7", (2, 3)),)),
+        change(listing, tensors=(("a", "F32", (-1,)),)),
+        change(listing, tensors=(("a", "F32", (1 << 30, 1 << 30)),)),
+        change(listing, tensors=(("a", "F32", ()), ("a", "F32", ()))),
+    ):
+        with pytest.raises(Refused):
+            Listing.decode(odd.encode())
+    content = listing.encode()
+    assert Listing.decode(content) == listing
+    bomb = zstandard.ZstdCompressor(3).compress(bytes(65 << 20))
+    quiet = zstandard.ZstdCompressor(3, write_content_size=False).compress(bytes(65 << 20))
+    for odd in (b"", content[:-1], content[:20], bomb, quiet):
+        with pytest.raises(Refused, match=r"larger than|cannot be read"):
+            Listing.decode(odd)
+
+
+def test_a_manifest_costs_hashes_and_a_byte_a_tensor(store):
+    """Names, types and shapes cross once; digests never."""
+    many = {f"model.layers.{i}.norm.weight": Bits("BF16", np.full(8, i, np.uint16)) for i in range(1000)}
+    publisher = Publisher(store, KEY, "run")
+    publisher.publish(many, 0)
+    replica, target = new_replica(store, zeros(many))
+    assert replica.poll()
+    asked: list[bytes] = []
+    get, store.get = store.get, lambda digest, start=0: (asked.append(digest), get(digest, start))[1]
+    many["model.layers.7.norm.weight"].array[3] ^= 1
+    published = publisher.publish(many, 1)
+    assert published.metrics["sync/wire_bytes"] < 400
+    assert replica.poll()
+    assert same(target.state, many)
+    assert asked == [published.hash, *published.manifest.pieces]
+
+
+def test_a_root_that_is_not_the_tensors_is_refused(store):
+    weights = first_weights()
+    publisher = Publisher(store, KEY, "run")
+    publisher.publish(weights, 0)
+    replica, target = new_replica(store)
+    odd = msgspec.structs.replace(publisher.last, root=bytes(32))
+    link = msgspec.structs.replace(publisher.head.newest, manifest=store.put(odd.sign(KEY)))
+    with pytest.raises(Refused, match="another root"):
+        replica.advance_to(head=Head("run", (link,)))
+    assert target.state == {}
+    assert replica.poll()
 
 
 class FolderStoreInMemory:
