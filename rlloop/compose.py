@@ -111,13 +111,29 @@ def as_container(config: DictConfig) -> dict[str, Any]:
 
 def _compose(folder: Path, stem: str, overrides: Sequence[str]) -> DictConfig:
     with initialize_config_dir(str(folder), version_base="1.3"):
-        composed = compose(stem, list(overrides))
+        composed = compose(stem, [_opened(override) for override in overrides])
     if OmegaConf.get_type(composed) is not RunConfig:
         raise ConfigError(
             f"{folder / stem}.yaml does not begin with `defaults: [rlloop, ...]`, so its keys are not rlloop's"
         )
     _refuse_added(composed)
     return composed
+
+
+def _opened(override: str) -> str:
+    """`algorithm.correction={tis: {}}` brings keys of its own, which Hydra takes by ++ alone. Who reads a free section
+    refuses what it does not know."""
+    [parsed] = _parse([override])
+    key = parsed.get_key_element()
+    return (
+        f"++{override}"
+        if override.startswith(f"{key}=") and isinstance(parsed.value(), dict) and _is_free(key)
+        else override
+    )
+
+
+def _is_free(section: str) -> bool:
+    return any(f"{section}.".startswith(f"{free}.") for free in FREE)
 
 
 def _refuse_added(node: DictConfig, path: str = "") -> None:
@@ -161,8 +177,8 @@ def _explain(error: Exception, folder: Path, stem: str, overrides: Sequence[str]
     if isinstance(error, MissingConfigException):
         return _explain_missing(error, folder)
     cause = error.__cause__ or error
-    at = re.search(r"full_key: (\S+)", str(cause))
-    key = at[1] if at else ""
+    at = re.search(r"full_key: (\S+)|already at '([^']+)'", str(cause))
+    key = (at[1] or at[2]) if at else ""
     if key and re.search(r"Key '[^']*' (is )?not in", str(cause)):
         return _explain_key(key, folder, stem, overrides)
     override = next((text for text in overrides if key and text.lstrip("+").startswith(f"{key}=")), None)
@@ -190,21 +206,28 @@ def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) ->
         )
     known = _flat_keys(_compose(folder, stem, []))
     parent = key.rpartition(".")[0]
-    if parent in FREE:
-        return f"{override!r}: the recipe has no key {key}; {parent} is free, so add it by +{override}"
+    if _is_free(parent):
+        near = difflib.get_close_matches(key, [name for name in known if name.rpartition(".")[0] == parent], n=1)
+        meant = f"; did you mean {near[0]}?" if near else ";"
+        return (
+            f"{override!r}: the recipe has no key {key}{meant} {parent} is free, so a new one is added by +{override}"
+        )
     return f"{override!r}: there is no key {key}" + _nearest(key, known)
 
 
 def _nearest(key: str, known: list[str]) -> str:
-    """Suggests what is spelled alike beside the key, else anywhere; else says what stands beside it."""
+    """Suggests what is spelled alike beside the key, else anywhere; and says what stands beside it."""
     parent, _, leaf = key.rpartition(".")
     beside = [name for name in known if name.rpartition(".")[0] == parent]
+    there_are = f"there are {', '.join(beside)}"
     for names in (beside, known):
         by_leaf = {name.rpartition(".")[2]: name for name in reversed(names)}
         near = [by_leaf[found] for found in difflib.get_close_matches(leaf, by_leaf, n=2)]
         if near:
-            return f"; did you mean {' or '.join(near)}?"
-    return f"; there are {', '.join(beside)}"
+            return f"; did you mean {' or '.join(near)}?" + (
+                "" if names is beside or not parent else f" Else {there_are}"
+            )
+    return f"; {there_are}"
 
 
 def _flat_keys(config: DictConfig, prefix: str = "") -> list[str]:

@@ -47,7 +47,6 @@ class FleetEngine:
     def __init__(self, trainer: Handle, replicas: Sequence[Handle]) -> None:
         self.trainer, self.replicas = trainer, list(replicas)
         self.policy_version = -1
-        self.reissued = 0  # requests that a dead engine left behind
         self.ways: Ways | None = None
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
@@ -72,7 +71,6 @@ class FleetEngine:
                     if handle is self.trainer:
                         raise
                     self._bury(handle, death)
-                    self.reissued += len(share)
                     todo += share
         return [completion for completion in done if completion is not None]
 

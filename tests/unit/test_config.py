@@ -80,7 +80,10 @@ def test_the_working_folder_comes_before_what_ships(working_folder, monkeypatch)
         ("lr=1", "no key lr; did you mean trainer.lr?"),
         ("rollout.groupsize=4", "did you mean rollout.group_size"),
         ("rewards._target_=x", "no key rewards; did you mean reward?"),
-        ("reward.weight=1", "add it by +reward.weight=1"),
+        ("reward.weight=1", "reward is free, so a new one is added by +reward.weight=1"),
+        ("algorithm.loss_args.clip_hihg=1", "did you mean algorithm.loss_args.clip_high?"),
+        ("+algorithm.loss_args.clip_high=1", "+algorithm.loss_args.clip_high=1: Could not append to config"),
+        ("rollout.drift.dtype=1", "did you mean model.dtype? Else there are rollout.drift.weights"),
         ("+trainer.num_step=1", "did you mean trainer.num_steps"),
         ("+qqq=1", "there is no key qqq; there are seed"),
         ("trainer.zzz=1", "there are trainer.num_steps, trainer.lr"),
@@ -101,6 +104,22 @@ def test_what_does_not_compose_is_refused_by_name_in_a_line(override, says):
         configured(override)
     assert says in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "found"),
+    [
+        ("algorithm.correction={tis: {cap: 2.0}}", "correction", {"tis": {"cap": 2.0}}),
+        ("algorithm.correction={veto: {}, icepop: {low: 0.5, high: 5}}", "correction", None),
+        ("algorithm.loss_args={clip_high: 0.3}", "loss_args", None),
+    ],
+)
+def test_braces_bring_keys_of_their_own_where_a_section_is_free(override, section, found):
+    given = from_override(override)
+    algorithm = vars(configured(override).algorithm)[section]
+    assert algorithm.items() >= (found or given["algorithm"][section]).items()
+    with pytest.raises(ConfigError, match=r"no key trainer\.lrr"):
+        configured("trainer={lrr: 1}")
 
 
 @pytest.mark.parametrize(
