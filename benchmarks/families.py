@@ -58,6 +58,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
         "moe_latent_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8,
     },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "intermediate_size": 16, "sliding_window": 8,
+    },
 }  # fmt: skip
 REWARD = "def reward(prompt, completion, example):\n    return len(completion) % 7\n"
 

@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
     GlmMoeDsaConfig,
+    GptOssConfig,
     LlamaConfig,
     MiniMaxM2Config,
     NemotronHConfig,
@@ -69,6 +70,13 @@ MIXTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         "ssm_state_size": 12, "mamba_num_heads": 4, "mamba_head_dim": 20, "n_groups": 2, "n_routed_experts": 8,
         "moe_shared_expert_intermediate_size": 20, "moe_latent_size": 32,
     }),
+    "gpt_oss": (GptOssConfig, {
+        "num_experts_per_tok": 2, "num_local_experts": 8, "intermediate_size": 24, "head_dim": 16, "sliding_window": 20,
+        "swiglu_limit": 1.0, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 32,
+            "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False,
+        },
+    }),
 }  # fmt: skip
 EVERY = {**FAMILIES, **MIXTURES}
 RECURRENT = ("qwen3_5_moe", "nemotron_h")  # layers that keep a state: the embedded engine's only
@@ -86,7 +94,10 @@ SIZES = {
 }
 
 
-OURS = ((".mlp.e_score", ".mlp.gate.e_score"), (".embeddings.", ".embed_tokens."), (".norm_f.", ".norm."))
+OURS = (
+    (".mlp.e_score", ".mlp.gate.e_score"), (".embeddings.", ".embed_tokens."), (".norm_f.", ".norm."),
+    (".mlp.router.", ".mlp.gate."),
+)  # fmt: skip
 
 
 def by_our_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +121,7 @@ def random_model(family: str = "qwen3", *, seed: int = 0, **config: Any) -> PreT
             noise = torch.randn(parameter.shape, generator=generator)
             if "e_score" in name:
                 parameter.copy_(0.1 * noise)
-            elif ".gate.weight" in name:
+            elif ".gate.weight" in name or ".router.weight" in name:
                 parameter.copy_(noise * 4 / parameter.shape[-1] ** 0.5)
             elif "norm" in name:
                 centred = family == "qwen3_5_moe" and "linear_attn" not in name  # stored as what is added to 1

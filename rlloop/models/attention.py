@@ -22,6 +22,8 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
         self.o_proj = Linear(width, config.hidden_size, config.output_bias, across=True)
         self.whole_norm, self.rope_dim = config.whole_norm, config.rope_dim
+        self.window = config.window if layer in config.windowed else 0
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = Norm(width if config.whole_norm else config.head_dim, config.centred_norms)
@@ -37,7 +39,7 @@ class Attention(nn.Module):
         q, k = self._normed(q, self.q_norm, ops), self._normed(k, self.k_norm, ops)
         q, k, v = self._rotated(q, step), self._rotated(k, step), v.unflatten(-1, (-1, self.head_dim))
         keys, values = (k, v) if step.cache is None else step.cache.write(self.layer, k=k, v=v)
-        read = ops.attention(q, keys, values, step.layout, self.scale).flatten(1)
+        read = ops.attention(q, keys, values, step.layout, self.scale, self.sinks, self.window).flatten(1)
         return self.o_proj(read if gate is None else ops.sigmoid_mul(gate, read), ops)
 
     def _normed(self, x: Tensor, norm: Norm | None, ops: Ops) -> Tensor:

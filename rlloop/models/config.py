@@ -71,8 +71,12 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
     """
     keys = Keys(raw)
     architecture, family = _family(keys)
-    if keys.take("quantization_config", None) is not None:
-        raise ModelError("config.json has a quantization_config; float32, bfloat16 and float16 weights are supported")
+    if (quantized := keys.take("quantization_config", None)) is not None:
+        method = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
+        raise ModelError(
+            f"config.json has a quantization_config {method}: float32, bfloat16 and float16 weights are supported; "
+            "write the weights dequantized to a folder, and give that"
+        )
     for name, allowed in FIXED.items():
         keys.fixed(name, allowed)
     hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads")

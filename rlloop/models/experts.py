@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from rlloop.models.parts import Linear, Mlp, PlainMlp, Step
 from rlloop.models.shape import MixtureConfig, ModelConfig
+from rlloop.numerics.routing import Clamped
 
 BIAS = "e_score_correction_bias"  # float32 whatever the model is cast to, and moved by no gradient
 
@@ -18,6 +19,7 @@ class Router(nn.Module):
         super().__init__()
         self.config, self.place = config, place
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
         bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if config.bias else None
         self.register_parameter(BIAS, bias)
 
@@ -30,6 +32,9 @@ class Router(nn.Module):
         """x [T, D] -> (weights [T, k] float32, experts [T, k] int64)."""
         exact = self.config.exact_gate or step.ops.profile.router_logits == "float32"
         logits = step.ops.router_logits(x, self.weight, exact)
+        if self.bias is not None:
+            logits = logits + self.bias.to(logits.dtype)
+            logits = logits if exact else logits.to(x.dtype).to(logits.dtype)
         given = None if step.routes is None else step.routes.given(self.place)
         weights, chosen, scores = step.ops.route(logits, self.bias_of_choice, self.config.routing, given)
         if step.routes is not None:
@@ -43,17 +48,26 @@ class Experts(nn.Module):
     def __init__(self, config: MixtureConfig, hidden_size: int) -> None:
         super().__init__()
         count, size = config.num_experts, config.expert_size
+        self.gated, self.clamp = config.gated, config.clamp
+        if config.clamp is not None:
+            self.gate_up_proj = nn.Parameter(torch.empty(count, hidden_size, 2 * size))
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * size))
+            self.down_proj = nn.Parameter(torch.empty(count, size, hidden_size))
+            self.down_proj_bias = nn.Parameter(torch.empty(count, hidden_size))
+            return
         if config.gated:
             self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * size, hidden_size))
         else:
             self.up_proj = nn.Parameter(torch.empty(count, size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(count, hidden_size, size))
-        self.gated = config.gated
 
     def forward(self, x: Tensor, chosen: Tensor, step: Step) -> Tensor:
         """x [T, D], chosen [T, k] -> [T, k, D]"""
         up = self.gate_up_proj if self.gated else self.up_proj
-        return step.ops.experts(x, up, self.down_proj, chosen, self.gated)
+        if self.clamp is None:
+            return step.ops.experts(x, up, self.down_proj, chosen, self.gated)
+        clamped = Clamped(self.gate_up_proj_bias, self.down_proj_bias, *self.clamp)
+        return step.ops.experts(x, up, self.down_proj, chosen, clamped=clamped)
 
 
 class Mixture(nn.Module):

@@ -314,6 +314,35 @@ def _nemotron(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rop
     }
 
 
+def _gpt_oss(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
+    """Sinks, every other layer within a window, and experts with biases whose activation is clamped."""
+    for name in ("initial_context_length", "experts_per_token"):  # what released files say twice
+        keys.take(name, None)
+    kinds, bias = keys.take("layer_types", None), keys.flag("attention_bias", True)
+    kinds = kinds or ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+    if len(kinds) != num_layers or not {*kinds} <= {"full_attention", "sliding_attention"}:
+        keys.refuse("layer_types", kinds, f"full_attention or sliding_attention for each of {num_layers} layers")
+    count, size = keys.count("num_local_experts"), keys.count("intermediate_size")
+    routing = Routing(top_k=keys.count("num_experts_per_tok", 4), normalise=True)  # of the chosen alone: the same
+    clamp = (keys.number("swiglu_limit", 7.0), keys.number("swiglu_alpha", 1.702))
+    mixture = MixtureConfig(count, size, routing, tuple(range(num_layers)), router_bias=True, clamp=clamp)
+    _check_routing(keys, mixture)
+    return {
+        "num_kv_heads": keys.count("num_key_value_heads"),
+        "head_dim": keys.count("head_dim", hidden_size // num_heads),
+        "qk_norm": False,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": False,
+        "intermediate_size": size,
+        "sinks": True,
+        "window": keys.count("sliding_window", 128),
+        "windowed": tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"),
+        "rms_norm_eps": keys.number("rms_norm_eps", 1e-5),
+        "mixture": mixture,
+    }
+
+
 Family = Callable[[Keys, int, int, int, RopeConfig], Own]
 
 FAMILIES: dict[str, tuple[tuple[str, ...], Family]] = {  # architecture -> (model_types, what is its own)
@@ -327,6 +356,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], Family]] = {  # architecture -> (mode
     "MiniMaxM2ForCausalLM": (("minimax_m2",), _minimax),
     "Qwen3_5MoeForCausalLM": (("qwen3_5_moe_text",), _qwen35_moe),
     "NemotronHForCausalLM": (("nemotron_h",), _nemotron),
+    "GptOssForCausalLM": (("gpt_oss",), _gpt_oss),
 }
 PARTIAL: tuple[Family, ...] = (_minimax, _qwen35_moe, _nemotron)  # whose heads may have a rope in part
 # Of images: in a text all parts of a position are the same.

@@ -31,7 +31,9 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
         ("model.norm.", "backbone.norm_f."),
         ("model.", "backbone."),
     ),
+    "GptOssForCausalLM": ((".mlp.gate.", ".mlp.router."),),
 }
+WHOLE = ("GptOssForCausalLM",)  # whose checkpoints hold all experts in one tensor, as memory does
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ def stored_name(name: str, architecture: str) -> str:
 
 def places(shapes: Mapping[str, tuple[int, ...]], architecture: str) -> Iterator[tuple[str, Place, tuple[int, ...]]]:
     """(stored name, its place, its shape) of everything that parameters of these shapes are stored as."""
+    if architecture in WHOLE:
+        yield from ((stored_name(name, architecture), Place(name), shape) for name, shape in shapes.items())
+        return
     for name, place, shape in _places(shapes):
         yield stored_name(name, architecture), place, shape
 

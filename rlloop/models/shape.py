@@ -52,6 +52,8 @@ class MixtureConfig:
     exact_gate: bool = False  # the family's gate is float32 by definition
     shared_gate: bool = False  # a gate says how much the shared expert counts
     gated: bool = True  # experts are `down silu(gate) up`; else `down relu(up) ** 2`
+    router_bias: bool = False  # of the gate's logits
+    clamp: tuple[float, float] | None = None  # (limit, alpha) of experts as `numerics.routing.Clamped` has them
     latent_size: int | None = None  # experts read and write latents of the hidden state; None: the hidden state itself
 
 
@@ -134,6 +136,9 @@ class ModelConfig:
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
     blocks: tuple[str, ...] | None = None  # layers are one block each: linear_attention, full_attention, moe or mlp
+    sinks: bool = False  # each head of attention has a score that takes mass and has no value
+    window: int = 0  # the last so many tokens are what the layers of `windowed` read
+    windowed: tuple[int, ...] = ()
     output_gate: bool = False  # attention's output is gated by the hidden state
     centred_norms: bool = False  # a norm's weight is what is added to 1
     raw: Mapping[str, Any] = field(repr=False, compare=False)  # config.json as it was

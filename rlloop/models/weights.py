@@ -51,6 +51,8 @@ def load_model(
     config = read_config(path)
     if torch.device(device).type == "cuda" and (config.delta is not None or config.mamba is not None):
         raise ConfigError(f"{config.architecture} has recurrent layers, whose kernels are for CPUs; use device=cpu")
+    if torch.device(device).type == "cuda" and config.sinks:
+        raise ConfigError(f"{config.architecture} has attention sinks, whose kernels are for CPUs; use device=cpu")
     state = _read(config, Path(path), compute, torch.device(device))
     return _assemble(config, state, torch.device(device), profile, Path(path))
 
@@ -61,7 +63,7 @@ def new_model(
     """A randomly initialised model for `config`, the content of a config.json; the same seed gives the same bits.
 
     Matrices are normal with the configuration's `initializer_range`, norms 1 (0 where they are added to 1), biases 0,
-    steps of recurrent layers 1 and their rates the numbers of the heads, much as transformers does.
+    steps of recurrent layers 1 and their rates the numbers of the heads, sinks normal, much as transformers does.
     """
     compute = _dtype(dtype)
     parsed = parse_config(config)
@@ -75,7 +77,7 @@ def new_model(
             tensor = torch.log(torch.arange(1.0, shape[0] + 1))
         elif (name.endswith("bias") and not name.endswith("dt_bias")) or name in centred:
             tensor = torch.zeros(shape)
-        elif len(shape) == 1:
+        elif len(shape) == 1 and not name.endswith("sinks"):
             tensor = torch.ones(shape)
         else:
             tensor = torch.randn(shape, generator=generator) * parsed.initializer_range

@@ -12,6 +12,7 @@ from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.numerics.quantize import rounded_activation
+from rlloop.numerics.routing import Clamped
 
 
 class DriftedOps(Ops):
@@ -48,8 +49,11 @@ class DriftedOps(Ops):
     def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self._stored(super().rope(x, positions, cos, sin))
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
-        return self._stored(super().attention(q, k, v, layout, scale))
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, sinks: Tensor | None = None,
+        window: int = 0,
+    ) -> Tensor:  # fmt: skip
+        return self._stored(super().attention(q, k, v, layout, scale, sinks, window))
 
     def sparse_attention(
         self, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, layout: AttentionLayout, scale: float
@@ -59,9 +63,11 @@ class DriftedOps(Ops):
     def head_linear(self, x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
         return self._stored(super().head_linear(x, weight, by_row))
 
-    def experts(self, x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool = True) -> Tensor:
+    def experts(
+        self, x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool = True, clamped: Clamped | None = None
+    ) -> Tensor:
         entering = rounded_activation(x, "fp8") if self._activations == "fp8" else x
-        return self._stored(super().experts(entering, up, down, chosen, gated))
+        return self._stored(super().experts(entering, up, down, chosen, gated, clamped))
 
     def combine(self, slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
         return self._stored(super().combine(slots, chosen, weights, shared))

@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import WHOLE, AttentionLayout, Reach
+from rlloop.numerics.routing import Clamped
 from rlloop.numerics.stock import (
     causal_conv,
+    clamped_expert,
     head_linear,
     index_weights,
     layer_norm,
@@ -22,6 +24,7 @@ from rlloop.numerics.stock import (
     router_logits,
     sample,
     scan,
+    seen_in,
     select,
     sigmoid_mul,
     silu_mul,
@@ -70,8 +73,8 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * c) + (torch.cat((-high, low), dim=-1) * s)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
-    """Scores in the compute type, softmax in float32, weights rounded."""
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, reach: Reach = WHOLE) -> Tensor:
+    """Scores in the compute type, softmax in float32 (with sinks: in the compute type, too), weights rounded."""
     starts, contexts, share = layout.query_start.tolist(), layout.context.tolist(), q.shape[1] // k.shape[1]
     outs = []
     for s, context in enumerate(contexts):
@@ -80,20 +83,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: f
         slots = slots_of(layout, s, context + count)
         keys, values = (x[slots].transpose(0, 1).repeat_interleave(share, dim=0)[None] for x in (k, v))
         scores = torch.matmul(q[rows].transpose(0, 1)[None], keys.transpose(2, 3)) * scale
-        seen = torch.ones(count, context + count, dtype=torch.bool, device=q.device).tril(context)
+        seen = seen_in(reach, count, context, q.device)
         scores = scores + torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(
             ~seen, torch.finfo(q.dtype).min
         )
-        weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+        if reach.sinks is None:
+            weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+        else:
+            sinks = reach.sinks.to(q.dtype)[None, :, None, None].expand(1, -1, count, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+            weights = (scores - scores.max(-1, keepdim=True).values).softmax(-1)[..., :-1]
         outs.append(torch.matmul(weights, values)[0].transpose(0, 1))
     return torch.cat(outs)
 
 
-def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool) -> Tensor:
+def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, clamped: Clamped | None = None) -> Tensor:
     """One expert after the other, its tokens in the order of their slots."""
-    made = x.new_zeros(*chosen.shape, down.shape[1])
+    made = x.new_zeros(*chosen.shape, x.shape[1])
     for expert in chosen.unique().tolist():
         slot, token = torch.where((chosen == expert).T)
+        if clamped is not None:
+            made = made.index_put((token, slot), clamped_expert(x[token], up, down, expert, clamped))
+            continue
         inner = torch.nn.functional.linear(x[token], up[expert])
         inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else inner.relu().square()
         out = torch.nn.functional.linear(inner, down[expert])

@@ -52,6 +52,22 @@ class AttentionLayout:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """What a query takes of its past."""
+
+    split: int = 0  # the softmax begins anew every so many keys, and parts join in order; 0: it is one part
+    window: int = 0  # the last so many keys, its own among them (they are one part); 0: all
+    sinks: torch.Tensor | None = None  # [H] a score of each head that takes its share of the mass and has no value
+
+    @property
+    def whole(self) -> bool:
+        return self.split == 0 and self.window == 0 and self.sinks is None
+
+
+WHOLE = Reach()
+
+
+@dataclass(frozen=True)
 class Carried:
     """What a recurrent layer keeps of each sequence from one step of an engine to the next, in float32.
 

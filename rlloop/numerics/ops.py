@@ -12,10 +12,10 @@ from types import ModuleType
 from torch import Tensor
 
 from rlloop.numerics import logprob, reference, stock
-from rlloop.numerics.layout import AttentionLayout, Carried, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, Carried, LogitsWarp, Reach
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.numerics.ranks import sum_over_ranks
-from rlloop.numerics.routing import Routing
+from rlloop.numerics.routing import Clamped, Routing
 
 
 def _backend(name: str) -> ModuleType:
@@ -69,10 +69,9 @@ class Ops:
         self._rope = _backend(profile.rope).rope
         self._attention = _backend(profile.attention).attention
         self._sparse_attention = _indexer_backend(profile.attention).sparse_attention
-        if profile.attention_splits != "default" and profile.attention in ("rlloop", "reference"):
-            split = int(profile.attention_splits)
-            self._attention = functools.partial(self._attention, split=split)
-            self._sparse_attention = functools.partial(self._sparse_attention, split=split)
+        self._split = 0 if profile.attention_splits == "default" else int(profile.attention_splits)
+        if self._split and profile.attention in ("rlloop", "reference"):
+            self._sparse_attention = functools.partial(self._sparse_attention, split=self._split)
         self._logits = _logprob_backend(profile.token_logprob).logits
         self._token_logprob = _logprob_backend(profile.token_logprob).token_logprob
         self._sample = _logprob_backend(profile.token_logprob).sample
@@ -117,9 +116,15 @@ class Ops:
         """Rotary embedding, halves paired. x [T, H, D], positions [T] int64, tables [P, D / 2] float32 -> [T, H, D]."""
         return self._rope(x, positions, cos, sin)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
-        """Causal attention of ragged sequences. q [T, H, D]; k, v [slots, G, D] -> [T, H, D]."""
-        return self._attention(q, k, v, layout, scale)
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, sinks: Tensor | None = None,
+        window: int = 0,
+    ) -> Tensor:  # fmt: skip
+        """Causal attention of ragged sequences. q [T, H, D]; k, v [slots, G, D], sinks [H] -> [T, H, D].
+
+        `layout.Reach` says what sinks and windows are.
+        """
+        return self._attention(q, k, v, layout, scale, Reach(self._split, window, sinks))
 
     def sparse_attention(
         self, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, layout: AttentionLayout, scale: float
@@ -148,12 +153,15 @@ class Ops:
         """
         return _mixture_backend(self.profile.router).route(logits, bias, routing, given)
 
-    def experts(self, x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool = True) -> Tensor:
+    def experts(
+        self, x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool = True, clamped: Clamped | None = None
+    ) -> Tensor:
         """What each chosen expert makes of its tokens: `down @ silu_mul(gate, up)`, or `down @ relu_squared(up)`.
 
         x [T, D], up [E, 2F, D] with the gate first (not gated: [E, F, D]), down [E, D, F], chosen [T, k] -> [T, k, D].
+        `clamped` experts have other shapes and another activation.
         """
-        return _mixture_backend(self.profile.experts).experts(x, up, down, chosen, gated)
+        return _mixture_backend(self.profile.experts).experts(x, up, down, chosen, gated, clamped)
 
     def combine(self, slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
         """The experts' weighted sum, in ascending order of expert, then `shared` [T, D]. slots [T, k, D] -> [T, D].

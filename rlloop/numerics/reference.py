@@ -11,9 +11,9 @@ import itertools
 import torch
 from torch import Tensor
 
-from rlloop.numerics.layout import AttentionLayout, Carried, LogitsWarp
+from rlloop.numerics.layout import WHOLE, AttentionLayout, Carried, LogitsWarp, Reach
 from rlloop.numerics.random import uniform
-from rlloop.numerics.routing import Routing
+from rlloop.numerics.routing import Clamped, Routing
 
 
 def widen(x: Tensor) -> Tensor:
@@ -97,10 +97,11 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack(rows).to(x.dtype) if rows else x
 
 
-def _read(scores: Tensor, values: Tensor, split: int) -> Tensor:
+def _read(scores: Tensor, values: Tensor, split: int, sink: Tensor | None = None) -> Tensor:
     """Values [n, D] by the softmax of scores [..., n], whose parts of `split` keys (0: one part) join in order."""
     size = split or scores.shape[-1]
-    top, total, read = scores.new_tensor(-torch.inf), scores.new_zeros(()), values.new_zeros(())
+    top, total = (scores.new_tensor(number) for number in ((-torch.inf, 0.0) if sink is None else (0.0, 1.0)))
+    top, read = top if sink is None else widen(sink), values.new_zeros(())
     for part, rows in zip(scores.split(size, dim=-1), values.split(size), strict=True):
         highest = torch.maximum(top, part.amax(-1, keepdim=True))
         fade, mass = torch.exp(top - highest), torch.exp(part - highest)
@@ -108,7 +109,7 @@ def _read(scores: Tensor, values: Tensor, split: int) -> Tensor:
     return read / total
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, split: int = 0) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, reach: Reach = WHOLE) -> Tensor:
     q_wide, k_wide, v_wide = widen(q), widen(k), widen(v)
     starts, contexts, blocks = layout.query_start.tolist(), layout.context.tolist(), layout.block_start.tolist()
     group = q.shape[1] // k.shape[1]  # query heads that share one key-value head
@@ -116,11 +117,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: f
     for s, context in enumerate(contexts):
         for t in range(starts[s], starts[s + 1]):
             seen = context + (t - starts[s]) + 1  # keys at positions up to the query's own
-            slots = [blocks[s][j // layout.block_size] + j % layout.block_size for j in range(seen)]
-            heads = []
+            begin = max(0, seen - reach.window) if reach.window else 0
+            slots = [blocks[s][j // layout.block_size] + j % layout.block_size for j in range(begin, seen)]
+            split, heads = 0 if reach.window else reach.split, []
             for h in range(q.shape[1]):
                 scores = k_wide[slots, h // group] @ q_wide[t, h] * scale
-                heads.append(_read(scores, v_wide[slots, h // group], split))
+                sink = None if reach.sinks is None else reach.sinks[h]
+                heads.append(_read(scores, v_wide[slots, h // group], split, sink))
             out.append(torch.stack(heads))
     return torch.stack(out).to(q.dtype) if out else q
 
@@ -198,16 +201,25 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor |
     return weights * routing.scale, chosen, scores
 
 
-def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool) -> Tensor:
+def _clamped_glu(x: Tensor, rule: Clamped) -> Tensor:
+    gate, up = widen(x[..., ::2]).clamp(max=rule.limit), widen(x[..., 1::2]).clamp(-rule.limit, rule.limit)
+    return (gate * (up + 1) / (1 + torch.exp(-rule.alpha * gate))).to(x.dtype)
+
+
+def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, clamped: Clamped | None = None) -> Tensor:
     tokens = []
     for t, row in enumerate(chosen.tolist()):
         slots = []
         for expert in row:
+            if clamped is not None:
+                inner = _clamped_glu(linear(x[t : t + 1], up[expert].T, clamped.up_bias[expert]), clamped)
+                slots.append(linear(inner, down[expert].T, clamped.down_bias[expert])[0])
+                continue
             inner = linear(x[t : t + 1], up[expert], None)
             inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else inner.relu().square()
             slots.append(linear(inner, down[expert], None)[0])
         tokens.append(torch.stack(slots))
-    return torch.stack(tokens) if tokens else x.new_empty(0, chosen.shape[1], down.shape[1])
+    return torch.stack(tokens) if tokens else x.new_empty(0, chosen.shape[1], x.shape[1])
 
 
 def combine(slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, each: bool) -> Tensor:

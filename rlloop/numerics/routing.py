@@ -1,8 +1,10 @@
-"""How a token's experts are chosen and weighed: what the `route` operation is told."""
+"""How a token's experts are chosen and weighed, and what some are made of: what operations are told."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -21,3 +23,14 @@ class Routing:
     normalise: bool = False  # weights are divided by their sum, made in slot order
     epsilon: float = 0.0  # added to that sum
     scale: float = 1.0  # of the weights, at the end
+
+
+@dataclass(frozen=True)
+class Clamped:
+    """Experts with biases and an activation within limits (gpt-oss): `gate sigmoid(alpha gate) (up + 1)`, with the gate
+    at most `limit` and up at most that far from 0. Matrices are [E, D, 2F], gate and up in turn, and [E, F, D]."""
+
+    up_bias: Tensor  # [E, 2F]
+    down_bias: Tensor  # [E, D]
+    limit: float
+    alpha: float

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import WHOLE, AttentionLayout, LogitsWarp, Reach
 from rlloop.numerics.reference import causal_conv, recurrent_gates, scan
-from rlloop.numerics.routing import Routing
+from rlloop.numerics.routing import Clamped, Routing
 
 __all__ = [
     "attention",
     "causal_conv",
+    "clamped_expert",
     "combine",
     "experts",
     "head_linear",
@@ -30,6 +31,7 @@ __all__ = [
     "router_logits",
     "sample",
     "scan",
+    "seen_in",
     "select",
     "sigmoid_mul",
     "silu_mul",
@@ -93,11 +95,21 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor |
     return weights * routing.scale, chosen, scores
 
 
-def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool) -> Tensor:
-    made = x.new_zeros(chosen.numel(), down.shape[1])
+def clamped_expert(x: Tensor, up: Tensor, down: Tensor, expert: int, rule: Clamped) -> Tensor:
+    gate, rise = (x @ up[expert] + rule.up_bias[expert]).unflatten(-1, (-1, 2)).unbind(-1)
+    gate, rise = gate.clamp(max=rule.limit), rise.clamp(-rule.limit, rule.limit)
+    inner = (rise + 1) * (gate * torch.sigmoid(gate * rule.alpha))
+    return inner @ down[expert] + rule.down_bias[expert]
+
+
+def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, clamped: Clamped | None = None) -> Tensor:
+    made = x.new_zeros(chosen.numel(), x.shape[1])
     flat = chosen.flatten()
     for expert in flat.unique().tolist():
         at = (flat == expert).nonzero()[:, 0]
+        if clamped is not None:
+            made = made.index_add(0, at, clamped_expert(x[at // chosen.shape[1]], up, down, expert, clamped))
+            continue
         inner = F.linear(x[at // chosen.shape[1]], up[expert])
         inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else F.relu(inner).square()
         made = made.index_add(0, at, F.linear(inner, down[expert]))
@@ -116,18 +128,29 @@ def slots_of(layout: AttentionLayout, sequence: int, length: int) -> Tensor:
     return layout.block_start[sequence, at // layout.block_size] + at % layout.block_size
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+def seen_in(reach: Reach, count: int, context: int, device: torch.device) -> Tensor:
+    """Which keys each of `count` queries reads, the first of them at position `context`. [count, context + count]"""
+    seen = torch.ones(count, context + count, dtype=torch.bool, device=device).tril(context)
+    return seen.triu(context + 1 - reach.window) if reach.window else seen
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, reach: Reach = WHOLE) -> Tensor:
     starts, contexts = layout.query_start.tolist(), layout.context.tolist()
     outs = []
     for s, context in enumerate(contexts):
         rows = slice(starts[s], starts[s + 1])
         count = rows.stop - rows.start
         slots = slots_of(layout, s, context + count)
-        mask = torch.ones(count, context + count, dtype=torch.bool, device=q.device).tril(context)
+        keys, values, mask = k[slots], v[slots], seen_in(reach, count, context, q.device)
+        if reach.sinks is not None:  # one more key, that scores 0 and then its sink
+            keys, values = (torch.cat((x, torch.zeros_like(x[:1]))) for x in (keys, values))
+            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
+            column = reach.sinks.to(q.dtype)[:, None, None].expand(-1, count, 1)
+            mask = torch.cat((mask.expand(len(column), -1, -1), column), dim=-1)
         out = F.scaled_dot_product_attention(
             q[rows].transpose(0, 1)[None],
-            k[slots].transpose(0, 1)[None],
-            v[slots].transpose(0, 1)[None],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
             attn_mask=mask,
             scale=scale,
             enable_gqa=True,

@@ -22,7 +22,7 @@ from rlloop.numerics.quantize import quantized
 from rlloop.sync.colocated import Versioned
 
 FILE = "drifted_sync.safetensors"
-KEPT = ("embed_tokens", "lm_head", ".gate.", ".indexer.")  # what engines leave as it is: ends, routers, indexers
+KEPT = ("embed_tokens", "lm_head", ".gate.", ".indexer.", "_bias")  # engines leave alone: ends, routers, indexers
 
 
 class ModelEngine(Versioned, Protocol):

@@ -251,9 +251,10 @@ def _result(step: StepBatch, logprobs: Tensor, metrics: dict[str, Reduction]) ->
 
 def _adamw(masters: Mapping[str, torch.nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
     """AdamW whose decay spares norms and biases, with its state in place from the start."""
+    decayed = {name for name, tensor in masters.items() if tensor.ndim >= 2 and not name.endswith("bias")}
     groups = [
-        {"params": [tensor for tensor in masters.values() if tensor.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [tensor for tensor in masters.values() if tensor.ndim < 2], "weight_decay": 0.0},
+        {"params": [masters[name] for name in masters if name in decayed], "weight_decay": config.weight_decay},
+        {"params": [masters[name] for name in masters if name not in decayed], "weight_decay": 0.0},
     ]
     beta1, beta2 = config.betas
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)

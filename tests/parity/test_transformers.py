@@ -78,6 +78,11 @@ VARIANTS = {
     "deepseek_v3-yarn-one-group": ("deepseek_v3", {
         "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "attention_bias": True, "rope_parameters": YARN_ROPE,
     }),
+    "gpt_oss-13-experts-no-biases-all-windows": ("gpt_oss", {
+        "num_local_experts": 13, "num_experts_per_tok": 3, "attention_bias": False, "sliding_window": 64,
+        "layer_types": ["sliding_attention"] * 2, "swiglu_limit": 7.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    }),
     "llama-plain-rope": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
 }  # fmt: skip
 
@@ -109,7 +114,7 @@ def test_a_bfloat16_checkpoint_in_float32(tmp_path: Path, family: str) -> None:
     assert max(gradients.values()) < GRADIENT_ERROR
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_bfloat16_compute_is_no_further_from_float32_than_transformers(tmp_path: Path, family: str) -> None:
     exact = make_checkpoint(tmp_path, family, dtype=torch.bfloat16).float()
     rounded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)

@@ -43,13 +43,16 @@ def padded(width):
 
 
 @kernel
-def scaled_and_masked(scores, at, scale, count):
-    """Scores of one query and one tile times the scale, −inf from `count` on, in place. Returns the largest."""
+def scaled_and_masked(scores, at, scale, low, count):
+    """Scores of one query and one tile times the scale, −inf before `low` and from `count` on, in place. Returns the
+    largest."""
     highest = splat(MINUS_INFINITY)
     for i in range(0, TILE, LANES):
         values = mul(load(scores, at + i), splat(scale))
         if count < i + LANES:
             values = select_less(load(PLACES, 0), splat(np.float32(count - i)), values, splat(MINUS_INFINITY))
+        if low > i:
+            values = select_less(load(PLACES, 0), splat(np.float32(low - i)), splat(MINUS_INFINITY), values)
         store(scores, at + i, values)
         highest = maximum(highest, values)
     return reduce_max(highest)
@@ -102,13 +105,13 @@ def begin_part(tops, totals, sums, r, chunk, v_wide):
 
 @kernel
 def _tile(
-    q, k_packed, v_packed, width, wide, v_wide, first, num_rows, counts, scale, scores, tops, totals, sums, line
+    q, k_packed, v_packed, width, wide, v_wide, first, num_rows, lows, counts, scale, scores, tops, totals, sums, line
 ):  # fmt: skip
-    """One tile of keys for the queries `first` to num_rows of a task, of which query r sees the first counts[r]."""
+    """One tile of keys for the queries `first` to num_rows of a task, of which query r sees lows[r] to counts[r]."""
     tiles, count = TILE // LANES, num_rows - first
     add_products(k_packed, 0, tiles, q, first * wide, wide, 1, count, width, scores, first * TILE, True)
     for r in range(first, num_rows):
-        highest = max(tops[r], scaled_and_masked(scores, r * TILE, scale, counts[r]))
+        highest = max(tops[r], scaled_and_masked(scores, r * TILE, scale, lows[r], counts[r]))
         fade = _fade(tops[r], highest, line)
         tops[r] = highest
         totals[r] = totals[r] * fade + _masses(scores, r * TILE, highest)
@@ -127,17 +130,18 @@ def _tile(
 @parallel_kernel
 def forward(
     counter, q, k, v, v_step, query_start, context, block_start, blocks, block_size, first_task, chunk, heads, groups,
-    width, v_width, scale, split, out, lse,
+    width, v_width, scale, split, window, sinks, out, lse,
 ):  # fmt: skip
     """The layout's arrays are flat. Sequence s has the tasks first_task[s] to first_task[s + 1]: one for each `chunk`
     of its queries (each of a token's heads that share a key-value head counts) and each key-value head. Values lie
-    `v_step` apart."""
+    `v_step` apart. `sinks` has a number for each head, or none."""
     share, wide, v_wide = heads // groups, padded(width), padded(v_width)
     queries, sums = np.empty(chunk * wide, np.float32), np.empty(2 * chunk * v_wide, np.float32)
     scores = np.empty(chunk * TILE, np.float32)
     k_packed, v_packed = np.empty(wide * TILE, np.float32), np.empty(v_wide * TILE, np.float32)
     tops, totals = np.empty(2 * chunk, np.float32), np.empty(2 * chunk, np.float32)
-    counts, starts, line = np.empty(chunk, np.int64), np.empty(TILE, np.int64), np.empty(LANES, np.float32)
+    lows, counts, starts = np.zeros(chunk, np.int64), np.empty(chunk, np.int64), np.empty(TILE, np.int64)
+    line = np.empty(LANES, np.float32)
     tasks = first_task[-1]
     task = take(counter)
     while task < tasks:
@@ -153,10 +157,13 @@ def forward(
             row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
             widen(q, row * width, width, queries, r * wide)
             tops[r], totals[r] = MINUS_INFINITY, np.float32(0)
+            if len(sinks) > 0:  # a first key, as it were, whose value is 0
+                tops[r], totals[r] = sinks[group * share + (begin + r) % share], np.float32(1)
         for i in range(num_rows * v_wide):
             sums[i] = np.float32(0)
         last = offset + (begin + num_rows - 1) // share  # position of the last query
-        for tile in range(0, last + 1, TILE):
+        lowest = max(0, offset + begin // share - window + 1) if window > 0 else 0
+        for tile in range(lowest // TILE * TILE, last + 1, TILE):
             keys = min(TILE, last + 1 - tile)
             for j in range(TILE):  # past the last key it stands in: those scores are masked
                 position = tile + min(j, keys - 1)
@@ -172,10 +179,15 @@ def forward(
                     if tile > split:
                         join(tops, totals, sums, r, chunk, v_wide, line)
                     begin_part(tops, totals, sums, r, chunk, v_wide)
-            for r in range(first, num_rows):
-                counts[r] = min(TILE, offset + (begin + r) // share - tile + 1)
+            end = num_rows
+            if window > 0:
+                end = min(num_rows, (tile + TILE + window - 1 - offset) * share - begin)
+            for r in range(first, end):
+                position = offset + (begin + r) // share
+                counts[r] = min(TILE, position - tile + 1)
+                lows[r] = max(0, position - window + 1 - tile) if window > 0 else 0
             _tile(
-                queries, k_packed, v_packed, width, wide, v_wide, first, num_rows, counts, scale, scores, tops, totals,
+                queries, k_packed, v_packed, width, wide, v_wide, first, end, lows, counts, scale, scores, tops, totals,
                 sums, line,
             )  # fmt: skip
         for r in range(num_rows):

@@ -39,7 +39,7 @@ def _dot(a, b, at, width):
 
 
 @kernel
-def _masses_and_slopes(masses, slopes, num_rows, seen, lse, deltas, scale):
+def _masses_and_slopes(masses, slopes, num_rows, unseen, seen, lse, deltas, scale):
     """Scores become masses p, and do . v becomes ds, in place; +0 for the keys that a query does not see."""
     zero = splat(np.float32(0))
     for r in range(num_rows):
@@ -47,6 +47,10 @@ def _masses_and_slopes(masses, slopes, num_rows, seen, lse, deltas, scale):
             at, left = r * TILE + i, splat(np.float32(seen[r] - i))
             p = exp(sub(mul(load(masses, at), splat(scale)), splat(lse[r])))
             slope = mul(mul(p, sub(load(slopes, at), splat(deltas[r]))), splat(scale))
+            if unseen[r] > i:
+                before = splat(np.float32(unseen[r] - i))
+                p = select_less(load(PLACES, 0), before, zero, p)
+                slope = select_less(load(PLACES, 0), before, zero, slope)
             store(masses, at, select_less(load(PLACES, 0), left, p, zero))
             store(slopes, at, select_less(load(PLACES, 0), left, slope, zero))
 
@@ -63,7 +67,8 @@ def _add_to_keys(factors, num_rows, rows, wide, turned, starts, sums, at, keys):
 
 @parallel_kernel
 def backward(
-    counter, q, k, v, out, lse, grad, query_start, heads, groups, width, v_width, scale, grad_q, grad_k, grad_v
+    counter, q, k, v, out, lse, grad, query_start, heads, groups, width, v_width, scale, window, grad_q, grad_k,
+    grad_v,
 ):  # fmt: skip
     share, wide, v_wide = heads // groups, padded(width), padded(v_width)
     longest = 0
@@ -78,7 +83,7 @@ def backward(
     masses, slopes = np.empty(BLOCK * TILE, np.float32), np.empty(BLOCK * TILE, np.float32)
     turned = np.empty(BLOCK * TILE, np.float32)
     tops, deltas = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    seen, starts = np.empty(BLOCK, np.int64), np.empty(TILE, np.int64)
+    unseen, seen, starts = np.zeros(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(TILE, np.int64)
     task = take(counter)
     while task < (len(query_start) - 1) * groups:
         sequence, group = task // groups, task % groups
@@ -97,17 +102,19 @@ def backward(
                 tops[r], deltas[r] = lse[row], _dot(grads, outs, r * v_wide, v_wide)
             q_sums[: num_rows * wide] = np.float32(0)
             last = (begin + num_rows - 1) // share
-            for tile in range(0, last + 1, TILE):
+            lowest = max(0, begin // share - window + 1) if window > 0 else 0
+            for tile in range(lowest // TILE * TILE, last + 1, TILE):
                 keys = min(TILE, last + 1 - tile)
                 for r in range(num_rows):
                     seen[r] = (begin + r) // share - tile + 1
+                    unseen[r] = seen[r] - window if window > 0 else 0
                 add_products(
                     k_packed, tile * wide, TILE // LANES, queries, 0, wide, 1, num_rows, wide, masses, 0, True
                 )  # fmt: skip
                 add_products(
                     v_packed, tile * v_wide, TILE // LANES, grads, 0, v_wide, 1, num_rows, v_wide, slopes, 0, True
                 )  # fmt: skip
-                _masses_and_slopes(masses, slopes, num_rows, seen, tops, deltas, scale)
+                _masses_and_slopes(masses, slopes, num_rows, unseen, seen, tops, deltas, scale)
                 add_products(
                     k_rows, tile * wide, wide // LANES, slopes, 0, TILE, 1, num_rows, keys, q_sums, 0, False
                 )  # fmt: skip

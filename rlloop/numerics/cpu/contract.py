@@ -19,7 +19,7 @@ from rlloop.numerics.cpu import attention_backward as attention_backward_kernels
 from rlloop.numerics.cpu import elementwise
 from rlloop.numerics.cpu import linear as linear_kernels
 from rlloop.numerics.cpu.jit import flat, threads_for
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import WHOLE, AttentionLayout, Reach
 
 _library = torch.library.Library("rlloop", "FRAGMENT")
 
@@ -275,9 +275,12 @@ def value_rows(v: Tensor) -> tuple[np.ndarray, int]:
     return flat(v.contiguous()), v.shape[2]
 
 
+NO_SINKS = np.empty(0, np.float32)
+
+
 def _attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor, block_size: int,
-    scale: float, split: int = 0,
+    scale: float, split: int = 0, window: int = 0, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, log-sum-exp of the scaled scores [T, H] float32)."""
     (tokens, heads, width), (_, groups, v_width) = q.shape, v.shape
@@ -290,22 +293,24 @@ def _attention_cpu(
         threads, flat(q.contiguous()), flat(k.contiguous()), *value_rows(v), starts, contexts,
         flat(block_start.contiguous()), block_start.shape[1], block_size,
         *attention_kernels.plan(counts, heads, groups, threads), heads, groups, width, v_width, np.float32(scale),
-        split, flat(out), flat(lse),
+        split, window, NO_SINKS if sinks is None else flat(sinks.float()), flat(out), flat(lse),
     )  # fmt: skip
     return out, lse
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, query_start, _, _, _, ctx.scale, *split = inputs
+    q, k, v, query_start, _, _, _, ctx.scale, *reach = inputs
+    _, ctx.window, sinks = reach or (0, 0, None)
     out, lse = output
-    ctx.save_for_backward(q, k, v, query_start, out, lse)
+    ctx.save_for_backward(q, k, v, query_start, out, lse, sinks)
     ctx.mark_non_differentiable(lse)
-    ctx.others = 5 + len(split)
+    ctx.plain = not reach
 
 
 def _attention_gradients_cpu(
-    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
+    window: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     gradients, starts = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), flat(query_start)
     (_, heads, width), (_, groups, v_width) = q.shape, v.shape
@@ -313,7 +318,7 @@ def _attention_gradients_cpu(
     pairs = int(counts @ counts) * heads
     attention_backward_kernels.backward(
         threads_for(pairs * (width + v_width)), *map(flat, (q, k, v, out, lse, grad.contiguous())), starts, heads,
-        groups, width, v_width, np.float32(scale), *map(flat, gradients),
+        groups, width, v_width, np.float32(scale), window, *map(flat, gradients),
     )  # fmt: skip
     return gradients
 
@@ -326,8 +331,24 @@ _attention_gradients = _operator(
 )
 
 
+_attention_gradients_in_reach = _operator(
+    "attention_backward_in_reach(Tensor q, Tensor k, Tensor v, Tensor query_start, Tensor out, Tensor lse, Tensor grad,"
+    " float scale, int window) -> (Tensor, Tensor, Tensor)",
+    _attention_gradients_cpu,
+    lambda q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))),
+)
+
+
 def _attention_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *_attention_gradients(*ctx.saved_tensors, grad, ctx.scale), *[None] * ctx.others
+    *saved, sinks = ctx.saved_tensors
+    if ctx.plain:
+        return *_attention_gradients(*saved, grad, ctx.scale), *[None] * 5
+    gradients = _attention_gradients_in_reach(*saved, grad, ctx.scale, ctx.window)
+    if sinks is None:
+        return *gradients, *[None] * 8
+    *_, out, lse = saved  # a sink takes mass from every key, and what that mass would have read is `out`
+    lost = torch.exp(sinks.float() - lse) * (grad.float() * out.float()).sum(-1)
+    return *gradients, *[None] * 7, -lost.sum(0).to(sinks.dtype)
 
 
 def attention_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -342,9 +363,9 @@ _attention = _operator(
     _attention_backward,
     _attention_setup,
 )
-_attention_in_parts = _operator(
-    "attention_in_parts(Tensor q, Tensor k, Tensor v, Tensor query_start, Tensor context, Tensor block_start,"
-    " int block_size, float scale, int split) -> (Tensor, Tensor)",
+_attention_in_reach = _operator(
+    "attention_in_reach(Tensor q, Tensor k, Tensor v, Tensor query_start, Tensor context, Tensor block_start,"
+    " int block_size, float scale, int split, int window, Tensor? sinks) -> (Tensor, Tensor)",
     _attention_cpu,
     attention_shapes,
     _attention_backward,
@@ -352,8 +373,11 @@ _attention_in_parts = _operator(
 )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, split: int = 0) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, reach: Reach = WHOLE) -> Tensor:
     if not layout.contiguous and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("attention over a paged cache has no gradient; train with AttentionLayout.of_sequences")
     rest = (layout.query_start, layout.context, layout.block_start, layout.block_size, scale)
-    return (_attention_in_parts(q, k, v, *rest, split) if split else _attention(q, k, v, *rest))[0]
+    if reach.whole:
+        return _attention(q, k, v, *rest)[0]
+    split = 0 if reach.window else reach.split
+    return _attention_in_reach(q, k, v, *rest, split, reach.window, reach.sinks)[0]

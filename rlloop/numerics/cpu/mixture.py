@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.cpu import routing as kernels
-from rlloop.numerics.cpu.contract import _operator, linear, linear_out_float32, silu_mul
+from rlloop.numerics.cpu.contract import _operator, linear, linear_out_float32, sigmoid_mul, silu_mul
 from rlloop.numerics.cpu.grouped import grouped_product, plan
 from rlloop.numerics.cpu.jit import flat, threads_for
-from rlloop.numerics.routing import Routing
+from rlloop.numerics.routing import Clamped, Routing
 
 NO_BIAS = torch.zeros(0)
 
@@ -185,7 +185,33 @@ class _Spread(torch.autograd.Function):
         return grad, None, None, None
 
 
-def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool) -> Tensor:
+class _AddBias(torch.autograd.Function):
+    """Each group's bias [G, N] to its rows [R, N], in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return rows + bias.repeat_interleave(offsets.diff(), dim=0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (offsets,), grad = ctx.saved_tensors, grads[0].contiguous()
+        return grad, _rows_by_rows_op(grad, grad.new_ones(len(grad), 1), offsets, grad.dtype)[..., 0], None
+
+
+def _biased(rows: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    """Products with the columns of each group's matrix, and its bias: float32 sums, rounded once."""
+    sums = _grouped_linear(rows.float(), weight, False, offsets)
+    return _AddBias.apply(sums, bias.float(), offsets).to(rows.dtype)
+
+
+def _clamped_glu(x: Tensor, rule: Clamped) -> Tensor:
+    """In float32, one rounding."""
+    gate, up = x[..., ::2].float().clamp(max=rule.limit), x[..., 1::2].float().clamp(-rule.limit, rule.limit)
+    return sigmoid_mul(rule.alpha * gate, gate * (up + 1)).to(x.dtype)
+
+
+def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, clamped: Clamped | None = None) -> Tensor:
     if x.is_cuda and gated:
         from rlloop.numerics.triton import experts as on_cuda
 
@@ -195,6 +221,10 @@ def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool) ->
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     counts = chosen.flatten().bincount(minlength=len(down))
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    if clamped is not None:
+        inner = _biased(_Spread.apply(x, order, inverse, top_k), up, clamped.up_bias, offsets)
+        out = _biased(_clamped_glu(inner, clamped), down, clamped.down_bias, offsets)
+        return _Spread.apply(out, inverse, order, 1).unflatten(0, (tokens, top_k))
     # No name outlives its use: what is freed at once is memory that the next result takes, without new pages.
     inner = _grouped_linear(_Spread.apply(x, order, inverse, top_k), up, True, offsets)
     inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else inner.relu().square()

@@ -115,7 +115,8 @@ def forward(
     scores = np.empty(heads * TILE, np.float32)
     k_packed, v_packed = np.empty(wide * TILE, np.float32), np.empty(v_wide * TILE, np.float32)
     tops, totals = np.empty(2 * heads, np.float32), np.empty(2 * heads, np.float32)
-    counts, starts, line = np.empty(heads, np.int64), np.empty(TILE, np.int64), np.empty(LANES, np.float32)
+    lows, counts, starts = np.zeros(heads, np.int64), np.empty(heads, np.int64), np.empty(TILE, np.int64)
+    line = np.empty(LANES, np.float32)
     tokens = len(lse) // heads
     token = take(counter)
     while token < tokens:
@@ -142,8 +143,8 @@ def forward(
             for lane in range(0, keys, LANES):
                 pack_rows(k, starts, lane, 0, width, k_packed, lane, TILE)
             _tile(
-                queries, k_packed, v_packed, width, wide, v_wide, 0, heads, counts, scale, scores, tops, totals, sums,
-                line,
+                queries, k_packed, v_packed, width, wide, v_wide, 0, heads, lows, counts, scale, scores, tops, totals,
+                sums, line,
             )  # fmt: skip
         for r in range(heads):
             if 0 < split < seen:
@@ -182,7 +183,7 @@ def backward(
     masses, slopes = np.empty(BLOCK * TILE, np.float32), np.empty(BLOCK * TILE, np.float32)
     turned = np.empty(BLOCK * TILE, np.float32)
     tops, deltas = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    visible, starts = np.empty(BLOCK, np.int64), np.empty(TILE, np.int64)
+    unseen, visible, starts = np.zeros(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(TILE, np.int64)
     sequence = take(counter)
     while sequence < len(query_start) - 1:
         begin, count = query_start[sequence], query_start[sequence + 1] - query_start[sequence]
@@ -218,7 +219,7 @@ def backward(
                         pack_rows(v_rows, starts, lane, 0, v_wide, v_packed, lane, TILE)
                     add_products(k_packed, 0, TILE // LANES, queries, 0, wide, 1, num_rows, wide, masses, 0, True)
                     add_products(v_packed, 0, TILE // LANES, grads, 0, v_wide, 1, num_rows, v_wide, slopes, 0, True)
-                    _masses_and_slopes(masses, slopes, num_rows, visible, tops, deltas, scale)
+                    _masses_and_slopes(masses, slopes, num_rows, unseen, visible, tops, deltas, scale)
                     add_products(k_tile, 0, wide // LANES, slopes, 0, TILE, 1, num_rows, keys, q_sums, 0, False)
                     k_tile[: keys * wide] = ZERO
                     v_tile[: keys * v_wide] = ZERO

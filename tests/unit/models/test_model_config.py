@@ -112,7 +112,7 @@ def test_keys_of_older_files_that_change_nothing():
         ({"architectures": ..., "model_type": "gpt2"}, "gpt2"),
         ({"model_type": "llama"}, "'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is \"silu\""),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config mxfp4.*bfloat16.*dequantized"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": ...}, "window is 1"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
@@ -146,6 +146,37 @@ def test_what_is_not_supported_is_refused_by_name(changes, named):
         return
     with pytest.raises(ModelError, match=named):
         parse_config(raw(**changes))
+
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+    "intermediate_size": 2880, "num_hidden_layers": 4, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "head_dim": 64, "hidden_act": "silu", "initial_context_length": 4096, "max_position_embeddings": 131072,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "attention_bias": True,
+    "attention_dropout": 0.0, "eos_token_id": 200002, "pad_token_id": 199999, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "output_router_logits": False, "sliding_window": 128,
+    "swiglu_limit": 7.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+}  # fmt: skip
+
+
+def test_gpt_oss_reads_as_it_was_released() -> None:
+    config = parse_config(GPT_OSS)
+    assert config.mixture is not None
+    assert (config.window, config.windowed, config.mixture.clamp) == (128, (0, 2), (7.0, 1.702))
+    kinds = ["full_attention"] * 3 + ["sliding_attention"]
+    assert parse_config({**GPT_OSS, "layer_types": kinds}).windowed == (3,)
+    for changes, named in (
+        ({"layer_types": ["chunked_attention"] * 4}, "layer_types.*sliding_attention for each of 4 layers"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"num_experts_per_tok": 33}, "num_experts_per_tok is 33"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config mxfp4"),
+    ):
+        with pytest.raises(ModelError, match=named):
+            parse_config({**GPT_OSS, **changes})
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,16 @@ def test_types_and_devices_that_cannot_be_used(tmp_path: Path):
             load_model(tmp_path, device="cuda")
 
 
+@pytest.mark.parametrize(("family", "named"), [("nemotron_h", "recurrent layers"), ("gpt_oss", "attention sinks")])
+def test_what_has_no_kernels_for_gpus_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, named: str
+):
+    make_checkpoint(tmp_path, family)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=f"ForCausalLM has {named}, whose kernels are for CPUs; use device=cpu"):
+        load_model(tmp_path, device="cuda")
+
+
 @pytest.mark.parametrize("family", EVERY)
 def test_a_new_model_is_its_seeds_and_what_transformers_reads(tmp_path: Path, family: str):
     make_checkpoint(tmp_path / "config", family, initializer_range=0.05)
@@ -217,14 +227,16 @@ def test_a_new_model_is_its_seeds_and_what_transformers_reads(tmp_path: Path, fa
     model, same, other = (new_model(config, seed) for seed in (7, 7, 8))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, same.get_parameter(name))
-        if parameter.ndim >= 2:
+        if name.endswith("bias") and not name.endswith("dt_bias"):
+            assert (parameter == 0).all()
+        elif parameter.ndim >= 2 or name.endswith("sinks"):
             assert not torch.equal(parameter, other.get_parameter(name))
             assert parameter.numel() < 300 or parameter.std().item() == pytest.approx(0.05, rel=0.15)
         elif name.endswith("A_log"):
             assert torch.equal(parameter.exp().round(), torch.arange(1.0, len(parameter) + 1))
         else:
             centred = family == "qwen3_5_moe" and "norm" in name and "linear_attn" not in name
-            assert (parameter == (0 if centred or name.endswith((".bias", "correction_bias")) else 1)).all()
+            assert (parameter == (0 if centred else 1)).all()
     assert model.source_path is None
     save_model(model, tmp_path / "new")
     theirs = by_our_names(AutoModelForCausalLM.from_pretrained(tmp_path / "new").state_dict())

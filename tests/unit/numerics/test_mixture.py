@@ -9,7 +9,7 @@ from torch import Tensor
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
-from rlloop.numerics.routing import Routing
+from rlloop.numerics.routing import Clamped, Routing
 
 OURS, REFERENCE, STOCK, THEIRS = (
     Ops(NumericsProfile.preset(name)) for name in ("rlloop", "reference", "stock", "huggingface")
@@ -151,6 +151,52 @@ def test_the_experts_gradients_are_the_references(choice: str) -> None:
     idle = [expert for expert in range(experts) if not (chosen == expert).any()]
     assert all((ours[1].grad[expert] == 0).all() and (ours[2].grad[expert] == 0).all() for expert in idle)
     assert bool(idle) == (choice != "spread")
+
+
+def clamped(experts: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Clamped]:
+    """Limits that many numbers pass."""
+    up, down = draw(experts, width, 2 * inner, seed=1, dtype=dtype), draw(experts, inner, width, seed=2, dtype=dtype)
+    biases = draw(experts, 2 * inner, seed=3, dtype=dtype), draw(experts, width, seed=4, dtype=dtype)
+    return up, down, Clamped(*biases, limit=3.0, alpha=1.7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_clamped_experts_row_has_the_bits_of_dense_layers(choice: str, dtype: torch.dtype) -> None:
+    experts, x = 13, draw(65, 40, dtype=dtype)
+    up, down, rule = clamped(experts, 40, 24, dtype)
+    chosen = CHOICES[choice](65, experts)
+    made = OURS.experts(x, up, down, chosen, clamped=rule)
+    for slot in range(2):
+        for expert in chosen[:, slot].unique().tolist():
+            at = chosen[:, slot] == expert
+            inner = OURS.linear(x[at], up[expert].T.contiguous(), rule.up_bias[expert]).float()
+            gate, rise = inner[:, ::2].clamp(max=3.0), inner[:, 1::2].clamp(-3.0, 3.0) + 1
+            held = OURS.sigmoid_mul(1.7 * gate, gate * rise).to(dtype)
+            wanted = OURS.linear(held, down[expert].T.contiguous(), rule.down_bias[expert])
+            assert same_bits(made[at, slot], wanted)
+    for begin, end in ((0, 1), (64, 65), (3, 19)):
+        alone = OURS.experts(x[begin:end], up, down, chosen[begin:end], clamped=rule)
+        assert same_bits(alone, made[begin:end])
+    for ops in (REFERENCE, STOCK, THEIRS):
+        other = ops.experts(x, up, down, chosen, clamped=rule)
+        assert (other - made).norm() < (1e-5 if dtype is torch.float32 else 2e-2) * made.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_clamped_experts_gradients_are_the_references(choice: str, dtype: torch.dtype) -> None:
+    chosen, pull, parts = CHOICES[choice](37, 5), draw(37, 2, 24, seed=9), []
+    for ops, kind in ((OURS, dtype), (REFERENCE, torch.float64)):
+        up, down, rule = clamped(5, 24, 20, dtype)
+        leaves = [
+            t.to(kind).requires_grad_() for t in (draw(37, 24, dtype=dtype), up, down, rule.up_bias, rule.down_bias)
+        ]
+        x, up, down, *biases = leaves
+        (ops.experts(x, up, down, chosen, clamped=Clamped(*biases, 3.0, 1.7)) * pull.to(kind)).sum().backward()
+        parts.append([leaf.grad for leaf in leaves])
+    for mine, wanted in zip(*parts, strict=True):
+        assert ((mine - wanted).norm() / wanted.norm()).item() < (1e-6 if dtype is torch.float32 else 6e-2)
 
 
 def test_no_token_at_all() -> None:
