@@ -110,6 +110,9 @@ def sizes(work: Path, models: list[str], lrs: list[str], steps: int, pairs: int)
                 Figure(name=f"{name}{share}: full bytes by wire bytes, manifest included", unit="x",
                        value=total.full / (stream + manifests), peer="XOR + zstd-1 (without a manifest)",
                        peer_value=total.full / total.xor, aim=2.0 if float(lr) <= 1e-5 else None),
+                Figure(name=f"{name}: full bytes by wire bytes, beside index and value", unit="x",
+                       value=total.full / (stream + manifests), peer="index + value, 4 and 2 bytes a change",
+                       peer_value=total.full / total.index_value),
                 Figure(name=f"{name}: full bytes by the encoded tensors'", unit="x", value=total.full / stream,
                        peer="entropy, old exponent known", peer_value=total.full / total.conditional, aim=0.8),
             ]  # fmt: skip

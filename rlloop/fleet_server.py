@@ -1,6 +1,6 @@
 """The trainer's end of a fleet over HTTP: its versions of the weights, and the door by which engines join.
 
-    GET  /latest, /blobs/{hash}   the store (rlloop.sync.http)
+    GET  /latest, /blobs/{hash}   the store (rlloop.sync.http); POST /squash/{version}, too
     POST /fleet/join              {"url": ..., "region": ...}: said again every few seconds, it is a sign of life
     POST /fleet/leave             {"url": ...}
     GET  /fleet/engines           who there is
@@ -40,9 +40,12 @@ class Joining(msgspec.Struct, forbid_unknown_fields=True):
     region: str = "home"
 
 
-def trainer_app(store: Store, router: Router, publish: Publish | None = None) -> Starlette:
-    """`publish`: only for trainers elsewhere; without it neither publishing nor sampling is offered."""
-    served = StoreRoutes(store)
+def trainer_app(
+    store: Store, router: Router, squash: Callable[[int], bool], publish: Publish | None = None
+) -> Starlette:
+    """`squash`: the publisher's. `publish`: only for trainers elsewhere; without it neither publishing nor sampling is
+    offered."""
+    served = StoreRoutes(store, squash)
     registry = CollectorRegistry()
     Gauge("rlloop_store_served_bytes", "bytes of weights given out", registry=registry).set_function(
         lambda: served.served_bytes

@@ -25,6 +25,9 @@ class Publishing:
         self._publisher = Publisher(store, key, run_id, anchor_every=anchor_every)
         self.term = int(time.time())  # later processes of a run fence off earlier ones
 
+    def squash(self, sequence: int) -> bool:
+        return self._publisher.squash_for(sequence)
+
     def bound_to(self, router: Router) -> Callable[[bytes, int], Mapping[str, float]]:
         def publish(content: bytes, step: int) -> Mapping[str, float]:
             published = self._publisher.publish(read_safetensors(content), step)

@@ -305,7 +305,8 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
     publishing = Publishing(store, load_or_make_key(given.signing_key), given.run_id, given.anchor_every)
     router = open_router(fleet, _print_event, token=listen.token, holder=given.run_id, term=publishing.term)
     stack.callback(router.close)
-    serve(trainer_app(store, router, publishing.bound_to(router)), listen, _announce("trainer"))
+    app = trainer_app(store, router, publishing.squash, publishing.bound_to(router))
+    serve(app, listen, _announce("trainer"))
 
 
 def _print_event(event: Any) -> None:

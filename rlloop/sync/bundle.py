@@ -63,6 +63,9 @@ class MemoryStore:
     def delete(self, digest: bytes) -> None:
         self.held.pop(digest, None)
 
+    def squash(self, sequence: int) -> bool:
+        return False  # nobody hears it
+
 
 class BundlePublisher:
     """Publishes into bundles, and keeps none: for who joins, `joining` makes the way anew."""

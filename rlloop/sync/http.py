@@ -1,7 +1,8 @@
 """A store over HTTP, as `rlloop.sync.store.HttpStore` reads it: `rlloop serve relay`, and the trainer's end.
 
-GET /latest           the head, with its ETag; 404 before the first version
-GET /blobs/{hash}     whole, or from where a transfer broke (Range)
+GET  /latest            the head, with its ETag; 404 before the first version
+GET  /blobs/{hash}      whole, or from where a transfer broke (Range)
+POST /squash/{version}  one delta from that sequence to the newest version: 201 where the head has it now, else 204
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ RANGE = re.compile(r"bytes=(\d+)-")
 
 
 class StoreRoutes:
-    """What a server needs to answer for `store`."""
+    """What a server needs to answer for `store`. `squash`: of who publishes there; None: the store is asked."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, squash: Callable[[int], bool] | None = None) -> None:
+        self.store, self._squash = store, squash or store.squash
         self.served_bytes = 0
-        self.routes = [Route("/latest", self._latest), Route("/blobs/{digest}", self._blob)]
+        self.routes = [
+            Route("/latest", self._latest),
+            Route("/blobs/{digest}", self._blob),
+            Route("/squash/{sequence:int}", self._squashed, methods=["POST"]),
+        ]
         self.handlers: Mapping[type[Exception], Callable[[Request, Exception], Response]] = {
             Missing: lambda _, error: refusal(404, "no_such_blob", str(error)),
             SyncError: lambda _, error: refusal(502, "store_failed", str(error)),
@@ -47,6 +52,10 @@ class StoreRoutes:
             return Response(status_code=304, headers={"ETag": tag})
         self.served_bytes += len(head)
         return Response(head, headers={"ETag": tag, "Cache-Control": "no-cache"}, media_type="application/octet-stream")
+
+    async def _squashed(self, request: Request) -> Response:
+        made = await run_in_threadpool(self._squash, request.path_params["sequence"])
+        return Response(status_code=201 if made else 204)
 
     async def _blob(self, request: Request) -> Response:
         name = request.path_params["digest"]

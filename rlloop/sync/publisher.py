@@ -6,6 +6,7 @@ that nobody names, and the old head.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from rlloop.errors import ConfigError
 from rlloop.sync.bits import Bits, Tensors
 from rlloop.sync.manifest import Head, Link, Listing, Manifest, root_hash
 from rlloop.sync.packing import listing_of, pack
-from rlloop.sync.replica import Manifests, Replica
+from rlloop.sync.replica import SQUASHED, Manifests, Replica
 from rlloop.sync.store import Conflict, Store
 from rlloop.sync.target import MemoryTarget
 
@@ -33,7 +34,8 @@ class Published:
 
 
 class Publisher:
-    """One at a time: a second one on the same store loses the compare-and-swap and raises `Conflict`.
+    """One at a time: a second one on the same store loses the compare-and-swap and raises `Conflict`. `squash_for` may
+    be called from other threads; all else from one.
 
     Begins where the store's head stands: the last published bytes are rebuilt from the store and checked against the
     root, since a difference from anything else would be refused by every replica.
@@ -60,6 +62,7 @@ class Publisher:
         self.store, self.run_id = store, run_id
         self._key, self._threads, self._wake = key, threads, wake
         self._anchor_every, self._chains = anchor_every, chains
+        self._publishing, self._squashing = threading.Lock(), threading.Lock()
         self._head_bytes = store.latest()
         self.head = None if self._head_bytes is None else Head.decode(self._head_bytes)
         self._tensors: dict[str, Bits] = {}
@@ -84,6 +87,10 @@ class Publisher:
         Names are Hugging Face's; `aliases` are the other names of tied weights. The same step with the same bits again
         changes nothing. Raises `StoreError` (the old head stands; publish again) and `Conflict`.
         """
+        with self._publishing:
+            return self._publish(tensors, step, aliases)
+
+    def _publish(self, tensors: Tensors, step: int, aliases: Mapping[str, str] | None) -> Published:
         began, aliases = time.perf_counter(), dict(aliases or {})
         if not tensors:
             raise ConfigError("nothing to publish: no tensors were given")
@@ -148,9 +155,10 @@ class Publisher:
 
     def anchor(self) -> Published:
         """Store the newest version whole, for joiners; then `collect`."""
-        published = self._shortcut(self._tensors, {}, None)
-        self.collect()
-        return published
+        with self._publishing:
+            published = self._shortcut({}, None)
+            self._collect(None)
+            return published
 
     def squash(self, base: int) -> Published:
         """One delta from the version of sequence `base` to the newest, for replicas that are far behind."""
@@ -160,7 +168,18 @@ class Publisher:
             have = f"{head.chain[0].sequence} to {head.newest.sequence - 1}"
             raise ConfigError(f"no delta can be squashed from sequence {base}; the chain has {have}")
         old, _ = state_at(self.store, self._key, head, base)
-        return self._shortcut(self._tensors, old, links[0])
+        with self._publishing:
+            return self._shortcut(old, links[0])
+
+    def squash_for(self, sequence: int) -> bool:
+        """For a replica that stands at `sequence`: squash from there, unless that was done. Whether the head has it."""
+        with self._squashing:
+            head = self.head
+            if head is None or not head.chain[0].sequence <= sequence <= head.newest.sequence - SQUASHED:
+                return False
+            if all((link.base, link.sequence) != (sequence, head.newest.sequence) for link in head.shortcuts):
+                self.squash(sequence)
+            return True
 
     def collect(self, pinned: set[int] | None = None) -> int:
         """Delete what no replica needs: all but the last `chains` anchors and what follows the older of them.
@@ -168,6 +187,10 @@ class Publisher:
         `pinned`: sequences that live replicas stand at; the chain from the lowest of them on stays. Returns the number
         of blobs deleted.
         """
+        with self._publishing:
+            return self._collect(pinned)
+
+    def _collect(self, pinned: set[int] | None) -> int:
         head, _ = self._standing()
         anchors = sorted({link.sequence for link in (*head.chain, *head.shortcuts) if link.base is None})
         first = anchors[-self._chains] if len(anchors) >= self._chains else anchors[0]
@@ -200,12 +223,12 @@ class Publisher:
 
     # ---------------------------------------------------------------------------------------------- parts
 
-    def _shortcut(self, tensors: Tensors, base: Tensors, link: Link | None) -> Published:
+    def _shortcut(self, base: Tensors, link: Link | None) -> Published:
         """Another way to the newest version: from `link`'s, or from nothing."""
         head, last = self._standing()
         began = time.perf_counter()
         assert self._listing is not None
-        packed = pack(self.store, self._listing, tensors, base, {}, self._threads)
+        packed = pack(self.store, self._listing, self._tensors, base, {}, self._threads)
         manifest = msgspec.structs.replace(
             last,
             parent=None if link is None else link.manifest,

@@ -64,6 +64,9 @@ class CachingStore(_ReadOnly):
     def has(self, digest: bytes) -> bool:
         return self._disk.has(digest) or self.upstream.has(digest)
 
+    def squash(self, sequence: int) -> bool:
+        return self._flights.run(("squash", sequence), lambda: self.upstream.squash(sequence))
+
     def _blob(self, digest: bytes) -> bytes:
         try:
             content = b"".join(self._disk.get(digest))
@@ -146,3 +149,9 @@ class Sources(_ReadOnly):
 
     def has(self, digest: bytes) -> bool:
         return self._origin.has(digest)
+
+    def squash(self, sequence: int) -> bool:
+        try:
+            return self._relay.squash(sequence)
+        except StoreError:
+            return self._origin.squash(sequence)

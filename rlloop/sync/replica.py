@@ -29,6 +29,8 @@ from rlloop.sync.store import Store, fetch
 from rlloop.sync.stream import StreamReader
 from rlloop.sync.target import TORN, Target, plan_writes
 
+SQUASHED = 4  # versions behind, from which on one delta of them all is asked for
+
 
 class State(StrEnum):
     idle = "IDLE"
@@ -140,7 +142,7 @@ class Replica:
                 self._join(head)
             standing = None if self.applied is None else (self.applied.sequence, self.applied.manifest)
             if standing is None or standing[0] < sequence:
-                self.commit(self.stage(route(head, standing, sequence)))
+                self.commit(self.stage(self._way(head, standing, sequence)))
         except BaseException as failure:
             doubtful = isinstance(failure, codec.CodecError) or self.state is State.verify
             odd = self.audit() if doubtful and not self.torn else []
@@ -226,6 +228,17 @@ class Replica:
         if content is None:
             raise Refused("the store has no version yet")
         return Head.decode(content)
+
+    def _way(self, head: Head, standing: tuple[int, bytes] | None, sequence: int) -> list[Link]:
+        """The cheapest; where it is a long one, after whoever publishes was asked for a shorter."""
+        way = route(head, standing, sequence)
+        if standing is None or len(way) < SQUASHED or sequence != head.newest.sequence:
+            return way
+        with suppress(SyncError):  # the long way is there
+            if self.store.squash(standing[0]):
+                fresh = self._read_head()
+                return route(fresh, standing, max(sequence, fresh.newest.sequence))
+        return way
 
     def _join(self, head: Head) -> None:
         """Where the live weights are a version of the chain already (a model loaded from disk), begin there."""

@@ -64,6 +64,10 @@ class Store(Protocol):
 
     def delete(self, digest: bytes) -> None: ...
 
+    def squash(self, sequence: int) -> bool:
+        """Ask who publishes for one delta from the version of `sequence` to the newest. Whether the head has it now."""
+        ...
+
 
 def fetch(store: Store, digest: bytes, size: int | None = None, *, limit: int, attempts: int = 3) -> bytes:
     """A blob, whole and checked. A transfer that breaks goes on where it broke; a damaged one begins again.
@@ -138,6 +142,9 @@ class FolderStore:
 
     def delete(self, digest: bytes) -> None:
         self._place(digest).unlink(missing_ok=True)
+
+    def squash(self, sequence: int) -> bool:
+        return False  # nobody hears it
 
     def _place(self, digest: bytes) -> Path:
         name = digest.hex()
@@ -226,6 +233,9 @@ class FsspecStore:
     def delete(self, digest: bytes) -> None:
         with _translated(self.url):
             self._files.rm_file(self._place(digest))
+
+    def squash(self, sequence: int) -> bool:
+        return False  # nobody hears it
 
     def _heads(self) -> list[int]:
         return sorted(int(name) for name in self._names("heads"))
@@ -326,6 +336,10 @@ class HttpStore:
 
     def delete(self, digest: bytes) -> None:
         raise ConfigError(f"{self.url} can only be read")
+
+    def squash(self, sequence: int) -> bool:
+        with self._translated():
+            return self._client.post(f"{self.url}/squash/{sequence}").status_code == 201
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import httpx
 import pytest
 from starlette.applications import Starlette
@@ -24,6 +26,7 @@ from tests.unit.sync.weights import KEY, first_weights
 
 TOKEN = "a token of some length"
 LIMIT = 1 << 16
+NO_BODY = ("/rlloop/weights/wake", "/rlloop/pause", "/rlloop/resume", "/squash/3")  # posted to, and none is read
 
 
 @pytest.fixture(params=["engine", "relay", "trainer", "proxy"])
@@ -41,7 +44,7 @@ def server(request, tmp_path):
     elif request.param == "trainer":
         router = Router(RouterSettings(), lambda event: None, token=TOKEN)
         undo.append(router.close)
-        app = trainer_app(store, router, lambda content, step: {})
+        app = trainer_app(store, router, lambda sequence: False, lambda content, step: {})
     else:
         app = proxy_app(httpx.AsyncClient(base_url="http://127.0.0.1:1"))
     running = BackgroundServer(app, Listen(token=TOKEN, max_body=LIMIT))
@@ -53,8 +56,9 @@ def server(request, tmp_path):
 
 def routes(app: Starlette, store: FolderStore) -> list[tuple[str, str]]:
     blob = next(store.blobs()).hex()
+    values = {"{digest}": blob, "{key}": "k", "{path:path}": "v1/models", "{sequence:int}": "3"}.items()
     return [
-        (method, route.path.replace("{digest}", blob).replace("{key}", "k").replace("{path:path}", "v1/models"))  # type: ignore[attr-defined]
+        (method, reduce(lambda path, value: path.replace(*value), values, route.path))  # type: ignore[attr-defined]
         for route in app.routes
         for method in sorted(route.methods or [])  # type: ignore[attr-defined]
     ]
@@ -84,7 +88,7 @@ def test_no_route_takes_more_than_it_may(server):
     with httpx.Client(base_url=url, headers=headers, trust_env=False) as client:
         for method, path in routes(app, store):
             assert client.request(method, path, content=b"x" * (LIMIT + 1)).status_code == 413, (method, path)
-            if method == "POST" and path != "/rlloop/weights/wake":  # the others read no body at all
+            if method == "POST" and path not in NO_BODY:
                 assert client.request(method, path, params={"step": 1}, content=endless()).status_code == 413, (
                     method,
                     path,

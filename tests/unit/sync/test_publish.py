@@ -193,7 +193,7 @@ def test_collection_keeps_whole_chains_and_what_live_replicas_need(store):
         if step == 1:
             replica.poll()
         if step in (4, 8):
-            publisher._shortcut(publisher._tensors, {}, None)
+            publisher._shortcut({}, None)
     stray = store.put(b"left by a publisher that was killed")
     before = set(store.blobs())
     publisher.collect(pinned={1})

@@ -7,13 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
 from rlloop.errors import ConfigError
-from rlloop.sync.http import relay_app
+from rlloop.sync.http import StoreRoutes, relay_app
 from rlloop.sync.manifest import MAX_MANIFEST, hash_of
+from rlloop.sync.publisher import Publisher
 from rlloop.sync.relay import CachingStore, Sources
+from rlloop.sync.replica import Replica
 from rlloop.sync.store import FolderStore, HttpStore, Missing, StoreError, fetch
+from rlloop.sync.target import MemoryTarget
 from rlloop.web import BackgroundServer, Listen
+from tests.unit.sync.weights import KEY, PUBLIC, history, same
 
 TOKEN = "a token of some length"
 
@@ -171,3 +176,56 @@ def test_past_a_relay_that_lies_or_is_gone_the_store_itself_is_read(origin, tmp_
     sources = Sources(gone, origin)
     assert sources.latest() == b"head"
     assert fetch(sources, digest, limit=100) == b"weights"
+
+
+def test_a_replica_that_lags_asks_for_one_delta_through_its_relay(tmp_path):
+    versions = history(9)
+    publisher = Publisher(FolderStore(tmp_path / "store"), KEY, "run")
+    publisher.publish(versions[0], 0)
+    assert publisher.head is not None
+    served = StoreRoutes(publisher.store, publisher.squash_for)
+    trainer = BackgroundServer(Starlette(routes=served.routes), Listen())
+    upstream, direct = HttpStore(trainer.url), HttpStore(trainer.url)
+    relay = BackgroundServer(relay_app(CachingStore(upstream, tmp_path / "cache", MAX_MANIFEST)), Listen())
+    near = HttpStore(relay.url)
+    target = MemoryTarget()
+    replica = Replica(Sources(near, direct), PUBLIC, target)
+    assert replica.poll()
+    for step in (1, 2, 3):
+        publisher.publish(versions[step], step)
+    assert replica.poll()  # three behind: as they come
+    assert publisher.head.shortcuts == ()
+    for step in (4, 5, 6, 7):
+        publisher.publish(versions[step], step)
+    chain = sum(link.wire_bytes for link in publisher.head.chain[4:])
+    assert replica.poll()
+    [squashed] = publisher.head.shortcuts
+    assert (squashed.base, squashed.sequence) == (3, 7)
+    assert replica.metrics["sync/wire_bytes"] == squashed.wire_bytes < chain
+    assert same(target.state, versions[7])
+    publisher.publish(versions[8], 8)
+    assert replica.poll()
+    assert same(target.state, versions[8])
+    assert not publisher.squash_for(8)
+    assert not publisher.squash_for(99)
+    for each in (near, direct, upstream, relay, trainer):
+        each.close()
+
+
+def test_where_nobody_squashes_the_chain_is_followed(tmp_path):
+    versions = history(5)
+    store = FolderStore(tmp_path / "store")
+    publisher, target = Publisher(store, KEY, "run"), MemoryTarget()
+    publisher.publish(versions[0], 0)
+    assert publisher.head is not None
+    server = BackgroundServer(Starlette(routes=StoreRoutes(store).routes), Listen())
+    reading = HttpStore(server.url)
+    replica = Replica(reading, PUBLIC, target)
+    assert replica.poll()
+    for step in (1, 2, 3, 4, 5):
+        publisher.publish(versions[step], step)
+    assert replica.poll()
+    assert same(target.state, versions[5])
+    assert publisher.head.shortcuts == ()
+    reading.close()
+    server.close()
