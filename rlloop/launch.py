@@ -26,7 +26,7 @@ from rich.console import Console
 from rlloop.algorithms import advantages_for, loss_for
 from rlloop.config import Anchor, Launch, ParityMode, RunConfig
 from rlloop.console import Progress, print_summary
-from rlloop.errors import ConfigError, ModelError, ParityError
+from rlloop.errors import ConfigError, ModelError, ParityError, RlloopError
 from rlloop.fleet import EngineDied, FleetEngine, FleetSync, RemoteTrainer
 from rlloop.fleet_config import FleetKind
 from rlloop.loop import Advantages, Loop, Parts
@@ -92,9 +92,9 @@ def train(job: Job, console: Console) -> int:
             finished = _drive(job, prepared, folder, interrupts, console)
         except KeyboardInterrupt:
             finished = False
-        except ParityError as error:
+        except RlloopError as error:
             folder.log(f"stopped: {error}")
-            _conclude(folder, "parity broken")
+            _conclude(folder, "parity broken" if isinstance(error, ParityError) else "failed")
             raise
         if not finished:
             folder.log("interrupted")

@@ -104,10 +104,12 @@ class RunFolder:
     def adopt(self, config: Mapping[str, Any]) -> None:
         """Write the configuration of a new run, or check that it is the one this folder's run was started with.
 
-        Raises `RunError` naming every key that differs and would make another run of it.
+        Raises `RunError` naming every key that differs and would make another run of it. A run that failed before it
+        had recorded or published anything is none yet.
         """
-        file = self.path / "config.yaml"
-        if file.exists():
+        file, metrics = self.path / "config.yaml", self.metrics.path
+        begun = (metrics.exists() and metrics.stat().st_size) or (self.path / "weights").exists()
+        if file.exists() and begun:
             refuse_other_run(self.path, yaml.safe_load(file.read_text()), config)
         write_whole(file, yaml.safe_dump(dict(config), sort_keys=False).encode())
 

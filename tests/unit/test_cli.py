@@ -203,6 +203,16 @@ def test_what_is_not_there_is_refused_by_name(rlloop, arguments, says):
     assert (code, says in said, "Traceback" in said) == (2, True, False), said
 
 
+def test_a_run_that_fails_says_so_in_its_folder_and_may_be_put_right(rlloop, tmp_path):
+    (tmp_path / "my_broken_reward.py").write_text("def broken(prompt, completion, example):\n    return None.reward\n")
+    code, said = rlloop.train("reward._target_=my_broken_reward.broken", "run.dir=out")
+    assert (code, "held-out samples failed; first: reward error: AttributeError" in said) == (1, True), said
+    assert "stopped: every one of" in (tmp_path / "out" / "run.log").read_text()
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
+    assert rlloop.train("run.dir=out")[0] == 0
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "finished"
+
+
 def test_a_traceback_only_for_who_asks(rlloop, monkeypatch):
     assert "Traceback" in rlloop.train("trainer.lr=-1", "--full-error")[1]
     monkeypatch.setenv("RLLOOP_TRACEBACK", "1")

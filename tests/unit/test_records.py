@@ -104,7 +104,9 @@ def changed(**sections) -> dict:
 
 def test_another_meaning_is_refused_by_key(tmp_path):
     with RunFolder(tmp_path / "run") as folder:
-        folder.adopt(CONFIG)
+        folder.adopt(changed(trainer={"lr": 0.3}))
+        folder.adopt(CONFIG)  # nothing was recorded under the other one
+        folder.metrics.append({"step": 0})
         with pytest.raises(RunError, match=r"trainer\.lr: the run has 0\.1, given is 0\.2"):
             folder.adopt(changed(trainer={"lr": 0.2}))
         with pytest.raises(RunError, match="seed"):

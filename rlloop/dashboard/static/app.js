@@ -35,7 +35,7 @@ async function draw(force = false) {
   }
 }
 
-const STATUS = { live: "live", finished: "finished", stopped: "stopped", "parity broken": "bad" };
+const STATUS = { live: "live", finished: "finished", stopped: "stopped", "parity broken": "bad", failed: "bad" };
 
 // The runs that the filter lets through.
 const found = () => [...state.runs.values()].filter((run) => run.id.toLowerCase().includes($("filter").value.toLowerCase()));
