@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 
 from rlloop.metrics import PEER_NAMES, Max, Mean, Min, Sum, as_peer, is_timing, merge, values
@@ -51,3 +54,19 @@ def test_no_two_names_of_a_peer_count_the_same_metric():
     for peer, names in PEER_NAMES.items():
         counted = [ours for parts in names.values() for ours in parts]
         assert len(set(counted)) == len(counted), peer
+
+
+def test_every_metric_that_the_code_names_is_documented():
+    root = Path(__file__).parents[2]
+    known = set(re.findall(r"`([a-z]+/[a-z0-9_]+)`", (root / "docs" / "metrics.md").read_text()))
+    sections = "|".join(sorted({name.partition("/")[0] for name in known}))
+    panels = root / "rlloop" / "dashboard" / "panels.py"  # has room for metrics of other frameworks
+    named = {
+        name
+        for file in (root / "rlloop").rglob("*.py")
+        if file != panels
+        for name in re.findall(rf'"((?:{sections})/[a-z0-9_]+)"', file.read_text())
+    }
+    named.discard("sync/wire")  # a prefix, for is_timing
+    assert len(named) > 50
+    assert not {name for name in named if name not in known and not name.startswith(("time/", "fleet/"))}
