@@ -12,7 +12,6 @@ from rlloop.models.scoring import ScoreRow, score
 from rlloop.rollout.vllm.stock import StockVllmEngine
 from rlloop.rollout.vllm.weights import plain
 from rlloop.sync.live import named_weights
-from tests.vllm.test_vllm_runs import FAMILIES, SMALL
 from tests.vllm.test_vllm_stock import gaps, k3
 
 MIXTURE = {
@@ -56,6 +55,32 @@ def test_experts_live_packed_and_their_choices_come_back(dtype):
     engine.close()
 
 
-def test_latent_attention_is_refused():
-    with pytest.raises(ConfigError, match="kv_b_proj"):
-        StockVllmEngine(new_model({**SMALL, **FAMILIES["latent"]}, seed=0))
+OF_QWEN = {"num_experts", "decoder_sparse_step", "mlp_only_layers", "head_dim"}
+LATENT = {name: value for name, value in MIXTURE.items() if name not in OF_QWEN} | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 4,
+    "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 48, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.5, "topk_method": "noaux_tc", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_latent_attention_follows_the_trainers_weights():
+    """vLLM multiplies by two matrices that it makes of `kv_b_proj`; they are made anew."""
+    model = new_model(LATENT, seed=0)
+    engine = StockVllmEngine(model, max_running=32)
+    assert abs(k3(gaps(model, engine))) < 1e-9
+    weights = named_weights(model)
+    assert weights.keys() == engine.live_parts().keys()
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    with torch.no_grad():
+        weights[name].copy_(2 * weights[name].roll(1, 0))
+    assert k3(gaps(model, engine)) > 1e-6
+    engine.set_version(1)
+    assert abs(k3(gaps(model, engine))) < 1e-9
+    engine.close()
+
+
+@pytest.mark.parametrize("other", [{"kv_lora_rank": 256}, {"qk_rope_head_dim": 32}])
+def test_latent_attention_of_other_shapes_is_refused(other):
+    with pytest.raises(ConfigError, match="knows kv_lora_rank=512 with qk_rope_head_dim=64"):
+        StockVllmEngine(new_model({**LATENT, **other}, seed=0))

@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from rlloop.rollout.follower import Source
 from rlloop.rollout.vllm.loading import facts_of
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.standing import Facts, Standing
-from rlloop.rollout.vllm.weights import Packed, Part, live_parts
+from rlloop.rollout.vllm.weights import Packed, Part, live_parts, renew
 from rlloop.sync.bits import Bits
 from rlloop.sync.live import NAMES, LiveTarget, bits_of, named_weights, tensor_of
 from rlloop.sync.manifest import public_key
@@ -48,7 +49,8 @@ class Following:
         if replica is None or replica.source != asked:
             if replica is not None:
                 replica.close()
-            replica = self.rlloop_replica = WorkerReplica(asked, _live(self.model_runner.get_model()))
+            model, dtype = self.model_runner.get_model(), self.vllm_config.model_config.dtype
+            replica = self.rlloop_replica = WorkerReplica(asked, _live(model), partial(renew, model, dtype))
         replica.look()
         return self.rlloop_standing()
 
@@ -77,8 +79,9 @@ class Following:
 class WorkerReplica:
     """A replica over vLLM's live weights, whose changes wait for `commit`."""
 
-    def __init__(self, source: Source, live: Mapping[str, Part]) -> None:
-        self.source = source
+    def __init__(self, source: Source, live: Mapping[str, Part], renew: Callable[[], None]) -> None:
+        """`renew` makes what the model makes of its weights."""
+        self.source, self._renew = source, renew
         tied = {HEAD: EMBEDDING} if HEAD not in live else {}
         self._replica = Replica(source.open(), public_key(source.public_key), self._target(live, tied))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="replica")
@@ -137,6 +140,8 @@ class WorkerReplica:
 
     def _set_version(self, step: int) -> None:
         """Called in `commit`; what was computed with others, the proxy has vLLM forget."""
+        if step != TORN:
+            self._renew()
         self._step = step
         self._changes += 1
 

@@ -10,6 +10,7 @@ import msgspec
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -103,9 +104,13 @@ class StockLoader(BaseModelLoader):
         _FACTS[model] = msgspec.structs.replace(
             facts, stock=True, fingerprint=versions.stock_fingerprint(facts.fingerprint)
         )
+        latent = policy.config.latent is not None and policy.device.type == "cpu"
         for module in model.modules():
             if isinstance(module, LinearBase):
                 vars(module)["_cpu_skip_gemm_dispatch"] = True
+            elif isinstance(module, RotaryEmbedding) and latent:
+                # Its CPU kernel is wrong where queries have more heads than keys, unless they come flat.
+                vars(module)["_forward_method"] = module.forward_native
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         with set_current_vllm_config(vllm_config):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlloop.sync.live import split
 
+PRODUCTS = ("W_UK_T", "W_UV")  # of latent attention, made from kv_b_proj
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
@@ -39,6 +40,8 @@ def live_parts(model: Any) -> dict[str, Part]:
     for path, module in model.named_modules():
         prefix, _, leaf = path.rpartition(".")
         for kind, tensor in module.named_parameters(recurse=False):
+            if kind in PRODUCTS or (leaf == "routed_experts" and kind == "e_score_correction_bias"):
+                continue  # made anew by `renew`; and the router's own, which stands there under its name
             if leaf in fused and hasattr(module, "output_sizes"):
                 rows = dict(zip((f"{prefix}.{name}.{kind}" for name in fused[leaf]), module.output_sizes, strict=True))
                 parts |= split(tensor.detach(), rows)
@@ -47,6 +50,13 @@ def live_parts(model: Any) -> dict[str, Part]:
             else:
                 parts[f"{path}.{kind}"] = tensor.detach()[: getattr(module, "org_vocab_size", None)]
     return parts
+
+
+def renew(model: Any, dtype: torch.dtype) -> None:
+    """Make what vLLM makes of its weights after loading, where it multiplies by that: in place, and again and again."""
+    for module in model.modules():
+        if any(hasattr(module, name) for name in PRODUCTS):
+            module.process_weights_after_loading(dtype)
 
 
 def plain(part: Part) -> Tensor:

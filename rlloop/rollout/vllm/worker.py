@@ -14,7 +14,7 @@ from rlloop.rollout.vllm.loading import LENT_AS, policy_of
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.recording import Recorder
 from rlloop.rollout.vllm.sampler import ExactSampler
-from rlloop.rollout.vllm.weights import Part, live_parts
+from rlloop.rollout.vllm.weights import Part, live_parts, renew
 
 
 class CpuWorker(CPUWorker):
@@ -66,6 +66,10 @@ class CpuWorker(CPUWorker):
     def live_parts(self) -> dict[str, Part]:
         """A stock model's live weights by Hugging Face name; for callers in this process."""
         return live_parts(self.model_runner.get_model())
+
+    def renew(self) -> None:
+        """What a stock model makes of its weights, once they have changed."""
+        renew(self.model_runner.get_model(), self.vllm_config.model_config.dtype)
 
     def _asked(self) -> bool:
         """Whether an engine of this process asks: of a server's answers, choices are no part."""
