@@ -51,7 +51,7 @@ def compare(paths: Sequence[Path], output: Path | None = None) -> None:
             output.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"-o is {str(output)!r}; its folder cannot be made: {error.strerror}") from None
-    runs = [Run.read(run) for path in paths for run in _runs_in(path)]
+    runs = Run.read_all(run for path in paths for run in _runs_in(path))
     if len(runs) < 2:
         raise ConfigError(f"{', '.join(map(str, paths))} is one run; name another one to compare it with")
     arms = arms_of(runs)

@@ -187,8 +187,8 @@ def refuse_other_run(path: Path, have: Mapping[str, Any], given: Mapping[str, An
 
     A key that is younger than the run counts as what it is by default: what versions before it did.
     """
-    old, new, defaults = flatten(have), flatten(given), _defaults()
-    old |= {key: defaults[key] for key in new.keys() - old.keys() if key in defaults}
+    new = flatten(given)
+    old = with_defaults(flatten(have), new)
     allowed = RESUMABLE + (RESUMABLE_UNDER_CONTRACT if new.get("parity.mode") == "require" else ())
     if new.get("trainer.schedule") != "constant":
         allowed = tuple(key for key in allowed if key != "trainer.num_steps")  # the schedule ends at the last step
@@ -204,6 +204,12 @@ def refuse_other_run(path: Path, have: Mapping[str, Any], given: Mapping[str, An
             f"{path} holds a run with another configuration:\n{listed}\n"
             "Give the run's own values to resume it, or another run.dir to start a new one"
         )
+
+
+def with_defaults(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """A flat configuration with those of `keys` that are younger than it as they are by default."""
+    defaults = _defaults()
+    return {**{key: defaults[key] for key in keys if key in defaults}, **config}
 
 
 def _defaults() -> dict[str, Any]:

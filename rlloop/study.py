@@ -6,14 +6,14 @@ An arm is all runs whose configurations are equal but for the seed and the folde
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlloop.records import flatten, read_config, read_records
+from rlloop.records import flatten, read_config, read_records, with_defaults
 
 NOT_OF_THE_ARM = ("seed", "run.dir")
 
@@ -29,6 +29,13 @@ class Run:
     @classmethod
     def read(cls, path: Path) -> Run:
         return cls(path, flatten(read_config(path)), list(read_records(path / "metrics.jsonl")))
+
+    @classmethod
+    def read_all(cls, paths: Iterable[Path]) -> list[Run]:
+        """Runs to lay side by side. A key that some of them are older than is in all."""
+        runs = [cls.read(path) for path in paths]
+        keys = {key for run in runs for key in run.config}
+        return [cls(run.path, with_defaults(run.config, keys), run.records) for run in runs]
 
     @property
     def seed(self) -> int:

@@ -93,6 +93,17 @@ def test_seeds_are_grouped_and_arms_named_after_the_multirun():
     assert differences(arms) == [("rollout.w", ["int4", "none"]), ("seed", ["0, 1", "0"])]
 
 
+def test_a_key_that_a_run_is_older_than_is_no_difference(tmp_path):
+    for name, swapped in (("old", None), ("new", False), ("other", True)):
+        (tmp_path / name).mkdir()
+        younger = {} if swapped is None else {"reference_swapped": swapped}
+        config = {"seed": 0, "task": {"made": str(swapped is True)}, "model": {"path": "model", **younger}}
+        (tmp_path / name / "config.yaml").write_text(json.dumps(config))
+    arms = arms_of(Run.read_all([tmp_path / "old", tmp_path / "new", tmp_path / "other"]))
+    assert [len(arm.runs) for arm in arms] == [2, 1]
+    assert [key for key, _ in differences(arms)] == ["model.reference_swapped", "seed", "task.made"]
+
+
 def test_a_key_that_repeats_another_is_named_once():
     data = [{"data": {"split": split}, "task": {"data": {"split": split}, "seen": split}} for split in ("a", "b")]
     arms = arms_of([run(f"study/{index}", 0, [0.0], [0.5], **each) for index, each in enumerate(data)])
