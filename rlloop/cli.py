@@ -81,13 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="rlloop",
+        usage="rlloop [-h] [--version] COMMAND ...",
         description=OVERVIEW,
         epilog=EXAMPLES
         + "\n`rlloop COMMAND --help` says more. --full-error (or RLLOOP_TRACEBACK=1) shows a traceback.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"rlloop {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=" | ".join(COMMANDS))
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     if not arguments:
         parser.print_help()
         return 2
@@ -114,7 +115,7 @@ def _train(arguments: list[str]) -> int:
     parser.add_argument("--multirun", "-m", action="store_true", help="run every combination of key=a,b,c")
     parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed configuration, and stop")
     parser.add_argument("--resolve", action="store_true", help="with --cfg: resolve interpolations")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to change of the recipe")
     given = parser.parse_intermixed_args(arguments)
     if given.config_name is None:
         raise ConfigError(f"which recipe? Name one by --config-name NAME\n{_listed_recipes()}")
