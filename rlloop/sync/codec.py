@@ -45,7 +45,7 @@ class StepCoder(Protocol):
 
     def find_changes(self, old: np.ndarray, new: np.ndarray, ordering: Ordering) -> Changes: ...
 
-    def apply_changes(self, old: np.ndarray, changes: Changes, ordering: Ordering) -> np.ndarray | None: ...
+    def apply_changes(self, old: np.ndarray, changes: Changes, ordering: Ordering, out: np.ndarray) -> bool: ...
 
 
 class AdaptiveCoder(Protocol):
@@ -89,11 +89,6 @@ def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coders:
         return Encoded("full", _framed(_mapped(pool, _encode_planes, _chunks(fresh))), fresh.size)
     assert (old.dtype, old.shape) == (new.dtype, new.shape), "a delta is between tensors of one type and shape"
     known = old.array.reshape(-1)
-    began = time.perf_counter()
-    same = np.array_equal(fresh, known)
-    compared = time.perf_counter() - began
-    if same:
-        return Encoded("unchanged", b"", 0, compared)
     kind: CodecName
     ordering = ORDERINGS.get(new.dtype)
     if ordering is not None:
@@ -104,7 +99,9 @@ def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coders:
     made = list(_mapped(pool, work, _chunks(known), _chunks(fresh)))
     changed = sum(count for count, _, _ in made)
     delta = _framed(part for _, part, _ in made)
-    compared += sum(seconds for _, _, seconds in made)
+    compared = sum(seconds for _, _, seconds in made)
+    if changed == 0:
+        return Encoded("unchanged", b"", 0, compared)
     if ordering is not None and coders is not None and fresh.size <= SMALL:
         shorter = coders.adaptive.encode(known, fresh, ordering, len(delta))
         kind, delta = (kind, delta) if shorter is None else ("adaptive", shorter)
@@ -145,17 +142,18 @@ def decode(
             raise CodecError("changes reach outside of the type, or end as no encoder's do")
         return Bits(dtype, made.reshape(shape))
     frames = list(_unframed(memoryview(content), -(-count // CHUNK)))
-    sizes = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
+    array = np.empty(count, kind)
+    parts = list(_chunks(array))
     if codec == "full" or old is None:
-        parts = _mapped(pool, partial(_decode_planes, kind=kind), frames, sizes)
+        done = _mapped(pool, _decode_planes, frames, parts)
     elif codec == "steps" and ordering is not None:
         work = partial(_decode_steps, ordering=ordering, coder=(coders or fast()).steps)
-        parts = _mapped(pool, work, frames, _chunks(old.array.reshape(-1)))
+        done = _mapped(pool, work, frames, _chunks(old.array.reshape(-1)), parts)
     else:
         work = partial(_decode_differences, floating=dtype.startswith("F"))
-        parts = _mapped(pool, work, frames, _chunks(old.array.reshape(-1)))
-    made = list(parts)
-    array = made[0] if len(made) == 1 else np.concatenate(made) if made else np.zeros(0, kind)
+        done = _mapped(pool, work, frames, _chunks(old.array.reshape(-1)), parts)
+    for _ in done:
+        pass  # errors come out here
     return Bits(dtype, array.reshape(shape))
 
 
@@ -201,13 +199,16 @@ def _encode_steps(
     return len(changes.symbols), _numbers([*numbers, len(body)]) + body + changes.remainders.tobytes(), compared
 
 
-def _decode_steps(content: memoryview, old: np.ndarray, *, ordering: Ordering, coder: StepCoder) -> np.ndarray:
+def _decode_steps(
+    content: memoryview, old: np.ndarray, out: np.ndarray, *, ordering: Ordering, coder: StepCoder
+) -> None:
     reader = _Numbers(content)
     n = reader.next(len(old))
     if n == 0:
         if reader.rest():
             raise CodecError("bytes follow a chunk without changes")
-        return old.copy()
+        np.copyto(out, old)
+        return
     first = reader.next(ordering.classes - 1)
     last = first + reader.next(ordering.classes - 1 - first)
     lengths = [reader.next(n) for _ in range(4)]
@@ -229,10 +230,8 @@ def _decode_steps(content: memoryview, old: np.ndarray, *, ordering: Ordering, c
         counts, low_bits, symbols, remainders,
         far, np.frombuffer(farther.tobytes(), "<u4"), large, np.frombuffer(larger.tobytes(), "<u4"),
     )  # fmt: skip
-    made = coder.apply_changes(old, changes, ordering)
-    if made is None:
+    if not coder.apply_changes(old, changes, ordering, out):
         raise CodecError("changes reach outside of the tensor, or of its type")
-    return made
 
 
 # ---------------------------------------------------------------------------------------------------- planes
@@ -245,11 +244,10 @@ def _encode_planes(patterns: np.ndarray) -> bytes:
     return b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
 
 
-def _decode_planes(content: memoryview, count: int, *, kind: np.dtype[Any]) -> np.ndarray:
-    planes = np.empty((count, kind.itemsize), np.uint8)
-    for index, frame in enumerate(_unframed(content, kind.itemsize)):
-        planes[:, index] = np.frombuffer(_decompressed(frame, count), np.uint8)
-    return planes.reshape(-1).view(kind)
+def _decode_planes(content: memoryview, out: np.ndarray) -> None:
+    planes = out.view(np.uint8).reshape(len(out), out.itemsize)
+    for index, frame in enumerate(_unframed(content, out.itemsize)):
+        planes[:, index] = np.frombuffer(_decompressed(frame, len(out)), np.uint8)
 
 
 def _encode_differences(old: np.ndarray, new: np.ndarray, *, floating: bool) -> tuple[int, bytes, float]:
@@ -263,11 +261,12 @@ def _encode_differences(old: np.ndarray, new: np.ndarray, *, floating: bool) -> 
     return changed, _encode_planes(zigzag), compared
 
 
-def _decode_differences(content: memoryview, old: np.ndarray, *, floating: bool) -> np.ndarray:
-    zigzag = _decode_planes(content, len(old), kind=old.dtype)
+def _decode_differences(content: memoryview, old: np.ndarray, out: np.ndarray, *, floating: bool) -> None:
+    zigzag = np.empty_like(out)
+    _decode_planes(content, zigzag)
     one = old.dtype.type(1)
     step = (zigzag >> one) ^ (old.dtype.type(0) - (zigzag & one))
-    return _monotone(_monotone(old, floating) + step, floating)
+    out[:] = _monotone(_monotone(old, floating) + step, floating)
 
 
 def _monotone(patterns: np.ndarray, floating: bool) -> np.ndarray:

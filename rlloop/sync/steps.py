@@ -105,12 +105,12 @@ def find_changes(old: np.ndarray, new: np.ndarray, ordering: Ordering) -> Change
     return Changes(counts, low_bits, symbols.astype(np.uint8), remainders, *_overflow(quotient), *_overflow(zigzag))
 
 
-def apply_changes(old: np.ndarray, changes: Changes, ordering: Ordering) -> np.ndarray | None:
-    """`old` after the changes; None where they reach outside of it or of the type."""
+def apply_changes(old: np.ndarray, changes: Changes, ordering: Ordering, out: np.ndarray) -> bool:
+    """`out` becomes `old` after the changes. False where they reach outside of it or of the type."""
     quotient = _refilled(changes.symbols >> 4, changes.far, changes.farther)
     zigzag = _refilled(changes.symbols & 15, changes.large, changes.larger)
     if quotient is None or zigzag is None:
-        return None
+        return False
     step = np.where(zigzag & 1, -(zigzag >> 1) - 1, (zigzag >> 1) + 1)
     bits = np.unpackbits(changes.remainders, bitorder="little").astype(np.int64)
     values, classes = ordered(old, ordering), classes_of(old, ordering)
@@ -121,13 +121,14 @@ def apply_changes(old: np.ndarray, changes: Changes, ordering: Ordering) -> np.n
         places = np.cumsum((quotient[first : first + n] << k) + low + 1) - 1
         own = np.flatnonzero(classes == which)
         if places[-1] >= len(own):
-            return None
+            return False
         values[own[places]] += step[first : first + n]
         first, bit = first + n, bit + n * k
     sign = 1 << (ordering.bits - 1)
     if len(values) and (values.min() < -sign or values.max() >= sign):
-        return None
-    return patterns_of(values, ordering)
+        return False
+    out[:] = patterns_of(values, ordering)
+    return True
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

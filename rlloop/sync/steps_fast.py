@@ -254,7 +254,7 @@ def _words(patterns: np.ndarray) -> np.ndarray:
     return words if words.flags.aligned else words.copy()
 
 
-def apply_changes(old: np.ndarray, changes: Changes, ordering: Ordering) -> np.ndarray | None:
+def apply_changes(old: np.ndarray, changes: Changes, ordering: Ordering, out: np.ndarray) -> bool:
     """As `steps.apply_changes`."""
     n = len(changes.symbols)
     found = np.empty(n + ordering.classes, np.int64)
@@ -263,7 +263,7 @@ def apply_changes(old: np.ndarray, changes: Changes, ordering: Ordering) -> np.n
         changes.far, changes.farther, changes.large, changes.larger, found,
     )  # fmt: skip
     if not whole:
-        return None
+        return False
     how = np.uint32(ordering.shift), 1 << (ordering.bits - 1), ordering.floating
-    out = old.copy()
-    return out if _apply(old, out, *how, changes.counts, found) == n else None
+    np.copyto(out, old)
+    return _apply(old, out, *how, changes.counts, found) == n
