@@ -212,7 +212,10 @@ class EngineService:
             for job in {id(job): job for job in self._running.values()}.values():
                 ended = {request: self._engine.abort(request) for request in job.ids if request not in job.done}
                 job.done |= {request: made for request, made in ended.items() if made is not None}
-                self._finish(job, [job.done[request] for request in job.ids])
+                if len(job.done) == len(job.ids):
+                    self._finish(job, [job.done[request] for request in job.ids])
+                else:
+                    self._finish(job, error=Busy("ended in a pause, and nothing is left of it"))
             self._running.clear()
         with self._changed:
             self._halt, self._paused = None, True

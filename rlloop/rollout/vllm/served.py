@@ -195,14 +195,18 @@ class ServedEngine:
         return done
 
     def abort(self, request_id: int) -> Completion | None:
-        """End one request now; returns what it has, or None if it is not in flight."""
+        """End one request now; returns what it has, or None if it is not in flight, or vLLM cannot tell."""
         if request_id not in self._running:
             return None
         answer = self._running[request_id][2]
-        while not answer.done():  # it may not have come to vLLM yet
-            self._end([request_id])
-            wait([answer], LOOK)
-        return self._completion(request_id)
+        try:
+            while not answer.done():  # it may not have come to vLLM yet
+                self._end([request_id])
+                wait([answer], LOOK)
+            return self._completion(request_id)
+        except RlloopError:
+            self._running.pop(request_id, None)
+            return None
 
     def hold(self) -> None:
         """Compute nothing more, and keep what is in flight."""

@@ -206,12 +206,15 @@ def test_requests_that_vllm_would_take_otherwise_never_reach_it(line, upstream):
 
 
 def test_a_server_that_goes_away(line):
-    vllm, _, service, replica = line
+    vllm, engine, service, replica = line
     vllm.next_step = 1
     replica.poll()
     vllm.missing = "/inference/v1/generate"
     with pytest.raises(UpstreamError, match="404"):
         ask(service)
+    id = engine.add_request([5], SamplingParams(max_tokens=2, seed=1))
+    assert engine.abort(id) is None
+    assert not engine.has_work
     vllm.missing = "/collective_rpc"
     assert replica.poll() is False
     assert "404" in replica.error
