@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -67,7 +68,7 @@ class Progress:
             self.note("  ".join(filter(None, [f"step {step}/{self.num_steps}", outcome, work])))
         else:
             head = Text(f"{self.title}  step {step}/{self.num_steps}", style="bold")
-            bar = ProgressBar(total=self.num_steps, completed=step)
+            bar = Padding(ProgressBar(total=self.num_steps, completed=step), 0)  # which alone does not end its line
             self._live.update(Group(head, bar, Text(outcome), Text(work)), refresh=True)
 
     def _outcome(self, metrics: Mapping[str, Any]) -> str:

@@ -110,7 +110,7 @@ class RunFolder:
         file, metrics = self.path / "config.yaml", self.metrics.path
         begun = (metrics.exists() and metrics.stat().st_size) or (self.path / "weights").exists()
         if file.exists() and begun:
-            refuse_other_run(self.path, yaml.safe_load(file.read_text()), config)
+            refuse_other_run(self.path, read_config(self.path), config)
         write_whole(file, yaml.safe_dump(dict(config), sort_keys=False).encode())
 
     def is_finished(self, num_steps: int) -> bool:
@@ -350,7 +350,13 @@ def step_of(file: Path) -> int:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    return yaml.safe_load((path / "config.yaml").read_text())
+    try:
+        config = yaml.safe_load((path / "config.yaml").read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        config = None
+    if not isinstance(config, dict):
+        raise RunError(f"{path / 'config.yaml'} is no configuration of a run, or a damaged one")
+    return config
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:

@@ -117,9 +117,9 @@ class PrometheusSink:
         self._gauges: dict[str, Any] = {}
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"sinks.prometheus cannot listen on {host}:{port} ({error.strerror}); choose another port"
+                f"sinks.prometheus cannot listen on {host}:{port} ({error}); choose another port"
             ) from None
         self.port = self._server.server_port
 

@@ -25,14 +25,14 @@ _HOMES = {"CodeReward": "code", "HttpReward": "http", "MathReward": "math", "Wei
 ARGUMENTS = ("prompt", "completion", "example")
 
 
-def resolve_reward(config: Mapping[str, Any]) -> Any:
+def resolve_reward(config: Mapping[str, Any], section: str = "reward") -> Any:
     """The reward `config` describes: `_target_` names a function (bound to the other keys) or a class (instantiated).
 
     Raises `ConfigError` for a path that leads nowhere, or arguments that the target does not take.
 
     Example: `resolve_reward({"_target_": "rlloop.rewards.countdown.countdown_reward", "format_credit": 0.1})`.
     """
-    return resolve(config, "reward", ARGUMENTS)
+    return resolve(config, section, ARGUMENTS)
 
 
 def __getattr__(name: str) -> Any:

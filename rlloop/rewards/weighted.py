@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from rlloop.errors import ConfigError
@@ -37,9 +38,14 @@ class Weighted:
         self.solved_by = solved_by or next(iter(parts))
         if self.solved_by not in parts:
             raise ConfigError(f"reward.solved_by is {self.solved_by!r}; it must be one of {', '.join(parts)}")
+        for name, part in parts.items():
+            if not isinstance(part, Mapping):
+                raise ConfigError(f"reward.parts.{name} is {part!r}; it must be {{_target_: ..., weight: ...}}")
+            if not isinstance(part.get("weight", 1.0), int | float):
+                raise ConfigError(f"reward.parts.{name}.weight is {part['weight']!r}; it must be a number")
         self.weights = {name: float(part.get("weight", 1.0)) for name, part in parts.items()}
         self.rewards = {
-            name: resolve_reward({key: value for key, value in part.items() if key != "weight"})
+            name: resolve_reward({key: value for key, value in part.items() if key != "weight"}, f"reward.parts.{name}")
             for name, part in parts.items()
         }
         batched = [name for name, reward in self.rewards.items() if getattr(reward, "batched", False)]

@@ -41,6 +41,15 @@ def test_plain_lines_where_there_is_no_terminal():
     )
 
 
+def test_a_terminal_shows_outcome_and_work_on_lines_of_their_own():
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    with Progress(console, "toy", num_steps=2, start=0) as progress:
+        progress.log(1, {**STEP, "eval/solved": 0.4, "perf/rollout_tokens_per_s": 3100.0})
+    lines = [line.partition("\x1b")[0].strip() for line in said(console).splitlines()]
+    assert "reward 0.250  pass@1 0.200  held-out 0.400" in lines
+    assert any(line.startswith("KL 0 (0 of 1,000 tokens differ)  3,100 tokens/s") for line in lines)
+
+
 def test_a_resumed_run_goes_on_counting():
     console = plain()
     with Progress(console, "toy", num_steps=3, start=2) as progress:

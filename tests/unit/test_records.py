@@ -5,6 +5,7 @@ from rlloop.errors import RunError
 from rlloop.records import (
     Journal,
     RunFolder,
+    read_config,
     read_records,
     read_rollouts,
     refuse_other_run,
@@ -185,6 +186,13 @@ def test_what_is_no_run_is_refused_by_name(tmp_path):
     with pytest.raises(RunError, match="seed=0"):
         require_run(tmp_path / "sweep")
     assert require_run(tmp_path / "sweep" / "seed=0")
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "a: b: c"])
+def test_a_damaged_configuration_is_named(tmp_path, content):
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(RunError, match="is no configuration of a run"):
+        read_config(tmp_path)
 
 
 def test_summary_counts_different_tokens_over_all_steps():

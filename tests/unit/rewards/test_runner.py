@@ -84,6 +84,13 @@ def test_weighted_sum_records_every_part():
     assert isinstance(bad, RewardFailure)
     with pytest.raises(ConfigError, match="solved_by is 'nobody'"):
         Weighted({"moody": {"_target_": f"{__name__}.moody"}}, solved_by="nobody")
+    for part, named in (
+        ({"_target_": f"{__name__}.moody", "weight": "much"}, "reward.parts.a.weight is 'much'; it must be a number"),
+        ({"_target_": f"{__name__}.moddy"}, "reward.parts.a._target_ is .*did you mean moody?"),
+        ("moody", "reward.parts.a is 'moody'; it must be {_target_"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            Weighted({"a": part})  # pyright: ignore[reportArgumentType]
 
 
 def test_math_reward_judges_equivalence():
