@@ -17,7 +17,6 @@ Records are only ever appended and flushed line by line, so a killed process lea
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import os
 import time
@@ -336,8 +335,10 @@ def read_records(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_rollouts(file: Path) -> list[dict[str, Any]]:
-    with file.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as stream:
-        return [msgspec.json.decode(line) for line in io.BufferedReader(stream)]
+    try:  # whole, since a stream of it would end early without a word where the file does
+        return [msgspec.json.decode(line) for line in zstandard.decompress(file.read_bytes()).splitlines()]
+    except (zstandard.ZstdError, msgspec.DecodeError) as error:
+        raise RunError(f"{file} is damaged: {error}") from error
 
 
 def rollout_files(path: Path) -> list[Path]:

@@ -188,6 +188,17 @@ def test_what_is_no_run_is_refused_by_name(tmp_path):
     assert require_run(tmp_path / "sweep" / "seed=0")
 
 
+@pytest.mark.parametrize("keep", [0.5, 0.0])
+def test_damaged_rollouts_are_named(tmp_path, keep):
+    with RunFolder(tmp_path / "run") as folder:
+        folder.write_rollouts(3, [{"uid": f"3/0/{index}", "text": "a" * index} for index in range(40)])
+        [file] = rollout_files(folder.path)
+        content = file.read_bytes()
+        file.write_bytes(content[: int(keep * len(content))] + b"junk")
+        with pytest.raises(RunError, match=r"step_00000003\.jsonl\.zst is damaged"):
+            read_rollouts(file)
+
+
 @pytest.mark.parametrize("content", ["", "[1]", "a: b: c"])
 def test_a_damaged_configuration_is_named(tmp_path, content):
     (tmp_path / "config.yaml").write_text(content)
