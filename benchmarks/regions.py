@@ -1,6 +1,6 @@
 """The countdown recipe across three regions: network namespaces with shaped, delayed links, and seeded faults.
 
-    sudo .venv/bin/python benchmarks/regions.py --seeds 0 1 2 --steps 20     # faults; the checker's history
+    sudo .venv/bin/python benchmarks/regions.py --seeds 3 5 6 --steps 30     # faults; the checker's history
     sudo .venv/bin/python benchmarks/regions.py --seeds -1 --steps 60        # none; figures, too
 
 Each region is a namespace with a relay and an engine. Its link is a veth pair under a token bucket; a kernel need not

@@ -1,4 +1,7 @@
-"""`rlloop.sync.adaptive`, compiled. The coder's state is an array: low, high, what is read ahead, place."""
+"""`rlloop.sync.adaptive`, compiled. The coder's state is an array: low, high, what is read ahead, place.
+
+Constants are compiled in, and kernels are cached by this file: a change to one of them needs one here as well.
+"""
 
 from __future__ import annotations
 
