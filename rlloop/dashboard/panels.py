@@ -203,6 +203,8 @@ SECTIONS: tuple[Section, ...] = (
             Panel("Where completions went", ("ledger/trained", "ledger/dropped", "ledger/rejected"), "They add up to "
                   "what was sampled.", kind=Kind.stack, scale=Scale.zero),
             Panel("Sampled and accepted", ("ledger/sampled", "ledger/accepted"), "Counts a step.", scale=Scale.zero),
+            Panel("Held-out without a reward", ("eval/rejected",), "Held-out completions whose reward failed.",
+                  scale=Scale.zero),
             Panel("Tokens compared", ("parity/tokens",), "Every trained token of a step.", scale=Scale.zero),
         ),
     ),
