@@ -10,7 +10,7 @@ RUN ?= runs/countdown/demo
 
 STUDY ?= runs/countdown/study
 STUDY_FULL ?= runs/countdown/study-full
-STUDY_ARMS := zero_kld switched_fp4 lossy_sync switched_fp4_tis
+STUDY_ARMS := zero_kld switched_fp4 int4 switched_fp4_tis
 FULL_ARMS := zero_kld bf16 bf16_logits fp8 int8 int5 int4 int4_tensor fp4 switched_int4 switched_int4_tensor switched_fp4 \
 	stale lossy_sync
 JOBS ?= 2
