@@ -13,7 +13,7 @@ import torch
 
 from rlloop.cli import main
 from rlloop.errors import ConfigError
-from rlloop.models import Model, load_model, new_model, token_logprobs
+from rlloop.models import Model, load_model, new_model
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.doctor import diagnose
 from rlloop.parity.monitor import compare
@@ -21,6 +21,7 @@ from rlloop.parity.sides import parse_profile
 from rlloop.rollout import Engine
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.checkpoints import make_checkpoint
+from tests.unit.parity.test_doctor import rescored
 
 EVERY = NumericsProfile(residual_norm="float32", attention_splits="64", tp_segments="4", all_reduce="rounded_chain")
 # knob -> (its value, the operation in which it shows first, where, and the type in which a small model shows it)
@@ -43,12 +44,6 @@ def samples_of(engine: Engine, length: int = 90) -> list[Sample]:
     ]
 
 
-def scores(model: Model, samples: list[Sample]) -> list[np.ndarray]:
-    sequences = [(sample.completion.prompt_ids, sample.completion.token_ids) for sample in samples]
-    scored = token_logprobs(model, sequences, sampling=[sample.completion.sampling for sample in samples])
-    return [logprobs.detach().numpy() for logprobs in scored]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("qwen3_moe")
@@ -62,9 +57,9 @@ def test_engine_and_trainer_agree_under_all_settings(tmp_path: Path, family: str
     make_checkpoint(tmp_path, family)
     model = load_model(tmp_path, dtype=dtype, profile=EVERY)
     samples = samples_of(Engine(model, max_batch_tokens=32, page_size=8))
-    assert compare(samples, scores(model, samples)).equal
+    assert compare(samples, rescored(model, samples)).equal
     plain = model.with_profile(NumericsProfile())
-    result = compare(samples, scores(plain, samples))
+    result = compare(samples, rescored(plain, samples))
     assert 0 < result.metrics["parity/k3"] < (1e-8 if dtype == "float32" else 0.05)
     assert model.fingerprint() != plain.fingerprint()
 
@@ -75,7 +70,7 @@ def test_the_doctor_names_the_setting(folder: Path, knob: str) -> None:
     trainer = load_model(folder, dtype=dtype, profile=NumericsProfile(tp_segments="4"))
     engine = Engine(trainer.with_profile(dataclasses.replace(trainer.profile, **{knob: value})))
     samples = samples_of(engine)
-    result = compare(samples, scores(trainer, samples))
+    result = compare(samples, rescored(trainer, samples))
     assert result.first is not None
     sample = next(sample for sample in samples if sample.uid == result.first.uid)
     details = diagnose(engine.model, trainer, sample, result.first).details
