@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_s
 from rlloop.trainer.masters import Masters
 from rlloop.trainer.routers import Routers
 from rlloop.trainer.schedule import learning_rate
+from rlloop.trainer.utilisation import utilisation
 from rlloop.types import Sample
 
 Batch = Sequence[Sample | TrainSequence]
@@ -99,6 +101,7 @@ class Trainer:
 
         `old_logprobs`, [P] a sequence, anchor the policy ratio; None: this very forward's, so that it starts at 1.
         """
+        began = time.perf_counter()
         step = self._flatten(batch, old_logprobs)
         self._begin()
         self.routers.begin()
@@ -113,7 +116,7 @@ class Trainer:
             scored.append(logprobs.detach())
             metrics.append(_metrics(out))
         self._has_gradient = True
-        return _result(step, torch.cat(scored), merge(metrics))
+        return self._result(began, step, torch.cat(scored), merge(metrics))
 
     def forward_backward_custom(
         self, batch: Batch, fn: Loss, *, old_logprobs: Sequence[np.ndarray] | None = None
@@ -125,6 +128,7 @@ class Trainer:
         `fn` by each logprob (and entropy) is what a second, differentiable pass is weighted with:
         d loss / d theta = sum over tokens of (d loss / d logprob) (d logprob / d theta).
         """
+        began = time.perf_counter()
         step = self._flatten(batch, old_logprobs)
         self._begin()
         leaves, routers = self._logprobs(step), self.routers
@@ -142,7 +146,7 @@ class Trainer:
             torch.autograd.backward([output for output, _ in used], gradients)
             self._masters.collect()
         self._has_gradient = True
-        return _result(step, logprobs, _metrics(out))
+        return self._result(began, step, logprobs, _metrics(out))
 
     def optim_step(self) -> dict[str, float]:
         """Clip, update the masters, and round them into the live parameters.
@@ -208,6 +212,18 @@ class Trainer:
             self._masters.zero_grad()  # whatever else was differentiated through the shared model is not ours
         self._has_gradient = False  # until all of it is there: what raises on the way leaves none
 
+    def _result(self, began: float, step: StepBatch, logprobs: Tensor, metrics: dict[str, Reduction]) -> UpdateResult:
+        lengths = [len(row.token_ids) for row in step.rows]
+        split = step.split(logprobs)  # on the host, so the device is done
+        return UpdateResult(
+            logprobs=split,
+            metrics={**metrics, **utilisation(self.model, lengths, time.perf_counter() - began)},
+            tokens=step.total_tokens,
+            sequences=step.total_sequences,
+            forward_tokens=sum(lengths),
+            micro_batches=len(step.micro_batches),
+        )
+
     @torch.no_grad()
     def _logprobs(self, step: StepBatch) -> tuple[Tensor, Tensor]:
         """The policy's logprobs and entropies of all predicted tokens, without a graph."""
@@ -236,17 +252,6 @@ def _score(
 
 def _metrics(out: LossOutput) -> dict[str, Reduction]:
     return {**out.metrics, "loss/total": Sum(out.loss.item())}
-
-
-def _result(step: StepBatch, logprobs: Tensor, metrics: dict[str, Reduction]) -> UpdateResult:
-    return UpdateResult(
-        logprobs=step.split(logprobs),
-        metrics=metrics,
-        tokens=step.total_tokens,
-        sequences=step.total_sequences,
-        forward_tokens=sum(len(row.token_ids) for row in step.rows),
-        micro_batches=len(step.micro_batches),
-    )
 
 
 def _adamw(masters: Mapping[str, torch.nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:

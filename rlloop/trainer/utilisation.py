@@ -1,0 +1,61 @@
+"""Model FLOPs utilisation of an update: the operations that the model asks for, over what the GPU could do meanwhile.
+
+Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, with half the attention, since it is causal. What is
+computed again (activation checkpointing, a second forward, a reference) counts as time and not as work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from rlloop.metrics import Mean
+from rlloop.models import Model
+
+PEAKS = {  # part of a device's name -> dense bfloat16 operations a second, by its datasheet; the first that fits
+    "B200": 2.25e15,
+    "H200": 9.89e14,
+    "H100 PCIe": 7.56e14,
+    "H100 NVL": 8.35e14,
+    "H100": 9.89e14,
+    "A100": 3.12e14,
+    "L40S": 3.62e14,
+}
+
+
+def peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Dense operations a second of 16-bit products, or None where nobody has said: other devices, float32."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((rate for part, rate in PEAKS.items() if part in name), None)
+
+
+def active_weights(model: Model) -> float:
+    """Weights that one token is multiplied with: of experts the chosen, and no embedding that is only looked up."""
+    config, shares = model.config, {}
+    if config.mixture is not None:
+        shares = {".experts.": config.mixture.routing.top_k / config.mixture.num_experts}
+    if not config.tied:
+        shares["embed_tokens"] = 0.0
+    return sum(
+        weight.numel() * next((share for part, share in shares.items() if part in name), 1.0)
+        for name, weight in model.named_parameters()
+    )
+
+
+def operations(model: Model, lengths: Iterable[int]) -> float:
+    """Floating-point operations of forward and backward over sequences of so many tokens."""
+    config = model.config
+    width = config.num_heads * config.head_dim
+    if config.latent is not None:
+        width = config.num_heads * (config.latent.nope_dim + config.latent.rope_dim + config.latent.v_dim) / 2
+    weights, attention = active_weights(model), 6 * len(config.attention_layers) * width
+    return sum(6 * weights * length + attention * length**2 for length in lengths)
+
+
+def utilisation(model: Model, lengths: Iterable[int], seconds: float) -> dict[str, Mean]:
+    """`perf/mfu` of an update that took so long; nothing where the device's peak is not known."""
+    rate = peak(model.device, model.dtype)
+    return {} if rate is None else {"perf/mfu": Mean(operations(model, lengths), rate * seconds)}
