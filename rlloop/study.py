@@ -159,12 +159,13 @@ def differences(arms: Sequence[Arm]) -> list[tuple[str, list[str]]]:
         configs.append({**shown, "seed": ", ".join(str(run.seed) for run in arm.runs)})
     keys = sorted({key for config in configs for key in config})
     rows = {key: [str(config.get(key, "-")) for config in configs] for key in keys}
+    return [(key, values) for key, values in rows.items() if len(set(values)) > 1 and not repeats(key, rows)]
 
-    def repeats(key: str) -> bool:
-        parts = key.split(".")
-        return any(rows.get(".".join(parts[first:])) == rows[key] for first in range(1, len(parts)))
 
-    return [(key, values) for key, values in rows.items() if len(set(values)) > 1 and not repeats(key)]
+def repeats(key: str, rows: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether a key without its first sections is there too, with the same values: one section refers to another."""
+    parts = key.split(".")
+    return any(rows.get(".".join(parts[first:])) == rows[key] for first in range(1, len(parts)))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from rlloop.dashboard.live import Dashboard, to_json
 from rlloop.dashboard.rollouts import KINDS, ORDERS
 from rlloop.dashboard.runs import Run
 from rlloop.dashboard.tokens import explain, find_tokenizer, load_tokenizer
+from rlloop.study import repeats
 
 STATIC = Path(__file__).parent / "static"
 
@@ -148,7 +149,7 @@ def make_app(dashboard: Dashboard, token: str, port: int = 0, hosts: Collection[
         )
 
     def config(request: Request) -> Response:
-        """Of one run, or of two (`other`) side by side: rows of key, values, and whether they differ."""
+        """Of one run, or of two (`other`) side by side: rows of key, values, and whether they differ (said once)."""
         chosen = [_run(dashboard, request)]
         if "other" in request.query_params:
             chosen.append(_run(dashboard, request, "other"))
@@ -160,13 +161,10 @@ def make_app(dashboard: Dashboard, token: str, port: int = 0, hosts: Collection[
                 configs.append({})
                 problems.append(f"{run.id}: config.yaml cannot be read: {error}")
         keys = list(dict.fromkeys(key for each in configs for key in each))
+        values = {key: [_plain(each[key]) if key in each else None for each in configs] for key in keys}
         rows = [
-            {
-                "key": key,
-                "values": [_plain(each[key]) if key in each else None for each in configs],
-                "differ": any(key not in each or each[key] != configs[0].get(key) for each in configs),
-            }
-            for key in keys
+            {"key": key, "values": each, "differ": any(v != each[0] for v in each) and not repeats(key, values)}
+            for key, each in values.items()
         ]
         return _reply({"runs": [run.id for run in chosen], "rows": rows, "problems": problems})
 

@@ -192,6 +192,16 @@ def test_configurations_side_by_side(ask):
     assert not any(row["differ"] for row in alone["rows"])
 
 
+def test_what_one_section_takes_from_another_differs_once(ask, root):
+    for name, split in (("zero", "a"), ("drift", "b")):
+        with (root / name / "config.yaml").open("a") as file:
+            file.write(f"data: {{split: {split}}}\ntask: {{data: {{split: {split}}}}}\n")
+    rows = {row["key"]: row for row in ask("/api/config", run="zero", other="drift").json()["rows"]}
+    assert rows["data.split"]["differ"]
+    assert rows["task.data.split"]["values"] == ["a", "b"]
+    assert not rows["task.data.split"]["differ"]
+
+
 def test_a_broken_configuration_is_told(ask, root):
     (root / "zero" / "config.yaml").write_text("a: [\n")
     assert "cannot be read" in ask("/api/config", run="zero").json()["problems"][0]
