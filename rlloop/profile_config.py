@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from rlloop.errors import ConfigError
 from rlloop.numerics.profile import (
     ACTIVATION_TYPES,
+    CACHE_TYPES,
     GRANULARITIES,
     IMPLEMENTATIONS,
     LOGIT_TYPES,
+    PRODUCT_TYPES,
     SETTINGS,
     WEIGHT_TYPES,
 )
@@ -86,7 +88,11 @@ class DriftConfig:
 
     weights: str = "none"  # none, or what the engine stores linear weights as: bf16 (all weights), fp8, int8, int4, ...
     granularity: str = "channel"  # of the weights' scales: tensor, channel (an output row), block (16 inputs of a row)
-    activations: str = "none"  # none, bf16 (every result is stored so), fp8 (what enters a linear, one scale a token)
+    activations: str = (
+        "none"  # none, bf16 (every result is stored so); of what enters a linear: fp8 (a scale a token), fp4
+    )
+    products: str = "none"  # none (the profile's, of rounded numbers), fp8 (kernels that multiply fp8, on a GPU)
+    cache: str = "none"  # none, fp8 (keys, values or latents in e4m3, without scales)
     logits: str = "float32"  # or bfloat16
     stale_steps: int = 0  # a control: the engine's weights are this many steps old
     lossy_sync: bool = False  # a sync defect, not numerics: bf16 weights, and bf16 differences added to them
@@ -97,10 +103,17 @@ class DriftConfig:
             ("weights", ("none", *WEIGHT_TYPES)),
             ("granularity", GRANULARITIES),
             ("activations", ("none", *ACTIVATION_TYPES)),
+            ("products", ("none", *PRODUCT_TYPES)),
+            ("cache", ("none", *CACHE_TYPES)),
             ("logits", LOGIT_TYPES),
         ):
             given = getattr(self, name)
             _check(f"rollout.drift.{name}", given, given in allowed, f"one of {', '.join(allowed)}")
+        if self.products == "fp8" and (self.weights, self.granularity, self.activations) != ("fp8", "channel", "fp8"):
+            raise ConfigError(
+                "rollout.drift.products=fp8 multiplies weights by activations; set rollout.drift.weights and "
+                "rollout.drift.activations to fp8, and rollout.drift.granularity to channel"
+            )
         _check("rollout.drift.stale_steps", self.stale_steps, self.stale_steps >= 0, "0 (off) or a positive number")
         _check("rollout.drift.from_step", self.from_step, self.from_step >= 1, "at least 1, the run's first step")
         if self.lossy_sync and (self.weights != "none" or self.stale_steps):
@@ -112,8 +125,10 @@ class DriftConfig:
     @property
     def declared(self) -> list[str]:
         """The keys that make a difference, as `key=value`; empty: the engine computes what the trainer does."""
-        plain = {"weights": "none", "activations": "none", "logits": "float32", "stale_steps": 0, "lossy_sync": False}
-        return [f"{key}={getattr(self, key)}" for key, value in plain.items() if getattr(self, key) != value]
+        plain, scoped = DriftConfig(), ("granularity", "from_step")  # these two say how and when, not what
+        return [
+            f"{key}={value}" for key, value in vars(self).items() if key not in scoped and value != vars(plain)[key]
+        ]
 
 
 def _check(key: str, given: object, good: bool, allowed: str) -> None:

@@ -38,7 +38,9 @@ class Attention(nn.Module):
             gate = None
         q, k = self._normed(q, self.q_norm, ops), self._normed(k, self.k_norm, ops)
         q, k, v = self._rotated(q, step), self._rotated(k, step), v.unflatten(-1, (-1, self.head_dim))
-        keys, values = (k, v) if step.cache is None else step.cache.write(self.layer, k=k, v=v)
+        keys, values = k, v
+        if step.cache is not None:
+            keys, values = step.cache.write(self.layer, k=ops.cached(k), v=ops.cached(v))
         read = ops.attention(q, keys, values, step.layout, self.scale, self.sinks, self.window).flatten(1)
         return self.o_proj(read if gate is None else ops.sigmoid_mul(gate, read), ops)
 

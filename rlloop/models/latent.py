@@ -48,7 +48,7 @@ class LatentAttention(nn.Module):
         q_rope, k_rope = (_rotated(part, step, latent.interleaved) for part in (q_rope, k_rope[:, None]))
         keys = torch.cat((c[:, None], k_rope), dim=-1)
         if step.cache is not None:
-            (keys,) = step.cache.write(self.layer, latent=keys)
+            (keys,) = step.cache.write(self.layer, latent=step.ops.cached(keys))
         values = keys[..., : latent.kv_rank]
         if ops.profile.latent == "expanded":
             return self.o_proj(self._expanded(torch.cat((q_nope, q_rope), dim=-1), keys, step).flatten(1), ops)

@@ -176,6 +176,11 @@ class Model(nn.Module):
 
     def check_profile(self, profile: NumericsProfile) -> None:
         """Raises `ConfigError` for settings that this model cannot follow on its device."""
+        if profile.drift is not None and profile.drift.products == "fp8" and self.device.type != "cuda":
+            raise ConfigError(
+                "the drift has products=fp8, kernels of a GPU; leave it at none (the same roundings, and the profile's "
+                f"products), or use device=cuda in place of {self.device.type}"
+            )
         if self.device.type == "cuda" and profile.for_cpus:
             raise ConfigError(
                 f"the profile has {', '.join(profile.for_cpus)}, whose kernels are for CPUs; leave out "

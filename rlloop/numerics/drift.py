@@ -1,17 +1,20 @@
 """The operations of an engine that keeps its activations or logits in a narrower type: an honest drift, and declared.
 
-Each operation runs by its own contract; what differs is only what is stored between one and the next.
+Each operation runs by its own contract; what differs is what is stored between one and the next. Products in fp8
+(`Drift.products`) are an exception: those are other kernels.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from rlloop.numerics import logprob, stock
+from rlloop.numerics import fp8, logprob, stock
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.profile import NumericsProfile
-from rlloop.numerics.quantize import rounded_activation
+from rlloop.numerics.quantize import e4m3, e4m3_rows, rounded_activation
 from rlloop.numerics.routing import Clamped
 
 
@@ -23,13 +26,29 @@ class DriftedOps(Ops):
         assert profile.drift is not None
         self._activations = profile.drift.activations
         self._rounds_logits = profile.drift.logits == "bfloat16"
+        self._rounds_cache = profile.drift.cache == "fp8"
+        self._fp8 = WeakIdKeyDictionary()  # parameter -> what fp8 kernels multiply in its place
+
+    @torch.no_grad()
+    def narrow(self, weight: Tensor, source: Tensor) -> None:
+        """From now on `weight` is what `source` rounds to in fp8. In place, since CUDA graphs know the address."""
+        values, scale = e4m3_rows(source)
+        if weight not in self._fp8:
+            self._fp8[weight] = fp8.Fp8(values, scale)
+        kept = self._fp8[weight]
+        kept.values.copy_(values)
+        kept.scale.copy_(scale)
+
+    def _entering(self, x: Tensor) -> Tensor:
+        return rounded_activation(x, self._activations) if self._activations in ("fp8", "fp4") else x
 
     def _stored(self, x: Tensor) -> Tensor:
         return rounded_activation(x, "bf16") if self._activations == "bf16" else x
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, across: bool = False) -> Tensor:
-        entering = rounded_activation(x, "fp8") if self._activations == "fp8" else x
-        return self._stored(super().linear(entering, weight, bias, across))
+        if weight in self._fp8:
+            return fp8.linear(x, self._fp8[weight], bias)
+        return self._stored(super().linear(self._entering(x), weight, bias, across))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if self._activations != "bf16":
@@ -45,6 +64,9 @@ class DriftedOps(Ops):
 
     def relu_squared(self, x: Tensor) -> Tensor:
         return self._stored(super().relu_squared(x))
+
+    def cached(self, x: Tensor) -> Tensor:
+        return e4m3(x) if self._rounds_cache else x
 
     def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self._stored(super().rope(x, positions, cos, sin))
@@ -66,8 +88,9 @@ class DriftedOps(Ops):
     def experts(
         self, x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool = True, clamped: Clamped | None = None
     ) -> Tensor:
-        entering = rounded_activation(x, "fp8") if self._activations == "fp8" else x
-        return self._stored(super().experts(entering, up, down, chosen, gated, clamped))
+        if up in self._fp8 and down in self._fp8 and clamped is None:
+            return fp8.experts(x, self._fp8[up], self._fp8[down], chosen, gated)
+        return self._stored(super().experts(self._entering(x), up, down, chosen, gated, clamped))
 
     def combine(self, slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
         return self._stored(super().combine(slots, chosen, weights, shared))

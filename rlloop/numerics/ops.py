@@ -112,6 +112,10 @@ class Ops:
         """`max(x, 0) ** 2`, the same in every implementation: one exact choice and one rounded product a number."""
         return x.relu().square()
 
+    def cached(self, x: Tensor) -> Tensor:
+        """Keys, values or latents as the cache is to keep them: as they are."""
+        return x
+
     def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary embedding, halves paired. x [T, H, D], positions [T] int64, tables [P, D / 2] float32 -> [T, H, D]."""
         return self._rope(x, positions, cos, sin)

@@ -24,7 +24,9 @@ CPU_SETTINGS = ("residual_norm", "attention_splits", "tp_segments", "all_reduce"
 # Of a `Drift`; `rlloop.numerics.quantize` says what they mean.
 WEIGHT_TYPES = ("bf16", "fp8", "int8", "int6", "int5", "int4", "fp4")
 GRANULARITIES = ("tensor", "channel", "block")
-ACTIVATION_TYPES = ("bf16", "fp8")
+ACTIVATION_TYPES = ("bf16", "fp8", "fp4")
+PRODUCT_TYPES = ("fp8",)
+CACHE_TYPES = ("fp8",)
 LOGIT_TYPES = ("float32", "bfloat16")
 
 
@@ -38,7 +40,9 @@ class Drift:
 
     weights: str = "none"  # what the linear weights (bf16: all weights) are stored as
     granularity: str = "channel"  # of the weights' scales
-    activations: str = "none"  # bf16: every result is stored so; fp8: what enters a linear
+    activations: str = "none"  # bf16: every result is stored so; fp8, fp4: what enters a linear
+    products: str = "none"  # fp8: kernels that multiply fp8 numbers, on a GPU; none: the profile's, of what was rounded
+    cache: str = "none"  # fp8: keys, values or latents are kept in e4m3, without scales
     logits: str = "float32"
     stale_steps: int = 0  # how many steps old the engine's weights are
     lossy_sync: bool = False  # the engine holds bf16 weights and adds bf16 differences to them
@@ -49,10 +53,14 @@ class Drift:
             ("weights", ("none", *WEIGHT_TYPES)),
             ("granularity", GRANULARITIES),
             ("activations", ("none", *ACTIVATION_TYPES)),
+            ("products", ("none", *PRODUCT_TYPES)),
+            ("cache", ("none", *CACHE_TYPES)),
             ("logits", LOGIT_TYPES),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Drift.{name} is {getattr(self, name)!r}; allowed are {', '.join(allowed)}")
+        if self.products == "fp8" and (self.weights, self.granularity, self.activations) != ("fp8", "channel", "fp8"):
+            raise ValueError("Drift.products=fp8 needs weights=fp8, granularity=channel and activations=fp8")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from rlloop.numerics.routing import Clamped, Routing
 
 __all__ = [
     "attention",
+    "by_expert",
     "causal_conv",
     "clamped_expert",
     "combine",
@@ -24,6 +25,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "logits",
+    "padded_attention",
     "recurrent_gates",
     "rms_norm",
     "rope",
@@ -102,7 +104,15 @@ def clamped_expert(x: Tensor, up: Tensor, down: Tensor, expert: int, rule: Clamp
     return inner @ down[expert] + rule.down_bias[expert]
 
 
+def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The places of `chosen` [T, k], flat, by expert and stably [T k], and where each expert's end [E] int32."""
+    ordered, order = chosen.flatten().sort(stable=True)
+    return order, torch.searchsorted(ordered, torch.arange(count, device=order.device), right=True, out_int32=True)
+
+
 def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, clamped: Clamped | None = None) -> Tensor:
+    if x.is_cuda and x.dtype == torch.bfloat16 and clamped is None:
+        return _grouped_experts(x, up, down, chosen, gated)
     made = x.new_zeros(chosen.numel(), x.shape[1])
     flat = chosen.flatten()
     for expert in flat.unique().tolist():
@@ -114,6 +124,15 @@ def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, cl
         inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else F.relu(inner).square()
         made = made.index_add(0, at, F.linear(inner, down[expert]))
     return made.view(*chosen.shape, -1)
+
+
+def _grouped_experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool) -> Tensor:
+    """`experts` without a look from the host, so that a CUDA graph can record it."""
+    order, ends = by_expert(chosen, len(down))
+    inner = F.grouped_mm(x[order // chosen.shape[1]], up.mT, offs=ends)
+    inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else F.relu(inner).square()
+    made = F.grouped_mm(inner, down.mT, offs=ends)
+    return torch.zeros_like(made).index_copy(0, order, made).view(*chosen.shape, -1)
 
 
 def combine(slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, each: bool) -> Tensor:
@@ -135,6 +154,8 @@ def seen_in(reach: Reach, count: int, context: int, device: torch.device) -> Ten
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, reach: Reach = WHOLE) -> Tensor:
+    if q.is_cuda and not layout.contiguous and reach.sinks is None:
+        return padded_attention(q, k, v, layout, scale, reach.window)
     starts, contexts = layout.query_start.tolist(), layout.context.tolist()
     outs = []
     for s, context in enumerate(contexts):
@@ -157,6 +178,27 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: f
         )
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
+
+
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, window: int) -> Tensor:
+    """`attention` over paged keys, all sequences at once. Where each has one query, the host looks at nothing."""
+    begin, pages = layout.query_start[:-1, None], layout.block_start
+    counts = layout.query_start.diff()[:, None]
+    most = 1 if len(q) == len(pages) else int(counts.max())
+    place = torch.arange(most, device=q.device)
+    slots = (pages[..., None] + torch.arange(layout.block_size, device=q.device)).flatten(1)  # [S, L]
+    position, key = (layout.context[:, None] + place)[..., None], torch.arange(slots.shape[1], device=q.device)
+    seen = (key <= position) & (key > position - window) if window else key <= position  # [S, most, L]
+    queries = q[(begin + place).clamp(max=len(q) - 1)]  # [S, most, H, D]
+    out = F.scaled_dot_product_attention(
+        queries.transpose(1, 2),
+        k[slots].transpose(1, 2),
+        v[slots].transpose(1, 2),
+        attn_mask=seen[:, None],
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    ).transpose(1, 2)
+    return out[:, 0] if most == 1 else out[place < counts]
 
 
 def index_weights(x: Tensor, weight: Tensor) -> Tensor:

@@ -40,29 +40,32 @@ class DecodeGraphs:
         self._model, self._cache, self._page_size, self._choices = model, cache, page_size, choices
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._weights = self._addresses()
+        self._made_of = (model.ops, self._addresses())
 
     def check_weights(self) -> None:
-        """Forget the graphs where parameters lie elsewhere by now."""
-        if self._weights != (addresses := self._addresses()):
+        """Forget the graphs where parameters lie elsewhere by now, or meet other operations."""
+        if self._made_of != (now := (self._model.ops, self._addresses())):
             self._recorded.clear()
-            self._weights = addresses
+            self._made_of = now
 
-    def logits(self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray) -> Tensor:
+    def logits(self, tokens: Tensor, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray) -> Tensor:
         """tokens, positions, slots [S], pages [S, B] the first slots of each row's pages -> logits [S, V] float32.
+        The host need not know the tokens.
 
         What it returns is valid until the next call.
         """
-        rows, columns = rounded(len(tokens)), at_least(pages.shape[1], LEAST_TOKENS // self._page_size)
+        least = min(LEAST_TOKENS, self._model.max_positions) // self._page_size
+        rows, columns = rounded(len(tokens)), at_least(pages.shape[1], least)
         step = self._recorded.get((rows, columns)) or self._record(rows, columns)
         given = torch.empty(rows, 3 + columns, dtype=torch.int64, pin_memory=True)
         host, count = given.numpy(), len(tokens)
-        host[:count, 0], host[:count, 1], host[:count, 2] = tokens, positions, slots
+        host[:count, 1], host[:count, 2] = positions, slots
         host[:count, 3 : 3 + pages.shape[1]] = pages
         host[:count, 3 + pages.shape[1] :] = self._cache.spare
-        host[count:, :2] = 0
+        host[:, 0] = host[count:, 1] = 0
         host[count:, 2:] = self._cache.spare
         step.inputs.copy_(given, non_blocking=True)
+        step.inputs[:count, 0] = tokens
         step.graph.replay()
         return step.logits[:count]
 

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlloop.models import Model
+from rlloop.numerics.drift import DriftedOps
+from rlloop.numerics.fp8 import fits
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import Drift
 from rlloop.numerics.quantize import quantized
@@ -61,6 +63,8 @@ class DriftedSync:
             source = now if served == version else self._published[served]
             for name, own in self._own.items():
                 own.copy_(self._rounded(name, source[name]) if drifting else source[name])
+                if isinstance(model.ops, DriftedOps) and self._multiplies_fp8(name, own):
+                    model.ops.narrow(own, source[name])
         self._published[version] = now
         for old in [each for each in self._published if each < version - self.drift.stale_steps]:
             del self._published[old]
@@ -86,9 +90,12 @@ class DriftedSync:
 
     def _rounded(self, name: str, weight: Tensor) -> Tensor:
         kind = "bf16" if self.drift.lossy_sync else self.drift.weights
-        if kind == "none" or (kind != "bf16" and (weight.ndim < 2 or any(part in name for part in KEPT))):
+        if kind == "none" or (kind != "bf16" and _kept(name, weight)):
             return weight
         return quantized(weight, kind, self.drift.granularity)
+
+    def _multiplies_fp8(self, name: str, weight: Tensor) -> bool:
+        return self.drift.products == "fp8" and not _kept(name, weight) and fits(weight)
 
     def _add(self, now: dict[str, Tensor], before: dict[str, Tensor]) -> None:
         """w <- bf16(w + bf16(new − old)): an update under half of w's last place is lost, for good."""
@@ -101,6 +108,10 @@ class DriftedSync:
         apart = sum(float((own - now[name]).double().square().sum()) for name, own in self._own.items())
         whole = sum(float(weight.double().square().sum()) for weight in now.values())
         return (apart / whole) ** 0.5
+
+
+def _kept(name: str, weight: Tensor) -> bool:
+    return weight.ndim < 2 or any(part in name for part in KEPT)
 
 
 def drifted_copy(model: Model) -> Model:

@@ -86,8 +86,8 @@ def test_the_declaration_stands_in_the_fingerprint_from_the_beginning():
         pair.sync.publish(version)
     assert pair.engine.fingerprint() == before != pair.model.fingerprint()
     assert before["profile"]["drift"] == {
-        "weights": "int4", "granularity": "channel", "activations": "none", "logits": "float32", "stale_steps": 0,
-        "lossy_sync": False, "from_step": 3,
+        "weights": "int4", "granularity": "channel", "activations": "none", "products": "none", "cache": "none",
+        "logits": "float32", "stale_steps": 0, "lossy_sync": False, "from_step": 3,
     }  # fmt: skip
 
 
