@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,9 +16,12 @@ Choices = tuple[np.ndarray | None, np.ndarray | None]  # experts [tokens, layers
 class ChoiceStore:
     """Experts as numbers of one or two bytes, digests of what indexers selected as int64; where the model is."""
 
-    def __init__(self, model: Model, num_slots: int) -> None:
+    def __init__(
+        self, routers: tuple[int, int, int] | None, indexed: int, num_slots: int, device: torch.device
+    ) -> None:
+        """`routers`: layers with experts, experts a token takes, experts in all; `indexed`: layers with an indexer."""
         self.experts = self.selected = None
-        routers, indexed, device = model.route_shape(), model.indexed_layers(), model.head.device
+        self._device = device
         if device.type != "cpu":
             num_slots += 1  # the cache's spare one
         if routers is not None:
@@ -29,7 +34,7 @@ class ChoiceStore:
     @classmethod
     def of(cls, model: Model, num_slots: int) -> ChoiceStore | None:
         """None for a model that chooses nothing."""
-        store = cls(model, num_slots)
+        store = cls(model.route_shape(), model.indexed_layers(), num_slots, model.head.device)
         return None if store.experts is None and store.selected is None else store
 
     def write(self, slots: Tensor, routes: Routes) -> None:
@@ -38,12 +43,28 @@ class ChoiceStore:
                 store.index_copy_(0, slots, made.to(store.dtype))
 
     def read(self, slots: np.ndarray) -> Choices:
-        at = torch.from_numpy(slots)
+        return self.begin_read(slots)()
+
+    def begin_read(self, slots: np.ndarray) -> Callable[[], Choices]:
+        """What the slots hold now, in the order of the current stream; the host waits for it in what is returned."""
+        at, event = torch.from_numpy(slots), None
+        if self._device.type == "cuda":
+            at, event = at.pin_memory().to(self._device, non_blocking=True), torch.cuda.Event()
         experts, selected = (
-            None if store is None else store[at.to(store.device)].cpu().numpy()
-            for store in (self.experts, self.selected)
+            None if store is None else store[at].to("cpu", non_blocking=True) for store in (self.experts, self.selected)
         )
-        return None if experts is None else experts.astype(self._kind, copy=False), selected
+        if event is not None:
+            event.record()
+
+        def finish() -> Choices:
+            if event is not None:
+                event.synchronize()
+            return (
+                None if experts is None else experts.numpy().astype(self._kind, copy=False),
+                None if selected is None else selected.numpy(),
+            )
+
+        return finish
 
 
 def _zeros(shape: tuple[int, ...], kind: type[np.generic], device: torch.device) -> Tensor:

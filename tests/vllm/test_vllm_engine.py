@@ -202,6 +202,29 @@ def test_every_family(tmp_path, family):
     engine.close()
 
 
+def test_choices_outlive_preemption_and_come_with_an_abort(tmp_path):
+    """Slots of a preempted request are others' by the time it is asked about."""
+    make_checkpoint(tmp_path, "qwen3_moe", dtype=torch.bfloat16)
+    model = load_model(tmp_path, dtype="bfloat16")
+    prompts = [list(range(10 + i, 40 + i)) for i in range(6)]
+    sampling = [SamplingParams(max_tokens=30, seed=seed, ignore_eos=True) for seed in range(6)]
+    expected = Engine(model).generate(prompts, sampling)
+    engine = VllmEngine(model, max_cache_tokens=256, max_running=6, page_size=8)
+    assert bits(engine.generate(prompts, sampling)) == bits(expected)
+    ids = [engine.add_request(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+    runner = engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    while len(runner.input_batch.req_id_to_index) == len(ids) or len(runner.requests) < len(ids):
+        engine.step()  # until one is preempted
+    made = dict(engine.abort_all())
+    for id, whole in zip(ids, expected, strict=True):
+        part = made[id].routed_experts
+        assert part is not None
+        assert whole.routed_experts is not None
+        assert len(part) == len(made[id].prompt_ids) + len(made[id].token_ids) - 1
+        assert part.tobytes() == whole.routed_experts[: len(part)].tobytes()
+    engine.close()
+
+
 def test_behind_a_service_thread(model, engine):
     """As `rlloop serve engine --engine vllm` runs it."""
     prompts, sampling = traffic(10)

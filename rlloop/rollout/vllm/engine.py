@@ -73,8 +73,7 @@ class VllmEngine:
         self._next_id = 0
         self._requests: dict[str, tuple[SamplingParams, str]] = {}  # and the id that vLLM gave it
         self._stats = EngineStats()
-        # Of the CPU's worker; the GPU's records nothing yet.
-        self._chooses = model.device.type == "cpu" and bool(model.route_shape() or model.indexed_layers())
+        self._chooses = bool(model.route_shape() or model.indexed_layers())
         spec = model.cache_spec()
         token_bytes = sum(prod(shape) for layer in spec for shape in layer.values()) * model.dtype.itemsize
         if max_cache_tokens is None:

@@ -13,34 +13,24 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu_worker import Worker
 
-from rlloop.models import Model
+from rlloop.models import Model, Routes
 from rlloop.numerics.layout import AttentionLayout
+from rlloop.rollout.choices import ChoiceStore
 from rlloop.rollout.graphs import LEAST_TOKENS, at_least, rounded
 from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
+from rlloop.rollout.vllm.inside import Inside
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.sampler import ExactSampler
-from rlloop.rollout.vllm.weights import Part, live_parts
 
 SPARE = 0  # a slot of vLLM's null block, which nobody reads
 
 
-class GpuWorker(Worker):
+class GpuWorker(Inside, Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         if isinstance(model, RlloopForCausalLM):
             self.model_runner.sampler = ExactSampler(self.model_runner, model.policy)
-
-    def run(self, policy: Model) -> None:
-        """Another view of the weights, of a caller in this process."""
-        model = self.model_runner.get_model()
-        assert isinstance(model, RlloopForCausalLM), "vLLM's own model has no views"
-        model.policy = self.model_runner.sampler.policy = policy
-        model.graphs = None
-
-    def live_parts(self) -> dict[str, Part]:
-        """A stock model's live weights by Hugging Face name; for callers in this process."""
-        return live_parts(self.model_runner.get_model())
 
 
 class GpuStore(PagedStore):
@@ -67,8 +57,8 @@ class _Recorded:
 class StepGraphs:
     """Steps in which every request has one token to compute, for one view of the weights."""
 
-    def __init__(self, policy: Model, stores: list[dict[str, PagedStore]]) -> None:
-        self._policy, self._stores = policy, stores
+    def __init__(self, policy: Model, stores: list[dict[str, PagedStore]], choices: ChoiceStore | None) -> None:
+        self._policy, self._stores, self._choices = policy, stores, choices
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -93,7 +83,11 @@ class StepGraphs:
         def work() -> Tensor:
             tokens, positions, slots = (inputs[:, i].contiguous() for i in range(3))
             layout = AttentionLayout(start, positions, inputs[:, 3:].contiguous(), size, contiguous=False)
-            return self._policy.hidden(tokens, positions, layout, PagedStores(self._stores, slots))
+            routes = None if self._choices is None else Routes()
+            hidden = self._policy.hidden(tokens, positions, layout, PagedStores(self._stores, slots), routes=routes)
+            if self._choices is not None and routes is not None:
+                self._choices.write(slots, routes)
+            return hidden
 
         work()  # compiles what has to be
         graph = torch.cuda.CUDAGraph()

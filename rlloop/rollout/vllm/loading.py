@@ -26,6 +26,7 @@ from rlloop.sync.live import named_weights
 LENT_AS = "rlloop_model"  # the key of `additional_config` that names a lent model
 _LENT: WeakValueDictionary[str, Model] = WeakValueDictionary()
 _FACTS: WeakKeyDictionary[nn.Module, Facts] = WeakKeyDictionary()  # of vLLM's own models
+_ROUTERS: WeakKeyDictionary[nn.Module, tuple[int, int, int] | None] = WeakKeyDictionary()
 
 
 def lend(model: Model) -> dict[str, str]:
@@ -48,6 +49,12 @@ def facts_of(model: Any, config: VllmConfig) -> Facts | None:
     """What a server tells of its model; None where vLLM loaded it by itself."""
     policy = getattr(model, "policy", None)
     return _FACTS.get(model) if policy is None else _facts(policy, config)
+
+
+def routes_of(model: Any) -> tuple[tuple[int, int, int] | None, int]:
+    """What can be recorded of it: `Model.route_shape()`, and the number of layers with an indexer."""
+    policy = getattr(model, "policy", None)
+    return (_ROUTERS.get(model), 0) if policy is None else (policy.route_shape(), policy.indexed_layers())
 
 
 def _facts(policy: Model, config: VllmConfig) -> Facts:
@@ -101,6 +108,7 @@ class StockLoader(BaseModelLoader):
         weights = named_weights(policy)
         model.load_weights((name, weights[name]) for name in weights if name != HEAD or not policy.config.tied)
         facts = _facts(policy, config)
+        _ROUTERS[model] = policy.route_shape()
         _FACTS[model] = msgspec.structs.replace(
             facts, stock=True, fingerprint=versions.stock_fingerprint(facts.fingerprint)
         )

@@ -66,7 +66,7 @@ class RlloopForCausalLM(nn.Module):
     def _decoded(self, tokens: Tensor, positions: Tensor, step: StepMetadata) -> Tensor:
         from rlloop.rollout.vllm.gpu import StepGraphs
 
-        self.graphs = self.graphs or StepGraphs(self.policy, self.stores)
+        self.graphs = self.graphs or StepGraphs(self.policy, self.stores, self.choices)
         return self.graphs.hidden(tokens, positions, step)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

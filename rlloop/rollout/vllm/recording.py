@@ -2,51 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rlloop.models import Model
 from rlloop.rollout.choices import Choices, ChoiceStore
+from rlloop.rollout.vllm.loading import routes_of
+from rlloop.rollout.vllm.model import RlloopForCausalLM
+from rlloop.rollout.vllm.requests import CHOICES
+
+MOST_ENDED = 4096  # requests of a server whose choices wait to be fetched; older ones are dropped
 
 
 class Recorder:
-    """A slot holds its token's choices as long as its keys, so a cached prefix brings them along."""
+    """A slot holds its token's choices as long as its keys, so a cached prefix brings them along.
 
-    def __init__(self, runner: Any, store: ChoiceStore) -> None:
-        self._runner, self.store = runner, store
+    Nothing is copied to the host in a step. A request's choices are read when it has ended, before the next step that
+    vLLM begins could write into its slots; those of a preempted one, whose slots others get, before that step.
+    """
+
+    def __init__(self, runner: Any, store: ChoiceStore, group: int) -> None:
+        self._runner, self.store, self._group = runner, store, group
+        described = runner.kv_cache_config.kv_cache_groups[group]
+        self._block_size, self._layer = described.kv_cache_spec.block_size, described.layer_names[0]
+        self._preempted: dict[str, Callable[[], Choices]] = {}
+        self._ended: dict[str, Callable[[], Choices]] = {}  # of a server's requests that gave a name, oldest first
+        # Reads do not wait for the step that vLLM may have begun meanwhile.
+        self._stream = torch.cuda.Stream() if runner.device.type == "cuda" else None
 
     @classmethod
-    def of(cls, runner: Any, policy: Model) -> Recorder | None:
+    def of(cls, runner: Any, model: nn.Module) -> Recorder | None:
         """None for a model that chooses nothing. `runner` knows its caches by now."""
         cache = runner.kv_cache_config
-        [group] = cache.kv_cache_groups
-        store = ChoiceStore.of(policy, cache.num_blocks * group.kv_cache_spec.block_size)
-        return None if store is None else cls(runner, store)
+        routers, indexed = routes_of(model)
+        if routers is None and not indexed:
+            return None
+        groups = cache.kv_cache_groups
+        full = [at for at, each in enumerate(groups) if isinstance(each.kv_cache_spec, FullAttentionSpec)]
+        group = full[0] if full else 0  # where layers differ in width, one group has a specification of its own
+        slots = cache.num_blocks * groups[group].kv_cache_spec.block_size
+        recorder = cls(runner, ChoiceStore(routers, indexed, slots, runner.device), group)
+        if isinstance(model, RlloopForCausalLM):
+            model.choices = recorder.store
+        else:
+            recorder._listen(model)
+        return recorder
+
+    def before(self, step: Any) -> None:
+        """`step` (vLLM's SchedulerOutput) is about to be computed."""
+        for id in step.preempted_req_ids or ():
+            self._preempted[id] = self.store.begin_read(self._slots(id))
+        for id in step.finished_req_ids:
+            if (name := self._name(id)) is not None:
+                self._ended[name] = self._preempted.get(id) or self.store.begin_read(self._slots(id))
+        while len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+        for id in (*step.finished_req_ids, *step.scheduled_cached_reqs.resumed_req_ids):
+            self._preempted.pop(id, None)
 
     def read(self, asked: Sequence[tuple[str, int]]) -> list[Choices]:
-        """Of the first `count` tokens of each request (id, count); nothing of one that was preempted."""
-        batch = self._runner.input_batch
-        table = batch.block_table[0]
+        """Of the first `count` tokens of each request (id, count), which are computed; nothing where that is 0."""
+        kept = [self._preempted.get(id) for id, _ in asked]
+        slots = [
+            self._slots(id)[:count] if preempted is None else np.zeros(0, np.int64)
+            for (id, count), preempted in zip(asked, kept, strict=True)
+        ]
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            arrays = self.store.read(np.concatenate(slots))
+        ends = np.cumsum([len(each) for each in slots])[:-1]
+        experts, selected = ([None] * len(asked) if array is None else np.split(array, ends) for array in arrays)
         made: list[Choices] = []
-        for id, count in asked:
-            row, at = batch.req_id_to_index.get(id), np.arange(count)
-            if row is None:
-                made.append((None, None))
-            else:
-                blocks = table.block_table.np[row][at // table.block_size].astype(np.int64)
-                made.append(self.store.read(blocks * table.block_size + at % table.block_size))
+        for (_, count), preempted, *own in zip(asked, kept, experts, selected, strict=True):
+            of_it = own if preempted is None else preempted()
+            one, other = (None if array is None or count == 0 else array[:count] for array in of_it)
+            made.append((one, other))
         return made
 
-    def listen(self, model: nn.Module) -> None:
+    def take(self, names: Sequence[str]) -> list[Choices]:
+        """Of a server's requests, which have ended; whole blocks of tokens, and of an unknown one nothing."""
+        known = {name: id for id in self._runner.requests if (name := self._name(id)) is not None}
+        made: list[Choices] = []
+        for name in names:
+            if name in self._ended:
+                made.append(self._ended.pop(name)())
+            elif name in known:  # no step has begun since
+                made.append(self._preempted.get(known[name], self.store.begin_read(self._slots(known[name])))())
+            else:
+                made.append((None, None))
+        return made
+
+    def _name(self, id: str) -> str | None:
+        state = self._runner.requests.get(id)
+        params = None if state is None else state.sampling_params
+        return None if params is None else (params.extra_args or {}).get(CHOICES)
+
+    def _slots(self, id: str) -> np.ndarray:
+        """Of all the blocks that a request has; of one that had not begun, none."""
+        state = self._runner.requests.get(id)
+        blocks = np.array([] if state is None else state.block_ids[self._group], np.int64)
+        return (blocks[:, None] * self._block_size + np.arange(self._block_size)).reshape(-1)
+
+    def _listen(self, model: nn.Module) -> None:
         """To vLLM's own routers, through the hook of its `enable_return_routed_experts`.
 
-        That option itself needs the newer model runner, and that one Triton, which the CPU build has not.
+        That option itself copies each step's choices to the host, and in 0.32 needs the newer model runner.
         """
         runners: list[Any] = [module for module in model.modules() if isinstance(module, MoERunner)]
         routers = {runner.layer_id: runner.router for runner in runners}
@@ -58,6 +125,6 @@ class Recorder:
         steps: Any = get_forward_context().attn_metadata
         if steps is None:  # a trial run
             return
-        slots = next(iter(steps.values())).slot_mapping
+        slots = steps[self._layer].slot_mapping
         assert self.store.experts is not None
         self.store.experts[slots.long(), layer] = chosen[: len(slots)].to(self.store.experts.dtype)

@@ -11,6 +11,7 @@ from rlloop.types import SamplingParams
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to it
 RAW = "rlloop_raw_logprobs"  # a request's `extra_args` key: a second column of logprobs, at temperature 1, untruncated
+CHOICES = "rlloop_choices"  # another: the name under which a server's request is asked what it chose
 RAW_ID = -1  # that column's token id where two columns are asked for, since answers over HTTP are keyed by ids
 
 
@@ -27,8 +28,14 @@ def check_sampling(sampling: SamplingParams, stock: bool) -> None:
         )
 
 
-def vllm_params(sampling: SamplingParams, stop_ids: tuple[int, ...], *, raw: bool, columns: int) -> dict[str, Any]:
-    """Arguments of vLLM's own `SamplingParams`. `stop_ids`: all that end it. `columns`: of logprobs, but the first."""
+def vllm_params(
+    sampling: SamplingParams, stop_ids: tuple[int, ...], *, raw: bool, columns: int, name: str | None = None
+) -> dict[str, Any]:
+    """Arguments of vLLM's own `SamplingParams`. `stop_ids`: all that end it. `columns`: of logprobs, but the first.
+    `name`: under which its choices are kept once it has ended."""
+    more: dict[str, Any] = {RAW: True} if raw else {}
+    if name is not None:
+        more[CHOICES] = name
     return {
         "max_tokens": sampling.max_tokens,
         "min_tokens": sampling.min_tokens,
@@ -40,7 +47,7 @@ def vllm_params(sampling: SamplingParams, stop_ids: tuple[int, ...], *, raw: boo
         "ignore_eos": True,  # what ends it is all in the stop tokens
         "stop_token_ids": list(stop_ids),
         "logprobs": columns,
-        "extra_args": {RAW: True} if raw else None,
+        "extra_args": more or None,
         "detokenize": False,
     }
 
