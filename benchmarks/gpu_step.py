@@ -1,8 +1,9 @@
 """A whole step of reinforcement learning on one GPU, end to end: sample, score, learn, and serve the new weights.
 
-    python benchmarks/gpu_step.py [--vllm] [--quick]
+    python benchmarks/gpu_step.py [--vllm] [--only dense] [--quick]
 
-256 requests of 128 tokens in and 256 out, a random Qwen3 of the 0.6B shape in bfloat16, AdamW on float32 masters.
+256 requests of 128 tokens in and 256 out, a random Qwen3 of the 0.6B shape and a 12-layer mixture of experts, in
+bfloat16, AdamW on float32 masters.
 
 - rlloop: one process, one copy of the compute weights, `parity.mode=require` in effect: every logprob is compared.
 - with `--vllm`, the same with vLLM's default mode and transformers (SDPA): vLLM in a process of its own samples,
@@ -145,32 +146,37 @@ def in_child(what: str, folder: Path) -> list[float]:
     return json.loads(next(line for line in reversed(out.stdout.splitlines()) if line.startswith("[")))
 
 
+def figures_of(model: str, vllm: bool) -> list[Figure]:
+    with tempfile.TemporaryDirectory() as name:
+        make_folder(model, Path(name))
+        mine = in_child("rlloop", Path(name))
+        peer = in_child("peer", Path(name)) if vllm else None
+    work = f"RL step, {MODELS[model][0]} bf16"
+    names, tokens = ("rlloop", "vLLM default + transformers"), REQUESTS * NEW
+    figures = [
+        Figure(
+            name=f"{work}, {REQUESTS} x ({PROMPT} in, {NEW} out)", unit="new tokens/s", value=tokens / mine[0],
+            peer=names[1] if peer else None, peer_value=tokens / peer[0] if peer else None, aim=1.0,
+        )
+    ]  # fmt: skip
+    return figures + [
+        Figure(name=f"k3 of {name}, {work}", unit="nats", value=side[1])
+        for name, side in zip(names, (mine, peer), strict=True)
+        if side
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", action="store_true", help="measure the peer too")
+    parser.add_argument("--only", choices=MODELS, action="append", help="of the models")
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(measure(args.child[0], Path(args.child[1]))))
         return
-    with tempfile.TemporaryDirectory() as name:
-        make_folder("dense", Path(name))
-        mine = in_child("rlloop", Path(name))
-        peer = in_child("peer", Path(name)) if args.vllm else None
-    work = f"RL step, {MODELS['dense'][0]} bf16, {REQUESTS} x ({PROMPT} in, {NEW} out)"
-    names, tokens = ("rlloop", "vLLM default + transformers"), REQUESTS * NEW
-    figures = [
-        Figure(
-            name=work, unit="new tokens/s", value=tokens / mine[0], peer=names[1] if peer else None,
-            peer_value=tokens / peer[0] if peer else None, aim=1.0,
-        )
-    ]  # fmt: skip
-    figures += [
-        Figure(name=f"k3 of {name}, RL step", unit="nats", value=side[1])
-        for name, side in zip(names, (mine, peer), strict=True)
-        if side
-    ]
+    figures = [figure for model in args.only or MODELS for figure in figures_of(model, args.vllm)]
     if args.quick:
         print(table(figures))
     else:
