@@ -1,18 +1,30 @@
-"""The invariant matrix product beside cuBLAS (`torch.nn.functional.linear`), bfloat16: CUDA graphs, cold weights.
+"""The invariant matrix product beside cuBLAS and other invariant products, bfloat16: CUDA graphs, cold weights.
 
     python benchmarks/gpu_linear.py [--quick]
 
 Ours go through the kernels that models call. Shapes are those of Qwen3 0.6B, 8B and 30B-A3B (its attention and head).
+Up to 64 rows, batch_invariant_ops (its `matmul_persistent`) and vLLM's batch-invariant mode stand beside them, where
+they can be imported. On Hopper that mode is cuBLASLt without a workspace, so no split of K: it has a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from gpu_shapes import L2_BYTES, seconds
 from results_schema import Figure, report, table
+from torch import Tensor
 
 from rlloop.numerics.triton.contract import linear
 
@@ -25,44 +37,109 @@ SHAPES = {  # model -> name -> (K, N)
     "30B-A3B": {"q": (2048, 4096), "kv": (2048, 512), "o": (4096, 2048), "head": (2048, 151936)},
 }  # fmt: skip
 SMALL, LARGE = (1, 8, 16, 32, 64), (1024, 4096, 16384)
+QUICK = (16, 64, 4096)
+VLLM = "vllm.model_executor.layers.batch_invariant"
+THINKING = "batch_invariant_ops"
+
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def figure(model: str, name: str, rows: int, width: int, outputs: int) -> Figure:
-    size = 2 * (width * outputs + (0 if rows > 64 else rows * (width + outputs)))
-    copies = max(2, min(64, L2_BYTES // size)) if rows <= 64 else 2
+class Case(NamedTuple):
+    model: str
+    name: str
+    rows: int
+    width: int
+    outputs: int
+
+    @property
+    def bytes(self) -> int:
+        """What has to be moved, of a product with few rows."""
+        return 2 * (self.width * self.outputs + self.rows * (self.width + self.outputs))
+
+    def figure(self, peer: str, ours: float, theirs: float, aim: float) -> Figure:
+        few = self.rows <= SMALL[-1]
+        scale = 1e-9 * self.bytes if few else 2e-12 * self.rows * self.width * self.outputs
+        return Figure(
+            name=f"linear {self.model} {self.name}, M {self.rows}, K {self.width}, N {self.outputs}, bf16",
+            unit="GB/s" if few else "TFLOP/s", value=scale / ours, peer=peer, peer_value=scale / theirs, aim=aim,
+        )  # fmt: skip
+
+
+def cases(numbers: tuple[int, ...]) -> Iterator[Case]:
+    for model, shapes in SHAPES.items():
+        for name, (width, outputs) in shapes.items():
+            yield from (Case(model, name, rows, width, outputs) for rows in numbers if rows * outputs < 1 << 31)
+
+
+def ours(x: Tensor, weight: Tensor) -> Tensor:
+    return linear(x, weight, None)
+
+
+def times(case: Case, products: list[Product]) -> list[float]:
+    copies = max(2, min(64, L2_BYTES // case.bytes)) if case.rows <= SMALL[-1] else 2
     generator = torch.Generator("cuda").manual_seed(0)
     inputs = [
-        [torch.randn(n, width, dtype=torch.bfloat16, device="cuda", generator=generator) for n in (rows, outputs)]
+        [
+            torch.randn(n, case.width, dtype=torch.bfloat16, device="cuda", generator=generator)
+            for n in (case.rows, case.outputs)
+        ]
         for _ in range(copies)
     ]
-    ours, theirs = seconds(
-        [[lambda x=x, w=w, f=f: f(x, w) for x, w in inputs] for f in (lambda x, w: linear(x, w, None), F.linear)]
-    )
-    if rows <= 64:
-        unit, scale = "GB/s", 1e-9 * size
-    else:
-        unit, scale = "TFLOP/s", 2e-12 * rows * width * outputs
-    return Figure(
-        name=f"linear {model} {name}, M {rows}, K {width}, N {outputs}, bf16", unit=unit, value=scale / ours,
-        peer="cuBLAS", peer_value=scale / theirs, aim=0.95,
-    )  # fmt: skip
+    return seconds([[lambda x=x, w=w, f=f: f(x, w) for x, w in inputs] for f in products])
+
+
+def beside_cublas(numbers: tuple[int, ...]) -> list[Figure]:
+    """And beside batch_invariant_ops, if it is there."""
+    peers: dict[str, Product] = {"cuBLAS": F.linear}
+    if importlib.util.find_spec(THINKING):
+        module = importlib.import_module(f"{THINKING}.{THINKING}")
+        peers[THINKING] = lambda x, w: module.matmul_persistent(x, w.T)
+    figures = []
+    for case in cases(numbers):
+        shown = peers if case.rows <= SMALL[-1] else {"cuBLAS": F.linear}
+        mine, *others = times(case, [ours, *shown.values()])
+        for peer, other in zip(shown, others, strict=True):
+            figures.append(case.figure(peer, mine, other, 0.95 if peer == "cuBLAS" else 1.0))
+    return figures
+
+
+def in_vllm_s_mode(numbers: tuple[int, ...]) -> list[list[float]]:
+    """(ours, vLLM's) seconds of each case. The mode is a setting of the whole process."""
+    importlib.import_module(VLLM).enable_batch_invariant_mode()
+    return [times(case, [ours, F.linear]) for case in cases(numbers)]
+
+
+def beside_vllm(numbers: tuple[int, ...]) -> list[Figure]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "seconds.json")
+        subprocess.run([sys.executable, __file__, "--vllm", str(path), *map(str, numbers)], check=True)
+        measured = json.loads(path.read_text())
+    return [
+        case.figure("vLLM batch-invariant", mine, theirs, 1.0)
+        for case, (mine, theirs) in zip(cases(numbers), measured, strict=True)
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three numbers of rows, nothing recorded")
+    parser.add_argument("--vllm", nargs="+", help=argparse.SUPPRESS)  # the other process: a path, then numbers of rows
     args = parser.parse_args()
-    figures = []
     with torch.inference_mode():
-        for model, shapes in SHAPES.items():
-            for name, (width, outputs) in shapes.items():
-                for rows in (16, 64, 4096) if args.quick else SMALL + LARGE:
-                    if rows * outputs < 1 << 31:
-                        figures.append(figure(model, name, rows, width, outputs))
+        if args.vllm:
+            path, *numbers = args.vllm
+            Path(path).write_text(json.dumps(in_vllm_s_mode(tuple(map(int, numbers)))))
+            return
+        numbers = QUICK if args.quick else SMALL + LARGE
+        figures = beside_cublas(numbers)
+    packages = ["triton"]
+    if importlib.util.find_spec("vllm"):
+        figures += beside_vllm(tuple(rows for rows in numbers if rows <= SMALL[-1]))
+        packages.append("vllm")
     if args.quick:
         print(table(figures))
     else:
-        report("gpu-linear", figures, packages=("triton",))
+        report("gpu-linear", figures, packages=tuple(packages))
 
 
 if __name__ == "__main__":
