@@ -2,12 +2,16 @@
 
 It samples with the very model object that is trained, so its logprobs are the trainer's bits: alone or among hundreds
 of other requests, at any page size, chunk size, cache state or preemption.
+
+On a GPU decoding overlaps: while a step runs, the next one is scheduled and started, with tokens that only the device
+knows yet, and the host learns of both a step later.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +35,16 @@ if TYPE_CHECKING:
 
 DEFAULT_CACHE_BYTES = 4 << 30
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements; rows are independent, so cutting them changes no bits
+Made = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids int64, logprobs and raw logprobs float32, [E] each
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that has been started."""
+
+    batch: StepBatch
+    token_ids: Tensor  # [E] int64, where the model is
+    made: Callable[[], Made]  # waits for them
 
 
 class Engine:
@@ -95,6 +109,8 @@ class Engine:
         if self._device.type == "cuda":
             self._graphs = DecodeGraphs(model, self._cache, page_size, self._choices)
         self._scheduler = self._new_scheduler()
+        self._flight: _Flight | None = None
+        self._ended: list[tuple[Request, bool]] = []  # not handed out yet, and whether a stop token ended them
         self._last_warp: tuple[list[SamplingParams], LogitsWarp] = ([], LogitsWarp())
 
     # ---------------------------------------------------------------------------------------------- whole batches
@@ -138,35 +154,59 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.num_requests > 0
+        return self._scheduler.num_requests > 0 or len(self._ended) > 0
 
     def step(self) -> list[tuple[int, Completion]]:
         """Compute one batch of tokens; returns the requests that it finished.
 
         If it raises, every request in flight is dropped and the engine is ready for new ones.
         """
-        if not self.has_work:
-            return []
+        ended, self._ended = self._ended, []
+        if self._scheduler.num_requests == 0:
+            return self._completions(ended)
         try:
-            batch = self._scheduler.schedule()
-            ended = self._scheduler.postprocess(batch, *self._run(batch))
+            flight = self._flight or self._start(self._scheduler.schedule())
+            self._flight = None
+            ahead = None if self._graphs is None else self._scheduler.schedule_ahead(flight.batch)
+            if ahead is not None:
+                self._flight = self._start(ahead, flight.token_ids)
+            late = self._finish(flight)
+            if self._flight is not None and not self._flight.batch.alive.any():
+                self._flight = None
         except BaseException:
             # Blocks are named when they are scheduled; after a step that did not finish, they may hold anything.
-            self._scheduler = self._new_scheduler()
+            self._scheduler, self._flight = self._new_scheduler(), None
             raise
-        return [
-            (request.id, request.completion(self.policy_version, "stop" if stopped else "length"))
-            for request, stopped in ended
-        ]
+        if self._flight is not None and self._choices is not None:  # their choices come after the step in flight
+            self._ended, late = late, []
+        return self._completions(ended + late)
 
     def abort(self, request_id: int) -> Completion | None:
         """End one request now; returns what it has, or None if it is not in flight."""
+        self._settle()
+        for request, stopped in self._ended:
+            if request.id == request_id:
+                self._ended.remove((request, stopped))
+                return self._completions([(request, stopped)])[0][1]
         request = self._scheduler.remove(request_id)
         return None if request is None else request.completion(self.policy_version, "abort")
 
     def abort_all(self) -> list[tuple[int, Completion]]:
         """End every request now; returns what each has."""
-        return [(request.id, request.completion(self.policy_version, "abort")) for request in self._scheduler.drain()]
+        self._settle()
+        ended, self._ended = self._ended, []
+        drained = self._scheduler.drain()
+        return self._completions(ended) + [(r.id, r.completion(self.policy_version, "abort")) for r in drained]
+
+    def _settle(self) -> None:
+        """Wait for the step in flight: whoever takes requests out has to know what they have."""
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self._ended += self._finish(flight)
+
+    def _completions(self, ended: list[tuple[Request, bool]]) -> list[tuple[int, Completion]]:
+        version = self.policy_version
+        return [(request.id, request.completion(version, "stop" if stop else "length")) for request, stop in ended]
 
     # ---------------------------------------------------------------------------------------------- weights and facts
 
@@ -192,8 +232,9 @@ class Engine:
     # ---------------------------------------------------------------------------------------------- one step
 
     @torch.inference_mode()
-    def _run(self, batch: StepBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Compute the batch's tokens and draw the next one for each request that emits: ids, logprobs, raw logprobs."""
+    def _start(self, batch: StepBatch, tokens_before: Tensor | None = None) -> _Flight:
+        """Compute the batch's tokens and draw the next one for each request that emits. `tokens_before` [E] are what
+        the step before drew, where the batch was scheduled ahead of them."""
         table = self._scheduler.table
         end = np.cumsum(batch.counts)
         query_start = np.concatenate(([0], end))
@@ -202,31 +243,45 @@ class Engine:
         blocks = -(-int((batch.context + batch.counts).max()) // self.page_size)
         block_start = table.blocks[batch.rows, :blocks] * self.page_size
         slots = block_start[sequence, positions // self.page_size] + positions % self.page_size
-        token_ids, emitting = table.tokens[batch.rows[sequence], positions], batch.rows[batch.emits]
+        emitting = batch.rows[batch.emits]
         if self._graphs is not None and len(emitting) == end[-1]:  # each request decodes
-            return self._sample([self._graphs.logits(token_ids, positions, slots, block_start)], emitting)
+            if tokens_before is None:
+                tokens = self._tensor(table.tokens[batch.rows, positions])
+            else:
+                tokens = self._picked(tokens_before, batch.source)
+            made = self._sample([self._graphs.logits(tokens, positions, slots, block_start)], emitting)
+        else:
+            hidden = self._hidden(batch, table.tokens[batch.rows[sequence], positions], positions, slots, block_start)
+            last, head = hidden[self._tensor(end[batch.emits] - 1)], self.model.head
+            at_once = max(1, LOGITS_AT_ONCE[self._device.type] // len(head))
+            made = self._sample((self.model.ops.logits(part, head) for part in last.split(at_once)), emitting)
+        self._scheduler.advance(batch)
+        return _Flight(batch, made[0], self._landing(*made))
+
+    def _hidden(
+        self, batch: StepBatch, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray, block_start: np.ndarray
+    ) -> Tensor:
         self._cache.slots, self._cache.rows = self._tensor(slots), self._tensor(batch.rows)
         layout = AttentionLayout(
-            query_start=self._tensor(query_start),
+            query_start=self._tensor(np.concatenate(([0], np.cumsum(batch.counts)))),
             context=self._tensor(batch.context),
             block_start=self._tensor(block_start),
             block_size=self.page_size,
             contiguous=False,
         )
-        tokens = self._tensor(token_ids)
         routes = None if self._choices is None else Routes()
-        hidden = self.model.hidden(tokens, self._tensor(positions), layout, self._cache, routes=routes)
+        tokens, at = self._tensor(token_ids), self._tensor(positions)
+        hidden = self.model.hidden(tokens, at, layout, self._cache, routes=routes)
         if self._choices is not None and routes is not None:
             self._choices.write(self._cache.slots, routes)
-        last, head = hidden[self._tensor(end[batch.emits] - 1)], self.model.head
-        at_once = max(1, LOGITS_AT_ONCE[self._device.type] // len(head))
-        return self._sample((self.model.ops.logits(part, head) for part in last.split(at_once)), emitting)
+        return hidden
 
-    def _sample(self, logits: Iterable[Tensor], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draw a token for each row of the table, whose logits come in parts."""
+    def _sample(self, logits: Iterable[Tensor], rows: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw a token for each row of the table, whose logits come in parts: ids, logprobs, raw logprobs."""
+        table, ops, device = self._scheduler.table, self.model.ops, self._device
         if len(rows) == 0:
-            return np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32)
-        table, ops = self._scheduler.table, self.model.ops
+            none = torch.empty(0, device=device)
+            return none.long(), none, none
         warp = self._warp(rows)
         seeds, positions = self._tensor(table.seed[rows]), self._tensor(table.length[rows])
         parts, begin = [], 0
@@ -234,8 +289,30 @@ class Engine:
             end = begin + len(part)
             parts.append(ops.sample(part, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
             begin = end
-        ids, logprobs, raw = (torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True))
+        ids, logprobs, raw = (torch.cat(part) for part in zip(*parts, strict=True))
         return ids, logprobs, raw
+
+    def _landing(self, ids: Tensor, logprobs: Tensor, raw: Tensor) -> Callable[[], Made]:
+        """On their way to the host; what is returned waits for them."""
+        if self._device.type == "cpu":
+            return lambda: (ids.numpy(), logprobs.numpy(), raw.numpy())
+        packed = torch.stack([ids.int(), logprobs.view(torch.int32), raw.view(torch.int32)])
+        landed, event = packed.to("cpu", non_blocking=True), torch.cuda.Event()  # in pinned memory
+        event.record()
+
+        def made() -> Made:
+            event.synchronize()
+            bits = landed.numpy()
+            return bits[0].astype(np.int64), bits[1].view(np.float32), bits[2].view(np.float32)
+
+        return made
+
+    def _finish(self, flight: _Flight) -> list[tuple[Request, bool]]:
+        return self._scheduler.postprocess(flight.batch, *flight.made())
+
+    def _picked(self, tokens: Tensor, source: np.ndarray | None) -> Tensor:
+        assert source is not None
+        return tokens if np.array_equal(source, np.arange(len(tokens))) else tokens[self._tensor(source)]
 
     def _warp(self, rows: np.ndarray) -> LogitsWarp:
         """The rows' warp: the last step's where nothing changed, since building one is a loop over the requests."""

@@ -7,6 +7,7 @@ preempted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +31,7 @@ class Request:
     token_ids: np.ndarray  # [known] int64: the prompt, then what was made of it before it was last preempted
     logprobs: np.ndarray  # [known] float32 by absolute position; those of the prompt mean nothing
     raw_logprobs: np.ndarray  # [known] float32, likewise
-    choices: Choices = (None, None)  # experts and selections of the tokens that were computed
+    choices: Callable[[], Choices] = lambda: (None, None)  # waits for experts and selections of its computed tokens
     block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as anyone asked
 
     @classmethod
@@ -48,7 +49,7 @@ class Request:
 
     def completion(self, policy_version: int, reason: FinishReason) -> Completion:
         """What was made so far; for a request that is not running."""
-        begin = len(self.prompt_ids)
+        begin, (experts, selected) = len(self.prompt_ids), self.choices()
         return Completion(
             prompt_ids=self.prompt_ids,
             token_ids=self.token_ids[begin:].tolist(),
@@ -57,8 +58,8 @@ class Request:
             policy_version=policy_version,
             finish_reason=reason,
             sampling=self.sampling,
-            routed_experts=self.choices[0],
-            selected=self.choices[1],
+            routed_experts=experts,
+            selected=selected,
         )
 
 
@@ -124,7 +125,7 @@ class RequestTable:
         if self.choices is not None:
             at = np.arange(self.computed[row])
             slots = self.blocks[row, at // self.page_size] * self.page_size + at % self.page_size
-            request.choices = self.choices.read(slots)
+            request.choices = self.choices.begin_read(slots)
         self.requests[row] = None
         self._free.append(row)
         return request, self.blocks[row, : self.num_blocks[row]].tolist()

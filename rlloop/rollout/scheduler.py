@@ -26,6 +26,9 @@ class StepBatch:
     context: np.ndarray  # [S] tokens of each request that are in the cache already
     counts: np.ndarray  # [S] tokens of each request to compute now, at least 1
     emits: np.ndarray  # [S] bool: the last known token is among them
+    alive: np.ndarray  # [S] bool: not ended meanwhile, so what is made for it counts
+    source: np.ndarray | None = None  # [S] which of the emitting requests of the step before made its token, where that
+    # step is not over and the table does not know the token
 
 
 @dataclass
@@ -42,7 +45,8 @@ class EngineStats:
 
 
 class Scheduler:
-    """`schedule`, let the model run, `postprocess`: strictly in turn. What lies between must not fail half-way: blocks
+    """`schedule`, start the model, `advance`, `postprocess`: strictly in turn. Between the last two the next step may
+    be on its way: `schedule_ahead`, start the model, `advance`. What lies between must not fail half-way: blocks
     are named when they are scheduled, so after a step that did not finish the scheduler has to be thrown away."""
 
     def __init__(
@@ -60,6 +64,7 @@ class Scheduler:
         self.table = RequestTable(max_running, blocks.page_size, choices)
         self.waiting: deque[Request] = deque()
         self.running = np.zeros(0, dtype=np.int64)  # rows, in order of admission
+        self._ahead: StepBatch | None = None
 
     @property
     def num_requests(self) -> int:
@@ -108,70 +113,114 @@ class Scheduler:
                 self.running = np.concatenate((self.running, new_rows))
                 rows, counts = np.concatenate((rows, new_rows)), np.concatenate((counts, new_counts))
                 context = table.computed[rows]
-        return StepBatch(rows, context, counts, emits=context + counts == table.length[rows])
+        self._ahead = None
+        return StepBatch(rows, context, counts, context + counts == table.length[rows], np.ones(len(rows), bool))
+
+    def schedule_ahead(self, before: StepBatch) -> StepBatch | None:
+        """The step after `before`, which has been advanced and makes tokens that nobody knows yet.
+
+        A request that then turns out to have ended has computed one token for nothing. None where the step has to wait
+        for `before`: a request could come in or would have to give way, or somebody's prompt is not through.
+        """
+        self._ahead, table = None, self.table
+        rows = self.running[table.length[self.running] < table.max_length[self.running]]
+        made = np.full(len(table.length), -1)
+        made[before.rows[before.emits]] = np.arange(int(before.emits.sum()))
+        source, needy = made[rows], self._without_slot(rows)
+        alone = len(self.waiting) == 0 or self._place_for(self.waiting[0], 0) is None
+        if not (alone and 0 < len(rows) <= self.max_batch_tokens and (source >= 0).all()):
+            return None
+        if not self.blocks.may_append(len(needy)):
+            return None
+        self._append(needy)
+        ones = np.ones(len(rows), np.int64)
+        self._ahead = StepBatch(rows, table.computed[rows], ones, ones > 0, ones > 0, source)
+        return self._ahead
+
+    def advance(self, batch: StepBatch) -> None:
+        """The batch is on its way: its tokens count as computed, and those it makes as known."""
+        table = self.table
+        table.computed[batch.rows] += batch.counts
+        table.length[batch.rows[batch.emits]] += 1
 
     def postprocess(
         self, batch: StepBatch, token_ids: np.ndarray, logprobs: np.ndarray, raw_logprobs: np.ndarray
     ) -> list[tuple[Request, bool]]:
         """Record one new token for each request that emits; returns those it ends, and whether a stop token did."""
-        table, rows = self.table, batch.rows[batch.emits]
+        table, counts = self.table, batch.alive[batch.emits]
+        rows, at = (each[batch.emits][counts] for each in (batch.rows, batch.context + batch.counts))
+        token_ids = token_ids[counts]
         self.stats.steps += 1
         self.stats.computed_tokens += int(batch.counts.sum())
         self.stats.made_tokens += len(rows)
-        table.computed[batch.rows] += batch.counts
-        at = table.length[rows]
         table.tokens[rows, at] = token_ids
-        table.logprobs[rows, at] = logprobs
-        table.raw_logprobs[rows, at] = raw_logprobs
-        table.length[rows] = at + 1
+        table.logprobs[rows, at] = logprobs[counts]
+        table.raw_logprobs[rows, at] = raw_logprobs[counts]
+        if batch.source is not None:  # scheduled when its tokens were not known, so nothing could be named
+            for row, after in zip(rows.tolist(), at.tolist(), strict=True):
+                if after % self.blocks.page_size == 0:
+                    self._remember(row, after - 1, after)
         stopped = (table.stop_ids[rows] == token_ids[:, None]).any(1)
         ended = stopped | (at + 1 == table.max_length[rows])
         if not ended.any():
             return []
-        self.running = self.running[~np.isin(self.running, rows[ended])]
-        ends = zip(rows[ended].tolist(), stopped[ended].tolist(), strict=True)
-        return [(self._release(row), stop) for row, stop in ends]
+        gone = rows[ended]
+        table.length[gone], table.computed[gone] = at[ended] + 1, at[ended]  # whatever the step ahead makes
+        if self._ahead is not None and self._ahead is not batch:
+            self._ahead.alive[np.isin(self._ahead.rows, gone)] = False
+        self.running = self.running[~np.isin(self.running, gone)]
+        return [(self._release(row), stop) for row, stop in zip(gone.tolist(), stopped[ended].tolist(), strict=True)]
 
     def _make_room(self) -> bool:
         """A block for each running request that outgrew its own; preempts the last admitted until there are enough."""
         table, size, preempted = self.table, self.blocks.page_size, False
-        needy = self._without_slot()
+        needy = self._without_slot(self.running)
         while not self.blocks.may_append(len(needy)):
             self._preempt(int(self.running[-1]))
             preempted = True
-            needy = self._without_slot()
-        for row in needy.tolist():
-            table.blocks[row, table.num_blocks[row]] = self.blocks.append()
-            table.num_blocks[row] += 1
+            needy = self._without_slot(self.running)
+        self._append(needy)
         assert (table.length[self.running] <= table.num_blocks[self.running] * size).all()
         return preempted
 
-    def _without_slot(self) -> np.ndarray:
+    def _without_slot(self, rows: np.ndarray) -> np.ndarray:
+        return rows[self.table.length[rows] > self.table.num_blocks[rows] * self.blocks.page_size]
+
+    def _append(self, rows: np.ndarray) -> None:
         table = self.table
-        return self.running[table.length[self.running] > table.num_blocks[self.running] * self.blocks.page_size]
+        for row in rows.tolist():
+            table.blocks[row, table.num_blocks[row]] = self.blocks.append()
+            table.num_blocks[row] += 1
 
     def _admit(self, budget: int) -> list[tuple[int, int]]:
         """Move waiting requests into rows while tokens, blocks and rows last. Returns (row, tokens to compute now)."""
         admitted = []
-        while self.waiting and budget > 0 and self.table.num_free:
+        while self.waiting and budget > 0:
             request = self.waiting[0]
-            known = len(request.token_ids)
-            # The last known token is always computed: its hidden state is what the next token is drawn from.
-            shared = self._cached_blocks(request, (known - 1) // self.blocks.page_size)
-            fresh = -(-known // self.blocks.page_size) - len(shared)
-            # Leave each running request room to grow by a block, or the newcomer would soon be preempted for it.
-            if not self.blocks.can_allocate(shared, fresh + len(self.running) + len(admitted)):
+            place = self._place_for(request, len(admitted))
+            if place is None:
                 break
+            shared, fresh = place
             self.waiting.popleft()
             computed = len(shared) * self.blocks.page_size
             row = self.table.load(request, self.blocks.allocate(shared, fresh), computed)
-            count = min(budget, known - computed)
+            count = min(budget, len(request.token_ids) - computed)
             budget -= count
             self.stats.cached_tokens += computed
             # At once, so that the next request of the same group shares blocks that this very step fills.
             self._remember(row, computed, computed + count)
             admitted.append((row, count))
         return admitted
+
+    def _place_for(self, request: Request, newcomers: int) -> tuple[list[int], int] | None:
+        """The cached blocks that it begins with and how many more it needs, if there is room for it now."""
+        known = len(request.token_ids)
+        # The last known token is always computed: its hidden state is what the next token is drawn from.
+        shared = self._cached_blocks(request, (known - 1) // self.blocks.page_size)
+        fresh = -(-known // self.blocks.page_size) - len(shared)
+        # Leave each running request room to grow by a block, or the newcomer would soon be preempted for it.
+        room = self.blocks.can_allocate(shared, fresh + len(self.running) + newcomers)
+        return (shared, fresh) if room and self.table.num_free else None
 
     def _cached_blocks(self, request: Request, count: int) -> list[int]:
         if not self.blocks.prefix_caching:

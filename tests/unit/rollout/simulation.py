@@ -8,7 +8,7 @@ import numpy as np
 
 from rlloop.rollout.kv_cache import BlockManager
 from rlloop.rollout.request import Request
-from rlloop.rollout.scheduler import EngineStats, Scheduler
+from rlloop.rollout.scheduler import EngineStats, Scheduler, StepBatch
 from rlloop.types import SamplingParams
 
 VOCABULARY = 31
@@ -30,9 +30,12 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 class Simulation:
+    """`overlap`: as on a GPU, the next step begins before the tokens of the last one are known."""
+
     def __init__(
-        self, *, num_blocks: int, page_size: int, max_batch_tokens: int, max_running: int, prefix_caching: bool = True
-    ) -> None:
+        self, *, num_blocks: int, page_size: int, max_batch_tokens: int, max_running: int, prefix_caching: bool = True,
+        overlap: bool = False,
+    ) -> None:  # fmt: skip
         self.blocks = BlockManager(num_blocks, page_size, prefix_caching=prefix_caching)
         self.stats = EngineStats()
         self.scheduler = Scheduler(self.blocks, self.stats, max_batch_tokens=max_batch_tokens, max_running=max_running)
@@ -43,6 +46,10 @@ class Simulation:
         self.requests: dict[int, tuple[list[int], int]] = {}
         self.finished: dict[int, list[int]] = {}
         self.next_id = 0
+        self.overlap = overlap
+        self.flight: tuple[StepBatch, np.ndarray] | None = None
+        self.overlapped = 0
+        self.wasted = 0
 
     def fits(self, prompt: list[int], max_tokens: int) -> bool:
         return len(prompt) + max_tokens - 1 <= self.blocks.num_blocks * self.blocks.page_size
@@ -55,8 +62,20 @@ class Simulation:
         return id
 
     def step(self) -> None:
+        batch, made = self.flight or self.start(self.scheduler.schedule())
+        self.flight = None
+        ahead = self.scheduler.schedule_ahead(batch) if self.overlap else None
+        if ahead is not None:
+            self.overlapped += 1
+            self.flight = self.start(ahead, made)
+        self.finish_step(batch, made)
+        if self.flight is not None:
+            self.wasted += int((~self.flight[0].alive).sum())
+            if not self.flight[0].alive.any():
+                self.flight = None
+
+    def start(self, batch: StepBatch, before: np.ndarray | None = None) -> tuple[StepBatch, np.ndarray]:
         table, size = self.scheduler.table, self.blocks.page_size
-        batch = self.scheduler.schedule()
         assert len(batch.rows) > 0
         assert len(set(batch.rows.tolist())) == len(batch.rows) <= self.max_running
         assert (batch.counts > 0).all()
@@ -68,6 +87,10 @@ class Simulation:
             )
         }
         tokens_of = {row: tuple(table.tokens[row, : len(slots)].tolist()) for row, slots in slots_of.items()}
+        if before is not None:
+            assert batch.source is not None
+            for row, source in zip(batch.rows.tolist(), batch.source.tolist(), strict=True):
+                tokens_of[row] = (*tokens_of[row][:-1], int(before[source]))
         written: list[int] = []
         for row, context in zip(batch.rows.tolist(), batch.context.tolist(), strict=True):
             for p in range(context, len(slots_of[row])):
@@ -78,6 +101,10 @@ class Simulation:
             for p, slot in enumerate(slots):
                 assert self.slots[slot] == (self.version, tokens_of[row][: p + 1]), "a request reads another's slot"
         made = np.array([next_token(tokens_of[row]) for row in batch.rows[batch.emits].tolist()], dtype=np.int64)
+        self.scheduler.advance(batch)
+        return batch, made
+
+    def finish_step(self, batch: StepBatch, made: np.ndarray) -> None:
         scores = made.astype(np.float32)
         for request, stopped in self.scheduler.postprocess(batch, made, scores, -scores):
             completion = request.completion(self.version, "stop" if stopped else "length")
@@ -88,7 +115,15 @@ class Simulation:
             assert completion.raw_logprobs.tolist() == [-t for t in completion.token_ids]
             self.finished[request.id] = completion.token_ids
 
+    def settle(self) -> None:
+        if self.flight is not None:
+            flight, self.flight = self.flight, None
+            self.finish_step(*flight)
+
     def abort(self, id: int) -> None:
+        self.settle()
+        if id in self.finished:
+            return
         request = self.scheduler.remove(id)
         assert request is not None
         prompt, max_tokens = self.requests.pop(id)
@@ -96,6 +131,7 @@ class Simulation:
         assert made == expected(prompt, max_tokens)[: len(made)]
 
     def new_version(self) -> None:
+        self.settle()
         self.scheduler.drain()
         self.requests.clear()
         self.version += 1

@@ -19,6 +19,7 @@ class AnyTraffic(RuleBasedStateMachine):
         max_batch_tokens=st.integers(1, 20),
         max_running=st.integers(1, 6),
         prefix_caching=st.booleans(),
+        overlap=st.booleans(),
     )
     def start(self, **settings) -> None:
         self.simulation = Simulation(**settings)
@@ -70,6 +71,20 @@ def test_a_full_cache_preempts_and_everything_still_finishes():
     simulation.finish()
     assert simulation.stats.preemptions > 0
     assert len(simulation.finished) == 4
+
+
+def test_decoding_goes_on_before_its_tokens_are_known():
+    simulation = Simulation(num_blocks=128, page_size=2, max_batch_tokens=64, max_running=8, overlap=True)
+    for last in (1, 2, 3, 4):
+        simulation.add([1, 3, last], 30)
+    simulation.step()
+    late = simulation.add([4, 4], 3)  # comes in as soon as the step in flight is over
+    simulation.step()
+    simulation.step()
+    assert late in [simulation.scheduler.table.request(row).id for row in simulation.scheduler.running.tolist()]
+    simulation.finish()
+    assert simulation.overlapped > simulation.stats.steps / 2
+    assert simulation.wasted > 0, "nobody ended while a step of theirs was in flight"
 
 
 def test_a_group_shares_its_prompt_within_one_step():
