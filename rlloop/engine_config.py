@@ -20,11 +20,8 @@ class EngineKind(StrEnum):
 def check_engine(config: RunConfig) -> None:
     """Raises `ConfigError` for what would make an engine's logprobs incomparable with the trainer's."""
     rollout, kind = config.rollout, config.rollout.engine
-    if rollout.sleep and (kind is EngineKind.embedded or config.device != "cpu"):
-        raise ConfigError(
-            f"rollout.sleep is for rollout.engine=vllm or vllm_stock with device=cpu; these are {kind} and "
-            f"{config.device}: leave it off"
-        )
+    if rollout.sleep and kind is EngineKind.embedded:
+        raise ConfigError("rollout.sleep is for rollout.engine=vllm or vllm_stock; leave it off")
     if kind is EngineKind.embedded:
         return
     if config.fleet.kind != "node":

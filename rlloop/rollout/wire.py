@@ -6,7 +6,7 @@ POST /rlloop/generate   Ask -> Answer
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -36,6 +36,9 @@ class Lease(msgspec.Struct, forbid_unknown_fields=True):
     term: int
 
 
+Array = tuple[tuple[int, ...], str, bytes]  # shape, type, content
+
+
 class Made(msgspec.Struct, array_like=True):
     """A completion without its prompt, which the asker knows."""
 
@@ -45,7 +48,8 @@ class Made(msgspec.Struct, array_like=True):
     policy_version: int
     finish_reason: FinishReason
     seed: int
-    routed_experts: tuple[tuple[int, ...], str, bytes] | None = None  # shape, type, content
+    routed_experts: Array | None = None
+    selected: Array | None = None
 
 
 class Answer(msgspec.Struct):
@@ -85,7 +89,7 @@ class BadAnswer(RlloopError):
 
 
 def pack(completion: Completion) -> Made:
-    seed, experts = completion.sampling.seed, completion.routed_experts
+    seed = completion.sampling.seed
     assert seed is not None
     return Made(
         np.asarray(completion.token_ids, "<i4").tobytes(),
@@ -94,8 +98,13 @@ def pack(completion: Completion) -> Made:
         completion.policy_version,
         completion.finish_reason,
         seed,
-        None if experts is None else (experts.shape, experts.dtype.str, np.ascontiguousarray(experts).tobytes()),
+        pack_array(completion.routed_experts),
+        pack_array(completion.selected),
     )
+
+
+def pack_array(array: np.ndarray | None) -> Array | None:
+    return None if array is None else (array.shape, array.dtype.str, np.ascontiguousarray(array).tobytes())
 
 
 def unpack(ask: Ask, answer: Answer) -> list[Completion]:
@@ -133,18 +142,20 @@ def _unpack(prompt: list[int], params: SamplingParams, made: Made, ask: Ask) -> 
         policy_version=made.policy_version,
         finish_reason=made.finish_reason,
         sampling=params if params.seed is not None else dataclasses.replace(params, seed=made.seed),
-        routed_experts=_experts(made.routed_experts),
+        routed_experts=unpack_array(made.routed_experts),
+        selected=unpack_array(made.selected),
     )
 
 
-def _experts(packed: tuple[Sequence[int], str, bytes] | None) -> np.ndarray | None:
+def unpack_array(packed: Array | None) -> np.ndarray | None:
+    """Raises `BadAnswer`."""
     if packed is None:
         return None
     shape, kind, content = packed
     try:
         return np.frombuffer(content, kind).reshape(shape).copy()
     except (ValueError, TypeError) as error:
-        raise BadAnswer(f"routed experts are damaged: {error}") from None
+        raise BadAnswer(f"what a model chose is damaged: {error}") from None
 
 
 def error_of(body: bytes) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlloop import Engine, Model, SamplingParams
 from rlloop.cli import main
-from rlloop.models import load_model
+from rlloop.models import load_model, new_model, save_model
 from rlloop.records import read_records
 from rlloop.rollout.remote import EngineClient, LoopThread, RemoteEngine
 from rlloop.rollout.vllm.proxy import proxy_app
@@ -36,6 +36,7 @@ from rlloop.sync.store import FolderStore
 from rlloop.types import Completion
 from tests.fault.fleet_run import TOKEN, Server, free_port, outcome
 from tests.fault.tiny_run import make_model
+from tests.vllm.test_vllm_runs import FAMILIES, SMALL
 
 KEY = "a key of vLLM's own"
 
@@ -45,6 +46,8 @@ def served(tmp_path_factory) -> Iterator[tuple[str, Path]]:
     """Address and folder."""
     folder = tmp_path_factory.mktemp("served")
     make_model(folder)
+    shutil.rmtree(folder / "model")
+    save_model(new_model({**SMALL, **FAMILIES["mixture"]}, seed=0), folder / "model")
     shutil.copytree(folder / "model", folder / "served")
     words = Tokenizer(WordLevel({f"w{id}": id for id in range(160)}, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
@@ -168,7 +171,13 @@ def traffic() -> tuple[list[list[int]], list[SamplingParams]]:
 
 def bits(completions: list[Completion]) -> list[tuple]:
     return [
-        (each.token_ids, each.logprobs.tobytes(), each.raw_logprobs.tobytes(), each.finish_reason)
+        (
+            each.token_ids,
+            each.logprobs.tobytes(),
+            each.raw_logprobs.tobytes(),
+            each.finish_reason,
+            None if each.routed_experts is None else (each.routed_experts.dtype, each.routed_experts.tobytes()),
+        )
         for each in completions
     ]
 
@@ -264,6 +273,8 @@ def test_it_pauses(line):
                 assert part.finish_reason == ("abort" if count < len(whole.token_ids) else "length")
                 assert part.token_ids == whole.token_ids[:count]
                 assert part.raw_logprobs.tobytes() == whole.raw_logprobs[:count].tobytes()
+                rows = None if part.routed_experts is None else len(part.routed_experts)
+                assert rows == (len(part.prompt_ids) + count - 1 if count else None)
             if mode == "keep":
                 assert bits(made) == bits(expected)
     assert bits(line.remote.generate(prompts, sampling)) == bits(expected)
@@ -281,4 +292,4 @@ def test_a_run_over_regions_is_the_local_run_bit_for_bit(line, monkeypatch):
         assert main(["train", "--config-name", "countdown", f"run.dir={run}", *shared, *more]) == 0
     assert outcome(line.folder / "regions") == outcome(line.folder / "local")
     for record in list(read_records(Path("regions/metrics.jsonl")))[1:]:
-        assert record["parity/tokens_different"] == record["parity/k3"] == 0
+        assert record["parity/tokens_different"] == record["parity/k3"] == record["parity/router_different"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import random
 import tempfile
 import weakref
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from rlloop.models import Model
 
 DEFAULT_CACHE_BYTES = 1 << 30
-GPU_WORKER = "rlloop.rollout.vllm.gpu.GpuWorker"
 
 
 class VllmEngine:
@@ -65,6 +65,11 @@ class VllmEngine:
             raise ConfigError(
                 f"{model.config.architecture} has recurrent layers, whose states have no place in vLLM's pages here; "
                 "set rollout.engine=embedded"
+            )
+        if self.raw_column and model.device.type == "cuda" and os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+            raise ConfigError(
+                "VLLM_BATCH_INVARIANT=1 changes torch's products in this whole process, the trainer's among them; "
+                "rlloop's model has the same bits in every batch without it: unset it"
             )
         self._sleeps, self._asleep = sleep, False
         self._model = model
@@ -194,6 +199,8 @@ class VllmEngine:
         """Gives the memory of the caches back until `wake_up`, or until the next request. The weights stay."""
         if self.has_work:
             raise ConfigError(f"sleep came while {len(self._requests)} requests are in flight; call abort_all() first")
+        if self.model.device.type == "cuda" and not self._sleeps:
+            raise ConfigError("on a GPU, an engine that is to sleep has to be made with sleep=True")
         assert self._llm.reset_prefix_cache()
         self._llm.collective_rpc("release_caches")
         self._asleep = True
@@ -212,6 +219,8 @@ class VllmEngine:
 
     def close(self) -> None:
         """Gives the cache's memory back."""
+        if self._asleep and self.model.device.type == "cuda":
+            self.wake_up()  # what sleeps cannot be freed
         self._end()
 
     # ---------------------------------------------------------------------------------------------- vLLM
@@ -226,7 +235,8 @@ class VllmEngine:
             (Path(folder) / "config.json").write_text(json.dumps(self.model.config.raw))
             settings |= {**self.formats, "additional_config": lend(self.model)}
             if self.model.device.type == "cuda":
-                settings |= {"worker_cls": GPU_WORKER, "async_scheduling": False, "gpu_memory_utilization": 0.02}
+                settings |= {"worker_cls": plugin.GPU_WORKER, "async_scheduling": False, "gpu_memory_utilization": 0.02}
+                settings |= {"enable_sleep_mode": self._sleeps}
                 settings |= {"logits_processors": [plugin.GATE]} if self.raw_column else {}
             return LLMEngine.from_engine_args(EngineArgs(model=folder, **settings))
 

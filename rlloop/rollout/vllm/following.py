@@ -16,14 +16,16 @@ from typing import Any
 
 import msgspec
 import torch
+from vllm.engine.protocol import EngineClient
 
 from rlloop.errors import SyncError
 from rlloop.models.weights import EMBEDDING, HEAD
 from rlloop.rollout.follower import Source
 from rlloop.rollout.vllm.loading import facts_of
 from rlloop.rollout.vllm.model import RlloopForCausalLM
-from rlloop.rollout.vllm.standing import Facts, Standing
+from rlloop.rollout.vllm.standing import Chosen, Facts, Standing
 from rlloop.rollout.vllm.weights import Packed, Part, live_parts, renew
+from rlloop.rollout.wire import pack_array
 from rlloop.sync.bits import Bits
 from rlloop.sync.live import NAMES, LiveTarget, bits_of, named_weights, tensor_of
 from rlloop.sync.manifest import public_key
@@ -36,6 +38,7 @@ class Following:
 
     model_runner: Any
     vllm_config: Any
+    recorder: Any
     rlloop_replica: WorkerReplica | None = None
 
     def rlloop_facts(self) -> dict[str, Any]:
@@ -64,6 +67,14 @@ class Following:
         self.rlloop_replica.commit()
         return self.rlloop_standing()
 
+    def rlloop_chosen(self, names: str) -> dict[str, Any]:
+        """`Chosen` by the requests of these names (a list, as JSON), once each. Arrays are in base64."""
+        asked = msgspec.json.decode(names, type=list[str])
+        choices = [(None, None)] * len(asked) if self.recorder is None else self.recorder.take(asked)
+        label = "" if self.rlloop_replica is None else self.rlloop_replica.standing().label
+        experts, selected = ([pack_array(of_it[part]) for of_it in choices] for part in (0, 1))
+        return msgspec.to_builtins(Chosen(label, experts, selected))
+
     def _facts(self) -> Facts:
         config, model = self.vllm_config, self.model_runner.get_model()
         facts, mode = facts_of(model, config), config.model_config.logprobs_mode
@@ -73,7 +84,8 @@ class Following:
             return Facts(refused=f"its logprobs are {mode}: start vLLM with --logprobs-mode processed_logprobs")
         if facts.stock and config.scheduler_config.enable_chunked_prefill:
             return Facts(refused="seeded prompts must not be cut: start vLLM with --no-enable-chunked-prefill")
-        return facts
+        says = hasattr(EngineClient, "update_weight_version")
+        return msgspec.structs.replace(facts, chooses=self.recorder is not None, says_weights=says)
 
 
 class WorkerReplica:

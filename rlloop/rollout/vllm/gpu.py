@@ -6,13 +6,16 @@ one token is one replay, as in `rlloop.rollout.graphs`; what it reads are tensor
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.device_allocator import get_mem_allocator_instance
 from vllm.v1.worker.gpu_worker import Worker
 
+from rlloop.errors import ConfigError
 from rlloop.models import Model, Routes
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.rollout.choices import ChoiceStore
@@ -31,6 +34,24 @@ class GpuWorker(Inside, Worker):
         model = self.model_runner.get_model()
         if isinstance(model, RlloopForCausalLM):
             self.model_runner.sampler = ExactSampler(self.model_runner, model.policy)
+
+    def release_caches(self) -> None:
+        """vLLM's sleep mode: addresses stay, so that graphs which read there do, and the memory goes."""
+        self.sleep(level=1)
+
+    def restore_caches(self) -> None:
+        """Zeros, as at the start: what nobody wrote may be read and weighed with zero, so it must be a number."""
+        self.wake_up()
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        """Of all that may sleep, caches only: weights are the trainer's, or written while the caches sleep."""
+        if tag != "kv_cache":
+            return nullcontext()
+        if self.vllm_config.model_config.enable_sleep_mode and get_mem_allocator_instance().get_current_usage():
+            raise ConfigError("another vLLM engine with sleep=True lives in this process; close it first")
+        return super()._maybe_get_memory_pool_context(tag)
 
 
 class GpuStore(PagedStore):

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.transformers_utils.config import get_config_parser
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
@@ -76,6 +77,22 @@ class ConfigParser(ConfigParserBase):
         plain, config = get_config_parser("hf").parse(model, *args, **kwargs)
         config.architectures = [ARCHITECTURE]
         return {**plain, "architectures": [ARCHITECTURE]}, config
+
+
+class OnGpu(VerifyAndUpdateConfig):
+    """What our architecture needs of a GPU build's configuration, whoever starts vLLM."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        from rlloop.rollout.vllm.plugin import FORMAT, GATE, GPU_WORKER
+
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = GPU_WORKER
+        vllm_config.load_config.load_format = FORMAT
+        model.enforce_eager = True  # its compilation and graphs are not for our model, which has its own
+        if GATE not in (given := model.logits_processors or ()):
+            model.logits_processors = [*given, GATE]
 
 
 class Loader(BaseModelLoader):

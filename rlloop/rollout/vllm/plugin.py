@@ -13,7 +13,8 @@ from rlloop.rollout.vllm import versions
 ARCHITECTURE = "RlloopForCausalLM"
 FORMAT = "rlloop"
 GATE = "rlloop.rollout.vllm.sampler:OnlyExact"
-STOCK_FORMAT = "rlloop_stock"  # of engines in a trainer's process: vLLM's model with weights lent by it
+STOCK_FORMAT = "rlloop_stock"  # vLLM's model, with weights read by rlloop or lent by a trainer of its process
+GPU_WORKER = "rlloop.rollout.vllm.gpu.GpuWorker"
 
 
 def register() -> None:
@@ -21,15 +22,18 @@ def register() -> None:
         return
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.config import register_config_parser
 
-    from rlloop.rollout.vllm.loading import ConfigParser, Loader, StockLoader
+    from rlloop.rollout.vllm.loading import ConfigParser, Loader, OnGpu, StockLoader
     from rlloop.rollout.vllm.model import RlloopForCausalLM
 
     if ARCHITECTURE in ModelRegistry.get_supported_archs():
         return
     # The class itself: by its name, vLLM would start a process to look at it.
     ModelRegistry.register_model(ARCHITECTURE, RlloopForCausalLM)
+    if versions.on_gpu():  # the CPU's platform is ours, and sees to it
+        MODELS_CONFIG_MAP[ARCHITECTURE] = OnGpu
     register_config_parser(FORMAT)(ConfigParser)
     register_model_loader(FORMAT)(Loader)
     register_model_loader(STOCK_FORMAT)(StockLoader)

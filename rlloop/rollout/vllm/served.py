@@ -31,7 +31,8 @@ from rlloop.rollout.remote import LoopThread
 from rlloop.rollout.scheduler import EngineStats
 from rlloop.rollout.service import EngineService, PauseMode, VersionUnavailable
 from rlloop.rollout.vllm.requests import RAW_ID, check_sampling, raw_of_stock, vllm_params
-from rlloop.rollout.vllm.standing import Facts, Standing
+from rlloop.rollout.vllm.standing import Chosen, Facts, Standing
+from rlloop.rollout.wire import Array, unpack_array
 from rlloop.sync.replica import State
 from rlloop.sync.target import TORN
 from rlloop.types import Completion, SamplingParams
@@ -50,8 +51,13 @@ class UpstreamError(RlloopError):
 
 
 class _Logprob(msgspec.Struct):
-    token_id: int
     logprob: float
+    token_id: int | None = None
+    token: str = ""  # 0.26 says "token_id:7" in place of it
+
+    @property
+    def id(self) -> int:
+        return int(self.token.removeprefix("token_id:")) if self.token_id is None else self.token_id
 
 
 class _Content(msgspec.Struct):
@@ -71,7 +77,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int]
     logprobs: _Logprobs
     finish_reason: Literal["stop", "length", "abort"]
-    weight_versions: list[_Weights] | None
+    weight_versions: list[_Weights] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -130,12 +136,16 @@ def facts_of(upstream: Upstream) -> Facts:
     """Raises `ConfigError` where vLLM was not started for this."""
     try:
         facts = upstream.rpc(Facts, "rlloop_facts")
-        upstream.post("/inference/v1/abort_requests", {"request_ids": []})
+        upstream.post(_abort_route(facts), {"request_ids": ["nobody's"]})
     except UpstreamError as error:
         raise ConfigError(f"{error}; {START}") from None
     if facts.refused:
         raise ConfigError(f"vLLM at {upstream.url} cannot be followed: {facts.refused}")
     return facts
+
+
+def _abort_route(facts: Facts) -> str:
+    return "/inference/v1/abort_requests" if facts.says_weights else "/abort_requests"
 
 
 class ServedEngine:
@@ -144,7 +154,7 @@ class ServedEngine:
     def __init__(self, upstream: Upstream, facts: Facts, *, seed: int = 0) -> None:
         self.policy_version = TORN
         self.label = ""  # of the weights that were committed last
-        self._upstream, self._facts, self._seed = upstream, facts, seed
+        self._upstream, self.facts, self._seed = upstream, facts, seed
         self._boot = secrets.token_hex(8)
         self._next_id = 0
         self._running: dict[int, tuple[list[int], SamplingParams, Future[bytes]]] = {}
@@ -157,7 +167,7 @@ class ServedEngine:
         return bool(self._running)
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
-        facts = self._facts
+        facts = self.facts
         check_request(prompt_ids, sampling, facts.vocabulary, facts.positions, facts.positions)
         check_sampling(sampling, facts.stock)
         if facts.stock and sampling.min_tokens:
@@ -170,7 +180,9 @@ class ServedEngine:
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
         stop = stop_ids(sampling, facts.eos_token_ids)
-        params = vllm_params(sampling, stop, raw=not facts.stock, columns=0 if facts.stock else 2)
+        columns = 0 if facts.stock else 2
+        name = self._name(id) if facts.chooses else None
+        params = vllm_params(sampling, stop, raw=not facts.stock, columns=columns, name=name)
         body = {"request_id": self._name(id), "token_ids": prompt_ids, "sampling_params": params}
         answer = self._upstream.start("/inference/v1/generate", body)
         self._running[id] = (prompt_ids, sampling, answer)
@@ -188,7 +200,9 @@ class ServedEngine:
         except Empty:
             return []
         try:
-            done = [(id, self._completion(id)) for id in ids if id in self._running]
+            running = [id for id in ids if id in self._running]
+            chosen = self._chosen(running)
+            done = [(id, self._completion(id, chosen, at)) for at, id in enumerate(running)]
         except RlloopError:
             self._drop()
             raise
@@ -203,7 +217,7 @@ class ServedEngine:
             while not answer.done():  # it may not have come to vLLM yet
                 self._end([request_id])
                 wait([answer], LOOK)
-            return self._completion(request_id)
+            return self._completion(request_id, self._chosen([request_id]), 0)
         except RlloopError:
             self._running.pop(request_id, None)
             return None
@@ -223,23 +237,36 @@ class ServedEngine:
         return dataclasses.replace(self._stats)
 
     def fingerprint(self) -> dict[str, Any]:
-        return self._facts.fingerprint
+        return self.facts.fingerprint
 
-    def _completion(self, id: int) -> Completion:
+    def _chosen(self, ids: Sequence[int]) -> Chosen | None:
+        """What these requests chose, if anything; and which weights serve, where answers do not say it."""
+        if not ids or not (self.facts.chooses or not self.facts.says_weights):
+            return None
+        names = msgspec.json.encode([self._name(id) for id in ids]).decode()
+        return self._upstream.rpc(Chosen, "rlloop_chosen", names)
+
+    def _completion(self, id: int, chosen: Chosen | None, at: int) -> Completion:
+        """`chosen.experts[at]` are its own."""
         prompt, sampling, answer = self._running.pop(id)
         try:
             [made] = msgspec.json.decode(answer.result(), type=_Answer).choices
         except (msgspec.DecodeError, ValueError) as error:
             raise UpstreamError(f"vLLM at {self._upstream.url} answered what is no completion: {error}") from None
-        if made.token_ids and [each.version for each in made.weight_versions or ()] != [self.label]:
+        if self.facts.says_weights or chosen is None:
+            labels = [each.version for each in made.weight_versions or ()]
+        else:
+            labels = [chosen.label]  # the proxy changes them with nothing in flight, so they served all the time
+        if made.token_ids and labels != [self.label]:
             version, self.policy_version, self.label = self.policy_version, TORN, ""
             raise VersionUnavailable(TORN, version, version)
         logprobs = np.array([each.logprob for each in made.logprobs.content], np.float32)
-        if self._facts.stock:
+        if self.facts.stock:
             raw = raw_of_stock(sampling, logprobs)
         else:
-            columns = [{each.token_id: each.logprob for each in row.top_logprobs} for row in made.logprobs.content]
+            columns = [{each.id: each.logprob for each in row.top_logprobs} for row in made.logprobs.content]
             raw = np.array([row[RAW_ID] for row in columns], np.float32)
+        computed = len(prompt) + len(made.token_ids) - 1 if made.token_ids else 0  # the last token is only drawn
         self._stats.requests += 1
         self._stats.prompt_tokens += len(prompt)
         self._stats.made_tokens += len(made.token_ids)
@@ -251,20 +278,29 @@ class ServedEngine:
             policy_version=self.policy_version,
             finish_reason=made.finish_reason,
             sampling=sampling,
+            routed_experts=None if chosen is None else _rows(chosen.experts[at], computed),
+            selected=None if chosen is None else _rows(chosen.selected[at], computed),
         )
 
     def _drop(self) -> None:
         ids = list(self._running)
         self._running.clear()
         with suppress(UpstreamError):  # what failed may be vLLM itself
-            self._end(ids)
+            if ids:  # none would mean all, anybody's
+                self._end(ids)
 
     def _end(self, ids: Sequence[int]) -> None:
         names = [f"generate-tokens-{self._name(id)}" for id in ids]  # as vLLM calls them
-        self._upstream.post("/inference/v1/abort_requests", {"request_ids": names})
+        self._upstream.post(_abort_route(self.facts), {"request_ids": names})
 
     def _name(self, id: int) -> str:
         return f"{self._boot}-{id}"
+
+
+def _rows(packed: Array | None, count: int) -> np.ndarray | None:
+    """The first `count` of what was recorded: whole blocks of tokens come."""
+    array = unpack_array(packed)
+    return None if array is None or count == 0 else array[:count]
 
 
 class ServedService(EngineService):
@@ -357,7 +393,8 @@ class ServedReplica:
         standing = self._upstream.rpc(Standing, "rlloop_commit")
         if standing.step == TORN:  # and it stays paused
             raise SyncError("the weights inside vLLM are of no version")
-        self._upstream.post("/update_weight_version", {"new_version": standing.label})
+        if self._engine.facts.says_weights:
+            self._upstream.post("/update_weight_version", {"new_version": standing.label})
         self._upstream.post("/resume")
         self._engine.policy_version, self._engine.label = standing.step, standing.label
         self._paused = time.perf_counter() - began

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from rlloop.rollout.wire import Array
 from rlloop.sync.replica import State
 
 
@@ -19,6 +20,8 @@ class Facts(msgspec.Struct, frozen=True):
     positions: int = 0
     eos_token_ids: tuple[int, ...] = ()
     fingerprint: dict[str, Any] = {}
+    chooses: bool = False  # whether its worker can say which experts and past tokens a request chose
+    says_weights: bool = True  # whether its answers do (0.32's do); else its worker is asked
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -33,3 +36,11 @@ class Standing(msgspec.Struct, frozen=True):
     step: int  # of the weights that serve; TORN: of none
     label: str  # names these very weights in this very process
     metrics: dict[str, float]
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """What requests that have ended chose: of each, its rows or nothing."""
+
+    label: str  # of the weights that serve now: Standing's, empty where no store is followed
+    experts: list[Array | None]
+    selected: list[Array | None]

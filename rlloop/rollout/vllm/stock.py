@@ -19,6 +19,7 @@ from rlloop.sync.live import bits_of, named_weights
 
 CPU_PAGE = 32  # of vLLM's CPU kernel: pages are a multiple of it
 CPU_LATENT_PAGE = 16  # exactly this, with latent attention
+GPU_PAGE = 16
 CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim of the only shape that its kernel for that knows
 
 
@@ -59,31 +60,34 @@ class StockVllmEngine(VllmEngine):
         return versions.stock_fingerprint(self.model.fingerprint())
 
     def _start(self, **settings: Any) -> Any:
-        latent = self.model.config.latent
-        if latent is not None:
-            _check_latent(latent, self.model.device)
-            settings["attention_backend"] = "CPU_MLA"  # where AMX has its own, kv_b_proj is taken apart and let go
         if os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") == "1":
             raise ConfigError(
                 "VLLM_USE_FLASHINFER_SAMPLER=1: that sampler has no logprobs of what it sampled from; unset it"
             )
-        least = CPU_PAGE if latent is None else CPU_LATENT_PAGE
+        latent, least = self.model.config.latent, GPU_PAGE
+        if self.model.device.type == "cpu":
+            least = CPU_PAGE if latent is None else CPU_LATENT_PAGE
+            # A seeded request whose prompt is cut fails on the CPU build (its generator has no offset to go back to).
+            settings["enable_chunked_prefill"] = False
+            settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], settings["max_model_len"])
+            if latent is not None:
+                _check_latent(latent)
+                settings["attention_backend"] = "CPU_MLA"  # where AMX has its own, kv_b_proj is taken apart and let go
+        elif latent is not None and latent.indexer is not None:
+            raise ConfigError("rollout.engine=vllm_stock with an indexer was not tried; rollout.engine=vllm runs it")
+        elif self.model.route_shape() is not None:
+            settings["moe_backend"] = "triton"  # whose weights lie as a checkpoint has them
         page = -(-settings["block_size"] // least) * least
         settings["kv_cache_memory_bytes"] *= page // settings["block_size"] + 1  # a page more than whole ones need
         settings["block_size"] = page
-        # A seeded request whose prompt is cut fails on vLLM's CPU build (its generator has no offset to go back to).
-        settings["enable_chunked_prefill"] = False
-        settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], settings["max_model_len"])
         return super()._start(logprobs_mode="processed_logprobs", **settings)
 
 
-def _check_latent(latent: LatentConfig, device: torch.device) -> None:
+def _check_latent(latent: LatentConfig) -> None:
     """Raises `ConfigError` for what vLLM's CPU kernel for latent attention does not know."""
-    given = f"{latent.kv_rank} and {latent.rope_dim}" if latent.indexer is None else "an indexer"
-    if device.type != "cpu":
-        given = "to run on a GPU, which was not tried"
-    elif latent.indexer is None and (latent.kv_rank, latent.rope_dim) == CPU_LATENT:
+    if latent.indexer is None and (latent.kv_rank, latent.rope_dim) == CPU_LATENT:
         return
+    given = f"{latent.kv_rank} and {latent.rope_dim}" if latent.indexer is None else "an indexer"
     raise ConfigError(
         f"rollout.engine=vllm_stock with latent attention: vLLM's CPU kernel knows kv_lora_rank={CPU_LATENT[0]} with "
         f"qk_rope_head_dim={CPU_LATENT[1]}, without an indexer; this model has {given}. rollout.engine=vllm runs it"

@@ -37,6 +37,12 @@ def installed() -> tuple[str, bool] | None:
     return None
 
 
+def on_gpu() -> bool:
+    """Whether the GPU build is installed."""
+    found = installed()
+    return found is not None and not found[1]
+
+
 def problems() -> list[str]:
     """Why vLLM cannot be used here, a line each; empty: it can."""
     found = installed()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlloop.errors import SyncError
 from rlloop.sync.live import split
 
 PRODUCTS = ("W_UK_T", "W_UV")  # of latent attention, made from kv_b_proj
@@ -85,6 +86,8 @@ def _order(module: Any, stacked: Tensor) -> Tensor | None:
     Asked of the packing itself, which moves numbers and changes none: it packs their indices, a byte at a time.
     """
     if stacked.device.type != "cpu":
+        if (backend := module.quant_method.unquantized_backend.name) not in ("TRITON", "BATCHED_TRITON"):
+            raise SyncError(f"vLLM keeps experts in an order of {backend}; start it with --moe-backend triton")
         return None
     from vllm._custom_ops import cpu_prepack_moe_weight
 

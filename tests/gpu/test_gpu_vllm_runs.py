@@ -1,0 +1,73 @@
+"""Whole runs on a GPU with vLLM as engine: tier 1 is the embedded engine's run over again, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlloop.cli import main
+from rlloop.models import new_model, save_model
+from rlloop.records import read_records
+from tests.fault.tiny_run import history
+
+pytest.importorskip("vllm", reason="vLLM 0.26 is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+OVERRIDES = [
+    "reward._target_=learnable.reward", "trainer.num_steps=3", "trainer.lr=1e-2", "rollout.num_prompts=8",
+    "rollout.group_size=4", "eval.num_draws=8",
+]  # fmt: skip
+SHARED = {
+    "vocab_size": 160, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 128, "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}  # fmt: skip
+KINDS = {
+    "dense": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "mixture": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+                "moe_intermediate_size": 128, "num_experts_per_tok": 2, "norm_topk_prob": True,
+                "decoder_sparse_step": 1, "mlp_only_layers": []},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path, monkeypatch) -> None:
+    for kind, more in KINDS.items():
+        save_model(new_model({**SHARED, **more}, seed=0, dtype="bfloat16"), tmp_path / kind)
+    (tmp_path / "learnable.py").write_text("def reward(prompt, completion, example):\n    return len(completion) % 7\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def train(run: str, kind: str, *overrides: str) -> list[dict]:
+    command = ["train", "--config-name", "countdown/gpu", f"run.dir={run}", f"model.path={kind}", *OVERRIDES]
+    assert main([*command, *overrides]) == 0
+    return list(read_records(Path(run) / "metrics.jsonl"))[1:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_the_embedded_engines_bit_for_bit(kind):
+    train("embedded", kind)
+    records = train("vllm", kind, "rollout.engine=vllm")
+    assert history(Path("vllm")) == history(Path("embedded"))
+    assert len(records) == 3
+    for record in records:
+        assert record["parity/tokens_different"] == record["parity/k3"] == 0
+        assert record["parity/tokens"] > 100
+        if kind == "mixture":
+            assert record["parity/router_different"] == 0
+    train("asleep", kind, "rollout.engine=vllm", "rollout.sleep=true")
+    assert history(Path("asleep")) == history(Path("embedded"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["observe", "fallback"])
+def test_stock_is_observed_or_corrected(kind, mode):
+    records = train("stock", kind, "rollout.engine=vllm_stock", f"parity.mode={mode}", "trainer.lr=1e-3")
+    assert len(records) == 3
+    for record in records:
+        assert record["parity/tokens_different"] > 0
+        assert 0 < record["parity/k3"] < 1e-2
+        if kind == "mixture":
+            assert record["parity/router_different"] < 0.05
