@@ -40,13 +40,14 @@ def token_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsW
 
 
 def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Raises ValueError for a row that holds no distribution, as NaN weights make it.
+    """Raises ValueError for a row that holds no distribution, as NaN weights make it; on a GPU, where looking would
+    mean waiting for it, its id is −1 (see `check_drawn`).
 
     The token is the first whose cumulative mass, in order of id and in float64, exceeds u times the whole, where u is
     the number that `random.uniform` gives for (seed, position).
     """
     ids, logprobs, raw_logprobs = _sample(logits, seeds, positions, *_dense(warp, logits.shape[1], seeds))
-    if (ids < 0).any():
+    if not ids.is_cuda and (ids < 0).any():
         row = int((ids < 0).nonzero()[0])
         raise ValueError(
             f"row {row} of {len(ids)} holds no distribution to sample from: {int(logits[row].isnan().sum())} of its "
@@ -54,6 +55,15 @@ def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -
             "temperature, and one token at least must not be banned; look for weights that are not finite"
         )
     return ids, logprobs, raw_logprobs
+
+
+def check_drawn(ids: np.ndarray) -> None:
+    """Raises ValueError where one of the ids that `sample` gave is −1."""
+    if (ids < 0).any():
+        row = int((ids < 0).nonzero()[0][0])
+        raise ValueError(
+            f"row {row} of {len(ids)} holds no distribution to sample from; look for weights that are not finite"
+        )
 
 
 def score_logits(logits: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from rlloop.errors import ConfigError
 from rlloop.models.routes import Routes
 from rlloop.models.warp import warp_for
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.logprob import check_drawn
 from rlloop.rollout.checks import check_request, drawn_seed
 from rlloop.rollout.choices import ChoiceStore
 from rlloop.rollout.graphs import DecodeGraphs
@@ -303,6 +304,7 @@ class Engine:
         def made() -> Made:
             event.synchronize()
             bits = landed.numpy()
+            check_drawn(bits[0])
             return bits[0].astype(np.int64), bits[1].view(np.float32), bits[2].view(np.float32)
 
         return made

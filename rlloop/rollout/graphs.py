@@ -87,6 +87,7 @@ class DecodeGraphs:
             layout.block_start.copy_(inputs[:, 3:])
             self._cache.slots = slots
             routes = None if self._choices is None else Routes()
+            tokens = tokens.clamp(min=0)  # -1: no token could be drawn, of which the host knows later
             hidden = self._model.hidden(tokens, positions, layout, self._cache, routes=routes)
             if self._choices is not None and routes is not None:
                 self._choices.write(slots, routes)
