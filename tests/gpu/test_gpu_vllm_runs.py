@@ -19,7 +19,7 @@ OVERRIDES = [
     "rollout.group_size=4", "eval.num_draws=8",
 ]  # fmt: skip
 SHARED = {
-    "vocab_size": 160, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 640, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 128, "tie_word_embeddings": False,
     "eos_token_id": 1,
 }  # fmt: skip

@@ -41,8 +41,8 @@ T = TypeVar("T")
 TICK = 0.01  # seconds that a step waits for vLLM, while other requests may come in
 LOOK = 0.05  # seconds between looks at a replica that is busy
 START = (
-    "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment and the options --enable-scale-out "
-    "--worker-extension-cls rlloop.rollout.vllm.following.Following"
+    "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment and the options --worker-extension-cls "
+    "rlloop.rollout.vllm.following.Following and, where it has that one (0.32), --enable-scale-out"
 )
 
 

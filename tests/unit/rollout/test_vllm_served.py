@@ -19,13 +19,15 @@ from rlloop.errors import ConfigError
 from rlloop.rollout.follower import Source
 from rlloop.rollout.service import VersionUnavailable
 from rlloop.rollout.vllm.served import ServedEngine, ServedReplica, ServedService, Upstream, UpstreamError, facts_of
-from rlloop.rollout.vllm.standing import Facts, Standing
+from rlloop.rollout.vllm.standing import Chosen, Facts, Standing
+from rlloop.rollout.wire import Array, pack_array
 from rlloop.sync.replica import State
 from rlloop.sync.target import TORN
 from rlloop.types import SamplingParams
 from rlloop.web import BackgroundServer, Listen
 
 FACTS = Facts(folder="/model", vocabulary=64, positions=128, eos_token_ids=(2,), fingerprint={"profile": "x"})
+EXPERTS = np.arange(8 * 2 * 2, dtype=np.uint8).reshape(8, 2, 2)  # a block of tokens, more than were computed
 SOURCE = Source("/store", "00" * 32)
 
 
@@ -37,6 +39,7 @@ class Vllm:
         self.bodies: list[dict[str, Any]] = []
         self.next_step: int | None = None
         self.step, self.changes, self.label = TORN, 0, "default"
+        self.named = list[str]()  # the requests that were asked about
         self.missing = ""  # a route that is not there
         every = Route("/{path:path}", self.answer, methods=["GET", "POST"])
         self.server = BackgroundServer(Starlette(routes=[every]), Listen())
@@ -47,7 +50,7 @@ class Vllm:
             return JSONResponse({"error": "not here"}, 404)
         body = await request.json() if await request.body() else None
         if path == "/collective_rpc":
-            return JSONResponse({"results": [self.rpc(body["method"])]})
+            return JSONResponse({"results": [self.rpc(body["method"], body["args"])]})
         self.asked.append(path + ("?" + request.url.query if request.url.query else ""))
         if path == "/update_weight_version":
             self.label = body["new_version"]
@@ -56,9 +59,14 @@ class Vllm:
             return JSONResponse({"request_id": "x", "choices": [self.choice()]})
         return JSONResponse({})
 
-    def rpc(self, method: str) -> Any:
+    def rpc(self, method: str, arguments: list[str]) -> Any:
         if method == "rlloop_facts":
             return msgspec.to_builtins(self.facts)
+        if method == "rlloop_chosen":
+            self.named = msgspec.json.decode(arguments[0])
+            nothing: list[Array | None] = [None] * len(self.named)
+            experts = [pack_array(EXPERTS)] * len(self.named) if self.facts.chooses else nothing
+            return msgspec.to_builtins(Chosen(f"boot/{self.changes}", experts, nothing))
         if method == "rlloop_commit":
             self.asked.append("commit")
             if self.next_step is not None:
@@ -69,6 +77,8 @@ class Vllm:
         )
 
     def choice(self) -> dict[str, Any]:
+        if not self.facts.says_weights:
+            return self.choice_of_026()
         content = [
             {"token_id": id, "logprob": logprob, "top_logprobs": [
                 {"token_id": id, "logprob": logprob}, {"token_id": -1, "logprob": 2 * logprob}]}
@@ -81,6 +91,14 @@ class Vllm:
             "finish_reason": "length",
             "weight_versions": spans,
         }
+
+    def choice_of_026(self) -> dict[str, Any]:
+        content = [
+            {"token": f"token_id:{id}", "logprob": -0.5, "bytes": None, "top_logprobs": [
+                {"token": f"token_id:{id}", "logprob": -0.5}, {"token": "token_id:-1", "logprob": -1.0}]}
+            for id in (7, 9)
+        ]  # fmt: skip
+        return {"token_ids": [7, 9], "logprobs": {"content": content}, "finish_reason": "length", "index": 0}
 
 
 @pytest.fixture
@@ -127,6 +145,41 @@ def test_a_version_is_committed_with_vllm_paused_and_named_before_it_goes_on(lin
     assert made.raw_logprobs.tobytes() == np.array([-1.0, -2.5], np.float32).tobytes()
     params = vllm.bodies[-1]["sampling_params"]
     assert (params["stop_token_ids"], params["ignore_eos"], params["seed"], params["logprobs"]) == ([2, 8], True, 3, 2)
+
+
+def test_choices_are_asked_of_the_worker_once_a_request_has_ended(vllm, upstream):
+    vllm.facts = msgspec.structs.replace(FACTS, chooses=True)
+    engine = ServedEngine(upstream, facts_of(upstream))
+    engine.label = vllm.label
+    id = engine.add_request([5, 6], SamplingParams(max_tokens=2, seed=3))
+    while not (done := engine.step()):
+        pass
+    [(ended, made)] = done
+    name = vllm.bodies[-1]["sampling_params"]["extra_args"]["rlloop_choices"]
+    assert (ended, vllm.named, made.selected) == (id, [name], None)
+    assert np.array_equal(made.routed_experts, EXPERTS[:3])  # the last token is only drawn
+
+
+def test_a_server_of_026_is_asked_which_weights_serve(vllm, upstream):
+    """Its answers do not say it, and it has no name for them."""
+    vllm.facts = msgspec.structs.replace(FACTS, says_weights=False)
+    engine = ServedEngine(upstream, facts_of(upstream))
+    assert vllm.asked == ["/abort_requests"]
+    service = ServedService(engine)
+    replica = ServedReplica(upstream, engine, SOURCE, service.change_weights)
+    try:
+        vllm.next_step = 4
+        vllm.asked.clear()
+        assert replica.poll() is True
+        assert vllm.asked == ["/pause?mode=wait", "commit", "/resume"]
+        made = ask(service)
+        assert (made.policy_version, made.token_ids, made.routed_experts) == (4, [7, 9], None)
+        assert made.raw_logprobs.tolist() == [-1.0, -1.0]
+        vllm.changes += 1  # as after a start
+        with pytest.raises(VersionUnavailable, match="has version -1"):
+            ask(service)
+    finally:
+        service.close()
 
 
 def test_another_proxy_takes_over_what_vllm_serves(line, upstream):
@@ -182,7 +235,7 @@ def test_what_is_kept_in_a_pause_is_kept_in_vllm(line):
 def test_vllm_that_was_not_started_for_this_is_refused_by_name(vllm, upstream, capsys):
     for route in ("/collective_rpc", "/inference/v1/abort_requests"):
         vllm.missing = route
-        with pytest.raises(ConfigError, match=r"VLLM_SERVER_DEV_MODE=1.*--enable-scale-out --worker-extension-cls"):
+        with pytest.raises(ConfigError, match=r"VLLM_SERVER_DEV_MODE=1.*--worker-extension-cls.*--enable-scale-out"):
             facts_of(upstream)
     vllm.missing, vllm.facts = "", Facts(refused="its logprobs are raw_logprobs")
     with pytest.raises(ConfigError, match="cannot be followed: its logprobs are raw_logprobs"):

@@ -1,0 +1,140 @@
+"""vLLM 0.26's own server on a GPU, behind the proxy: it follows a store, and hands choices of experts back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from rlloop import Engine, SamplingParams, token_logprobs
+from rlloop.cli import main
+from rlloop.models import load_model, new_model, save_model
+from rlloop.records import read_records
+from rlloop.rollout.remote import RemoteEngine
+from rlloop.sync.live import named_weights, tensors_of
+from rlloop.sync.manifest import load_or_make_key, new_key
+from rlloop.sync.publisher import Publisher
+from rlloop.sync.store import FolderStore
+from tests.fault.fleet_run import TOKEN, Server, free_port
+from tests.gpu.test_gpu_vllm_runs import KINDS, OVERRIDES, SHARED
+
+pytest.importorskip("vllm", reason="vLLM 0.26 is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+FORMATS = {
+    "ours": ["--config-format", "rlloop", "--load-format", "rlloop"],
+    "stock": ["--load-format", "rlloop_stock", "--logprobs-mode", "processed_logprobs", "--enforce-eager",
+              "--worker-cls", "rlloop.rollout.vllm.gpu.GpuWorker", "--moe-backend", "triton"],
+}  # fmt: skip
+
+
+class Line(NamedTuple):
+    folder: Path
+    url: str  # of the proxy
+    stock: bool
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def line(request, tmp_path_factory) -> Iterator[Line]:
+    folder = tmp_path_factory.mktemp(request.param)
+    save_model(new_model({**SHARED, **KINDS["mixture"]}, seed=0, dtype="bfloat16"), folder / "model")
+    (folder / "learnable.py").write_text("def reward(prompt, completion, example):\n    return len(completion) % 7\n")
+    shutil.copytree(folder / "model", folder / "served")
+    words = Tokenizer(WordLevel({f"w{id}": id for id in range(SHARED["vocab_size"])}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder / "served")
+    new_key(folder / "key")
+    (folder / "weights").mkdir()
+    port = free_port()
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "served")]
+    command += ["--host", "127.0.0.1", "--port", str(port), *FORMATS[request.param], "--dtype", "bfloat16"]
+    command += ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "100000000", "--max-num-seqs", "64"]
+    command += ["--worker-extension-cls", "rlloop.rollout.vllm.following.Following"]
+    with (folder / "log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    proxy = None
+    try:
+        while not _answers(f"http://127.0.0.1:{port}"):
+            assert server.poll() is None, (folder / "log").read_text()[-6000:]
+            time.sleep(0.2)
+        proxy = Server(
+            folder, "proxy", "--upstream", f"http://127.0.0.1:{port}", "--store", "weights", "--public-key", "key.pub",
+            "--interval", "0.2",
+        )  # fmt: skip
+        yield Line(folder, proxy.url, request.param == "stock")
+    finally:
+        if proxy is not None:
+            proxy.kill()
+        server.terminate()
+        server.wait(60)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_it_follows_a_store_and_says_what_was_chosen(line):
+    prompts = [[5, 6, 7], list(range(10, 40)), [*range(10, 40), 50], [9]]
+    sampling = [SamplingParams(max_tokens=30, seed=seed, temperature=(1.0, 0.7)[seed % 2]) for seed in range(4)]
+    model = load_model(line.folder / "model", dtype="bfloat16", device="cuda")
+    with RemoteEngine(line.url, token=TOKEN, timeout=60) as remote:
+        for scale in (1.0, 1.25):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(scale)
+            publisher = Publisher(FolderStore(line.folder / "weights"), load_or_make_key(line.folder / "key"), "run")
+            step = 0 if publisher.last is None else publisher.last.step + 1
+            tensors, aliases = tensors_of(named_weights(model).items())
+            publisher.publish(tensors, step, aliases=aliases)
+            remote.set_version(step)
+            expected = Engine(model).generate(prompts, sampling)
+            for _ in range(2):  # once more, from the prefix cache
+                made = remote.generate(prompts, sampling)
+                assert {each.policy_version for each in made} == {step}
+                if not line.stock:
+                    for a, b in zip(made, expected, strict=True):
+                        assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+                        assert a.logprobs.tobytes() == b.logprobs.tobytes()
+                        assert a.raw_logprobs.tobytes() == b.raw_logprobs.tobytes()
+                        assert np.array_equal(np.sort(a.routed_experts), np.sort(b.routed_experts))
+                for each in made:
+                    assert each.routed_experts.shape == (len(each.prompt_ids) + len(each.token_ids) - 1, 2, 2)
+            scored = token_logprobs(model, [(each.prompt_ids, each.token_ids) for each in made], sampling=sampling)
+            for each, logprobs in zip(made, scored, strict=True):
+                assert np.abs(logprobs.detach().cpu().numpy() - each.logprobs).max() < (0.2 if line.stock else 1e-38)
+
+
+def test_a_run_over_it(line, monkeypatch):
+    monkeypatch.chdir(line.folder)
+    monkeypatch.syspath_prepend(line.folder)
+    monkeypatch.setenv("RLLOOP_TOKEN", TOKEN)
+    command = ["train", "--config-name", "countdown/gpu", "run.dir=run", "model.path=model", *OVERRIDES]
+    command += ["fleet=regions", "fleet.store=weights", "fleet.signing_key=key", "fleet.heartbeat=0.2"]
+    command += [f'+fleet.engines.eu=["{line.url}"]']
+    assert main([*command, *(["parity.mode=fallback", "trainer.lr=1e-3"] if line.stock else [])]) == 0
+    records = list(read_records(Path("run/metrics.jsonl")))[1:]
+    assert len(records) == 3
+    for record in records:
+        if line.stock:
+            assert 0 < record["parity/k3"] < 1e-2
+            assert record["parity/router_different"] < 0.05
+        else:
+            assert record["parity/tokens_different"] == record["parity/k3"] == record["parity/router_different"] == 0
