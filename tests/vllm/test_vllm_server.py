@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,13 @@ def served(tmp_path_factory) -> Iterator[tuple[str, Path]]:
     make_model(folder)
     shutil.rmtree(folder / "model")
     save_model(new_model({**SMALL, **FAMILIES["mixture"]}, seed=0), folder / "model")
+    with vllm_of(folder, "--config-format", "rlloop", "--load-format", "rlloop", "--dtype", "float32") as url:
+        yield url, folder
+
+
+@contextmanager
+def vllm_of(folder: Path, *options: str) -> Iterator[str]:
+    """The address of a vLLM server of `folder`'s model."""
     shutil.copytree(folder / "model", folder / "served")
     words = Tokenizer(WordLevel({f"w{id}": id for id in range(160)}, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
@@ -57,7 +65,7 @@ def served(tmp_path_factory) -> Iterator[tuple[str, Path]]:
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
     # What `vllm serve` starts. The command itself asks for metadata of `vllm`, which the package vllm-cpu has not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "served")]
-    command += ["--config-format", "rlloop", "--load-format", "rlloop", "--dtype", "float32", "--enforce-eager"]
+    command += [*options, "--enforce-eager"]
     command += ["--served-model-name", "policy", "--max-num-seqs", "16", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--enable-scale-out", "--worker-extension-cls", "rlloop.rollout.vllm.following.Following"]
     with (folder / "log").open("w") as log:
@@ -67,7 +75,7 @@ def served(tmp_path_factory) -> Iterator[tuple[str, Path]]:
         while not _answers(url):
             assert server.poll() is None, (folder / "log").read_text()[-6000:]
             time.sleep(0.2)
-        yield url, folder
+        yield url
     finally:
         server.terminate()
         server.wait(60)
@@ -142,16 +150,21 @@ class Line(NamedTuple):
         return step
 
 
-@pytest.fixture(scope="module")
-def line(served) -> Iterator[Line]:
-    url, folder = served
+def proxy_of(folder: Path, url: str) -> Server:
+    """In front of the vLLM server at `url`, which follows the store `weights`."""
     new_key(folder / "key")
     (folder / "weights").mkdir()
     (folder / "vllm_key").write_text(KEY)
-    proxy = Server(
+    return Server(
         folder, "proxy", "--upstream", url, "--upstream-key-file", "vllm_key",
         "--store", "weights", "--public-key", "key.pub", "--interval", "0.2",
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def line(served) -> Iterator[Line]:
+    url, folder = served
+    proxy = proxy_of(folder, url)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     try:
         with (
