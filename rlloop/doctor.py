@@ -86,6 +86,9 @@ def _vllm() -> Iterator[Line]:
     number, cpu = versions.installed() or ("", True)
     if not cpu and not torch.cuda.is_available():
         lines.append(f"vLLM {number} is a GPU build, and torch {torch.__version__} sees no GPU: {versions.INSTALL}")
+    built, given = None if cpu else versions.wheel_cuda(), torch.version.cuda
+    if built is not None and given is not None and int(given.partition(".")[0]) != built:
+        lines.append(f"vLLM {number} is compiled for CUDA {built}, and torch for {given}: its kernels will not load")
     for line in lines:
         yield Line(False, subject, line)
     if not lines:

@@ -1,11 +1,13 @@
 """`rlloop doctor`, and the refusal of a machine that does not keep the contract."""
 
 import pytest
+import torch
 
-from rlloop import workers
+from rlloop import doctor, workers
 from rlloop.cli import main
 from rlloop.config import AlgorithmConfig, ParityConfig, ParityMode, RunConfig
 from rlloop.errors import ConfigError
+from rlloop.rollout.vllm import versions
 from tests.fault.tiny_run import make_model
 
 
@@ -16,6 +18,19 @@ def test_doctor_says_what_holds_and_what_is_missing(capsys):
         assert f"ok  zero KLD on the CPU, {dtype}" in printed
     for subject in ("GPU", "launch=ray", "vLLM as engine"):
         assert subject in printed
+
+
+def test_a_vllm_of_another_cuda_is_named(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm" / "_C.abi3.so").write_bytes(b"\x7fELF..libcudart.so.13\0..")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(versions, "installed", lambda: ("0.26.0", False))
+    monkeypatch.setattr(versions, "problems", list)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    lines = [line.text for line in doctor._vllm()]
+    assert "vLLM 0.26.0 is compiled for CUDA 13, and torch for 12.8: its kernels will not load" in lines
+    assert lines[0].startswith("vLLM 0.26.0 is a GPU build, and torch")
 
 
 def test_a_machine_that_fails_the_probe_is_refused(tmp_path, monkeypatch, capsys):

@@ -6,6 +6,7 @@ import os
 import re
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from rlloop.errors import ConfigError
@@ -80,6 +81,17 @@ def _mismatches(build: str, packages: tuple[str, ...]) -> list[str]:
         for package in packages
         if package in asked and find_spec(package) and (found := version(package).partition("+")[0]) != asked[package]
     ]
+
+
+def wheel_cuda() -> int | None:
+    """The major version of CUDA that an installed GPU build's kernels were linked against; None where nothing says."""
+    spec = find_spec("vllm")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    libraries = [path for folder in folders for path in Path(folder).glob("*.so")]
+    for path in sorted(libraries, key=lambda path: path.stat().st_size):
+        if found := re.search(rb"libcudart\.so\.(\d+)", path.read_bytes()):
+            return int(found[1])
+    return None
 
 
 def require() -> None:
