@@ -130,6 +130,37 @@ def test_an_expert_s_row_has_the_bits_of_a_dense_layer(hidden, inner, count, top
     assert same_bits(trained.detach(), whole)
 
 
+@pytest.mark.parametrize(("count", "dtype"), [(64, torch.bfloat16), (127, torch.bfloat16), (17, torch.float16)])
+@pytest.mark.parametrize("crowd", ["favourite", "few", "last"])
+def test_experts_of_real_widths_have_the_same_bits_however_many_rows_there_are(crowd, count, dtype):
+    """As many rows as lead to every size of tile: a favourite, all tokens on eight experts, one that has hardly any."""
+    tokens, hidden, inner = 3000, 2048, 768
+    chosen = choices(tokens, count, 8)
+    if crowd == "few":
+        chosen = (torch.arange(8, device="cuda") + 3).expand(tokens, 8).contiguous()
+    if crowd == "last":
+        chosen[:-1] = chosen[:-1].clamp(max=count - 2)  # the last expert has at most one row; a token may say one twice
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, gate_up, down = (
+        torch.randn(shape, dtype=dtype, device="cuda", generator=generator) * scale
+        for shape, scale in (
+            ((tokens, hidden), 1), ((count, 2 * inner, hidden), 0.02), ((count, hidden, inner), 0.04),
+        )
+    )  # fmt: skip
+    whole = OURS.experts(x, gate_up, down, chosen)
+    for rows in (1, 2, 3, 9, 40, 100, 140, 270, 530, 1100, 2100):
+        assert same_bits(OURS.experts(x[:rows], gate_up, down, chosen[:rows]), whole[:rows]), f"{rows} rows"
+        assert same_bits(OURS.experts(x[-rows:], gate_up, down, chosen[-rows:]), whole[-rows:]), f"last {rows} rows"
+    for expert in (0, 3, count - 2, count - 1):
+        token, slot = torch.where(chosen == expert)
+        if len(token):
+            gate, up = OURS.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
+            dense = OURS.linear(OURS.silu_mul(gate, up), down[expert])
+            assert same_bits(dense, whole[token, slot]), f"expert {expert}"
+    trained = OURS.experts(x.clone().requires_grad_(), gate_up, down, chosen)
+    assert same_bits(trained.detach(), whole)
+
+
 def test_stock_experts_fail_the_check_of_rows():
     x, chosen = randn(700, 4096, dtype=torch.bfloat16), choices(700, 4, 2)
     weights = randn(4, 4096, 4096, dtype=torch.bfloat16), randn(4, 4096, 2048, dtype=torch.bfloat16)
