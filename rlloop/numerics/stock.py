@@ -187,6 +187,7 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, s
     most = 1 if len(q) == len(pages) else int(counts.max())
     place = torch.arange(most, device=q.device)
     slots = (pages[..., None] + torch.arange(layout.block_size, device=q.device)).flatten(1)  # [S, L]
+    slots = slots.clamp(0, len(k) - 1)  # a short sequence's last pages may be anything
     position, key = (layout.context[:, None] + place)[..., None], torch.arange(slots.shape[1], device=q.device)
     seen = (key <= position) & (key > position - window) if window else key <= position  # [S, most, L]
     queries = q[(begin + place).clamp(max=len(q) - 1)]  # [S, most, H, D]

@@ -80,7 +80,7 @@ def test_stock_experts_are_grouped_products():
 def test_stock_attention_reads_pages(heads):
     counts, contexts = torch.tensor([3, 1, 20]), torch.tensor([5, 0, 7])
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
-    pages = torch.tensor([[0, 16], [32, 48], [80, 64]])
+    pages = torch.tensor([[0, 16], [32, -16], [80, 64]])  # the second sequence has no second page
     layout = AttentionLayout(starts.cuda(), contexts.cuda(), pages.cuda(), block_size=16, contiguous=False)
     q, k, v = drawn(24, 4, 64), drawn(96, heads, 64), drawn(96, heads, 64)
     ours = OURS.attention(q, k, v, layout, 0.125)

@@ -58,7 +58,7 @@ def test_padded_attention_is_the_loop_over_sequences(window):
     torch.manual_seed(1)
     counts, contexts = torch.tensor([3, 1, 4]), torch.tensor([5, 0, 2])
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
-    pages = torch.tensor([[0, 8], [16, 24], [40, 32]])
+    pages = torch.tensor([[0, 8], [16, 999], [40, 32]])  # the second sequence has no second page
     layout = AttentionLayout(starts, contexts, pages, block_size=8, contiguous=False)
     q, k, v = torch.randn(8, 4, 16), torch.randn(48, 2, 16), torch.randn(48, 2, 16)
     expected = attention(q, k, v, layout, 0.3, Reach(window=window))
