@@ -71,6 +71,42 @@ def test_decode_is_prefill_is_chunks_is_training(shape, dtype):
         assert same_bits(both, whole[mixed]), f"mixed, pages of {page}"
 
 
+@pytest.mark.parametrize("room", [1024, 3072])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "page"),
+    [
+        ((16, 8, 128), torch.bfloat16, 16),
+        ((16, 8, 128), torch.bfloat16, 128),
+        ((32, 8, 128), torch.float16, 64),
+        ((16, 1, 64), torch.bfloat16, 8),
+        ((8, 4, 256), torch.bfloat16, 32),
+    ],
+)
+def test_kernels_of_decode_agree_and_read_nothing_past_a_context(shape, dtype, page, room, monkeypatch):
+    from rlloop.numerics.triton import attention, decode, launch
+
+    heads, groups, width = shape
+    last = torch.tensor(LAST, device="cuda").clamp(max=room - 1)
+    count, pages = len(LAST), room // page
+    generator = torch.Generator("cuda").manual_seed(0)
+    starts = torch.randperm(count * pages, device="cuda", generator=generator).view(count, pages) * page
+    stores = [torch.randn(count * room, groups, width, device="cuda", generator=generator).to(dtype) for _ in "kv"]
+    q = torch.randn(count, heads, width, device="cuda", generator=generator).to(dtype)
+    at = torch.arange(room, device="cuda")
+    unseen = (starts[:, at // page] + at % page)[at > last[:, None]]
+    for store in stores:
+        store[unseen] = torch.nan
+    given = (q, *stores, torch.arange(count + 1, device="cuda"), last, starts, page, 0.1)
+    assert decode.takes(q, stores[1], groups * width, page)
+    assert launch.gluon_runs(q.device), "another GPU, or another Triton: there is one kernel only"
+    out, lse = attention.attention(*given)
+    monkeypatch.setattr(attention, "gluon_runs", lambda device: False)
+    other, other_lse = attention.attention(*given)
+    assert same_bits(out, other)
+    assert same_bits(lse, other_lse)
+    assert out.isfinite().all()
+
+
 def test_short_caches_and_long_ones_agree():
     """Where no context can be longer than a segment, another form of the kernel runs."""
     q, k, v = inputs("0.6B", torch.bfloat16)

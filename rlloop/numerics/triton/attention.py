@@ -8,6 +8,7 @@ depend on itself and its keys alone. Queries of the heads that share a key-value
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -15,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.triton.launch import ALIGNMENT, EXACT, aligned, power_of_two
+from rlloop.numerics.triton.launch import ALIGNMENT, EXACT, aligned, gluon_runs, power_of_two
 
 TILE = 64
 SEGMENT = 1024
-HEADS_JOINED = 4  # of a program that joins parts
+AHEAD = 8  # parts on their way to whom joins them
 
 
 class Tiles(NamedTuple):
@@ -216,37 +217,32 @@ def _attention(
             tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453, row < rows)
 
 
-@triton.jit(do_not_specialize=["sequences", "segments"])
+@triton.jit(do_not_specialize=["segments"])
 def _join_parts(
-    part_sums, part_stats, query_start, context, out, lse, sequences, segments, HEADS: tl.constexpr,
-    V_WIDTH: tl.constexpr, VW: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
+    part_sums, part_stats, context, out, lse, segments, HEADS: tl.constexpr, V_WIDTH: tl.constexpr, VW: tl.constexpr,
+    SEGMENT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The parts of ROWS heads of one token, in ascending order."""
-    token, dv = tl.program_id(0), tl.arange(0, VW)
-    sequence, high = 0, sequences
-    while high - sequence > 1:
-        middle = (sequence + high) // 2
-        if tl.load(query_start + middle) <= token:
-            sequence = middle
-        else:
-            high = middle
-    last = tl.load(context + sequence) + token - tl.load(query_start + sequence)
-    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    valid = head < HEADS
-    place = token.to(tl.int64) * HEADS + head
-    inside = valid[:, None] & (dv < V_WIDTH)[None, :]
-    part = place * segments
-    top, total = tl.load(part_stats + part * 2, valid, 0.0), tl.load(part_stats + part * 2 + 1, valid, 1.0)
-    sums = tl.load(part_sums + part[:, None] * V_WIDTH + dv[None, :], inside, 0.0)
-    for segment in range(1, last // SEGMENT + 1):
-        part = place * segments + segment
-        part_top = tl.load(part_stats + part * 2, valid, 0.0)
-        part_total = tl.load(part_stats + part * 2 + 1, valid, 1.0)
-        more = tl.load(part_sums + part[:, None] * V_WIDTH + dv[None, :], inside, 0.0)
-        top, total, sums = _join(top, total, sums, part_top, part_total, more)
+    """The parts of one head of a decoding sequence, in ascending order; `AHEAD` are read before the first is joined."""
+    sequence, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, VW)[None, :]
+    count, inside = (tl.load(context + sequence) // SEGMENT + 1).to(tl.int32), d < V_WIDTH
+    place = sequence.to(tl.int64) * HEADS + head
+    stats, parts = part_stats + place * segments * 2 + tl.arange(0, 1), part_sums + place * segments * V_WIDTH + d
+    top, total, sums = tl.load(stats), tl.load(stats + 1), tl.load(parts, inside, 0.0)
+    for begin in range(1, count, AHEAD):
+        tops, totals, rows = (), (), ()
+        for ahead in tl.static_range(AHEAD):
+            segment = begin + ahead
+            tops = tops + (tl.load(stats + segment * 2, segment < count, 0.0),)  # noqa: RUF005
+            totals = totals + (tl.load(stats + segment * 2 + 1, segment < count, 0.0),)  # noqa: RUF005
+            rows = rows + (tl.load(parts + segment * V_WIDTH, inside & (segment < count), 0.0),)  # noqa: RUF005
+        for ahead in tl.static_range(AHEAD):
+            new_top, new_total, new_sums = _join(top, total, sums, tops[ahead], totals[ahead], rows[ahead])
+            there = begin + ahead < count
+            top, total = tl.where(there, new_top, top), tl.where(there, new_total, total)
+            sums = tl.where(there, new_sums, sums)
     made = tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape))
-    tl.store(out + place[:, None] * V_WIDTH + dv[None, :], made.to(out.dtype.element_ty), inside)
-    tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453, valid)
+    tl.store(out + place * V_WIDTH + d, made.to(out.dtype.element_ty), inside)
+    tl.store(lse + place + tl.arange(0, 1), (top + tl.log2(total)) * 0.6931471805599453)
 
 
 def value_rows(v: Tensor) -> tuple[Tensor, int]:
@@ -255,6 +251,15 @@ def value_rows(v: Tensor) -> tuple[Tensor, int]:
     if v.shape[1] == 1 and v.stride(2) == 1 and v.stride(0) >= v.shape[2] and v.data_ptr() % ALIGNMENT == 0:
         return v, v.stride(0)
     return aligned(v), v.shape[1] * v.shape[2]
+
+
+def _decode_kernel(device: torch.device) -> ModuleType | None:
+    """Where there is a better one."""
+    if not gluon_runs(device):
+        return None
+    from rlloop.numerics.triton import decode
+
+    return decode
 
 
 def attention(
@@ -284,18 +289,25 @@ def attention(
         tiles = DECODE if single and share <= DECODE.rows else LONG if segments > 1 and not single else MANY
     one = single and share <= tiles.rows
     tasks = sequences if one else tokens * share // tiles.rows + sequences
-    parts = (q.new_empty(tokens, heads, segments, n, dtype=torch.float32) for n in (v_width, 2))
-    part_sums, part_stats = parts if form == 2 else (lse, lse)
-    _attention[(tasks, groups, segments if form == 2 else 1)](
-        q, k, v, v_step, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks,
-        block_size, segments, scale * LOG2E, HEADS=heads, GROUPS=groups, WIDTH=width, V_WIDTH=v_width,
-        W=power_of_two(width, 16), VW=power_of_two(v_width, 16), REST=power_of_two(width - v_width, 16) if wide else 0,
-        ROWS=tiles.rows, TILE=TILE, SEGMENT=SEGMENT, CONTIGUOUS=blocks == 1, ONE=one, FORM=form,
-        num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
-    )  # fmt: skip
+    shapes = ((tokens, heads, segments, n) for n in (v_width, 2))
+    part_sums, part_stats = (q.new_empty(x, dtype=torch.float32) for x in shapes) if form == 2 else (lse, lse)
+    decode = _decode_kernel(q.device) if single else None
+    if decode is not None and decode.takes(q, v, v_step, block_size):
+        decode.run(
+            q, k, v, context, block_start, block_size, scale * LOG2E, out, lse, part_sums, part_stats, segments, TILE,
+            SEGMENT,
+        )  # fmt: skip
+    else:
+        _attention[(tasks, groups, segments if form == 2 else 1)](
+            q, k, v, v_step, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks,
+            block_size, segments, scale * LOG2E, HEADS=heads, GROUPS=groups, WIDTH=width, V_WIDTH=v_width,
+            W=power_of_two(width, 16), VW=power_of_two(v_width, 16),
+            REST=power_of_two(width - v_width, 16) if wide else 0, ROWS=tiles.rows, TILE=TILE, SEGMENT=SEGMENT,
+            CONTIGUOUS=blocks == 1, ONE=one, FORM=form, num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
+        )  # fmt: skip
     if form == 2:
-        _join_parts[(tokens, triton.cdiv(heads, HEADS_JOINED))](
-            part_sums, part_stats, query_start, context, out, lse, sequences, segments, HEADS=heads, V_WIDTH=v_width,
-            VW=power_of_two(v_width, 16), ROWS=HEADS_JOINED, SEGMENT=SEGMENT, num_warps=4, **EXACT,
+        _join_parts[(tokens, heads)](
+            part_sums, part_stats, context, out, lse, segments, HEADS=heads, V_WIDTH=v_width,
+            VW=power_of_two(v_width, 16), SEGMENT=SEGMENT, AHEAD=AHEAD, num_warps=1 if v_width <= 128 else 4, **EXACT,
         )  # fmt: skip
     return out, lse

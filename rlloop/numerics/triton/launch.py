@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}  # a * b + c is one rounding only where the source says fma
 ALIGNMENT = 16  # bytes
+
+
+@functools.cache
+def gluon_runs(device: torch.device) -> bool:
+    """Whether kernels in Gluon run there: it is experimental, so only by the Triton that they were written for."""
+    if device.type != "cuda" or not triton.__version__.startswith("3.6."):
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def aligned(x: Tensor) -> Tensor:
