@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlloop.errors import ConfigError
-from rlloop.models import new_model
+from rlloop.models import Model, new_model
 from rlloop.numerics import fp8
 from rlloop.numerics.drift import DriftedOps
 from rlloop.numerics.layout import AttentionLayout, Reach
@@ -14,7 +14,7 @@ from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.numerics.quantize import e4m3_rows, quantized, rounded_activation
 from rlloop.numerics.stock import attention, by_expert, padded_attention
 from rlloop.profile_config import DriftConfig
-from tests.unit.sync.test_drifted import CONFIG
+from tests.unit.sync.test_drifted import CONFIG, EMBEDDING, LINEAR, NORM, Pair
 
 FP8: dict[str, Any] = {"weights": "fp8", "granularity": "channel", "activations": "fp8", "products": "fp8"}
 
@@ -87,3 +87,21 @@ def test_fp8_products_need_fp8_operands():
     with pytest.raises(ValueError, match="products=fp8 needs"):
         Drift(products="fp8", weights="fp8")
     assert DriftConfig(**FP8).declared == ["weights=fp8", "activations=fp8", "products=fp8"]
+
+
+def test_the_sync_narrows_linear_weights_at_each_version(monkeypatch):
+    monkeypatch.setattr(Model, "check_profile", lambda *_: None)  # a CPU has the dense product, if a slow one
+    pair = Pair(**FP8)
+    parameters = dict(pair.engine.model.named_parameters())
+    for version in range(2):
+        pair.sync.publish(version)
+        ops = pair.engine.model.ops
+        assert isinstance(ops, DriftedOps)
+        values, scale = e4m3_rows(pair.weight(LINEAR))
+        held = ops._fp8[parameters[LINEAR]]
+        assert torch.equal(held.values.float(), values.float())
+        assert torch.equal(held.scale, scale)
+        assert parameters[EMBEDDING] not in ops._fp8
+        assert parameters[NORM] not in ops._fp8
+        assert pair.differs()
+        pair.train()
