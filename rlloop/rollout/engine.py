@@ -25,7 +25,7 @@ from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.logprob import check_drawn
 from rlloop.rollout.checks import check_request, drawn_seed
 from rlloop.rollout.choices import ChoiceStore
-from rlloop.rollout.graphs import DecodeGraphs
+from rlloop.rollout.graphs import DecodeGraphs, packed
 from rlloop.rollout.kv_cache import BlockManager, PagedCache, bytes_per_token
 from rlloop.rollout.request import Request
 from rlloop.rollout.scheduler import EngineStats, Scheduler, StepBatch
@@ -250,14 +250,19 @@ class Engine:
                 tokens = self._tensor(table.tokens[batch.rows, positions])
             else:
                 tokens = self._picked(tokens_before, batch.source)
-            made = self._sample([self._graphs.logits(tokens, positions, slots, block_start)], emitting)
+            where = (tokens, positions, slots, block_start)
+            if self._draws_plainly(emitting):
+                token_ids, made = self._graphs.draw(*where, table.seed[emitting])
+            else:
+                token_ids, made = self._sample([self._graphs.logits(*where)], emitting)
         else:
             hidden = self._hidden(batch, table.tokens[batch.rows[sequence], positions], positions, slots, block_start)
             last, head = hidden[self._tensor(end[batch.emits] - 1)], self.model.head
             at_once = max(1, LOGITS_AT_ONCE[self._device.type] // len(head))
-            made = self._sample((self.model.ops.logits(part, head) for part in last.split(at_once)), emitting)
+            parts = (self.model.ops.logits(part, head) for part in last.split(at_once))
+            token_ids, made = self._sample(parts, emitting)
         self._scheduler.advance(batch)
-        return _Flight(batch, made[0], self._landing(*made))
+        return _Flight(batch, token_ids, self._landing(made))
 
     def _hidden(
         self, batch: StepBatch, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray, block_start: np.ndarray
@@ -277,12 +282,16 @@ class Engine:
             self._choices.write(self._cache.slots, routes)
         return hidden
 
-    def _sample(self, logits: Iterable[Tensor], rows: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw a token for each row of the table, whose logits come in parts: ids, logprobs, raw logprobs."""
+    def _draws_plainly(self, rows: np.ndarray) -> bool:
+        """Whether a graph can draw for these rows: nothing is warped, and sampling is rlloop's, which never waits."""
+        plain = all(value is None for value in vars(self._warp(rows)).values())
+        return plain and self.model.ops.profile.token_logprob == "rlloop"
+
+    def _sample(self, logits: Iterable[Tensor], rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Draw a token for each row of the table, whose logits come in parts: ids [E] and, as `packed`, [3, E]."""
         table, ops, device = self._scheduler.table, self.model.ops, self._device
         if len(rows) == 0:
-            none = torch.empty(0, device=device)
-            return none.long(), none, none
+            return torch.empty(0, dtype=torch.int64, device=device), torch.empty(3, 0, dtype=torch.int32, device=device)
         warp = self._warp(rows)
         seeds, positions = self._tensor(table.seed[rows]), self._tensor(table.length[rows])
         parts, begin = [], 0
@@ -290,24 +299,24 @@ class Engine:
             end = begin + len(part)
             parts.append(ops.sample(part, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
             begin = end
-        ids, logprobs, raw = (torch.cat(part) for part in zip(*parts, strict=True))
-        return ids, logprobs, raw
+        made = [torch.cat(part) for part in zip(*parts, strict=True)]
+        return made[0], packed(*made)
 
-    def _landing(self, ids: Tensor, logprobs: Tensor, raw: Tensor) -> Callable[[], Made]:
-        """On their way to the host; what is returned waits for them."""
-        if self._device.type == "cpu":
-            return lambda: (ids.numpy(), logprobs.numpy(), raw.numpy())
-        packed = torch.stack([ids.int(), logprobs.view(torch.int32), raw.view(torch.int32)])
-        landed, event = packed.to("cpu", non_blocking=True), torch.cuda.Event()  # in pinned memory
-        event.record()
+    def _landing(self, made: Tensor) -> Callable[[], Made]:
+        """On its way to the host; what is returned waits for it."""
+        landed, event = made.to("cpu", non_blocking=True), None  # in pinned memory
+        if made.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
 
-        def made() -> Made:
-            event.synchronize()
+        def finish() -> Made:
+            if event is not None:
+                event.synchronize()
             bits = landed.numpy()
             check_drawn(bits[0])
             return bits[0].astype(np.int64), bits[1].view(np.float32), bits[2].view(np.float32)
 
-        return made
+        return finish
 
     def _finish(self, flight: _Flight) -> list[tuple[Request, bool]]:
         return self._scheduler.postprocess(flight.batch, *flight.made())

@@ -1,8 +1,10 @@
 """Decode steps on a GPU as CUDA graphs: one launch in place of some hundreds.
 
 A graph is recorded for a number of rows and of pages a row, rounded up, when a step first needs it. It reads tokens,
-positions, slots and pages from buffers of its own and the weights where they lie, so an update in place is seen by the
-next replay. Rows that nobody uses decode token 0 at position 0 of a slot that nobody reads.
+positions, slots, seeds and pages from buffers of its own and the weights where they lie, so an update in place is seen
+by the next replay. Rows that nobody uses decode token 0 at position 0 of a slot that nobody reads.
+
+Where no row's distribution is warped, the graph draws the tokens, too.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlloop.models.routes import Routes
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.rollout.choices import ChoiceStore
 from rlloop.rollout.kv_cache import PagedCache
 
@@ -23,14 +25,15 @@ if TYPE_CHECKING:
     from rlloop.models import Model
 
 LEAST_TOKENS = 1024  # what the pages of a row hold at least
+PAGES = 4  # the column of `_Recorded.inputs` where they begin
 
 
 @dataclass(frozen=True)
 class _Recorded:
     graph: torch.cuda.CUDAGraph
-    inputs: Tensor  # [R, 3 + B] int64: token, position, slot, first slots of pages
+    inputs: Tensor  # [R, 4 + B] int64: token, position, slot, seed, first slots of pages
     layout: AttentionLayout  # filled from them
-    logits: Tensor  # [R, V] float32
+    made: tuple[Tensor, ...]  # logits [R, V] float32; or ids [R] int64 and, packed, [3, R] int32
 
 
 class DecodeGraphs:
@@ -38,7 +41,7 @@ class DecodeGraphs:
 
     def __init__(self, model: Model, cache: PagedCache, page_size: int, choices: ChoiceStore | None) -> None:
         self._model, self._cache, self._page_size, self._choices = model, cache, page_size, choices
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._made_of = (model.ops, self._addresses())
 
@@ -54,54 +57,73 @@ class DecodeGraphs:
 
         What it returns is valid until the next call.
         """
+        (logits,) = self._replay(False, tokens, pages, positions, slots)
+        return logits[: len(tokens)]
+
+    def draw(
+        self, tokens: Tensor, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray, seeds: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        """The next tokens, from distributions as they are: ids [S] and, as `packed` has them, [3, S]."""
+        ids, made = self._replay(True, tokens, pages, positions, slots, seeds)
+        return ids[: len(tokens)], made[:, : len(tokens)]
+
+    def _replay(self, draws: bool, tokens: Tensor, pages: np.ndarray, *columns: np.ndarray) -> tuple[Tensor, ...]:
         least = min(LEAST_TOKENS, self._model.max_positions) // self._page_size
-        rows, columns = rounded(len(tokens)), at_least(pages.shape[1], least)
-        step = self._recorded.get((rows, columns)) or self._record(rows, columns)
-        given = torch.empty(rows, 3 + columns, dtype=torch.int64, pin_memory=True)
-        host, count = given.numpy(), len(tokens)
-        host[:count, 1], host[:count, 2] = positions, slots
-        host[:count, 3 : 3 + pages.shape[1]] = pages
-        host[:count, 3 + pages.shape[1] :] = self._cache.spare
-        host[:, 0] = host[count:, 1] = 0
-        host[count:, 2:] = self._cache.spare
+        rows, width, count = rounded(len(tokens)), at_least(pages.shape[1], least), len(tokens)
+        step = self._recorded.get((rows, width, draws)) or self._record(rows, width, draws)
+        given = torch.empty(rows, PAGES + width, dtype=torch.int64, pin_memory=True)
+        host = given.numpy()
+        host[:, :PAGES], host[:, PAGES:], host[:, 2] = 0, self._cache.spare, self._cache.spare
+        for column, values in enumerate(columns, 1):
+            host[:count, column] = values
+        host[:count, PAGES : PAGES + pages.shape[1]] = pages
         step.inputs.copy_(given, non_blocking=True)
         step.inputs[:count, 0] = tokens
         step.graph.replay()
-        return step.logits[:count]
+        return step.made
 
-    def _record(self, rows: int, columns: int) -> _Recorded:
-        device = self._model.device
-        inputs = torch.zeros(rows, 3 + columns, dtype=torch.int64, device=device)
-        inputs[:, 2:] = self._cache.spare
+    def _record(self, rows: int, width: int, draws: bool) -> _Recorded:
+        device, ops = self._model.device, self._model.ops
+        inputs = torch.zeros(rows, PAGES + width, dtype=torch.int64, device=device)
+        inputs[:, 2], inputs[:, PAGES:] = self._cache.spare, self._cache.spare
         layout = AttentionLayout(
             query_start=torch.arange(rows + 1, device=device),
             context=torch.zeros(rows, dtype=torch.int64, device=device),
-            block_start=torch.empty(rows, columns, dtype=torch.int64, device=device),
+            block_start=torch.empty(rows, width, dtype=torch.int64, device=device),
             block_size=self._page_size,
             contiguous=False,
         )
 
-        def work() -> Tensor:
-            tokens, positions, slots = (inputs[:, i].contiguous() for i in range(3))
+        def work() -> tuple[Tensor, ...]:
+            tokens, positions, slots, seeds = (inputs[:, i].contiguous() for i in range(PAGES))
             layout.context.copy_(positions)
-            layout.block_start.copy_(inputs[:, 3:])
+            layout.block_start.copy_(inputs[:, PAGES:])
             self._cache.slots = slots
             routes = None if self._choices is None else Routes()
             tokens = tokens.clamp(min=0)  # -1: no token could be drawn, of which the host knows later
             hidden = self._model.hidden(tokens, positions, layout, self._cache, routes=routes)
             if self._choices is not None and routes is not None:
                 self._choices.write(slots, routes)
-            return self._model.ops.logits(hidden, self._model.head)
+            logits = ops.logits(hidden, self._model.head)
+            if not draws:
+                return (logits,)
+            made = ops.sample(logits, LogitsWarp(), seeds, positions + 1)
+            return made[0], packed(*made)
 
         work()  # compiles what has to be
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = work()
-        made = self._recorded[rows, columns] = _Recorded(graph, inputs, layout, logits)
-        return made
+            made = work()
+        step = self._recorded[rows, width, draws] = _Recorded(graph, inputs, layout, made)
+        return step
 
     def _addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._model.parameters()]
+
+
+def packed(ids: Tensor, logprobs: Tensor, raw: Tensor) -> Tensor:
+    """What was drawn for R rows, as the bits of [3, R] int32: one copy to the host."""
+    return torch.stack([ids.int(), logprobs.view(torch.int32), raw.view(torch.int32)])
 
 
 def rounded(rows: int) -> int:

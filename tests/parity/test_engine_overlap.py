@@ -1,6 +1,6 @@
 """Steps that begin before the last one's tokens are known, as on a GPU, leave no trace in a completion.
 
-In place of CUDA graphs stands something with their one method that computes the step at once.
+In place of CUDA graphs stands something with their two methods that compute the step at once.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rlloop.models import Model, load_model
 from rlloop.models.routes import Routes
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.rollout.engine import Engine
+from rlloop.rollout.graphs import packed
 from rlloop.types import Completion, SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.parity.models import tiny_qwen3
@@ -36,6 +37,13 @@ class AtOnce:
         if engine._choices is not None and routes is not None:
             engine._choices.write(engine._cache.slots, routes)
         return engine.model.ops.logits(hidden, engine.model.head)
+
+    def draw(
+        self, tokens: Tensor, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray, seeds: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        logits, after = self.logits(tokens, positions, slots, pages), torch.from_numpy(positions) + 1
+        made = self.engine.model.ops.sample(logits, LogitsWarp(), torch.from_numpy(seeds), after)
+        return made[0], packed(*made)
 
     def check_weights(self) -> None:
         """Keeps nothing of the weights."""
