@@ -36,6 +36,61 @@ def test_every_tile_has_the_same_bits(width, outputs, dtype):
         )
 
 
+@pytest.fixture
+def few_rows():
+    from rlloop.numerics.triton.launch import gluon_runs
+
+    if not gluon_runs(torch.device("cuda", 0)):
+        pytest.skip("the kernel of few rows is Hopper's")
+    from rlloop.numerics.triton import few_rows
+
+    return few_rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 31, 33, 64])
+def test_every_tile_of_few_rows_has_the_same_bits(few_rows, rows, dtype):
+    from rlloop.numerics.triton.linear import Tiles, chain
+
+    tried = {tiles for *_, tiles in few_rows.TABLE}
+    tried |= {few_rows.Tiles(16, 16, 64, False, 3), few_rows.Tiles(32, 32, 256, False, 2)}
+    for width, outputs in [*SHAPES, (1000, 300), (40, 24)]:
+        x, weight = draw(rows, width, outputs, dtype)
+        bias = weight[:, 0].contiguous()
+        for added, made in ((None, torch.float32), (bias, torch.float32), (bias, dtype)):
+            first = chain(x, weight, added, made, Tiles(64, 64, 64, False, 4, 2))
+            assert same_bits(chain(x, weight, added, made), first), (width, outputs)
+            for tiles in tried:
+                out = torch.full((rows, outputs), torch.nan, dtype=made, device="cuda")
+                few_rows.product(x, weight, added, out, tiles)
+                assert same_bits(out, first), (tiles, width, outputs)
+
+
+def test_a_product_that_starts_early_waits_for_its_factors(few_rows):
+    """Launches overlap: the one before may still be writing what this one reads, be it rows or weights."""
+    from rlloop.numerics.triton.linear import Tiles, chain
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    weights = torch.randn(8, 2048, 2048, dtype=torch.bfloat16, device="cuda", generator=generator) / 45
+    x = torch.randn(16, 2048, dtype=torch.bfloat16, device="cuda", generator=generator)
+    for copied in (False, True):
+        last, copy = x, torch.zeros_like(weights[0])
+        for weight in weights:
+            last = chain(last, weight, None, torch.bfloat16, Tiles(64, 64, 64, False, 4, 2))
+        rows = [torch.empty_like(x) for _ in weights]
+        few_rows.product(x, weights[0], None, rows[0])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i, weight in enumerate(weights):
+                few_rows.product(rows[i - 1] if i else x, copy.copy_(weight) if copied else weight, None, rows[i])
+        for _ in range(50):
+            for each in rows:
+                each.fill_(torch.nan)
+            graph.replay()
+            assert same_bits(rows[-1], last), copied
+
+
 def test_every_float32_tile_has_the_same_bits():
     from rlloop.numerics.triton.linear import FLOAT32, Tiles, chain
 
@@ -75,8 +130,8 @@ def test_the_trial_tells_orders_apart_that_ordinary_numbers_hide():
 
     def same(x, weight):
         """The share of outputs that two halves of K, added, have in common with one chain."""
-        parts = [chain(x[:, k : k + 32], weight[:, k : k + 32], None, torch.float32) for k in (0, 32)]
-        return (sum(parts).bfloat16() == chain(x, weight, None, torch.bfloat16)).float().mean()
+        first, second = (chain(x[:, k : k + 32], weight[:, k : k + 32], None, torch.float32) for k in (0, 32))
+        return ((first + second).bfloat16() == chain(x, weight, None, torch.bfloat16)).float().mean()
 
     generator = torch.Generator("cuda").manual_seed(0)
     assert same(*draw(128, 64, 40, torch.bfloat16)) > 0.99

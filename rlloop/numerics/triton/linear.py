@@ -1,12 +1,14 @@
 """Matrix products whose every output is one float32 chain over ascending K.
 
 Tiles, and which operand is the tensor core's left one, leave the bits alone, so both follow the shape. Nothing splits
-K. From `VENDOR_ROWS` rows on, cuBLAS does the work where it gives the same bits for that very shape, which is tried
-once on numbers that tell orders apart: its choice of kernel hangs on the shape alone.
+K. Few rows have a kernel of their own where it runs (`few_rows`). From `VENDOR_ROWS` rows on, cuBLAS does the work
+where it gives the same bits for that very shape, which is tried once on numbers that tell orders apart: its choice of
+kernel hangs on the shape alone.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -14,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.triton.launch import aligned
+from rlloop.numerics.triton.launch import aligned, gluon_runs
 
+FEW_ROWS = 64
 VENDOR_ROWS = 128
 MANY_ROWS = 1024
 STEPS = (128, 256)  # cuBLAS gets multiples of so many rows, fewer than `MANY_ROWS` and from there on: else every batch
@@ -106,15 +109,27 @@ def _linear(
     tl.store(at, sums.to(out.dtype.element_ty), (row < rows)[:, None] & (output < outputs)[None, :])
 
 
+def _kernel_of_few_rows(x: Tensor, width: int) -> ModuleType | None:
+    """Where there is a better one: the copy engine wants 16-bit rows that begin at multiples of 16 bytes."""
+    if len(x) > FEW_ROWS or x.itemsize != 2 or width == 0 or width % 8 or not gluon_runs(x.device):
+        return None
+    from rlloop.numerics.triton import few_rows
+
+    return few_rows
+
+
 def chain(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tiles: Tiles | None = None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, by our kernel."""
+    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, by our kernels."""
     (rows, width), outputs = x.shape, len(weight)
     if out is None:
         out = x.new_empty(rows, outputs, dtype=dtype)
     if out.numel() == 0:
+        return out
+    if tiles is None and (few_rows := _kernel_of_few_rows(x, width)):
+        few_rows.product(x, weight, bias, out)
         return out
     tiles = tiles or tiles_for(rows, outputs, width, x.dtype)
     grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)
