@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,6 +121,29 @@ def test_it_follows_a_store_and_says_what_was_chosen(line):
             scored = token_logprobs(model, [(each.prompt_ids, each.token_ids) for each in made], sampling=sampling)
             for each, logprobs in zip(made, scored, strict=True):
                 assert np.abs(logprobs.detach().cpu().numpy() - each.logprobs).max() < (0.2 if line.stock else 1e-38)
+
+
+def test_it_pauses(line):
+    prompts = [[5, 6, 7], [9], [11, 12]]
+    sampling = [SamplingParams(max_tokens=length, seed=length, ignore_eos=True) for length in (110, 2, 111)]
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with (
+        httpx.Client(base_url=line.url, headers=headers, timeout=60, trust_env=False) as client,
+        RemoteEngine(line.url, token=TOKEN, timeout=60) as remote,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        expected = remote.generate(prompts, sampling)
+        for mode in ("keep", "abort"):
+            answer = pool.submit(remote.generate, prompts, sampling)
+            time.sleep(0.1)
+            client.post(f"/rlloop/pause?mode={mode}").raise_for_status()
+            client.post("/rlloop/resume").raise_for_status()
+            made = answer.result(60)
+            for part, whole in zip(made, expected, strict=True):
+                count = len(part.token_ids)
+                assert part.finish_reason == ("abort" if count < len(whole.token_ids) else "length")
+                assert mode == "abort" or count == len(whole.token_ids)
+                assert line.stock or part.token_ids == whole.token_ids[:count]
 
 
 def test_a_run_over_it(line, monkeypatch):

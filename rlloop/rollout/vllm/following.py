@@ -82,7 +82,7 @@ class Following:
             return Facts(refused="vLLM loaded its model by itself: start it with --load-format rlloop or rlloop_stock")
         if facts.stock and mode != "processed_logprobs":
             return Facts(refused=f"its logprobs are {mode}: start vLLM with --logprobs-mode processed_logprobs")
-        if facts.stock and config.scheduler_config.enable_chunked_prefill:
+        if facts.stock and config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill:
             return Facts(refused="seeded prompts must not be cut: start vLLM with --no-enable-chunked-prefill")
         says = hasattr(EngineClient, "update_weight_version")
         return msgspec.structs.replace(facts, chooses=self.recorder is not None, says_weights=says)
