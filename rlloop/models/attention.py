@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rlloop.models.parts import Linear, Norm, Step
+from rlloop.models.parts import Cache, Linear, Norm, Step
 from rlloop.models.shape import ModelConfig
 from rlloop.numerics.ops import Ops
 
@@ -22,6 +22,7 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
         self.o_proj = Linear(width, config.hidden_size, config.output_bias, across=True)
         self.whole_norm, self.rope_dim = config.whole_norm, config.rope_dim
+        self._plain = not (config.output_gate or config.whole_norm) and config.rope_dim == config.head_dim
         self.window = config.window if layer in config.windowed else 0
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.q_norm = self.k_norm = None
@@ -32,6 +33,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops = step.ops
         q, k, v = (project(x, ops) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if step.cache is not None and self._plain and ops.fuses(x):
+            q, keys, values = self._entered(q, k, v, step, step.cache)
+            return self._read(q, keys, values, None, step)
         if self.output_gate:  # each head's query, then its gate
             q, gate = (part.flatten(1) for part in q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1))
         else:
@@ -41,6 +45,18 @@ class Attention(nn.Module):
         keys, values = k, v
         if step.cache is not None:
             keys, values = step.cache.write(self.layer, k=ops.cached(k), v=ops.cached(v))
+        return self._read(q, keys, values, gate, step)
+
+    def _entered(self, q: Tensor, k: Tensor, v: Tensor, step: Step, cache: Cache) -> tuple[Tensor, Tensor, Tensor]:
+        """(queries, stores of keys and values) with the step's tokens in them, by one kernel."""
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.scale, self.k_norm.scale)
+        slots, keys, values = cache.places(self.layer, "k", "v")
+        q = step.ops.enter(q, k, v, norms, self.eps, step.positions, step.rope, slots, keys, values)
+        return q, keys, values
+
+    def _read(self, q: Tensor, keys: Tensor, values: Tensor, gate: Tensor | None, step: Step) -> Tensor:
+        ops = step.ops
         read = ops.attention(q, keys, values, step.layout, self.scale, self.sinks, self.window).flatten(1)
         return self.o_proj(read if gate is None else ops.sigmoid_mul(gate, read), ops)
 

@@ -20,6 +20,10 @@ class Cache(Protocol):
         """Puts this step's tensors [T, ...] into their slots; returns those whole stores [slots, ...], in order."""
         ...
 
+    def places(self, layer: int, *names: str) -> tuple[Tensor, ...]:
+        """Where `write` would put this step's tokens: their slots [T] int64, and the stores of these names."""
+        ...
+
     def carried(self, layer: int, name: str) -> Carried:
         """What a recurrent layer keeps of this step's sequences."""
         ...

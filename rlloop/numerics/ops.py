@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from rlloop.numerics import logprob, reference, stock
+from rlloop.numerics.cpu.contract import on_cuda
 from rlloop.numerics.layout import AttentionLayout, Carried, LogitsWarp, Reach
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.numerics.ranks import sum_over_ranks
@@ -111,6 +113,21 @@ class Ops:
     def relu_squared(self, x: Tensor) -> Tensor:
         """`max(x, 0) ** 2`, the same in every implementation: one exact choice and one rounded product a number."""
         return x.relu().square()
+
+    def fuses(self, x: Tensor) -> bool:
+        """Whether operations that follow one another may be one kernel, as `enter` is: on a GPU, without gradients."""
+        return x.is_cuda and self.profile.holds_contract and not torch.is_grad_enabled()
+
+    def enter(
+        self, q: Tensor, k: Tensor, v: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, positions: Tensor,
+        rope: tuple[Tensor, Tensor], slots: Tensor, keys: Tensor, values: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Norm and rotate queries and keys, and put keys and values into their stores. Returns the queries.
+
+        For where `fuses` says so. q [T, H, D], k and v [T, G, D]; `norms` are the weights [D] of queries' and keys',
+        slots [T] int64, the stores [slots, G, D]. Bits are those of `rms_norm` and then `rope`.
+        """
+        return on_cuda("enter")(q, k, v, *(norms or (None, None)), eps, positions, *rope, slots, keys, values)
 
     def cached(self, x: Tensor) -> Tensor:
         """Keys, values or latents as the cache is to keep them: as they are."""

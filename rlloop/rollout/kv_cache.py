@@ -154,6 +154,10 @@ class PagedCache:
         """What a recurrent layer keeps of this step's sequences. A sequence that begins finds nothing there."""
         return Carried(self.states[layer][name], self.rows)
 
+    def places(self, layer: int, *names: str) -> tuple[Tensor, ...]:
+        """Where `write` would put this step's tokens: their slots, and the stores of these names."""
+        return self.slots, *(self.stores[layer][name] for name in names)
+
     def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:
         """Store this step's tensors [T, ...] of one layer into their slots; returns the whole stores, in that order."""
         stores = self.stores[layer]

@@ -107,6 +107,28 @@ def test_kernels_of_decode_agree_and_read_nothing_past_a_context(shape, dtype, p
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_entering_a_cache_in_one_kernel_has_the_bits_of_norm_rotation_and_copy(shape, normed, dtype):
+    q, k, v = inputs(shape, dtype, 77)
+    width, generator = q.shape[-1], torch.Generator("cuda").manual_seed(0)
+    norms = tuple(torch.randn(width, device="cuda", generator=generator).to(dtype) for _ in "qk") if normed else None
+    angle = torch.rand(500, width // 2, device="cuda", generator=generator) * 500
+    rope, positions = (angle.cos(), angle.sin()), torch.randint(500, (77,), device="cuda", generator=generator)
+    slots = torch.randperm(100, device="cuda", generator=generator)[:77]
+    keys, values = (torch.zeros(100, *k.shape[1:], dtype=dtype, device="cuda") for _ in "kv")
+    with torch.inference_mode():
+        assert OURS.fuses(q)
+        entered = OURS.enter(q, k, v, norms, 1e-6, positions, rope, slots, keys, values)
+        if norms is not None:
+            q, k = (OURS.rms_norm(x, weight, 1e-6)[0] for x, weight in zip((q, k), norms, strict=True))
+        assert same_bits(entered, OURS.rope(q, positions, *rope))
+        assert same_bits(keys[slots], OURS.rope(k, positions, *rope))
+        assert same_bits(values[slots], v)
+    assert not keys[slots.new_tensor(sorted(set(range(100)) - set(slots.tolist())))].any()
+
+
 def test_short_caches_and_long_ones_agree():
     """Where no context can be longer than a segment, another form of the kernel runs."""
     q, k, v = inputs("0.6B", torch.bfloat16)

@@ -15,6 +15,7 @@ from rlloop.numerics.triton.attention import attention
 from rlloop.numerics.triton.attention_backward import attention_backward
 from rlloop.numerics.triton.distribution import Rows, Warp
 from rlloop.numerics.triton.elementwise import rms_norm, rms_norm_backward, rope, silu_mul, silu_mul_backward
+from rlloop.numerics.triton.entry import enter
 from rlloop.numerics.triton.grouped import groups_of
 from rlloop.numerics.triton.grouped import product as grouped_product
 from rlloop.numerics.triton.grouped import weight_gradient as grouped_weight_gradient
@@ -27,6 +28,7 @@ __all__ = [
     "attention_backward",
     "combine",
     "combine_backward",
+    "enter",
     "grouped_linear",
     "grouped_weight_gradient",
     "linear",

@@ -124,6 +124,9 @@ class PagedStores:
     def __init__(self, stores: list[dict[str, PagedStore]], slots: Tensor) -> None:
         self._stores, self._slots = stores, slots
 
+    def places(self, layer: int, *names: str) -> tuple[Tensor, ...]:
+        return self._slots, *(self._stores[layer][name].rows for name in names)
+
     def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:
         stores = self._stores[layer]
         for name, tensor in tensors.items():
