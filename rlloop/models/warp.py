@@ -16,6 +16,12 @@ def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[in
     return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
 
 
+def on_device(array: np.ndarray, device: str | torch.device) -> torch.Tensor:
+    """A copy there. A GPU gets it from pinned memory, or the host would wait for all that it was given before."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def warp_for(
     sampling: Sequence[SamplingParams | None],
     made: Sequence[int] | np.ndarray,
@@ -37,7 +43,7 @@ def warp_for(
         values = np.array([default if item is None else getattr(item, name) for item in params], dtype)
         if (values == default).all():
             return None
-        return torch.from_numpy(values if counts is None else np.repeat(values, counts)).to(device)
+        return on_device(values if counts is None else np.repeat(values, counts), device)
 
     banned_start = banned_ids = None
     if any(item is not None and item.min_tokens for item in params):
@@ -48,8 +54,8 @@ def warp_for(
         ]
         if any(banned):
             starts = np.cumsum([0, *map(len, banned)])
-            banned_start = torch.from_numpy(starts.astype(np.int64)).to(device)
-            banned_ids = torch.tensor([token for ids in banned for token in ids], dtype=torch.int64, device=device)
+            banned_start = on_device(starts.astype(np.int64), device)
+            banned_ids = on_device(np.array([token for ids in banned for token in ids], np.int64), device)
     return LogitsWarp(
         temperature=column("temperature", 1.0, np.float32),
         top_k=column("top_k", 0, np.int64),

@@ -6,7 +6,7 @@ vLLM's slot and the stores need no other layout than [slots, ...].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,12 +22,41 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
 
-@dataclass(frozen=True)
 class StepMetadata:
-    """One step's tokens, as our model wants them."""
+    """One step's tokens, as our model wants them: made of vLLM's tensors when it asks."""
 
-    layout: AttentionLayout
-    slots: Tensor  # [T] int64: where each token's keys and values go
+    def __init__(self, step: CommonAttentionMetadata, block_size: int) -> None:
+        self._step, self.block_size = step, block_size
+        self.count = step.num_actual_tokens
+        self.decodes = step.num_actual_tokens == step.num_reqs  # each request has one token to compute
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Where each token's keys and values go. [T] int64"""
+        return self._step.slot_mapping[: self.count].long()
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Tokens of each request after this step: where the one that it samples will stand. [S] int64"""
+        return self._step.seq_lens.long()
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """The pages of each request. [S, B] int32"""
+        lengths = self._step.seq_lens
+        longest = self._step.max_seq_len if lengths.is_cuda else int(lengths.max())  # of the two, the host knows one
+        return self._step.block_table_tensor[:, : -(-longest // self.block_size)]
+
+    @cached_property
+    def layout(self) -> AttentionLayout:
+        query_start = self._step.query_start_loc.long()
+        return AttentionLayout(
+            query_start=query_start,
+            context=self.lengths - query_start.diff(),
+            block_start=self.blocks.long() * self.block_size,
+            block_size=self.block_size,
+            contiguous=False,
+        )
 
 
 class LayoutBuilder(AttentionMetadataBuilder[StepMetadata]):
@@ -40,19 +69,7 @@ class LayoutBuilder(AttentionMetadataBuilder[StepMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> StepMetadata:
-        step = common_attn_metadata
-        query_start = step.query_start_loc.long()
-        lengths = step.seq_lens.long()
-        longest = step.max_seq_len if lengths.is_cuda else int(lengths.max())  # of the two, the host knows one
-        blocks = -(-longest // self.block_size)
-        layout = AttentionLayout(
-            query_start=query_start,
-            context=lengths - query_start.diff(),
-            block_start=step.block_table_tensor[:, :blocks].long() * self.block_size,
-            block_size=self.block_size,
-            contiguous=False,
-        )
-        return StepMetadata(layout, step.slot_mapping[: step.num_actual_tokens].long())
+        return StepMetadata(common_attn_metadata, self.block_size)
 
 
 class FixedTileBackend(AttentionBackend):

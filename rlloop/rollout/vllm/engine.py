@@ -11,6 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,11 +29,30 @@ from rlloop.rollout.vllm.requests import check_sampling, raw_of_stock, vllm_para
 from rlloop.types import Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
+    from vllm.v1.engine import EngineCoreOutput
 
     from rlloop.models import Model
 
 DEFAULT_CACHE_BYTES = 1 << 30
+
+
+@dataclass
+class _Request:
+    """One in flight: vLLM's core sends what each step made of it, and nobody else has to look at that."""
+
+    id: int
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # all columns of a token, then of the next
+    cached: int = 0  # of the prompt's tokens
+
+    def take(self, made: EngineCoreOutput) -> None:
+        if made.prefill_stats is not None and not self.token_ids:
+            self.cached = made.prefill_stats.num_cached_tokens
+        self.token_ids += made.new_token_ids
+        if made.new_logprobs is not None:
+            self.logprobs += made.new_logprobs.logprobs.ravel().tolist()  # no view of the step's buffer
 
 
 class VllmEngine:
@@ -76,7 +96,7 @@ class VllmEngine:
         self.policy_version = 0
         self._seed = seed
         self._next_id = 0
-        self._requests: dict[str, tuple[SamplingParams, str]] = {}  # and the id that vLLM gave it
+        self._requests: dict[str, _Request] = {}  # by vLLM's id
         self._stats = EngineStats()
         self._chooses = bool(model.route_shape() or model.indexed_layers())
         spec = model.cache_spec()
@@ -163,24 +183,27 @@ class VllmEngine:
         if not self.has_work:
             return []
         self._stats.steps += 1
-        return self._completions([output for output in self._llm.step() if output.finished])
+        ended: list[tuple[_Request, str]] = []
+        for made in self._llm.engine_core.get_output().outputs:
+            request = self._requests.get(made.request_id)
+            if request is not None:  # else it was aborted meanwhile
+                request.take(made)
+                if made.finish_reason is not None:
+                    ended.append((request, str(made.finish_reason)))
+        return self._completions(ended)
 
     def abort(self, request_id: int) -> Completion | None:
         """End one request now; returns what it has, or None if it is not in flight."""
-        ended = self._abort([str(request_id)] if str(request_id) in self._requests else [])
+        ended = self._abort([self._requests[str(request_id)]] if str(request_id) in self._requests else [])
         return ended[0][1] if ended else None
 
     def abort_all(self) -> list[tuple[int, Completion]]:
         """End every request now; returns what each has."""
-        return self._abort(list(self._requests))
+        return self._abort(list(self._requests.values()))
 
-    def _abort(self, ids: list[str]) -> list[tuple[int, Completion]]:
-        from vllm.v1.engine import FinishReason as Reason
-
-        states = [state for state in self._llm.output_processor.request_states.values() if state.external_req_id in ids]
-        partial = [state.make_request_output([], None, Reason.ABORT, None, None, None) for state in states]
-        made = self._completions(partial)
-        self._llm.abort_request(ids)
+    def _abort(self, requests: list[_Request]) -> list[tuple[int, Completion]]:
+        made = self._completions([(request, "abort") for request in requests])
+        self._llm.engine_core.abort_requests([str(request.id) for request in requests])
         return made
 
     # ---------------------------------------------------------------------------------------------- weights and facts
@@ -235,7 +258,7 @@ class VllmEngine:
             (Path(folder) / "config.json").write_text(json.dumps(self.model.config.raw))
             settings |= {**self.formats, "additional_config": lend(self.model)}
             if self.model.device.type == "cuda":
-                settings |= {"worker_cls": plugin.GPU_WORKER, "async_scheduling": False, "gpu_memory_utilization": 0.02}
+                settings |= {"worker_cls": plugin.GPU_WORKER, "gpu_memory_utilization": 0.02}
                 settings |= {"enable_sleep_mode": self._sleeps}
                 settings |= {"logits_processors": [plugin.GATE]} if self.raw_column else {}
             return LLMEngine.from_engine_args(EngineArgs(model=folder, **settings))
@@ -251,50 +274,48 @@ class VllmEngine:
         self._next_id += 1
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
-        name = self._llm.add_request(str(id), {"prompt_token_ids": list(prompt_ids)}, self._params(sampling))
-        self._requests[str(id)] = (sampling, name)
+        llm, prompt = self._llm, {"prompt_token_ids": list(prompt_ids)}
+        tasks = llm.get_supported_tasks()
+        llm.engine_core.add_request(llm.input_processor.process_inputs(str(id), prompt, self._params(sampling), tasks))
+        self._requests[str(id)] = _Request(id, list(prompt_ids), sampling)
         return id
 
     def _params(self, sampling: SamplingParams) -> Any:
-        from vllm.sampling_params import RequestOutputKind
         from vllm.sampling_params import SamplingParams as VllmParams
 
         stop = stop_ids(sampling, self.model.eos_token_ids)
-        given = vllm_params(sampling, stop, raw=self.raw_column, columns=int(self.raw_column))
-        return VllmParams(**given, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
+        return VllmParams(**vllm_params(sampling, stop, raw=self.raw_column, columns=int(self.raw_column)))
 
-    def _completions(self, outputs: list[RequestOutput]) -> list[tuple[int, Completion]]:
-        """Of requests that just ended: vLLM's tables still know their pages."""
-        choices: list[Choices] = [(None, None)] * len(outputs)
-        if self._chooses and outputs:
+    def _completions(self, ended: list[tuple[_Request, str]]) -> list[tuple[int, Completion]]:
+        """Of requests that just ended, and why: vLLM's tables still know their pages."""
+        choices: list[Choices] = [(None, None)] * len(ended)
+        if self._chooses and ended:
             asked = []
-            for output in outputs:
-                prompt, made = output.prompt_token_ids or (), output.outputs[0].token_ids
-                asked.append((self._requests[output.request_id][1], len(prompt) + len(made) - 1 if made else 0))
+            for request, _ in ended:
+                made = len(request.token_ids)
+                asked.append((str(request.id), len(request.prompt_ids) + made - 1 if made else 0))
             [choices] = self._llm.collective_rpc("choices", args=(asked,))
-        return [self._completion(output, *chosen) for output, chosen in zip(outputs, choices, strict=True)]
+        completions = [self._completion(*each, *chosen) for each, chosen in zip(ended, choices, strict=True)]
+        if not self._requests and (begun := self._llm.engine_core.engine_core.batch_queue):
+            begun.clear()  # a step of requests that have ended since
+        return completions
 
     def _completion(
-        self, output: RequestOutput, experts: np.ndarray | None, selected: np.ndarray | None
+        self, request: _Request, reason: str, experts: np.ndarray | None, selected: np.ndarray | None
     ) -> tuple[int, Completion]:
-        from vllm.logprobs import FlatLogprobs
-
-        sampling, _ = self._requests.pop(output.request_id)
-        [made], prompt_ids = output.outputs, output.prompt_token_ids
-        assert prompt_ids is not None
-        assert isinstance(made.logprobs, FlatLogprobs)
-        logprobs = np.array(made.logprobs.logprobs, np.float32).reshape(len(made.token_ids), 1 + self.raw_column)
-        raw = logprobs[:, -1].copy() if self.raw_column else raw_of_stock(sampling, logprobs[:, 0])
-        self._count(len(prompt_ids), len(made.token_ids), output.num_cached_tokens or 0)
-        reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
-        return int(output.request_id), Completion(
-            prompt_ids=list(prompt_ids),
-            token_ids=list(made.token_ids),
+        del self._requests[str(request.id)]
+        logprobs = np.array(request.logprobs, np.float32).reshape(len(request.token_ids), 1 + self.raw_column)
+        raw = logprobs[:, -1].copy() if self.raw_column else raw_of_stock(request.sampling, logprobs[:, 0])
+        self._count(len(request.prompt_ids), len(request.token_ids), request.cached)
+        reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+        return request.id, Completion(
+            prompt_ids=request.prompt_ids,
+            token_ids=request.token_ids,
             logprobs=logprobs[:, 0].copy(),
             raw_logprobs=raw,
             policy_version=self.policy_version,
-            finish_reason=reasons.get(made.finish_reason, "abort"),
-            sampling=sampling,
+            finish_reason=reasons.get(reason, "abort"),
+            sampling=request.sampling,
             routed_experts=experts,
             selected=selected,
         )

@@ -7,23 +7,23 @@ one token is one replay, as in `rlloop.rollout.graphs`; what it reads are tensor
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.device_allocator import get_mem_allocator_instance
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from rlloop.errors import ConfigError
 from rlloop.models import Model, Routes
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.rollout.choices import ChoiceStore
 from rlloop.rollout.graphs import LEAST_TOKENS, at_least, rounded
 from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
 from rlloop.rollout.vllm.inside import Inside
 from rlloop.rollout.vllm.model import RlloopForCausalLM
-from rlloop.rollout.vllm.sampler import ExactSampler
+from rlloop.rollout.vllm.sampler import ExactSampler, Replayed, Rows
 
 SPARE = 0  # a slot of vLLM's null block, which nobody reads
 
@@ -33,15 +33,23 @@ class GpuWorker(Inside, Worker):
         super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         if isinstance(model, RlloopForCausalLM):
-            self.model_runner.sampler = ExactSampler(self.model_runner, model.policy)
+            self.model_runner.sampler = sampler = ExactSampler(self.model_runner, model.policy)
+            model.rows = sampler.rows
+            # No logits processor reads tokens, so no step has to wait for those of the last one.
+            self.model_runner.input_batch.logitsprocs_need_output_token_ids = False
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        return _Checked(output) if isinstance(output, AsyncModelRunnerOutput) else _checked(output)
 
     def release_caches(self) -> None:
         """vLLM's sleep mode: addresses stay, so that graphs which read there do, and the memory goes."""
-        self.sleep(level=1)
+        torch.cuda.synchronize()
+        get_mem_allocator_instance().sleep(())  # the worker's own method looks at memory that other processes take
 
     def restore_caches(self) -> None:
         """Zeros, as at the start: what nobody wrote may be read and weighed with zero, so it must be a number."""
-        self.wake_up()
+        get_mem_allocator_instance().wake_up()
         for cache in self.model_runner.kv_caches:
             cache.zero_()
 
@@ -52,6 +60,22 @@ class GpuWorker(Inside, Worker):
         if self.vllm_config.model_config.enable_sleep_mode and get_mem_allocator_instance().get_current_usage():
             raise ConfigError("another vLLM engine with sleep=True lives in this process; close it first")
         return super()._maybe_get_memory_pool_context(tag)
+
+
+class _Checked(AsyncModelRunnerOutput):
+    """A step's tokens, for which the host does not wait before it begins the next step."""
+
+    def __init__(self, output: AsyncModelRunnerOutput) -> None:
+        self._output = output
+
+    def get_output(self) -> ModelRunnerOutput:
+        return _checked(self._output.get_output())
+
+
+def _checked(output: ModelRunnerOutput) -> ModelRunnerOutput:
+    if [-1] in output.sampled_token_ids:
+        raise ValueError("a row holds no distribution to sample from; look for weights that are not finite")
+    return output
 
 
 class GpuStore(PagedStore):
@@ -67,52 +91,80 @@ class GpuStore(PagedStore):
             self.rows = cache.view(-1, self.heads, self.width)
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    graph: torch.cuda.CUDAGraph
-    inputs: Tensor  # [R, 3 + B] int64: token, position, slot, first slots of pages
-    start: Tensor  # [R + 1] int64: a graph does not keep what it reads
-    hidden: Tensor  # [R, D]
-
-
 class StepGraphs:
-    """Steps in which every request has one token to compute, for one view of the weights."""
+    """Steps in which every request has one token to compute, for one view of the weights: one replay, drawn tokens too.
 
-    def __init__(self, policy: Model, stores: list[dict[str, PagedStore]], choices: ChoiceStore | None) -> None:
+    Rows that nobody uses decode token 0 at position 0 of a slot that nobody reads.
+    """
+
+    def __init__(
+        self, policy: Model, stores: list[dict[str, PagedStore]], choices: ChoiceStore | None, most: int
+    ) -> None:
+        """`most`: requests in a step."""
         self._policy, self._stores, self._choices = policy, stores, choices
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Replayed]] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        # What graphs read, and so must outlive them. Each begins where vectors can be loaded from.
+        self._most, device = rounded(most + most % 2), policy.device
+        self._start = torch.arange(self._most + 1, device=device)
+        self._numbers = torch.zeros(5, self._most, dtype=torch.int64, device=device)
+        self._fractions = torch.zeros(3, self._most, device=device)
+        self._pages: dict[int, Tensor] = {}  # by columns
+        self._rows: Rows | None = None  # whose parameters these are
 
-    def hidden(self, tokens: Tensor, positions: Tensor, step: StepMetadata) -> Tensor:
-        """What it returns is valid until the next call."""
-        pages, size = step.layout.block_start, step.layout.block_size
-        rows, columns = rounded(len(tokens)), at_least(pages.shape[1], LEAST_TOKENS // size)
-        found = self._recorded.get((rows, columns)) or self._record(rows, columns, size)
-        count = len(tokens)
-        found.inputs[:, 2:] = SPARE
-        found.inputs[count:, :2] = 0
-        found.inputs[:count, 0], found.inputs[:count, 1], found.inputs[:count, 2] = tokens, positions, step.slots
-        found.inputs[:count, 3 : 3 + pages.shape[1]] = pages
-        found.graph.replay()
-        return found.hidden[:count]
+    def replay(self, tokens: Tensor, positions: Tensor, step: StepMetadata, rows: Rows) -> Replayed:
+        """tokens, positions [N]. What it returns is valid until the next call."""
+        count, blocks = len(tokens), step.blocks
+        columns = at_least(blocks.shape[1], LEAST_TOKENS // step.block_size)
+        if columns not in self._pages:
+            self._pages[columns] = self._numbers.new_zeros(self._most, columns)
+        if rows is not self._rows:
+            self._take(rows, count)
+        for place, given in zip(self._numbers, (tokens, positions, step.slots), strict=False):
+            place[:count].copy_(given)
+        self._pages[columns][:count, : blocks.shape[1]].copy_(blocks)
+        key = rounded(count), columns
+        graph, made = self._recorded.get(key) or self._record(*key, step.block_size)
+        graph.replay()
+        if made.drawn is None or rows.bans:
+            return Replayed(made.hidden[:count], made.logits[:count], None)
+        ids, logprobs, raw = made.drawn
+        return Replayed(made.hidden[:count], made.logits[:count], (ids[:count], logprobs[:count], raw[:count]))
 
-    def _record(self, rows: int, columns: int, size: int) -> _Recorded:
-        device = self._policy.device
-        inputs = torch.zeros(rows, 3 + columns, dtype=torch.int64, device=device)
-        start = torch.arange(rows + 1, device=device)
+    def _take(self, rows: Rows, count: int) -> None:
+        warp, self._rows = rows.warp, rows
+        self._numbers[:, count:] = SPARE
+        for place, given, otherwise in (
+            (self._numbers[3], rows.seeds, 0),
+            (self._numbers[4], warp.top_k, 0),
+            (self._fractions[0], warp.temperature, 1),
+            (self._fractions[1], warp.top_p, 1),
+            (self._fractions[2], warp.min_p, 0),
+        ):
+            place.fill_(otherwise)
+            if given is not None:
+                place[:count].copy_(given)
 
-        def work() -> Tensor:
-            tokens, positions, slots = (inputs[:, i].contiguous() for i in range(3))
-            layout = AttentionLayout(start, positions, inputs[:, 3:].contiguous(), size, contiguous=False)
-            routes = None if self._choices is None else Routes()
-            hidden = self._policy.hidden(tokens, positions, layout, PagedStores(self._stores, slots), routes=routes)
+    def _record(self, rows: int, columns: int, size: int) -> tuple[torch.cuda.CUDAGraph, Replayed]:
+        tokens, positions, slots, seeds, top_k = self._numbers[:, :rows]
+        temperature, top_p, min_p = self._fractions[:, :rows]
+        start, pages, ops = self._start[: rows + 1], self._pages[columns][:rows], self._policy.ops
+        warp = LogitsWarp(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+        def work() -> Replayed:
+            layout = AttentionLayout(start, positions, pages * size, size, contiguous=False)
+            routes, stores = None if self._choices is None else Routes(), PagedStores(self._stores, slots)
+            hidden = self._policy.hidden(tokens.clamp(min=0), positions, layout, stores, routes=routes)
             if self._choices is not None and routes is not None:
                 self._choices.write(slots, routes)
-            return hidden
+            logits = ops.logits(hidden, self._policy.head)
+            if ops.profile.token_logprob != "rlloop":  # it reads numbers on the host
+                return Replayed(hidden, logits, None)
+            return Replayed(hidden, logits, ops.sample(logits, warp, seeds, positions + 1))
 
         work()  # compiles what has to be
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            hidden = work()
-        made = self._recorded[rows, columns] = _Recorded(graph, inputs, start, hidden)
-        return made
+            made = work()
+        self._recorded[rows, columns] = graph, made
+        return graph, made

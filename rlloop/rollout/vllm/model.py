@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ from rlloop.models import Routes
 from rlloop.rollout.choices import ChoiceStore
 from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
 from rlloop.rollout.vllm.loading import policy_of
+from rlloop.rollout.vllm.sampler import Replayed, Rows
 
 
 class RlloopForCausalLM(nn.Module):
@@ -39,7 +41,11 @@ class RlloopForCausalLM(nn.Module):
                 stores[name] = store
             self.stores.append(stores)
         self._any_store = next(iter(known))
+        self._most = vllm_config.scheduler_config.max_num_seqs
         self.choices: ChoiceStore | None = None  # where each token's choices go; the worker sets it
+        self.rows: Callable[[], Rows]  # what this step's requests ask for; the worker sets it, too
+        self.step: StepMetadata | None = None  # the last
+        self.replayed: Replayed | None = None  # what a graph made of it, if one did
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return nn.functional.embedding(input_ids.long(), self.policy.model.embed_tokens.weight)
@@ -47,30 +53,34 @@ class RlloopForCausalLM(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
         """Last hidden states. [T] -> [T, D]"""
         steps = get_forward_context().attn_metadata
+        self.step = self.replayed = None
         if steps is None:  # a trial run, to see how much memory is left
             return self.embed_input_ids(input_ids)
         assert isinstance(steps, dict)
         step = steps[self._any_store]
         assert isinstance(step, StepMetadata)
-        count = len(step.slots)
-        if input_ids.is_cuda and count == len(step.layout.context) and not self.policy.indexed_layers():
-            return self._decoded(input_ids[:count], positions[:count], step)
+        self.step, count = step, step.count
+        if input_ids.is_cuda and step.decodes and not self.policy.indexed_layers():
+            replayed = self.replayed = self._graphs().replay(input_ids[:count], positions[:count], step, self.rows())
+            return replayed.hidden
         cache = PagedStores(self.stores, step.slots)
         routes = None if self.choices is None else Routes()
-        tokens, positions = input_ids[:count].long(), positions[:count].long()
+        tokens, positions = input_ids[:count].long().clamp(min=0), positions[:count].long()  # -1: none was drawn
         hidden = self.policy.hidden(tokens, positions, step.layout, cache, routes=routes)
         if self.choices is not None and routes is not None:
             self.choices.write(step.slots, routes)
         return hidden if count == len(input_ids) else nn.functional.pad(hidden, (0, 0, 0, len(input_ids) - count))
 
-    def _decoded(self, tokens: Tensor, positions: Tensor, step: StepMetadata) -> Tensor:
+    def _graphs(self) -> Any:
         from rlloop.rollout.vllm.gpu import StepGraphs
 
-        self.graphs = self.graphs or StepGraphs(self.policy, self.stores, self.choices)
-        return self.graphs.hidden(tokens, positions, step)
+        self.graphs = self.graphs or StepGraphs(self.policy, self.stores, self.choices, self._most)
+        return self.graphs
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[N, D] -> [N, V] float32"""
+        if self.replayed is not None:
+            return self.replayed.logits
         return self.policy.ops.logits(hidden_states, self.policy.head)
 
     def load_weights(self, weights: Any) -> set[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -14,37 +16,72 @@ from vllm.v1.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 
 from rlloop.models import Model
-from rlloop.models.warp import warp_for
+from rlloop.models.warp import on_device, warp_for
 from rlloop.numerics.layout import LogitsWarp
 from rlloop.rollout.vllm.requests import RAW, RAW_ID
 from rlloop.types import SamplingParams
 
+Drawn = tuple[Tensor, Tensor, Tensor]  # what `Ops.sample` returns
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the requests of a batch ask for, a row each."""
+
+    ids: list[str]
+    sampling: list[SamplingParams]
+    seeds: Tensor  # [N] int64
+    warp: LogitsWarp
+    bans: bool  # for one at least, which may be over with the next step
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a CUDA graph made of a step; valid until the next one."""
+
+    hidden: Tensor  # [N, D]
+    logits: Tensor  # [N, V] float32
+    drawn: Drawn | None  # None: the sampler has to
+
 
 class ExactSampler(Sampler):
-    """Takes a row's random number from its request's seed and its position, so nothing depends on the batch."""
+    """Takes a row's random number from its request's seed and its position, so nothing depends on the batch.
+
+    Nothing here waits for a GPU, nor for tokens: vLLM may begin a step before the host knows the last one's.
+    """
 
     def __init__(self, runner: Any, policy: Model) -> None:
         super().__init__("processed_logprobs")
         self.runner, self.policy = runner, policy
-        self._known: dict[str, SamplingParams] = {}  # of the requests of the last step
-        self._last: tuple[list[SamplingParams], LogitsWarp] = ([], LogitsWarp())
+        self._rows = Rows([], [], torch.empty(0), LogitsWarp(), bans=False)
+
+    def rows(self) -> Rows:
+        """Of the batch as it is. The last step's, unless requests came or went or may be banned something else now."""
+        ids = self.runner.input_batch.req_ids
+        if ids != self._rows.ids or self._rows.bans:
+            known = dict(zip(self._rows.ids, self._rows.sampling, strict=True))
+            states = [self.runner.requests[id] for id in ids]
+            sampling = [known.get(id) or ours(state.sampling_params, id) for id, state in zip(ids, states, strict=True)]
+            made = [len(state.output_token_ids) for state in states]
+            bans = any(done < params.min_tokens for done, params in zip(made, sampling, strict=True))
+            seeds = np.array([params.seed for params in sampling], np.int64)
+            device = self.policy.device
+            warp = warp_for(sampling, made, (), device=device)
+            self._rows = Rows(list(ids), sampling, on_device(seeds, device), warp, bans)
+        return self._rows
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *unused: Any, **also_unused: Any) -> SamplerOutput:
         """logits [N, V] float32, a row for each request of the batch, also for those whose prompt goes on."""
         # Ours are numbered. On the CPU vLLM would wind its own back after a part of a prompt, which torch cannot.
         self.runner.input_batch.generators.clear()
-        ids = self.runner.input_batch.req_ids[: len(logits)]
-        if len(ids) < len(logits):  # vLLM warms up, with no requests
+        model = self.runner.get_model()
+        if model.step is None:  # vLLM warms up, with no requests
             return super().forward(logits, sampling_metadata)
-        states = [self.runner.requests[id] for id in ids]
-        self._known = {
-            id: self._known.get(id) or ours(state.sampling_params, id) for id, state in zip(ids, states, strict=True)
-        }
-        sampling = list(self._known.values())
-        made = [len(state.output_token_ids) for state in states]
-        seeds = torch.tensor([params.seed for params in sampling], dtype=torch.int64, device=logits.device)
-        positions = torch.tensor([state.num_tokens for state in states], dtype=torch.int64, device=logits.device)
-        tokens, logprobs, raw = self.policy.ops.sample(logits, self._warp(sampling, made), seeds, positions)
+        drawn = None if model.replayed is None else model.replayed.drawn
+        if drawn is None:
+            rows = self.rows()
+            drawn = self.policy.ops.sample(logits, rows.warp, rows.seeds, model.step.lengths)
+        tokens, logprobs, raw = drawn
         columns = sampling_metadata.max_num_logprobs
         out = None
         if columns is not None:
@@ -55,14 +92,6 @@ class ExactSampler(Sampler):
             # Ranks would cost a pass over the vocabulary, and nobody asked.
             out = LogprobsTensors(ids, both.contiguous(), 0 * tokens)
         return SamplerOutput(sampled_token_ids=tokens.int()[:, None], logprobs_tensors=out)
-
-    def _warp(self, sampling: list[SamplingParams], made: list[int]) -> LogitsWarp:
-        """The last step's where nothing changed."""
-        banning = any(done < params.min_tokens for done, params in zip(made, sampling, strict=True))
-        if banning or sampling != self._last[0]:
-            warp = warp_for(sampling, made, (), device=self.policy.device)
-            self._last = ([] if banning else sampling, warp)
-        return self._last[1]
 
 
 def ours(params: VllmParams, request_id: str) -> SamplingParams:

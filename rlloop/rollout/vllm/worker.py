@@ -23,7 +23,8 @@ class CpuWorker(Inside, CPUWorker):
         super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         if isinstance(model, RlloopForCausalLM):
-            self.model_runner.sampler = ExactSampler(self.model_runner, model.policy)
+            self.model_runner.sampler = sampler = ExactSampler(self.model_runner, model.policy)
+            model.rows = sampler.rows
 
     def release_caches(self) -> None:
         """vLLM's own sleep mode does nothing on a CPU. All that holds a cache lets go: layers, views, the runner."""
