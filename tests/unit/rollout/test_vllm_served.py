@@ -20,7 +20,7 @@ from rlloop.rollout.follower import Source
 from rlloop.rollout.service import VersionUnavailable
 from rlloop.rollout.vllm.served import ServedEngine, ServedReplica, ServedService, Upstream, UpstreamError, facts_of
 from rlloop.rollout.vllm.standing import Chosen, Facts, Standing
-from rlloop.rollout.wire import Array, pack_array
+from rlloop.rollout.wire import Answer, Ask, pack, pack_array, unpack
 from rlloop.sync.replica import State
 from rlloop.sync.target import TORN
 from rlloop.types import SamplingParams
@@ -28,6 +28,7 @@ from rlloop.web import BackgroundServer, Listen
 
 FACTS = Facts(folder="/model", vocabulary=64, positions=128, eos_token_ids=(2,), fingerprint={"profile": "x"})
 EXPERTS = np.arange(8 * 2 * 2, dtype=np.uint8).reshape(8, 2, 2)  # a block of tokens, more than were computed
+SELECTED = np.arange(8, dtype=np.int64)[:, None] - 3
 SOURCE = Source("/store", "00" * 32)
 
 
@@ -64,9 +65,9 @@ class Vllm:
             return msgspec.to_builtins(self.facts)
         if method == "rlloop_chosen":
             self.named = msgspec.json.decode(arguments[0])
-            nothing: list[Array | None] = [None] * len(self.named)
-            experts = [pack_array(EXPERTS)] * len(self.named) if self.facts.chooses else nothing
-            return msgspec.to_builtins(Chosen(f"boot/{self.changes}", experts, nothing))
+            experts, selected = (pack_array(EXPERTS), pack_array(SELECTED)) if self.facts.chooses else (None, None)
+            count = len(self.named)
+            return msgspec.to_builtins(Chosen(f"boot/{self.changes}", [experts] * count, [selected] * count))
         if method == "rlloop_commit":
             self.asked.append("commit")
             if self.next_step is not None:
@@ -156,8 +157,13 @@ def test_choices_are_asked_of_the_worker_once_a_request_has_ended(vllm, upstream
         pass
     [(ended, made)] = done
     name = vllm.bodies[-1]["sampling_params"]["extra_args"]["rlloop_choices"]
-    assert (ended, vllm.named, made.selected) == (id, [name], None)
-    assert np.array_equal(made.routed_experts, EXPERTS[:3])  # the last token is only drawn
+    assert (ended, vllm.named) == (id, [name])
+    again = unpack(Ask([[5, 6]], [made.sampling]), Answer([pack(made)], "boot"))[0]  # as the proxy's own clients get it
+    for each in (made, again):
+        for array, whole in ((each.routed_experts, EXPERTS), (each.selected, SELECTED)):
+            assert array is not None
+            assert array.dtype == whole.dtype
+            assert np.array_equal(array, whole[:3])  # the last token is only drawn
 
 
 def test_a_server_of_026_is_asked_which_weights_serve(vllm, upstream):
