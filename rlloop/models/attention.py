@@ -32,10 +32,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops = step.ops
-        q, k, v = (project(x, ops) for project in (self.q_proj, self.k_proj, self.v_proj))
         if step.cache is not None and self._plain and ops.fuses(x):
-            q, keys, values = self._entered(q, k, v, step, step.cache)
+            q, keys, values = self._entered(x, step, step.cache)
             return self._read(q, keys, values, None, step)
+        q, k, v = (project(x, ops) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.output_gate:  # each head's query, then its gate
             q, gate = (part.flatten(1) for part in q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1))
         else:
@@ -47,9 +47,14 @@ class Attention(nn.Module):
             keys, values = step.cache.write(self.layer, k=ops.cached(k), v=ops.cached(v))
         return self._read(q, keys, values, gate, step)
 
-    def _entered(self, q: Tensor, k: Tensor, v: Tensor, step: Step, cache: Cache) -> tuple[Tensor, Tensor, Tensor]:
-        """(queries, stores of keys and values) with the step's tokens in them, by one kernel."""
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+    def _entered(self, x: Tensor, step: Step, cache: Cache) -> tuple[Tensor, Tensor, Tensor]:
+        """(queries, stores of keys and values) with the step's tokens in them, by two kernels."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        if self.q_proj.bias is None:
+            made = step.ops.three_linears(x, *(project.weight for project in projections))
+        else:
+            made = (project(x, step.ops) for project in projections)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in made)
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.scale, self.k_norm.scale)
         slots, keys, values = cache.places(self.layer, "k", "v")
         q = step.ops.enter(q, k, v, norms, self.eps, step.positions, step.rope, slots, keys, values)

@@ -118,6 +118,14 @@ class Ops:
         """Whether operations that follow one another may be one kernel, as `enter` is: on a GPU, without gradients."""
         return x.is_cuda and self.profile.holds_contract and not torch.is_grad_enabled()
 
+    def three_linears(self, x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`linear` of one input by three weights, without biases; for where `fuses` says so."""
+        return on_cuda("three_linears")(x, first, second, third)
+
+    def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        """`silu_mul` of two linears of one input, without biases; for where `fuses` says so."""
+        return on_cuda("gated_linear")(x, gate, up)
+
     def enter(
         self, q: Tensor, k: Tensor, v: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, positions: Tensor,
         rope: tuple[Tensor, Tensor], slots: Tensor, keys: Tensor, values: Tensor,

@@ -21,6 +21,7 @@ from rlloop.numerics.triton.grouped import product as grouped_product
 from rlloop.numerics.triton.grouped import weight_gradient as grouped_weight_gradient
 from rlloop.numerics.triton.launch import aligned, strict_products
 from rlloop.numerics.triton.routing import combine, combine_backward, route
+from rlloop.numerics.triton.several import gated_linear, three_linears
 from rlloop.numerics.triton.sparse import sparse_attention, sparse_attention_backward
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "combine",
     "combine_backward",
     "enter",
+    "gated_linear",
     "grouped_linear",
     "grouped_weight_gradient",
     "linear",
@@ -44,6 +46,7 @@ __all__ = [
     "silu_mul_backward",
     "sparse_attention",
     "sparse_attention_backward",
+    "three_linears",
     "token_logprob",
     "token_logprob_backward",
 ]
