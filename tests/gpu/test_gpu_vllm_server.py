@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,9 +50,9 @@ class Line(NamedTuple):
     stock: bool
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=[*FORMATS, "inside rlloop's own server"])
 def line(request, tmp_path_factory) -> Iterator[Line]:
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp("line")
     save_model(new_model({**SHARED, **KINDS["mixture"]}, seed=0, dtype="bfloat16"), folder / "model")
     (folder / "learnable.py").write_text("def reward(prompt, completion, example):\n    return len(completion) % 7\n")
     shutil.copytree(folder / "model", folder / "served")
@@ -60,27 +61,34 @@ def line(request, tmp_path_factory) -> Iterator[Line]:
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder / "served")
     new_key(folder / "key")
     (folder / "weights").mkdir()
+    follow = ["--store", "weights", "--public-key", "key.pub", "--interval", "0.2"]
+    with ExitStack() as stack:
+        if request.param in FORMATS:
+            url = stack.enter_context(vllm_of(folder, FORMATS[request.param]))
+            server = Server(folder, "proxy", "--upstream", url, *follow)
+        else:
+            kind = ["--engine", "vllm", "--device", "cuda", "--dtype", "bfloat16"]
+            server = Server(folder, "engine", "--model", "served", *kind, *follow)
+        stack.callback(server.kill)
+        yield Line(folder, server.url, request.param == "stock")
+
+
+@contextmanager
+def vllm_of(folder: Path, options: list[str]) -> Iterator[str]:
     port = free_port()
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "served")]
-    command += ["--host", "127.0.0.1", "--port", str(port), *FORMATS[request.param], "--dtype", "bfloat16"]
+    command += ["--host", "127.0.0.1", "--port", str(port), *options, "--dtype", "bfloat16"]
     command += ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "100000000", "--max-num-seqs", "64"]
     command += ["--worker-extension-cls", "rlloop.rollout.vllm.following.Following"]
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    proxy = None
     try:
         while not _answers(f"http://127.0.0.1:{port}"):
             assert server.poll() is None, (folder / "log").read_text()[-6000:]
             time.sleep(0.2)
-        proxy = Server(
-            folder, "proxy", "--upstream", f"http://127.0.0.1:{port}", "--store", "weights", "--public-key", "key.pub",
-            "--interval", "0.2",
-        )  # fmt: skip
-        yield Line(folder, proxy.url, request.param == "stock")
+        yield f"http://127.0.0.1:{port}"
     finally:
-        if proxy is not None:
-            proxy.kill()
         server.terminate()
         server.wait(60)
 
