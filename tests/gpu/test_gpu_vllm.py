@@ -7,7 +7,11 @@ import torch
 from rlloop.errors import ConfigError
 from rlloop.models import token_logprobs
 from rlloop.rollout.engine import Engine
+from rlloop.types import SamplingParams
+from tests.gpu.test_gpu_engine import model_of as dense_model_of
 from tests.gpu.test_gpu_mixture import model_of, traffic
+from tests.parity.test_engine_bits import bits
+from tests.parity.test_engine_bits import traffic as every_kind
 
 pytest.importorskip("vllm", reason="vLLM 0.26 is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -41,6 +45,44 @@ def test_vllm_samples_the_embedded_engine_s_bits(family):
                 assert a.logprobs.tobytes() == c.detach().cpu().numpy().tobytes()
             model.model.norm.weight.data.mul_(1.25)  # in place, as an update is
             engine.set_version(version + 1)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_steps_begin_before_the_last_ones_tokens_are_known(dtype):
+    """Every kind of sampling, stop tokens, prefixes in the cache, prompts that are cut, preemption."""
+    from rlloop.rollout.vllm.engine import VllmEngine
+
+    model = dense_model_of(dtype)
+    prompts, sampling = every_kind(96)
+    expected = [(bits(c), c.finish_reason) for c in Engine(model).generate(prompts, sampling)]
+    engine = VllmEngine(model, max_cache_tokens=1024, max_batch_tokens=256, max_running=40)
+    try:
+        assert engine._llm.vllm_config.scheduler_config.async_scheduling
+        for version in (1, 2):
+            assert [(bits(c), c.finish_reason) for c in engine.generate(prompts, sampling)] == expected
+            engine.set_version(version)
+    finally:
+        engine.close()
+
+
+def test_weights_that_are_not_finite_are_refused():
+    from rlloop.rollout.vllm.engine import VllmEngine
+
+    model = model_of("qwen3_moe", "bfloat16")
+    prompts, sampling = traffic(6)
+    expected = Engine(model).generate(prompts, sampling)
+    norm = model.model.norm.weight.data
+    good = norm.clone()
+    engine = VllmEngine(model, max_cache_tokens=4096)
+    try:
+        norm.fill_(float("nan"))
+        with pytest.raises(ValueError, match="no distribution"):
+            engine.generate([[5, 6, 7]], SamplingParams(4, seed=0))
+        norm.copy_(good)
+        engine.set_version(1)
+        check_same(engine.generate(prompts, sampling), expected)
     finally:
         engine.close()
 
