@@ -127,9 +127,9 @@ class StepGraphs:
         graph, made = self._recorded.get(key) or self._record(*key, step.block_size)
         graph.replay()
         if made.drawn is None or rows.bans:
-            return Replayed(made.hidden[:count], made.logits[:count], None)
+            return Replayed(made.logits[:count], None)
         ids, logprobs, raw = made.drawn
-        return Replayed(made.hidden[:count], made.logits[:count], (ids[:count], logprobs[:count], raw[:count]))
+        return Replayed(made.logits[:count], (ids[:count], logprobs[:count], raw[:count]))
 
     def _take(self, rows: Rows, count: int) -> None:
         warp, self._rows = rows.warp, rows
@@ -159,8 +159,8 @@ class StepGraphs:
                 self._choices.write(slots, routes)
             logits = ops.logits(hidden, self._policy.head)
             if ops.profile.token_logprob != "rlloop":  # it reads numbers on the host
-                return Replayed(hidden, logits, None)
-            return Replayed(hidden, logits, ops.sample(logits, warp, seeds, positions + 1))
+                return Replayed(logits, None)
+            return Replayed(logits, ops.sample(logits, warp, seeds, positions + 1))
 
         work()  # compiles what has to be
         graph = torch.cuda.CUDAGraph()

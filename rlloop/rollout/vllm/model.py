@@ -42,6 +42,7 @@ class RlloopForCausalLM(nn.Module):
             self.stores.append(stores)
         self._any_store = next(iter(known))
         self._most = vllm_config.scheduler_config.max_num_seqs
+        self._indexed = bool(self.policy.indexed_layers())  # nobody records their steps
         self.choices: ChoiceStore | None = None  # where each token's choices go; the worker sets it
         self.rows: Callable[[], Rows]  # what this step's requests ask for; the worker sets it, too
         self.step: StepMetadata | None = None  # the last
@@ -50,7 +51,7 @@ class RlloopForCausalLM(nn.Module):
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return nn.functional.embedding(input_ids.long(), self.policy.model.embed_tokens.weight)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, *unused: Any, **also_unused: Any) -> Tensor | Replayed:
         """Last hidden states. [T] -> [T, D]"""
         steps = get_forward_context().attn_metadata
         self.step = self.replayed = None
@@ -60,9 +61,9 @@ class RlloopForCausalLM(nn.Module):
         step = steps[self._any_store]
         assert isinstance(step, StepMetadata)
         self.step, count = step, step.count
-        if input_ids.is_cuda and step.decodes and not self.policy.indexed_layers():
+        if input_ids.is_cuda and step.decodes and not self._indexed:
             replayed = self.replayed = self._graphs().replay(input_ids[:count], positions[:count], step, self.rows())
-            return replayed.hidden
+            return replayed
         cache = PagedStores(self.stores, step.slots)
         routes = None if self.choices is None else Routes()
         tokens, positions = input_ids[:count].long().clamp(min=0), positions[:count].long()  # -1: none was drawn
@@ -77,10 +78,10 @@ class RlloopForCausalLM(nn.Module):
         self.graphs = self.graphs or StepGraphs(self.policy, self.stores, self.choices, self._most)
         return self.graphs
 
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor | Replayed) -> Tensor:
         """[N, D] -> [N, V] float32"""
-        if self.replayed is not None:
-            return self.replayed.logits
+        if isinstance(hidden_states, Replayed):
+            return hidden_states.logits
         return self.policy.ops.logits(hidden_states, self.policy.head)
 
     def load_weights(self, weights: Any) -> set[str]:

@@ -37,11 +37,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a CUDA graph made of a step; valid until the next one."""
+    """What a CUDA graph made of a step, in place of its hidden states; valid until the next one."""
 
-    hidden: Tensor  # [N, D]
     logits: Tensor  # [N, V] float32
     drawn: Drawn | None  # None: the sampler has to
+
+    def __getitem__(self, rows: object) -> Replayed:
+        """vLLM picks the rows that it wants tokens of: all."""
+        return self
 
 
 class ExactSampler(Sampler):
