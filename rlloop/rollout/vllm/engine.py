@@ -44,7 +44,7 @@ class _Request:
     prompt_ids: list[int]
     sampling: SamplingParams
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # all columns of a token, then of the next
+    logprobs: bytearray = field(default_factory=bytearray)  # float32: all columns of a token, then of the next
     cached: int = 0  # of the prompt's tokens
 
     def take(self, made: EngineCoreOutput) -> None:
@@ -52,7 +52,7 @@ class _Request:
             self.cached = made.prefill_stats.num_cached_tokens
         self.token_ids += made.new_token_ids
         if made.new_logprobs is not None:
-            self.logprobs += made.new_logprobs.logprobs.ravel().tolist()  # no view of the step's buffer
+            self.logprobs += made.new_logprobs.logprobs.tobytes()
 
 
 class VllmEngine:
@@ -304,7 +304,7 @@ class VllmEngine:
         self, request: _Request, reason: str, experts: np.ndarray | None, selected: np.ndarray | None
     ) -> tuple[int, Completion]:
         del self._requests[str(request.id)]
-        logprobs = np.array(request.logprobs, np.float32).reshape(len(request.token_ids), 1 + self.raw_column)
+        logprobs = np.frombuffer(request.logprobs, np.float32).reshape(len(request.token_ids), 1 + self.raw_column)
         raw = logprobs[:, -1].copy() if self.raw_column else raw_of_stock(request.sampling, logprobs[:, 0])
         self._count(len(request.prompt_ids), len(request.token_ids), request.cached)
         reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
