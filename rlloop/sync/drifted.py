@@ -105,9 +105,9 @@ class DriftedSync:
 
     def _error(self, now: dict[str, Tensor]) -> float:
         """Norm of the difference from the trainer's current weights, by the norm of those."""
-        apart = sum(float((own - now[name]).double().square().sum()) for name, own in self._own.items())
-        whole = sum(float(weight.double().square().sum()) for weight in now.values())
-        return (apart / whole) ** 0.5
+        apart = torch.stack([(own - now[name]).double().square().sum() for name, own in self._own.items()]).sum()
+        whole = torch.stack([weight.double().square().sum() for weight in now.values()]).sum()
+        return float((apart / whole).sqrt())  # one wait for the device, not one a weight
 
 
 def _kept(name: str, weight: Tensor) -> bool:

@@ -115,6 +115,20 @@ def test_arms_of_the_mixture_differ_in_the_engine_and_in_replay_alone(name):
     assert other == zero
 
 
+@pytest.mark.parametrize("recipe", ["collapse_gpu", "collapse_gpu_moe"])
+def test_the_recipes_for_a_gpu_take_arms_algorithms_and_mixtures(recipe):
+    zero = build(compose_recipe(f"countdown/{recipe}", []))
+    assert (zero.device, zero.algorithm.loss, zero.algorithm.anchor) == ("cuda", "grpo", Anchor.rollout)
+    assert bool(zero.task["model"]["num_experts"]) == recipe.endswith("_moe")
+    arm = build(compose_recipe(f"countdown/{recipe}", ["arm=fp8_all", "algorithm=gspo", "task.model.num_layers=2"]))
+    assert (arm.algorithm.loss, arm.algorithm.anchor, arm.rollout.profile.experts) == ("gspo", Anchor.rollout, "stock")
+    assert arm.rollout.drift.declared == [
+        "weights=fp8", "activations=fp8", "products=fp8", "cache=fp8", "logits=bfloat16"
+    ]  # fmt: skip
+    router = build(compose_recipe(f"countdown/{recipe}", ["+mixture=router"]))
+    assert (router.parity.mode, router.rollout.profile.router_logits) == (ParityMode.observe, "compute")
+
+
 def test_a_mixture_with_and_without_replay(tmp_path):
     args = ["task.model.num_experts=4", "mixture=zero_kld,fp4,fp4_replay"]
     assert main(["train", "--config-name", "countdown/collapse_moe", "-m", *TINY, *args, "run.dir=moe"]) == 0
