@@ -16,12 +16,12 @@ from rlloop.numerics.triton.attention_backward import attention_backward
 from rlloop.numerics.triton.distribution import Rows, Warp
 from rlloop.numerics.triton.elementwise import rms_norm, rms_norm_backward, rope, silu_mul, silu_mul_backward
 from rlloop.numerics.triton.entry import enter
-from rlloop.numerics.triton.grouped import groups_of
 from rlloop.numerics.triton.grouped import product as grouped_product
 from rlloop.numerics.triton.grouped import weight_gradient as grouped_weight_gradient
 from rlloop.numerics.triton.launch import aligned, strict_products
 from rlloop.numerics.triton.routing import combine, combine_backward, route
 from rlloop.numerics.triton.several import gated_linear, three_linears
+from rlloop.numerics.triton.sorting import groups_of
 from rlloop.numerics.triton.sparse import sparse_attention, sparse_attention_backward
 
 __all__ = [

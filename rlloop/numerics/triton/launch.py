@@ -21,6 +21,12 @@ def gluon_runs(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
+@functools.cache
+def hopper(device: torch.device) -> bool:
+    """Whether tiles can be fetched by descriptors there, and a launch can begin before the one before it ends."""
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def aligned(x: Tensor) -> Tensor:
     """x, contiguous, at an address that vectors can be loaded from.
 

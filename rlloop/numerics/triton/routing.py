@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
-from rlloop.numerics.triton.launch import EXACT, aligned, power_of_two
+from rlloop.numerics.triton.launch import EXACT, aligned, hopper, power_of_two
 
 NUMBERS = 1024  # of a program of the router, about
 COLUMNS = 1024  # of a program of the sum, at most
@@ -113,8 +114,11 @@ def route(
 @triton.jit
 def _combine(
     slots, chosen, weights, shared, out, width, TOP: tl.constexpr, TOP_WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_SHARED: tl.constexpr, EACH: tl.constexpr,
+    HAS_SHARED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """`EARLY`: this launch has begun before the one before it is done."""
+    if EARLY:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -139,12 +143,12 @@ def _combine(
 
 def combine(slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, each: bool) -> Tensor:
     slots, (tokens, top_k, width) = aligned(slots), slots.shape
-    out, block = slots.new_empty(tokens, width), min(COLUMNS, power_of_two(width, 32))
+    out, block, early = slots.new_empty(tokens, width), min(COLUMNS, power_of_two(width, 32)), hopper(slots.device)
     if out.numel():
         _combine[(tokens, triton.cdiv(width, block))](
             slots, chosen.contiguous(), weights.contiguous(), slots if shared is None else aligned(shared), out, width,
-            TOP=top_k, TOP_WIDE=power_of_two(top_k), BLOCK=block, HAS_SHARED=shared is not None, EACH=each, num_warps=4,
-            **EXACT,
+            TOP=top_k, TOP_WIDE=power_of_two(top_k), BLOCK=block, HAS_SHARED=shared is not None, EACH=each, EARLY=early,
+            num_warps=4, launch_pdl=early, **EXACT,
         )  # fmt: skip
     return out
 
