@@ -1,7 +1,7 @@
 """The product of few rows on Hopper: whoever reads the weights fastest wins, so every copy is the copy engine's.
 
 One warpgroup holds a tile; its stages of K wait in shared memory. A launch may begin while the kernel before it still
-runs (programmatic dependent launch): until that one is done, it asks for its weights to come into the cache, no more.
+runs (programmatic dependent launch), and reads nothing until that one is done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.triton.launch import aligned
 
-AHEAD = 1 << 22  # weights that the cache takes before their turn; of a larger matrix only the first stages are early
 LEFT_ROWS = gl.constexpr(64)  # of the tensor core's left operand
 
 
@@ -36,49 +35,44 @@ class Tiles(NamedTuple):
     stages: int
 
 
-TABLE = (  # (up to so many rows, up to so many outputs, the tiles); measured on an H200
+TABLE = (  # (up to so many rows, up to so many outputs, the tiles); measured on an H200. None: others are faster
     (8, 8192, Tiles(8, 64, 256, True, 5)),
     (8, None, Tiles(8, 64, 128, True, 5)),
+    (16, 2048, Tiles(16, 16, 256, False, 5)),
     (16, 8192, Tiles(16, 64, 256, True, 5)),
     (16, None, Tiles(16, 64, 128, True, 5)),
+    (32, 2048, Tiles(32, 16, 256, False, 5)),
     (32, 3072, Tiles(32, 64, 256, True, 4)),
     (32, 8192, Tiles(32, 64, 128, True, 8)),
     (32, None, Tiles(32, 64, 128, True, 4)),
-    (64, 3072, Tiles(32, 64, 128, True, 8)),
-    (64, 8192, Tiles(64, 32, 128, False, 8)),
-    (64, None, Tiles(64, 64, 64, True, 6)),
+    (64, 2048, Tiles(64, 16, 256, False, 5)),
+    (64, 8192, Tiles(64, 32, 256, False, 4)),
+    (64, None, Tiles(64, 128, 128, True, 4)),
+    (128, 2048, Tiles(64, 32, 256, False, 4)),
+    (128, 8192, Tiles(64, 64, 128, True, 6)),
+    (256, 1024, Tiles(64, 32, 256, False, 4)),
+    (256, 2048, Tiles(64, 64, 128, True, 6)),
+    (256, 3072, None),
+    (256, 8192, Tiles(128, 64, 64, True, 8)),
 )
+SHALLOW = Tiles(64, 64, 64, True, 6)  # for 33 to 64 rows where outputs are many and K is 1024 at most
 
 
-def tiles_for(rows: int, outputs: int) -> Tiles:
-    return next(
+def tiles_for(rows: int, outputs: int, width: int) -> Tiles | None:
+    if 32 < rows <= 64 and outputs > 8192 and width <= 1024:
+        return SHALLOW
+    fitting = (
         tiles
         for most_rows, most_outputs, tiles in TABLE
         if rows <= most_rows and (most_outputs is None or outputs <= most_outputs)
     )
-
-
-@gluon.jit
-def _fetch_ahead(weight, first, outputs, width, OUTPUTS: gl.constexpr):
-    """Ask for rows of the weights to come into the cache; what writes them at that time is not disturbed."""
-    PARTS: gl.constexpr = 128 // OUTPUTS
-    lane = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    part = gl.cdiv(width // 8, PARTS) * 8
-    output, begin = first + lane % OUTPUTS, lane // OUTPUTS * part
-    size = gl.minimum(part, width - begin)
-    inside = (output < outputs) & (size > 0)
-    at = gl.where(inside, output.to(gl.int64) * width + begin, 0)
-    address = (weight + at).to(gl.int64, bitcast=True)
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [address, gl.where(inside, size * 2, 16)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    return next(fitting, None)
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def _few_rows(
-    xs, weights, weight, bias, out, rows, outputs, width, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
-    WIDTH: gl.constexpr, SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr,
+    xs, weights, bias, out, rows, outputs, width, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+    WIDTH: gl.constexpr, SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Rows of x that a tile of 64 has no use for are never written: a sum has no other row in it."""
     HEIGHT: gl.constexpr = ROWS if SWAPPED else LEFT_ROWS
@@ -88,8 +82,6 @@ def _few_rows(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 16])
     row_tiles = gl.cdiv(rows, ROWS)
     first_row, first_output = gl.program_id(0) % row_tiles * ROWS, gl.program_id(0) // row_tiles * OUTPUTS
-    if EARLY:
-        _fetch_ahead(weight, first_output, outputs, width, OUTPUTS)
     x_tiles = gl.allocate_shared_memory(xs.dtype, [STAGES, HEIGHT, WIDTH], xs.layout)
     w_tiles = gl.allocate_shared_memory(weights.dtype, [STAGES, OUTPUTS, WIDTH], weights.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -148,14 +140,13 @@ def _described(x: Tensor, *tile: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, list(tile), _layouts[tile])
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiles: Tiles | None = None) -> None:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiles: Tiles) -> None:
     """out [T, N] = x [T, K] weight [N, K]^T + bias [N], of 16-bit numbers; K a multiple of 8."""
     (rows, width), outputs = x.shape, len(weight)
-    tiles = tiles or tiles_for(rows, outputs)
     x, weight = aligned(x), aligned(weight)
     _few_rows[(triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)](
-        _described(x, tiles.rows, tiles.width), _described(weight, tiles.outputs, tiles.width), weight,
+        _described(x, tiles.rows, tiles.width), _described(weight, tiles.outputs, tiles.width),
         weight if bias is None else aligned(bias), out, rows, outputs, width, ROWS=tiles.rows, OUTPUTS=tiles.outputs,
-        WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=tiles.stages, HAS_BIAS=bias is not None,
-        EARLY=width * outputs <= AHEAD, num_warps=4, launch_pdl=True,
+        WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=tiles.stages, HAS_BIAS=bias is not None, num_warps=4,
+        launch_pdl=True,
     )  # fmt: skip

@@ -8,7 +8,8 @@ kernel hangs on the shape alone.
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from rlloop.numerics.triton.launch import aligned, gluon_runs
 
-FEW_ROWS = 64
+FEW_ROWS = 256
 VENDOR_ROWS = 128
 MANY_ROWS = 1024
 STEPS = (128, 256)  # cuBLAS gets multiples of so many rows, fewer than `MANY_ROWS` and from there on: else every batch
@@ -109,13 +110,15 @@ def _linear(
     tl.store(at, sums.to(out.dtype.element_ty), (row < rows)[:, None] & (output < outputs)[None, :])
 
 
-def _kernel_of_few_rows(x: Tensor, width: int) -> ModuleType | None:
-    """Where there is a better one: the copy engine wants 16-bit rows that begin at multiples of 16 bytes."""
-    if len(x) > FEW_ROWS or x.itemsize != 2 or width == 0 or width % 8 or not gluon_runs(x.device):
+def _by_few_rows(x: Tensor, outputs: int) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], None] | None:
+    """The better kernel, where there is one: its copies are of 16-bit rows that begin at multiples of 16 bytes."""
+    rows, width = x.shape
+    if rows > FEW_ROWS or x.itemsize != 2 or width == 0 or width % 8 or not gluon_runs(x.device):
         return None
     from rlloop.numerics.triton import few_rows
 
-    return few_rows
+    tiles = few_rows.tiles_for(rows, outputs, width)
+    return tiles and partial(few_rows.product, tiles=tiles)
 
 
 def chain(
@@ -128,8 +131,8 @@ def chain(
         out = x.new_empty(rows, outputs, dtype=dtype)
     if out.numel() == 0:
         return out
-    if tiles is None and (few_rows := _kernel_of_few_rows(x, width)):
-        few_rows.product(x, weight, bias, out)
+    if tiles is None and (by_few_rows := _by_few_rows(x, outputs)):
+        by_few_rows(x, weight, bias, out)
         return out
     tiles = tiles or tiles_for(rows, outputs, width, x.dtype)
     grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)
@@ -184,6 +187,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
     (rows, width), outputs = x.shape, len(weight)
     step = STEPS[rows >= MANY_ROWS]
     whole = rows // step * step  # the rows that cuBLAS can have
+    if _by_few_rows(x, outputs):
+        return chain(x, weight, bias, dtype)
     if bias is None and whole >= VENDOR_ROWS and (rows == whole or rows >= MANY_ROWS) and outputs > 0:
         x, weight = aligned(x), aligned(weight)
         if vendor_agrees(whole, outputs, width, x.dtype, dtype, x.get_device()):
