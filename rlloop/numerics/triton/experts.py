@@ -101,7 +101,7 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
     if rows == 0:
         return x.new_empty(tokens, top_k, down.shape[1])
     if tokens == 1:  # nothing to sort
-        order, groups = None, sorting.each_its_own(chosen.flatten())
+        order, groups = None, sorting.each_its_own(chosen.flatten(), x.dtype)
     else:
         order, groups = sorting.sorted_by_group(chosen.flatten(), len(down), x.dtype)
     made = grouped.product(x, gate_up, groups, rows, order=order, gather=top_k, activate=True)

@@ -32,7 +32,7 @@ class Height(NamedTuple):
     pairs: Tiles  # an output is a gate and an up
 
 
-EACH = Height(0, 16, Tiles(64, 128, 4, 4), Tiles(64, 128, 4, 4))  # one row a tile
+EACH = Height(0, 16, Tiles(64, 128, 4, 4), Tiles(64, 128, 4, 4))  # one row a tile, of 16-bit numbers
 HALF = (  # of 16-bit numbers; measured on an H200
     Height(0.5, 16, Tiles(64, 128, 4, 3), Tiles(64, 128, 4, 3)),
     Height(8, 16, Tiles(64, 128, 4, 4), Tiles(64, 128, 4, 4)),
@@ -100,9 +100,9 @@ def groups_of(offsets: Tensor, rows: int, dtype: torch.dtype) -> Groups:
     return Groups(offsets, table, height)
 
 
-def each_its_own(chosen: Tensor) -> Groups:
+def each_its_own(chosen: Tensor, dtype: torch.dtype) -> Groups:
     """A tile a choice, [R] int64: for so few that a sort would take longer than a second look at a group's weights."""
-    return Groups(chosen, chosen.contiguous(), EACH, each=True)
+    return Groups(chosen, chosen.contiguous(), FLOAT32[0] if dtype == torch.float32 else EACH, each=True)
 
 
 @triton.jit(do_not_specialize=["rows", "tasks"])
