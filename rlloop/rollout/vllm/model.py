@@ -42,7 +42,6 @@ class RlloopForCausalLM(nn.Module):
             self.stores.append(stores)
         self._any_store = next(iter(known))
         self._most = vllm_config.scheduler_config.max_num_seqs
-        self._indexed = bool(self.policy.indexed_layers())  # nobody records their steps
         self.choices: ChoiceStore | None = None  # where each token's choices go; the worker sets it
         self.rows: Callable[[], Rows]  # what this step's requests ask for; the worker sets it, too
         self.step: StepMetadata | None = None  # the last
@@ -61,7 +60,7 @@ class RlloopForCausalLM(nn.Module):
         step = steps[self._any_store]
         assert isinstance(step, StepMetadata)
         self.step, count = step, step.count
-        if input_ids.is_cuda and step.decodes and not self._indexed:
+        if input_ids.is_cuda and step.decodes:
             replayed = self.replayed = self._graphs().replay(input_ids[:count], positions[:count], step, self.rows())
             return replayed
         cache = PagedStores(self.stores, step.slots)
