@@ -129,6 +129,50 @@ def test_entering_a_cache_in_one_kernel_has_the_bits_of_norm_rotation_and_copy(s
     assert not keys[slots.new_tensor(sorted(set(range(100)) - set(slots.tolist())))].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("shape", "page"),
+    [
+        ((16, 8, 128), 0), ((4, 4, 128), 0), ((14, 2, 64), 0), ((32, 8, 128), 16), ((16, 8, 128), 128),
+        ((6, 2, 128), 64), ((8, 1, 64), 8), ((16, 1, 128), 32),
+    ],
+)  # fmt: skip
+def test_kernels_of_many_queries_agree_and_read_nothing_past_an_end(shape, page, dtype, monkeypatch):
+    from rlloop.numerics.triton import attention, launch, prefill
+
+    heads, groups, width = shape
+    counts = [77, 1, 600, 64, 2090, 1025]
+    contexts = [5, 1500, 0, 1023, 70, 1024] if page else [0] * len(counts)
+    ends = [a + b for a, b in zip(counts, contexts, strict=True)]
+    generator = torch.Generator("cuda").manual_seed(0)
+    query_start = torch.tensor([0, *counts], device="cuda").cumsum(0)
+    if page:
+        pages = -(-max(ends) // page)
+        order = torch.randperm(len(counts) * pages, device="cuda", generator=generator)
+        starts = order.view(len(counts), pages) * page
+        size, room = page, len(counts) * pages * page
+    else:  # neighbours lie behind an end: the second sequence's are not numbers, and only it may notice
+        starts, size, room = query_start[:-1, None], max(counts), sum(counts)
+    stores = [torch.randn(room, groups, width, device="cuda", generator=generator).to(dtype) for _ in "kv"]
+    q = 2 * torch.randn(sum(counts), heads, width, device="cuda", generator=generator).to(dtype)
+    at = torch.arange(max(ends), device="cuda")
+    unseen = torch.tensor([77], device="cuda")
+    if page:
+        unseen = (starts[:, at // page] + at % page)[at >= torch.tensor(ends, device="cuda")[:, None]]
+    for store in stores:
+        store[unseen] = torch.nan
+    given = (query_start, torch.tensor(contexts, device="cuda"), starts, size, 0.1)
+    assert launch.gluon_runs(q.device), "another GPU, or another Triton: there is one kernel only"
+    assert prefill.takes(q, stores[0], stores[1], groups * width, starts.shape[1], size)
+    out, lse = attention.attention(q, stores[0], stores[1], *given)
+    monkeypatch.setattr(attention, "gluon_runs", lambda device: False)
+    other, other_lse = attention.attention(q, stores[0], stores[1], *given)
+    finite = out.isfinite().all(2).all(1)
+    assert finite.all() if page else finite.tolist() == [i != 77 for i in range(sum(counts))]
+    assert same_bits(out[finite], other[finite])
+    assert same_bits(lse[finite], other_lse[finite])
+
+
 def test_short_caches_and_long_ones_agree():
     """Where no context can be longer than a segment, another form of the kernel runs."""
     q, k, v = inputs("0.6B", torch.bfloat16)

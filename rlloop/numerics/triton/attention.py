@@ -253,13 +253,13 @@ def value_rows(v: Tensor) -> tuple[Tensor, int]:
     return aligned(v), v.shape[1] * v.shape[2]
 
 
-def _decode_kernel(device: torch.device) -> ModuleType | None:
-    """Where there is a better one."""
+def _better_kernels(device: torch.device) -> tuple[ModuleType | None, ModuleType | None]:
+    """Of one query a sequence and of more, where there are."""
     if not gluon_runs(device):
-        return None
-    from rlloop.numerics.triton import decode
+        return None, None
+    from rlloop.numerics.triton import decode, prefill
 
-    return decode
+    return decode, prefill
 
 
 def attention(
@@ -291,8 +291,12 @@ def attention(
     tasks = sequences if one else tokens * share // tiles.rows + sequences
     shapes = ((tokens, heads, segments, n) for n in (v_width, 2))
     part_sums, part_stats = (q.new_empty(x, dtype=torch.float32) for x in shapes) if form == 2 else (lse, lse)
-    decode = _decode_kernel(q.device) if single else None
-    if decode is not None and decode.takes(q, v, v_step, block_size):
+    decode, prefill = _better_kernels(q.device)
+    if not single and prefill is not None and prefill.takes(q, k, v, v_step, blocks, block_size):
+        prefill.run(
+            q, k, v, v_step, query_start, context, block_start, block_size, scale * LOG2E, out, lse,
+        )  # fmt: skip
+    elif single and decode is not None and decode.takes(q, v, v_step, block_size):
         decode.run(
             q, k, v, context, block_start, block_size, scale * LOG2E, out, lse, part_sums, part_stats, segments, TILE,
             SEGMENT,
