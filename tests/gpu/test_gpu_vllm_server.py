@@ -70,7 +70,7 @@ def line(request, tmp_path_factory) -> Iterator[Line]:
             kind = ["--engine", "vllm", "--device", "cuda", "--dtype", "bfloat16"]
             server = Server(folder, "engine", "--model", "served", *kind, *follow)
         stack.callback(server.kill)
-        yield Line(folder, server.url, request.param == "stock")
+        yield Line(folder, _address(server), request.param == "stock")
 
 
 @contextmanager
@@ -91,6 +91,17 @@ def vllm_of(folder: Path, options: list[str]) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait(60)
+
+
+def _address(server: Server) -> str:
+    """What torch and vLLM say before it is skipped."""
+    assert server.process.stdout is not None
+    said = []
+    for line in server.process.stdout:
+        said.append(line)
+        if line.startswith("rlloop ") and "http" in line:
+            return line.rpartition(" ")[2].strip()
+    raise AssertionError("".join(said))
 
 
 def _answers(url: str) -> bool:
@@ -127,8 +138,8 @@ def test_it_follows_a_store_and_says_what_was_chosen(line):
                 for each in made:
                     assert each.routed_experts.shape == (len(each.prompt_ids) + len(each.token_ids) - 1, 2, 2)
             scored = token_logprobs(model, [(each.prompt_ids, each.token_ids) for each in made], sampling=sampling)
-            for each, logprobs in zip(made, scored, strict=True):
-                assert np.abs(logprobs.detach().cpu().numpy() - each.logprobs).max() < (0.2 if line.stock else 1e-38)
+            gap = torch.cat(scored).detach().cpu().numpy() - np.concatenate([each.logprobs for each in made])
+            assert np.abs(gap).mean() < 0.05 if line.stock else not gap.any()
 
 
 def test_it_pauses(line):
