@@ -23,7 +23,7 @@ BAND = 8  # tiles of rows that share what they read of the weights
 
 @triton.jit
 def _sums(
-    x, weight, x_tiles, w_tiles, source, begin, group, column, outputs, width, w_group, w_row, w_column,
+    x, weight, x_tiles, w_tiles, source, valid, begin, group, column, outputs, width, w_group, w_row, w_column,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, BY_ROW: tl.constexpr, WHOLE: tl.constexpr,
     PAIRS: tl.constexpr, FETCH: tl.constexpr, FETCH_X: tl.constexpr,
 ):  # fmt: skip
@@ -40,13 +40,13 @@ def _sums(
             w_at = mine + known.to(tl.int64)[:, None] * w_row + k[None, :] * w_column
         else:
             w_at = mine + k[:, None] * w_column + known.to(tl.int64)[None, :] * w_row
-    for at in range(0, width, WIDTH):
+    for at in range(0, width, WIDTH):  # a row that is none is not read: all would ask one place of the cache for it
         if FETCH_X:
             xs = x_tiles.load([begin, at])
         elif WHOLE:
-            xs = tl.load(x_at)
+            xs = tl.load(x_at, valid[:, None], 0.0)
         else:
-            xs = tl.load(x_at, (k < width - at)[None, :], 0.0)
+            xs = tl.load(x_at, valid[:, None] & (k < width - at)[None, :], 0.0)
         if FETCH:
             if PAIRS:
                 ws = w_tiles.load([group, column, 0, at]).reshape(WIDE, WIDTH)
@@ -107,8 +107,8 @@ def _product(
                 place = tl.load(order + row, valid, 0)
         source = tl.where(valid, place // copies if GATHER else row, 0).to(tl.int64)
         sums = _sums(
-            x, weight, x_tiles, w_tiles, source, begin, group, column, outputs, width, w_group, w_row, w_column, ROWS,
-            OUTPUTS, WIDTH, BY_ROW, WHOLE, PAIRS, FETCH, FETCH_X,
+            x, weight, x_tiles, w_tiles, source, valid, begin, group, column, outputs, width, w_group, w_row, w_column,
+            ROWS, OUTPUTS, WIDTH, BY_ROW, WHOLE, PAIRS, FETCH, FETCH_X,
         )  # fmt: skip
         kind = out.dtype.element_ty
         if PAIRS:
