@@ -33,46 +33,45 @@ class Tiles(NamedTuple):
     width: int  # of K at a time
     swapped: bool  # weights on the left
     stages: int
+    early: bool = True  # the launch begins before its predecessor has ended
 
 
-TABLE = (  # (up to so many rows, up to so many outputs, the tiles); measured on an H200. None: others are faster
-    (8, 8192, Tiles(8, 64, 256, True, 5)),
-    (8, None, Tiles(8, 64, 128, True, 5)),
-    (16, 2048, Tiles(16, 16, 256, False, 5)),
-    (16, 8192, Tiles(16, 64, 256, True, 5)),
-    (16, None, Tiles(16, 64, 128, True, 5)),
-    (32, 2048, Tiles(32, 16, 256, False, 5)),
-    (32, 3072, Tiles(32, 64, 256, True, 4)),
-    (32, 8192, Tiles(32, 64, 128, True, 8)),
-    (32, None, Tiles(32, 64, 128, True, 4)),
-    (64, 2048, Tiles(64, 16, 256, False, 5)),
-    (64, 8192, Tiles(64, 32, 256, False, 4)),
-    (64, None, Tiles(64, 128, 128, True, 4)),
-    (128, 2048, Tiles(64, 32, 256, False, 4)),
-    (128, 8192, Tiles(64, 64, 128, True, 6)),
-    (256, 1024, Tiles(64, 32, 256, False, 4)),
-    (256, 2048, Tiles(64, 64, 128, True, 6)),
-    (256, 3072, None),
-    (256, 8192, Tiles(128, 64, 64, True, 8)),
+TABLE = (  # (up to so many rows, outputs and K, the tiles); measured on an H200. None: others are faster
+    (8, 8192, None, Tiles(8, 64, 256, True, 5)),
+    (8, None, None, Tiles(8, 64, 128, True, 5)),
+    (16, 2048, None, Tiles(16, 16, 256, False, 5)),
+    (16, 8192, None, Tiles(16, 64, 256, True, 5)),
+    (16, None, None, Tiles(16, 64, 128, True, 5)),
+    (32, 2048, None, Tiles(32, 16, 256, False, 5)),
+    (32, 3072, None, Tiles(32, 64, 256, True, 4)),
+    (32, 8192, None, Tiles(32, 64, 128, True, 8)),
+    (32, None, None, Tiles(32, 64, 128, True, 4)),
+    (64, 2048, None, Tiles(64, 16, 256, False, 5)),
+    (64, 8192, 8192, Tiles(64, 32, 256, False, 4)),
+    (64, 8192, None, Tiles(32, 64, 128, True, 8, early=False)),
+    (64, None, 1024, Tiles(64, 64, 64, True, 6)),
+    (64, None, None, Tiles(64, 128, 128, True, 4, early=False)),
+    (128, 2048, None, Tiles(64, 32, 256, False, 4)),
+    (128, 8192, None, Tiles(64, 64, 128, True, 6)),
+    (256, 1024, None, Tiles(64, 32, 256, False, 4)),
+    (256, 2048, None, Tiles(64, 64, 128, True, 6)),
+    (256, 3072, None, None),
+    (256, 8192, None, Tiles(128, 64, 64, True, 8)),
 )
-SHALLOW = Tiles(64, 64, 64, True, 6)  # for 33 to 64 rows where outputs are many and K is 1024 at most
 
 
 def tiles_for(rows: int, outputs: int, width: int) -> Tiles | None:
-    if 32 < rows <= 64 and outputs > 8192 and width <= 1024:
-        return SHALLOW
-    fitting = (
-        tiles
-        for most_rows, most_outputs, tiles in TABLE
-        if rows <= most_rows and (most_outputs is None or outputs <= most_outputs)
-    )
-    return next(fitting, None)
+    for most_rows, most_outputs, most_width, tiles in TABLE:
+        fits = (most_outputs is None or outputs <= most_outputs) and (most_width is None or width <= most_width)
+        if rows <= most_rows and fits:
+            return tiles
+    return None
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def _few_rows(
     xs, weights, bias, out, rows, outputs, width, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
-    WIDTH: gl.constexpr, SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    WIDTH: gl.constexpr, SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Rows of x that a tile of 64 has no use for are never written: a sum has no other row in it."""
     HEIGHT: gl.constexpr = ROWS if SWAPPED else LEFT_ROWS
@@ -89,8 +88,9 @@ def _few_rows(
         mbarrier.init(arrived.index(stage), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    gdc_wait()
-    gdc_launch_dependents()
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     steps = gl.cdiv(width, WIDTH)
     for stage in gl.static_range(STAGES):
         mbarrier.expect(arrived.index(stage), BYTES, stage < steps)
@@ -147,6 +147,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiles: 
     _few_rows[(triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)](
         _described(x, tiles.rows, tiles.width), _described(weight, tiles.outputs, tiles.width),
         weight if bias is None else aligned(bias), out, rows, outputs, width, ROWS=tiles.rows, OUTPUTS=tiles.outputs,
-        WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=tiles.stages, HAS_BIAS=bias is not None, num_warps=4,
-        launch_pdl=True,
+        WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=tiles.stages, HAS_BIAS=bias is not None, EARLY=tiles.early,
+        num_warps=4, launch_pdl=tiles.early,
     )  # fmt: skip
