@@ -66,6 +66,16 @@ def _copy(store, copies, arrived, part, slots, wanted, BYTES: gl.constexpr):
 
 
 @gluon.jit
+def divided(sums, total):
+    """`attention._divided`."""
+    zeros = gl.full(sums.shape, 0.0, gl.float32, sums.type.layout)
+    inverse = gl.div_rn(gl.full(total.shape, 1.0, gl.float32, total.type.layout), total)
+    inverse = gl.expand_dims(inverse, 1) + zeros
+    made = sums * inverse
+    return gl.fma(gl.fma(zeros - gl.expand_dims(total, 1), made, sums), inverse, made)
+
+
+@gluon.jit
 def _masses(query, keys, top, total, scale, left, MASKED: gl.constexpr, MMA: gl.constexpr):
     """(top, total, what remains of the sums, masses of a tile's keys). `MASKED`: only the first `left` are seen."""
     TILE: gl.constexpr = keys.shape[0]
@@ -148,7 +158,7 @@ def _decode(
             sums = _add(sums, fade, masses, v_tile, left, True, MMA)
         mine = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
         if DIRECT:
-            made = gl.div_rn(sums, gl.expand_dims(total, 1) + gl.zeros(sums.shape, gl.float32, MMA))
+            made = divided(sums, total)
             made = gl.convert_layout(made.to(out.dtype.element_ty), HALF)
             gl.store(out + (place + row)[:, None] * WIDTH + d[None, :], made, inside)
             gl.store(lse + place + mine, (top + gl.log2(total)) * 0.6931471805599453, mine < SHARE)

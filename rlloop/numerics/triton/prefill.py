@@ -2,9 +2,9 @@
 
 The arithmetic is `attention._tile`'s and `attention._join`'s, operation for operation and with a query's scores in the
 same registers, so bits agree. What differs is who waits for what: keys and values arrive by the tensor memory
-accelerator in rings of tiles, scores of a tile are multiplied while the masses of the one before it are, and a
-warpgroup's softmax runs while the tensor cores work for another. Programs stay and take one block of queries after
-the other, the longest first.
+accelerator in a ring of tiles, a tile's scores are made together with the sums of the one before it, and a
+warpgroup's softmax runs while the tensor cores work for the other. Programs stay, and take the next block of queries
+whenever they are done with one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlloop.numerics.triton import attention
+from rlloop.numerics.triton.decode import divided
 from rlloop.numerics.triton.launch import ALIGNMENT, EXACT
 
 TILE = gl.constexpr(attention.TILE)
 SEGMENT = gl.constexpr(attention.SEGMENT)
 ROWS = gl.constexpr(64)  # queries of a warpgroup
 WORKERS = gl.constexpr(2)  # warpgroups that multiply
-STAGES = gl.constexpr(3)  # tiles of keys, and of values, on their way
+STAGES = gl.constexpr(4)  # tiles of keys and values on their way
 QUEUE = gl.constexpr(2)  # blocks of queries on their way
 LOADERS = gl.constexpr(128)  # threads that bring them
+FIELDS = gl.constexpr(5)  # of what is said of a block
 WIDTHS = (64, 128)
 LEAST_PAGE = 8  # rows: the accelerator's swizzle repeats itself after so many
 REGISTERS = gl.constexpr(224)  # of a thread that multiplies
@@ -44,13 +46,6 @@ def takes(q: Tensor, k: Tensor, v: Tensor, v_step: int, blocks: int, block_size:
     pages = blocks == 1 or (block_size >= LEAST_PAGE and block_size & (block_size - 1) == 0)
     widths = q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] in WIDTHS
     return q.element_size() == 2 and widths and v_step % ALIGNMENT == 0 and pages
-
-
-@gluon.jit
-def _turn(turn, tasks):
-    """The task of this program at its turn. Programs take them there and back again: all get long and short ones."""
-    programs, program = gl.num_programs(0), gl.program_id(0)
-    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
 
 
 @gluon.jit
@@ -104,72 +99,100 @@ def _fetch(
 
 
 @gluon.jit
+def _order(orders, place, rows, begin, token, offset, group):
+    """Says what the block at `place` is; no rows: that there are no more."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    zero = gl.full((1,), 0, gl.int32, one)
+    orders.index(place * FIELDS).store(zero + rows)
+    orders.index(place * FIELDS + 1).store(zero + begin)
+    orders.index(place * FIELDS + 2).store(zero + token)
+    orders.index(place * FIELDS + 3).store(zero + offset)
+    orders.index(place * FIELDS + 4).store(zero + group)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _ordered(orders, place, field: gl.constexpr):
+    return gl.max(orders.index(place * FIELDS + field).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def _bring(
-    q, k, v, k_described, v_described, v_step, query_start, context, block_start, sequences, tokens, blocks,
-    block_size, tasks, tiles, bars, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, BOX: gl.constexpr,
+    q, k, v, k_described, v_described, v_step, query_start, context, block_start, counter, sequences, tokens, blocks,
+    block_size, tasks, tiles, orders, bars, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr,
+    BOX: gl.constexpr,
 ):  # fmt: skip
-    """What the loading warpgroup does. Of a ring's barriers, `full` has every thread of it arrive, `empty` a thread of
-    each of the others."""
+    """What the loading warpgroup does. All its threads arrive at a `full` barrier, one of each other at an `empty`."""
     q_tiles, k_tiles, v_tiles = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, k_full, v_full, empty = bars
     SHARE: gl.constexpr = HEADS // GROUPS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     rows_here = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     done = 0
     count = 0
-    for turn in range(gl.cdiv(tasks, gl.num_programs(0))):
-        task = _turn(turn, tasks)
-        if task < tasks:
-            sequence, group, begin, rows, token, offset = _block(
-                task, query_start, context, sequences, tokens, SHARE, GROUPS
-            )
-            if begin < rows:
-                place = done % QUEUE
-                mbarrier.wait(q_empty.index(place), (done // QUEUE & 1) ^ 1)
-                for worker in gl.static_range(WORKERS):
-                    row = begin + worker * ROWS + rows_here
-                    at = ((token + row // SHARE).to(gl.int64) * HEADS + group * SHARE + row % SHARE) * WIDTH
-                    _copy(q, at, row < rows, q_tiles.index(place * WORKERS + worker), WIDTH, LAYOUT)
-                async_copy.mbarrier_arrive(q_full.index(place), increment_count=False)
-                done += 1
-                end = offset + rows // SHARE
-                last = offset + (gl.minimum(begin + WORKERS * ROWS, rows) - 1) // SHARE
-                pages = block_start + sequence.to(gl.int64) * blocks
-                for tile in range(0, last + 1, TILE):
-                    stage = count % STAGES
-                    phase = (count // STAGES & 1) ^ 1
-                    mbarrier.wait(k_empty.index(stage), phase)
-                    _fetch(
-                        k, k_described, GROUPS * WIDTH, group * WIDTH, pages, block_size, tile, end,
-                        k_full.index(stage), k_tiles.index(stage), WIDTH, BOX, LAYOUT,
-                    )  # fmt: skip
-                    mbarrier.wait(v_empty.index(stage), phase)
-                    _fetch(
-                        v, v_described, v_step, group * WIDTH, pages, block_size, tile, end, v_full.index(stage),
-                        v_tiles.index(stage), WIDTH, BOX, LAYOUT,
-                    )  # fmt: skip
-                    count += 1
+    task = gl.program_id(0)
+    while task < tasks:
+        sequence, group, begin, rows, token, offset = _block(
+            task, query_start, context, sequences, tokens, SHARE, GROUPS
+        )
+        if begin < rows:
+            place = done % QUEUE
+            mbarrier.wait(q_empty.index(place), (done // QUEUE & 1) ^ 1)
+            _order(orders, place, rows, begin, token, offset, group)
+            mbarrier.arrive(q_full.index(place), count=1)
+            for worker in gl.static_range(WORKERS):
+                row = begin + worker * ROWS + rows_here
+                at = ((token + row // SHARE).to(gl.int64) * HEADS + group * SHARE + row % SHARE) * WIDTH
+                _copy(q, at, row < rows, q_tiles.index(place * WORKERS + worker), WIDTH, LAYOUT)
+            async_copy.mbarrier_arrive(q_full.index(place), increment_count=False)
+            done += 1
+            end = offset + rows // SHARE
+            last = offset + (gl.minimum(begin + WORKERS * ROWS, rows) - 1) // SHARE
+            pages = block_start + sequence.to(gl.int64) * blocks
+            for tile in range(0, last + 1, TILE):
+                stage = count % STAGES
+                phase = (count // STAGES & 1) ^ 1
+                mbarrier.wait(empty.index(stage), phase)
+                _fetch(
+                    k, k_described, GROUPS * WIDTH, group * WIDTH, pages, block_size, tile, end, k_full.index(stage),
+                    k_tiles.index(stage), WIDTH, BOX, LAYOUT,
+                )  # fmt: skip
+                _fetch(
+                    v, v_described, v_step, group * WIDTH, pages, block_size, tile, end, v_full.index(stage),
+                    v_tiles.index(stage), WIDTH, BOX, LAYOUT,
+                )  # fmt: skip
+                count += 1
+        task = gl.num_programs(0) + gl.atomic_add(counter, 1)
+    place = done % QUEUE
+    mbarrier.wait(q_empty.index(place), (done // QUEUE & 1) ^ 1)
+    _order(orders, place, 0, 0, 0, 0, 0)
+    mbarrier.arrive(q_full.index(place), count=1)
+    async_copy.mbarrier_arrive(q_full.index(place), increment_count=False)
 
 
 @gluon.jit
 def _scores(queries, tiles, bars, count, COPIED: gl.constexpr, S: gl.constexpr):
     """Begins to multiply the queries with tile `count` of keys. `COPIED`: threads may have written it."""
+    _queries, k_tiles, _values = tiles
+    _q_full, _q_empty, k_full, _v_full, _empty = bars
     stage = count % STAGES
-    mbarrier.wait(bars[2].index(stage), count // STAGES & 1)
+    mbarrier.wait(k_full.index(stage), count // STAGES & 1)
     if COPIED:
         fence_async_shared()
     zeros = gl.zeros((ROWS, TILE), gl.float32, S)
-    return warpgroup_mma(queries, tiles[1].index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(queries, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _sums(masses, sums, tiles, bars, count, COPIED: gl.constexpr):
     """Begins to add the values of tile `count`."""
+    _queries, _keys, v_tiles = tiles
+    _q_full, _q_empty, _k_full, v_full, _empty = bars
     stage = count % STAGES
-    mbarrier.wait(bars[4].index(stage), count // STAGES & 1)
+    mbarrier.wait(v_full.index(stage), count // STAGES & 1)
     if COPIED:
         fence_async_shared()
-    return warpgroup_mma(masses, tiles[2].index(stage), sums, is_async=True)
+    return warpgroup_mma(masses, v_tiles.index(stage), sums, is_async=True)
 
 
 @gluon.jit
@@ -194,18 +217,13 @@ def _tile(
     S: gl.constexpr, A: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys, while the values of the one before it, whose masses are given, are added."""
+    _q_full, _q_empty, _k_full, _v_full, empty = bars
     scores = _scores(queries, tiles, bars, count, MASKED, S)
     adding = _sums(masses, sums, tiles, bars, count - 1, MASKED)
     scores = warpgroup_mma_wait(1, [scores])
-    mbarrier.arrive(bars[3].index(count % STAGES), count=1)
     top, total, fade, following = _softmax(scores, top, total, position, tile, scale, MASKED, S, P, masses.dtype)
-    # The assembler would wait for the sums first and take the softmax then, were it not for a branch on its outcome.
-    total = gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p nanosleep.u32 0; mov.f32 $0, $1; }", "=f,f", [total],
-        dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
-    sums, masses, following = warpgroup_mma_wait(0, [adding, masses, following])
-    mbarrier.arrive(bars[5].index((count - 1) % STAGES), count=1)
+    sums, masses = warpgroup_mma_wait(0, [adding, masses])
+    mbarrier.arrive(empty.index((count - 1) % STAGES), count=1)
     return following, top, total, sums * gl.convert_layout(fade, gl.SliceLayout(1, A))[:, None]
 
 
@@ -217,7 +235,7 @@ def _spread(x, shape: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    out, lse, query_start, context, sequences, tokens, tasks, scale, tiles, bars, WORKER: gl.constexpr,
+    out, lse, scale, tiles, orders, bars, WORKER: gl.constexpr,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, JOINS: gl.constexpr,
 ):  # fmt: skip
     """What a multiplying warpgroup does. `JOINS`: a context may be longer than a segment."""
@@ -231,93 +249,95 @@ def _multiply(
         [[0, 1], [0, 2], [0, 4], [0, 32]] + ([[0, 64]] if WIDTH == 128 else []) + [[8, 0]],
         [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, WIDTH],
     )  # fmt: skip
+    q_tiles, _keys, _values = tiles
+    q_full, q_empty, k_full, v_full, empty = bars
     done = 0
     count = 0
-    for turn in range(gl.cdiv(tasks, gl.num_programs(0))):
-        task = _turn(turn, tasks)
-        if task < tasks:
-            _sequence, group, begin, rows, token, offset = _block(
-                task, query_start, context, sequences, tokens, SHARE, GROUPS
-            )
-            if begin < rows:
-                last = offset + (gl.minimum(begin + WORKERS * ROWS, rows) - 1) // SHARE
-                begin += WORKER * ROWS
-                place = done % QUEUE
-                mbarrier.wait(bars[0].index(place), done // QUEUE & 1)
-                done += 1
-                if begin < rows:
-                    fence_async_shared()
-                    queries = tiles[0].index(place * WORKERS + WORKER)
-                    first = offset + begin // SHARE
-                    row = begin + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-                    position = offset + row // SHARE
-                    top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S))
-                    total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, S))
-                    sums = gl.zeros((ROWS, WIDTH), gl.float32, A)
-                    for segment in range(0, last + 1, SEGMENT if JOINS else 1 << 30):
-                        end = gl.minimum(segment + SEGMENT, last + 1) if JOINS else last + 1
-                        part_top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S))
-                        part_total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, S))
-                        part = gl.zeros((ROWS, WIDTH), gl.float32, A)
-                        scores = warpgroup_mma_wait(0, [_scores(queries, tiles, bars, count, True, S)])
-                        mbarrier.arrive(bars[3].index(count % STAGES), count=1)
-                        part_top, part_total, _fade, masses = _softmax(
-                            scores, part_top, part_total, position, segment, scale, True, S, P, DTYPE
-                        )
-                        count += 1
-                        # Tiles that every query sees whole need no mask.
-                        masked = segment + gl.maximum(gl.minimum(first + 1, end) - segment, 0) // TILE * TILE
-                        for tile in range(segment + TILE, masked, TILE):
-                            masses, part_top, part_total, part = _tile(
-                                queries, masses, part_top, part_total, part, position, tile, scale, tiles, bars, count,
-                                False, S, A, P,
-                            )  # fmt: skip
-                            count += 1
-                        for tile in range(gl.maximum(masked, segment + TILE), end, TILE):
-                            masses, part_top, part_total, part = _tile(
-                                queries, masses, part_top, part_total, part, position, tile, scale, tiles, bars, count,
-                                True, S, A, P,
-                            )  # fmt: skip
-                            count += 1
-                        adding = _sums(masses, part, tiles, bars, count - 1, True)
-                        part, masses = warpgroup_mma_wait(0, [adding, masses])
-                        mbarrier.arrive(bars[5].index((count - 1) % STAGES), count=1)
-                        if JOINS:  # queries that come before this segment keep what they have
-                            highest = gl.maximum(top, part_top)
-                            fade = gl.exp2(top - highest)
-                            part_fade = gl.exp2(part_top - highest)
-                            kept = position < segment
-                            new = gl.where(segment == 0, part_total, gl.fma(total, fade, part_total * part_fade))
-                            total = gl.where(kept, total, new)
-                            top = gl.where(kept, top, gl.where(segment == 0, part_top, highest))
-                            fade = _spread(fade, sums.shape, A)
-                            new = gl.fma(sums, fade, part * _spread(part_fade, sums.shape, A))
-                            new = gl.where(segment == 0, part, new)
-                            sums = gl.where(gl.convert_layout(kept, gl.SliceLayout(1, A))[:, None], sums, new)
-                        else:
-                            top = part_top
-                            total = part_total
-                            sums = part
-                    mbarrier.arrive(bars[1].index(place), count=1)
-                    made = gl.div_rn(sums, _spread(total, sums.shape, A)).to(DTYPE)
-                    at = (token + row // SHARE).to(gl.int64) * HEADS + group * SHARE + row % SHARE
-                    gl.store(lse + at, (top + gl.log2(total)) * 0.6931471805599453, row < rows)
-                    stored = begin + gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE))
-                    at = (token + stored // SHARE).to(gl.int64) * HEADS + group * SHARE + stored % SHARE
-                    d = gl.arange(0, WIDTH, gl.SliceLayout(0, WHOLE))
-                    gl.store(
-                        out + at[:, None] * WIDTH + d[None, :], gl.convert_layout(made, WHOLE),
-                        (stored < rows)[:, None] & (d < WIDTH)[None, :],
+    place = 0
+    mbarrier.wait(q_full.index(place), 0)
+    rows = _ordered(orders, place, 0)
+    while rows > 0:
+        begin = _ordered(orders, place, 1)
+        token = _ordered(orders, place, 2)
+        offset = _ordered(orders, place, 3)
+        group = _ordered(orders, place, 4)
+        last = offset + (gl.minimum(begin + WORKERS * ROWS, rows) - 1) // SHARE
+        begin += WORKER * ROWS
+        if begin < rows:
+            fence_async_shared()
+            queries = q_tiles.index(place * WORKERS + WORKER)
+            first = offset + begin // SHARE
+            row = begin + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+            position = offset + row // SHARE
+            top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S))
+            total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, S))
+            sums = gl.zeros((ROWS, WIDTH), gl.float32, A)
+            for segment in range(0, last + 1, SEGMENT if JOINS else 1 << 30):
+                end = gl.minimum(segment + SEGMENT, last + 1) if JOINS else last + 1
+                part_top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S))
+                part_total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, S))
+                part = gl.zeros((ROWS, WIDTH), gl.float32, A)
+                scores = warpgroup_mma_wait(0, [_scores(queries, tiles, bars, count, True, S)])
+                part_top, part_total, _fade, masses = _softmax(
+                    scores, part_top, part_total, position, segment, scale, True, S, P, DTYPE
+                )
+                count += 1
+                # Tiles that every query sees whole need no mask.
+                masked = segment + gl.maximum(gl.minimum(first + 1, end) - segment, 0) // TILE * TILE
+                for tile in range(segment + TILE, masked, TILE):
+                    masses, part_top, part_total, part = _tile(
+                        queries, masses, part_top, part_total, part, position, tile, scale, tiles, bars, count,
+                        False, S, A, P,
                     )  # fmt: skip
-                else:  # nothing to do here
-                    mbarrier.arrive(bars[1].index(place), count=1)
-                    for _ in range(0, last + 1, TILE):
-                        stage = count % STAGES
-                        mbarrier.wait(bars[2].index(stage), count // STAGES & 1)
-                        mbarrier.arrive(bars[3].index(stage), count=1)
-                        mbarrier.wait(bars[4].index(stage), count // STAGES & 1)
-                        mbarrier.arrive(bars[5].index(stage), count=1)
-                        count += 1
+                    count += 1
+                for tile in range(gl.maximum(masked, segment + TILE), end, TILE):
+                    masses, part_top, part_total, part = _tile(
+                        queries, masses, part_top, part_total, part, position, tile, scale, tiles, bars, count,
+                        True, S, A, P,
+                    )  # fmt: skip
+                    count += 1
+                adding = _sums(masses, part, tiles, bars, count - 1, True)
+                part, masses = warpgroup_mma_wait(0, [adding, masses])
+                mbarrier.arrive(empty.index((count - 1) % STAGES), count=1)
+                if JOINS:  # queries that come before this segment keep what they have
+                    highest = gl.maximum(top, part_top)
+                    fade = gl.exp2(top - highest)
+                    part_fade = gl.exp2(part_top - highest)
+                    kept = position < segment
+                    new = gl.where(segment == 0, part_total, gl.fma(total, fade, part_total * part_fade))
+                    total = gl.where(kept, total, new)
+                    top = gl.where(kept, top, gl.where(segment == 0, part_top, highest))
+                    fade = _spread(fade, sums.shape, A)
+                    new = gl.fma(sums, fade, part * _spread(part_fade, sums.shape, A))
+                    new = gl.where(segment == 0, part, new)
+                    sums = gl.where(gl.convert_layout(kept, gl.SliceLayout(1, A))[:, None], sums, new)
+                else:
+                    top = part_top
+                    total = part_total
+                    sums = part
+            mbarrier.arrive(q_empty.index(place), count=1)
+            made = divided(sums, gl.convert_layout(total, gl.SliceLayout(1, A))).to(DTYPE)
+            at = (token + row // SHARE).to(gl.int64) * HEADS + group * SHARE + row % SHARE
+            gl.store(lse + at, (top + gl.log2(total)) * 0.6931471805599453, row < rows)
+            stored = begin + gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE))
+            at = (token + stored // SHARE).to(gl.int64) * HEADS + group * SHARE + stored % SHARE
+            d = gl.arange(0, WIDTH, gl.SliceLayout(0, WHOLE))
+            gl.store(
+                out + at[:, None] * WIDTH + d[None, :], gl.convert_layout(made, WHOLE),
+                (stored < rows)[:, None] & (d < WIDTH)[None, :],
+            )  # fmt: skip
+        else:  # nothing to do here
+            mbarrier.arrive(q_empty.index(place), count=1)
+            for _ in range(0, last + 1, TILE):
+                stage = count % STAGES
+                mbarrier.wait(k_full.index(stage), count // STAGES & 1)
+                mbarrier.wait(v_full.index(stage), count // STAGES & 1)
+                mbarrier.arrive(empty.index(stage), count=1)
+                count += 1
+        done += 1
+        place = done % QUEUE
+        mbarrier.wait(q_full.index(place), done // QUEUE & 1)
+        rows = _ordered(orders, place, 0)
 
 
 @gluon.jit
@@ -330,8 +350,8 @@ def _barriers(N: gl.constexpr, ARRIVE: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["sequences", "tokens", "blocks", "block_size", "tasks"])
 def _prefill(
-    q, k, v, k_described, v_described, v_step, query_start, context, block_start, out, lse, sequences, tokens, blocks,
-    block_size, tasks, scale, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, BOX: gl.constexpr,
+    q, k, v, k_described, v_described, v_step, query_start, context, block_start, out, lse, counter, sequences, tokens,
+    blocks, block_size, tasks, scale, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, BOX: gl.constexpr,
     JOINS: gl.constexpr,
 ):  # fmt: skip
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -341,8 +361,9 @@ def _prefill(
         gl.allocate_shared_memory(DTYPE, [STAGES, TILE, WIDTH], SWIZZLED),
         gl.allocate_shared_memory(DTYPE, [STAGES, TILE, WIDTH], SWIZZLED),
     )
+    orders = gl.allocate_shared_memory(gl.int32, [QUEUE * FIELDS, 1], mbarrier.MBarrierLayout())
     bars = (
-        _barriers(QUEUE, LOADERS), _barriers(QUEUE, WORKERS), _barriers(STAGES, LOADERS), _barriers(STAGES, WORKERS),
+        _barriers(QUEUE, LOADERS + 1), _barriers(QUEUE, WORKERS), _barriers(STAGES, LOADERS),
         _barriers(STAGES, LOADERS), _barriers(STAGES, WORKERS),
     )  # fmt: skip
     fence_async_shared()
@@ -351,24 +372,12 @@ def _prefill(
             (
                 _bring,
                 (
-                    q, k, v, k_described, v_described, v_step, query_start, context, block_start, sequences, tokens,
-                    blocks, block_size, tasks, tiles, bars, HEADS, GROUPS, WIDTH, BOX,
+                    q, k, v, k_described, v_described, v_step, query_start, context, block_start, counter, sequences,
+                    tokens, blocks, block_size, tasks, tiles, orders, bars, HEADS, GROUPS, WIDTH, BOX,
                 ),
             ),
-            (
-                _multiply,
-                (
-                    out, lse, query_start, context, sequences, tokens, tasks, scale, tiles, bars, 0, HEADS, GROUPS,
-                    WIDTH, JOINS,
-                ),
-            ),
-            (
-                _multiply,
-                (
-                    out, lse, query_start, context, sequences, tokens, tasks, scale, tiles, bars, 1, HEADS, GROUPS,
-                    WIDTH, JOINS,
-                ),
-            ),
+            (_multiply, (out, lse, scale, tiles, orders, bars, 0, HEADS, GROUPS, WIDTH, JOINS)),
+            (_multiply, (out, lse, scale, tiles, orders, bars, 1, HEADS, GROUPS, WIDTH, JOINS)),
         ],
         [4, 4], [REGISTERS, REGISTERS],
     )  # fmt: skip
@@ -389,9 +398,10 @@ def run(
         for x, step in ((k, groups * width), (v, v_step))
     )
     tasks = (tokens * (heads // groups) // (WORKERS.value * ROWS.value) + sequences) * groups
+    counter = q.new_zeros(1, dtype=torch.int32)
     programs = min(tasks, torch.cuda.get_device_properties(q.device).multi_processor_count)
     _prefill[(programs,)](
-        q, k, v, k_described, v_described, v_step, query_start, context, block_start, out, lse, sequences, tokens,
-        blocks, block_size, tasks, scale, HEADS=heads, GROUPS=groups, WIDTH=width, BOX=box,
+        q, k, v, k_described, v_described, v_step, query_start, context, block_start, out, lse, counter, sequences,
+        tokens, blocks, block_size, tasks, scale, HEADS=heads, GROUPS=groups, WIDTH=width, BOX=box,
         JOINS=blocks * block_size > SEGMENT.value, num_warps=4, maxnreg=REGISTERS_EACH, **EXACT,
     )  # fmt: skip
