@@ -26,6 +26,7 @@ from rlloop.numerics.profile import NumericsProfile
 HEADS = {"0.6B": (16, 8, 128), "8B": (32, 8, 128)}
 DECODE = ((256, 384), (128, 1024), (32, 4096), (8, 16384), (1, 32768), (8, 32768))  # sequences, context
 PREFILL = ((32, 512), (16, 1024), (4, 4096), (1, 16384))
+CHUNKS = ((32, 512, 0), (4, 2048, 2048))  # sequences, queries of each, keys before them
 OPS = ops_for(NumericsProfile())
 BACKENDS = {"SDPA, FlashAttention 2": SDPBackend.FLASH_ATTENTION, "SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION}
 
@@ -110,6 +111,24 @@ def prefill(model: str, sequences: int, length: int) -> Figure:
     return compared(f"attention prefill {model}, {sequences} x {length}", "TFLOP/s", work, ours, others, 0.75)
 
 
+def chunk(model: str, sequences: int, queries: int, context: int, page: int = 16) -> Figure:
+    """Chunked prefill over pages, which of the peers only FlashAttention 3 has."""
+    heads, groups, width = HEADS[model]
+    keys = context + queries
+    order = torch.randperm(sequences * keys // page, device="cuda").view(sequences, -1) * page
+    k, v = (draw(sequences * keys, groups, width) for _ in range(2))
+    q = draw(sequences * queries, heads, width)
+    layout = AttentionLayout(
+        query_start=torch.arange(sequences + 1, device="cuda") * queries,
+        context=torch.full((sequences,), context, device="cuda"),
+        block_start=order, block_size=page, contiguous=False,
+    )  # fmt: skip
+    work = 2e-12 * sequences * heads * width * (keys * keys - context * context)
+    ours = [lambda: OPS.attention(q, k, v, layout, width**-0.5)]
+    name = f"attention chunked prefill {model}, {sequences} x {queries} after {context}, pages of {page}"
+    return compared(name, "TFLOP/s", work, ours, flash3(q, k, v, queries, keys, True, order, page), 0.75)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one model, nothing recorded")
@@ -120,6 +139,8 @@ def main() -> None:
         for model in list(HEADS)[: 1 if args.quick else 2]:
             figures += [decode(model, *shape) for shape in DECODE]
             figures += [prefill(model, *shape) for shape in PREFILL]
+            if importlib.util.find_spec("vllm") is not None:
+                figures += [chunk(model, *shape) for shape in CHUNKS]
     if args.quick:
         print(table(figures))
     else:
