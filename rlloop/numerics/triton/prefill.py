@@ -9,6 +9,8 @@ whenever they are done with one.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -35,6 +37,7 @@ STAGES = gl.constexpr(4)  # tiles of keys and values on their way
 QUEUE = gl.constexpr(2)  # blocks of queries on their way
 LOADERS = gl.constexpr(128)  # threads that bring them
 FIELDS = gl.constexpr(5)  # of what is said of a block
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # how tiles lie
 WIDTHS = (64, 128)
 LEAST_PAGE = 8  # rows: the accelerator's swizzle repeats itself after so many
 REGISTERS = gl.constexpr(224)  # of a thread that multiplies
@@ -235,8 +238,8 @@ def _spread(x, shape: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    out, lse, scale, tiles, orders, bars, WORKER: gl.constexpr,
-    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, JOINS: gl.constexpr,
+    out, lse, scale, tiles, orders, bars, WORKER: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr,
+    WIDTH: gl.constexpr, JOINS: gl.constexpr,
 ):  # fmt: skip
     """What a multiplying warpgroup does. `JOINS`: a context may be longer than a segment."""
     SHARE: gl.constexpr = HEADS // GROUPS
@@ -354,7 +357,6 @@ def _prefill(
     blocks, block_size, tasks, scale, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, BOX: gl.constexpr,
     JOINS: gl.constexpr,
 ):  # fmt: skip
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     DTYPE: gl.constexpr = q.dtype.element_ty
     tiles = (
         gl.allocate_shared_memory(DTYPE, [WORKERS * QUEUE, ROWS, WIDTH], SWIZZLED),
@@ -383,6 +385,11 @@ def _prefill(
     )  # fmt: skip
 
 
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def run(
     q: Tensor, k: Tensor, v: Tensor, v_step: int, query_start: Tensor, context: Tensor, block_start: Tensor,
     block_size: int, scale: float, out: Tensor, lse: Tensor,
@@ -392,14 +399,13 @@ def run(
     (tokens, heads, width), groups = q.shape, k.shape[1]
     sequences, blocks = block_start.shape
     box = min(TILE.value, block_size) if blocks > 1 else TILE.value
-    layout = gl.NVMMASharedLayout(128, 16, 2)
     k_described, v_described = (
-        TensorDescriptor(x, [len(x), groups * width], [step, 1], [box, width], layout)
+        TensorDescriptor(x, [len(x), groups * width], [step, 1], [box, width], SWIZZLED.value)
         for x, step in ((k, groups * width), (v, v_step))
     )
     tasks = (tokens * (heads // groups) // (WORKERS.value * ROWS.value) + sequences) * groups
     counter = q.new_zeros(1, dtype=torch.int32)
-    programs = min(tasks, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    programs = min(tasks, _processors(q.device))
     _prefill[(programs,)](
         q, k, v, k_described, v_described, v_step, query_start, context, block_start, out, lse, counter, sequences,
         tokens, blocks, block_size, tasks, scale, HEADS=heads, GROUPS=groups, WIDTH=width, BOX=box,
