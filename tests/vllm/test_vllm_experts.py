@@ -1,4 +1,4 @@
-"""Stock vLLM with experts. A module of its own, since the process groups of a dense engine lack one of theirs."""
+"""Stock vLLM with experts."""
 
 from __future__ import annotations
 

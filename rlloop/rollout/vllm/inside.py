@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from vllm.distributed import parallel_state
+
 from rlloop.models import Model
 from rlloop.rollout.choices import Choices
 from rlloop.rollout.vllm.following import Following
@@ -14,11 +17,21 @@ from rlloop.rollout.vllm.weights import Part, live_parts, renew
 
 
 class Inside:
-    """Stands before vLLM's worker among the bases. Its methods but the first two are for `collective_rpc`."""
+    """Stands before vLLM's worker among the bases. Its methods but the first three are for `collective_rpc`."""
 
     model_runner: Any
     vllm_config: Any
     recorder: Recorder | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        # vLLM makes a process's groups once, and where that was for a dense model, none for experts. All have one rank.
+        if self.vllm_config.model_config.is_moe and parallel_state._EP is None:
+            group = parallel_state.get_tp_group()
+            backend = torch.distributed.get_backend(group.device_group)
+            parallel_state._EP = parallel_state.init_model_parallel_group(
+                [group.ranks], group.local_rank, backend, group_name="ep"
+            )
+        super().load_model(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)  # pyright: ignore[reportAttributeAccessIssue]
