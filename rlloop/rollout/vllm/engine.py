@@ -88,7 +88,7 @@ class VllmEngine:
             )
         if self.raw_column and model.device.type == "cuda" and os.environ.get("VLLM_BATCH_INVARIANT") == "1":
             raise ConfigError(
-                "VLLM_BATCH_INVARIANT=1 changes torch's products in this whole process, the trainer's among them; "
+                "VLLM_BATCH_INVARIANT=1 changes operations of torch in this whole process, the trainer's among them; "
                 "rlloop's model has the same bits in every batch without it: unset it"
             )
         self._sleeps, self._asleep = sleep, False
