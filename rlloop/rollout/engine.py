@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models.routes import Routes
-from rlloop.models.warp import warp_for
+from rlloop.models.warp import on_device, warp_for
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.logprob import check_drawn
 from rlloop.rollout.checks import check_request, drawn_seed
@@ -337,10 +337,7 @@ class Engine:
         return self._last_warp[1]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)  # or the host would wait for all before it
+        return on_device(array, self._device)
 
     # ---------------------------------------------------------------------------------------------- requests
 
