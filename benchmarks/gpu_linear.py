@@ -3,6 +3,7 @@
     python benchmarks/gpu_linear.py [--quick]
 
 Ours go through the kernels that models call. Shapes are those of Qwen3 0.6B, 8B and 30B-A3B (its attention and head).
+Products follow one another on other inputs; of few rows, our next launch overlaps with the end of the one before.
 Up to 64 rows, batch_invariant_ops (its `matmul_persistent`) and vLLM's batch-invariant mode stand beside them, where
 they can be imported. On Hopper that mode is cuBLASLt without a workspace, so no split of K, in a process of its own.
 """
