@@ -107,7 +107,9 @@ class VllmEngine:
         self._room = max_cache_tokens
         blocks = -(-max_cache_tokens // page_size) + 1  # vLLM keeps one to itself
         gc.collect()  # engines that nobody has any more go now, not in the midst of this one's beginning
-        live = _Life()
+        if sleep and model.device.type == "cuda" and any(other.sleeps for other in _LIVE):
+            raise ConfigError("another vLLM engine with sleep=True lives in this process; close it first")
+        self._live = live = _Life(sleeps=sleep and model.device.type == "cuda")
         _LIVE.add(live)
         self._llm = self._start(
             dtype=str(model.dtype).removeprefix("torch."),
@@ -226,11 +228,11 @@ class VllmEngine:
             raise ConfigError("on a GPU, an engine that is to sleep has to be made with sleep=True")
         assert self._llm.reset_prefix_cache()
         self._llm.collective_rpc("release_caches")
-        self._asleep = True
+        self._asleep = self._live.asleep = True
 
     def wake_up(self) -> None:
         self._llm.collective_rpc("restore_caches")
-        self._asleep = False
+        self._asleep = self._live.asleep = False
 
     def stats(self) -> EngineStats:
         """Counts since the engine was made, of what it finished; vLLM does not tell how often it preempted."""
@@ -242,8 +244,6 @@ class VllmEngine:
 
     def close(self) -> None:
         """Gives the cache's memory back."""
-        if self._asleep and self.model.device.type == "cuda":
-            self.wake_up()  # what sleeps cannot be freed
         self._end()
 
     # ---------------------------------------------------------------------------------------------- vLLM
@@ -332,6 +332,10 @@ class VllmEngine:
 class _Life:
     """Of an engine of this process, from its beginning on; of one that could not begin, nobody holds it."""
 
+    def __init__(self, sleeps: bool) -> None:
+        """`sleeps`: by vLLM's sleep mode, which is the process's."""
+        self.sleeps, self.asleep = sleeps, False
+
 
 _LIVE: weakref.WeakSet[_Life] = weakref.WeakSet()
 
@@ -340,6 +344,8 @@ def _shut_down(core: Any, live: _Life) -> None:
     """vLLM's process groups are the process's, so the last engine takes them down."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    if live.sleeps and live.asleep:
+        core.collective_rpc("restore_caches")  # what sleeps cannot be freed
     _LIVE.discard(live)
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()

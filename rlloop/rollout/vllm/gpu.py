@@ -6,16 +6,16 @@ one token is one replay, as in `rlloop.rollout.graphs`; what it reads are tensor
 
 from __future__ import annotations
 
+import gc
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.device_allocator import get_mem_allocator_instance
+from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
-from rlloop.errors import ConfigError
 from rlloop.models import Model, Routes
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.rollout.choices import ChoiceStore
@@ -45,20 +45,21 @@ class GpuWorker(Inside, Worker):
     def release_caches(self) -> None:
         """vLLM's sleep mode: addresses stay, so that graphs which read there do, and the memory goes."""
         torch.cuda.synchronize()
-        get_mem_allocator_instance().sleep(())  # the worker's own method looks at memory that other processes take
+        CuMemAllocator.get_instance().sleep(())  # the worker's own method looks at memory that other processes take
 
     def restore_caches(self) -> None:
         """Zeros, as at the start: what nobody wrote may be read and weighed with zero, so it must be a number."""
-        get_mem_allocator_instance().wake_up()
+        torch.cuda.empty_cache()  # what the trainer has freed, torch keeps
+        CuMemAllocator.get_instance().wake_up()
         for cache in self.model_runner.kv_caches:
             cache.zero_()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """Of all that may sleep, caches only: weights are the trainer's, or written while the caches sleep."""
-        if tag != "kv_cache":
+        if tag != "kv_cache" or not self.vllm_config.model_config.enable_sleep_mode:
             return nullcontext()
-        if self.vllm_config.model_config.enable_sleep_mode and get_mem_allocator_instance().get_current_usage():
-            raise ConfigError("another vLLM engine with sleep=True lives in this process; close it first")
+        gc.collect()
+        CuMemAllocator.get_instance().release_pools()  # what an engine before this one left
         return super()._maybe_get_memory_pool_context(tag)
 
 
