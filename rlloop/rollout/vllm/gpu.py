@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.device_allocator import get_mem_allocator_instance
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -45,12 +45,12 @@ class GpuWorker(Inside, Worker):
     def release_caches(self) -> None:
         """vLLM's sleep mode: addresses stay, so that graphs which read there do, and the memory goes."""
         torch.cuda.synchronize()
-        CuMemAllocator.get_instance().sleep(())  # the worker's own method looks at memory that other processes take
+        _allocator().sleep(())  # the worker's own method looks at memory that other processes take
 
     def restore_caches(self) -> None:
         """Zeros, as at the start: what nobody wrote may be read and weighed with zero, so it must be a number."""
         torch.cuda.empty_cache()  # what the trainer has freed, torch keeps
-        CuMemAllocator.get_instance().wake_up()
+        _allocator().wake_up()
         for cache in self.model_runner.kv_caches:
             cache.zero_()
 
@@ -59,8 +59,13 @@ class GpuWorker(Inside, Worker):
         if tag != "kv_cache" or not self.vllm_config.model_config.enable_sleep_mode:
             return nullcontext()
         gc.collect()
-        CuMemAllocator.get_instance().release_pools()  # what an engine before this one left
+        _allocator().release_pools()  # what an engine before this one left
         return super()._maybe_get_memory_pool_context(tag)
+
+
+def _allocator() -> Any:
+    """Of what may sleep: CUDA's, which knows more than vLLM's protocol of it says."""
+    return get_mem_allocator_instance()
 
 
 class _Checked(AsyncModelRunnerOutput):
