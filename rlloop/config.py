@@ -270,6 +270,11 @@ class RunConfig:
             self.trainer.num_minibatches <= self.rollout.num_prompts,
             f"at most rollout.num_prompts ({self.rollout.num_prompts}): groups stay whole",
         )  # fmt: skip
+        if self.rollout.drift.products == "fp8" and self.device == "cpu":
+            raise ConfigError(
+                "rollout.drift.products=fp8 calls kernels of a GPU; set device=cuda, or rollout.drift.products=none, "
+                "which rounds alike on a CPU"
+            )
         self._check_parity()
         self._check_fleet()
         check_engine(self)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlloop.compose import build, compose_recipe
 from rlloop.errors import ConfigError
 from rlloop.models import Model, new_model
 from rlloop.numerics import fp8
@@ -79,6 +80,8 @@ def test_an_fp8_cache_rounds_what_it_keeps_and_fp4_activations_what_enters_a_lin
 def test_a_cpu_refuses_fp8_kernels():
     with pytest.raises(ConfigError, match="products=fp8, kernels of a GPU"):
         new_model(CONFIG, 0).with_profile(NumericsProfile(drift=Drift(**FP8)))
+    with pytest.raises(ConfigError, match="products=fp8 calls kernels of a GPU"):  # before a warm start begins
+        build(compose_recipe("countdown/collapse_gpu", ["arm=fp8_kernels", "device=cpu"]))
 
 
 def test_fp8_products_need_fp8_operands():
