@@ -250,26 +250,28 @@ class Engine:
                 tokens = self._tensor(table.tokens[batch.rows, positions])
             else:
                 tokens = self._picked(tokens_before, batch.source)
-            where = (tokens, positions, slots, block_start)
-            if self._draws_plainly(emitting):
+            where, warp = (tokens, positions, slots, block_start), self._warp(emitting)
+            if self._draws_plainly(warp):
                 token_ids, made = self._graphs.draw(*where, table.seed[emitting])
             else:
-                token_ids, made = self._sample([self._graphs.logits(*where)], emitting)
+                token_ids, made = self._sample([self._graphs.logits(*where)], emitting, warp)
         else:
-            hidden = self._hidden(batch, table.tokens[batch.rows[sequence], positions], positions, slots, block_start)
+            tokens_now = table.tokens[batch.rows[sequence], positions]
+            hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start)
             last, head = hidden[self._tensor(end[batch.emits] - 1)], self.model.head
             at_once = max(1, LOGITS_AT_ONCE[self._device.type] // len(head))
             parts = (self.model.ops.logits(part, head) for part in last.split(at_once))
-            token_ids, made = self._sample(parts, emitting)
+            token_ids, made = self._sample(parts, emitting, self._warp(emitting))
         self._scheduler.advance(batch)
         return _Flight(batch, token_ids, self._landing(made))
 
     def _hidden(
-        self, batch: StepBatch, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray, block_start: np.ndarray
-    ) -> Tensor:
+        self, batch: StepBatch, query_start: np.ndarray, token_ids: np.ndarray, positions: np.ndarray,
+        slots: np.ndarray, block_start: np.ndarray,
+    ) -> Tensor:  # fmt: skip
         self._cache.slots, self._cache.rows = self._tensor(slots), self._tensor(batch.rows)
         layout = AttentionLayout(
-            query_start=self._tensor(np.concatenate(([0], np.cumsum(batch.counts)))),
+            query_start=self._tensor(query_start),
             context=self._tensor(batch.context),
             block_start=self._tensor(block_start),
             block_size=self.page_size,
@@ -282,17 +284,16 @@ class Engine:
             self._choices.write(self._cache.slots, routes)
         return hidden
 
-    def _draws_plainly(self, rows: np.ndarray) -> bool:
-        """Whether a graph can draw for these rows: nothing is warped, and sampling is rlloop's, which never waits."""
-        plain = all(value is None for value in vars(self._warp(rows)).values())
+    def _draws_plainly(self, warp: LogitsWarp) -> bool:
+        """Whether a graph can draw: nothing is warped, and sampling is rlloop's, which never waits."""
+        plain = all(value is None for value in vars(warp).values())
         return plain and self.model.ops.profile.token_logprob == "rlloop"
 
-    def _sample(self, logits: Iterable[Tensor], rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _sample(self, logits: Iterable[Tensor], rows: np.ndarray, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
         """Draw a token for each row of the table, whose logits come in parts: ids [E] and, as `packed`, [3, E]."""
         table, ops, device = self._scheduler.table, self.model.ops, self._device
         if len(rows) == 0:
             return torch.empty(0, dtype=torch.int64, device=device), torch.empty(3, 0, dtype=torch.int32, device=device)
-        warp = self._warp(rows)
         seeds, positions = self._tensor(table.seed[rows]), self._tensor(table.length[rows])
         parts, begin = [], 0
         for part in logits:
