@@ -59,7 +59,10 @@ class Figure:
 
 
 def report(name: str, figures: list[Figure], *, packages: tuple[str, ...] = (), device: str | None = None) -> Path:
-    """Print the figures and write them to `results/<name>.json`; `packages` are the peers whose versions matter."""
+    """Print the figures and write them to `results/<name>.json`; `packages` are the peers whose versions matter.
+
+    A run with `--only` measures a part of what its script does: what was recorded under other names stays.
+    """
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     script = Path(sys.argv[0]).resolve()
     command = ["python", str(script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name), *sys.argv[1:]]
@@ -74,10 +77,19 @@ def report(name: str, figures: list[Figure], *, packages: tuple[str, ...] = (), 
     ]
     print(table(figures))
     path = RESULTS / f"{name}.json"
+    if path.exists() and any(argument.startswith("--only") for argument in sys.argv):
+        records = beside(json.loads(path.read_text()), records)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(records, indent=2) + "\n")
-    print(f"written to {path.relative_to(ROOT)}")
+    print(f"written to {path}")
     return path
+
+
+def beside(before: list[dict[str, Any]], made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`made` in place of the records of the same names, and the others as they were."""
+    names = {each["name"] for each in made}
+    place = next((at for at, each in enumerate(before) if each["name"] in names), len(before))
+    return [*before[:place], *made, *(each for each in before[place:] if each["name"] not in names)]
 
 
 def table(figures: list[Figure]) -> str:

@@ -1,5 +1,7 @@
-"""The README states no figure but the recorded ones."""
+"""The README states no figure but the recorded ones, and those stay that a run did not measure anew."""
 
+import importlib
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +14,23 @@ def test_figures_are_those_of_the_recorded_results():
     script = ROOT / "benchmarks" / "readme.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_run_of_one_part_keeps_the_others_figures(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    schema = importlib.import_module("results_schema")
+    monkeypatch.setattr(schema, "RESULTS", tmp_path)
+
+    def recorded(arguments: list[str], **values: float) -> list[tuple[str, float]]:
+        monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "gpu_step.py"), *arguments])
+        figures = [schema.Figure(name=name, unit="tokens/s", value=value) for name, value in values.items()]
+        made = json.loads(schema.report("step", figures, device="none").read_text())
+        return [(each["name"], each["value"]) for each in made]
+
+    recorded([], dense=1, dense_k3=1, moe=1)
+    assert recorded(["--only", "moe"], moe=2, moe_k3=2) == [("dense", 1), ("dense_k3", 1), ("moe", 2), ("moe_k3", 2)]
+    assert recorded(["--only=dense"], dense=3, dense_k3=3)[:3] == [("dense", 3), ("dense_k3", 3), ("moe", 2)]
+    assert recorded([], dense=4) == [("dense", 4)]
 
 
 def test_links_between_pages_lead_somewhere():
