@@ -5,7 +5,6 @@ Run as `python -I -S -B _sandbox_child.py` with a JSON object on standard input:
 """
 
 import ctypes
-import io
 import json
 import os
 import platform
@@ -77,15 +76,15 @@ def seccomp_filter(machine: str) -> bytes:
 
 def confine(cpu_seconds: int, memory_bytes: int) -> None:
     machine = platform.machine()
-    if sys.platform != "linux" or machine not in ARCHITECTURE:
-        os._exit(UNSUPPORTED)
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the parent
-    # Root without capabilities is a user like any other, and one who may read neither memory nor environment of the
-    # process that started this one. capset with a version 3 header and three empty sets.
+    # Neither a user in a namespace of its own (CLONE_NEWUSER, where the kernel grants one), nor root without
+    # capabilities, may read memory or environment of the process that started this one. capset with a version 3 header
+    # and three empty sets.
+    libc.unshare(0x10000000)
     header = struct.pack("Ii", 0x20080522, 0)
     if libc.capset(header, struct.pack("6I", 0, 0, 0, 0, 0, 0)):
         os._exit(UNSUPPORTED)
+    libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the parent
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: neither core files nor a readable /proc entry
     for name, limit in (
         (resource.RLIMIT_AS, memory_bytes),
@@ -102,9 +101,22 @@ def confine(cpu_seconds: int, memory_bytes: int) -> None:
         os._exit(UNSUPPORTED)
 
 
+def feed(text: str) -> None:
+    """Makes `text` the standard input, however a program reads it: input(), sys.stdin, open(0)."""
+    file = os.memfd_create("stdin")
+    with open(file, "wb", closefd=False) as writer:
+        writer.write(text.encode())
+    os.lseek(file, 0, os.SEEK_SET)
+    os.dup2(file, 0)
+    os.close(file)
+    sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
+
+
 def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
-    sys.stdin = io.TextIOWrapper(io.BytesIO(job["stdin"].encode()), encoding="utf-8")
+    if sys.platform != "linux" or platform.machine() not in ARCHITECTURE:
+        os._exit(UNSUPPORTED)
+    feed(job["stdin"])
     code = compile(job["source"], "<program>", "exec")
     sys.argv = ["program"]
     sys.setrecursionlimit(10_000)

@@ -24,6 +24,16 @@ def test_a_program_reads_prints_and_imports_the_standard_library():
 
 
 @pytest.mark.parametrize(
+    "source",
+    ["print(open(0).read())", "import sys; print(sys.stdin.read())", "import os; print(os.read(0, 99).decode())",
+     "import sys; print(sys.stdin.buffer.read().decode())", "import sys; print(*sys.stdin, sep='')", "print(input())",
+     "import fileinput; print(*fileinput.input(), sep='')"],
+)  # fmt: skip
+def test_standard_input_comes_however_a_program_reads_it(source):
+    assert run(source, "ä 1 2").stdout == "ä 1 2\n"
+
+
+@pytest.mark.parametrize(
     ("source", "status"),
     [
         ("import os\nwhile True: os.fork()", "error"),
