@@ -185,9 +185,9 @@ class _Talk:
         components: dict[str, float] = {}
         for reply in self.replies:
             for name, value in reply.components.items():
-                components[name] = components.get(name, 0.0) + value
+                components[name] = components.get(name, 0.0) + float(value)
         episode = {
-            "reward": sum(reply.reward for reply in self.replies),
+            "reward": float(sum(reply.reward for reply in self.replies)),
             "solved": any(reply.solved for reply in self.replies),
             "components": components,
             "turns": len(self.turns),

@@ -42,7 +42,8 @@ class CodeReward:
             raise ConfigError(f"reward.processes is {processes}; it must be at least 1 (or null: one a core)")
         self.tests_key, self.partial = tests_key, partial
         self.limits = Limits(seconds, memory_mb, output_bytes)
-        self._places = asyncio.Semaphore(processes or os.cpu_count() or 1)
+        self.concurrency = processes or os.cpu_count() or 1  # samples at a time, and programs
+        self._places = asyncio.Semaphore(self.concurrency)
 
     async def _passes(self, program: str, test: dict[str, Any]) -> tuple[bool, bool]:
         async with self._places:

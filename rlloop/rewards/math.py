@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
+import os
+import signal
+import threading
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 from rlloop.errors import ConfigError
 from rlloop.types import Example, RewardResult
@@ -22,12 +26,29 @@ def _equivalent(gold: str, answer: str, seconds: int) -> tuple[bool, bool]:
     return bool(found), bool(found) and bool(verify(expected, found, timeout_seconds=seconds))
 
 
+def _begin_worker() -> None:
+    """A worker outlasts the signals that let the run finish its step, and not the run itself, however that ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(0)
+
+
 class MathReward:
     """1 where the completion's last mathematical expression equals `example.data[answer_key]`, else 0.
 
     The comparison runs in a worker process, which is replaced when it outlasts `seconds` (a huge power in one integer
-    operation cannot be interrupted in any other way); that is the sample's `timeout`, not a 0. Component: `answered`.
+    operation cannot be interrupted in any other way) or dies; that is the sample's failure, not a 0. Component:
+    `answered`.
     """
+
+    concurrency = 1  # samples at a time
 
     def __init__(self, *, answer_key: str = "answer", seconds: int = 5) -> None:
         try:
@@ -41,26 +62,35 @@ class MathReward:
     async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
         if self.answer_key not in example.data:
             raise ValueError(f"example {example.id!r} has no {self.answer_key!r} in its data")
+        limit = 2 * self.seconds + 20  # twice math-verify's own (reading and comparing), and the first call's imports
         async with self._turn:
-            if self._pool is None:
-                self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-            work = self._pool.submit(_equivalent, str(example.data[self.answer_key]), completion, self.seconds)
+            work = self._submit(str(example.data[self.answer_key]), completion)
             try:
-                # Twice math-verify's own limits (reading and comparing), and the first call's imports.
-                answered, equal = await asyncio.wait_for(asyncio.wrap_future(work), 2 * self.seconds + 20)
+                answered, equal = await asyncio.wait_for(asyncio.wrap_future(work), limit)
             except TimeoutError:
-                self._replace_pool()
+                self._drop_pool()
+                raise TimeoutError(f"math-verify took longer than {limit} s") from None
+            except (asyncio.CancelledError, BrokenProcessPool):
+                self._drop_pool()
                 raise
         return RewardResult(float(equal), equal, {"answered": float(answered)})
 
-    def _replace_pool(self) -> None:
+    def _submit(self, gold: str, answer: str) -> Future[tuple[bool, bool]]:
+        if self._pool is not None:
+            try:
+                return self._pool.submit(_equivalent, gold, answer, self.seconds)
+            except BrokenProcessPool:  # its worker died while it had nothing to do
+                self._drop_pool()
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin_worker)
+        return self._pool.submit(_equivalent, gold, answer, self.seconds)
+
+    def _drop_pool(self) -> None:
         assert self._pool is not None
-        for process in list(self._pool._processes.values()):
+        for process in list((self._pool._processes or {}).values()):
             process.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._pool = None
 
     async def close(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+            self._drop_pool()

@@ -44,7 +44,8 @@ def as_result(value: Any) -> Outcome:
     numbers = [result.reward, *result.components.values()]
     if not all(math.isfinite(number) for number in numbers):
         return RewardFailure("invalid", f"returned a number that is not finite: {result}")
-    return result
+    components = {name: float(number) for name, number in result.components.items()}
+    return RewardResult(float(result.reward), bool(result.solved), components)  # numpy's and torch's are in no record
 
 
 def _is_timeout(outcome: Any) -> bool:
@@ -55,11 +56,16 @@ def _failure(error: Exception) -> RewardFailure:
     return RewardFailure("error", f"{type(error).__name__}: {error}")
 
 
+def _late(error: TimeoutError, what: str) -> RewardFailure:
+    return RewardFailure("timeout", str(error) or what)
+
+
 class RewardRunner:
     """Scores batches with one reward.
 
     A reward with the attribute `batched = True` is called once with three lists and returns a list. An async one runs
-    at most `concurrency` at a time. A sync one runs in a worker thread; one that outlasts `timeout` seconds is left
+    at most `concurrency` at a time, or as its own attribute `concurrency` says where that is less; waiting for a turn
+    here is no part of a sample's time. A sync one runs in a worker thread; one that outlasts `timeout` seconds is left
     behind there (Python cannot kill a thread), so a reward that may hang should be async or run its own process, as
     the shipped code and math rewards do.
     """
@@ -77,7 +83,8 @@ class RewardRunner:
             raise ConfigError(f"the reward's timeout is {timeout}; it must be a positive number of seconds")
         if concurrency < 1:
             raise ConfigError(f"the reward's concurrency is {concurrency}; it must be at least 1")
-        self.reward, self.timeout, self.concurrency, self.accept = reward, timeout, concurrency, accept
+        self.reward, self.timeout, self.accept = reward, timeout, accept
+        self.concurrency = min(concurrency, getattr(reward, "concurrency", None) or concurrency)
         self.batched = bool(getattr(reward, "batched", False))
         target = getattr(reward, "func", reward)  # through functools.partial
         self.is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
@@ -122,8 +129,8 @@ class RewardRunner:
             async with places:
                 try:
                     return self.accept(await asyncio.wait_for(self.reward(*request), self.timeout))
-                except TimeoutError:
-                    return RewardFailure("timeout", f"took longer than {self.timeout:g} s")
+                except TimeoutError as error:
+                    return _late(error, f"took longer than {self.timeout:g} s")
                 except Exception as error:  # whatever the user's code raises is that sample's outcome
                     return _failure(error)
 
@@ -144,17 +151,21 @@ class RewardRunner:
                 return self._in_thread(lambda: self.reward(prompts, completions, examples))
 
         try:
-            values = work()
-        except TimeoutError:
-            return [RewardFailure("timeout", f"the batch took longer than {self.timeout:g} s")] * len(requests)
+            values = list(work())
+        except TimeoutError as error:
+            return [_late(error, f"the batch took longer than {self.timeout:g} s")] * len(requests)
         except Exception as error:  # as above
             return [_failure(error)] * len(requests)
-        if not isinstance(values, Sequence) or len(values) != len(requests):
-            got = len(values) if isinstance(values, Sequence) else repr(values)
-            return [
-                RewardFailure("invalid", f"the batch has {len(requests)} samples and the reward returned {got}")
-            ] * len(requests)
-        return [value if isinstance(value, RewardFailure) else self.accept(value) for value in values]
+        if len(values) != len(requests):
+            wrong = f"the batch has {len(requests)} samples and the reward returned {len(values)}"
+            return [RewardFailure("invalid", wrong)] * len(requests)
+        return [value if isinstance(value, RewardFailure) else self._accepted(value) for value in values]
+
+    def _accepted(self, value: Any) -> Outcome:
+        try:
+            return self.accept(value)
+        except Exception as error:  # as above
+            return _failure(error)
 
     def _in_thread(self, work: Callable[[], Any]) -> Any:
         box: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()

@@ -3,13 +3,16 @@
 import asyncio
 import http.server
 import json
+import os
+import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from rlloop.errors import ConfigError
-from rlloop.rewards import HttpReward, MathReward, Weighted
+from rlloop.rewards import CodeReward, HttpReward, MathReward, Weighted
 from rlloop.rewards.runner import HOPELESS, RewardFailure, RewardRunner
 from rlloop.types import Example, RewardResult
 
@@ -51,12 +54,12 @@ def test_a_reward_that_always_hangs_is_given_up_before_the_batch_has_taken_hours
         tried.append(completion)
         time.sleep(30)
 
-    tried, runner = [], RewardRunner(hang, timeout=0.01)
+    tried, runner = [], RewardRunner(hang, timeout=0.1)
     outcomes = runner.score(requests(*map(str, range(100))))
     assert tried == list(map(str, range(HOPELESS)))
     assert {outcome.kind for outcome in outcomes} == {"timeout"}
     assert len(outcomes) == 100
-    assert outcomes[-1].message == f"not tried: the first {HOPELESS} took longer than 0.01 s"
+    assert outcomes[-1].message == f"not tried: the first {HOPELESS} took longer than 0.1 s"
 
 
 def test_batched_rewards_get_lists_and_must_return_one_value_each():
@@ -68,6 +71,41 @@ def test_batched_rewards_get_lists_and_must_return_one_value_each():
 
     assert [o.reward for o in RewardRunner(Lengths()).score(requests("a", "bbb"))] == [1.0, 3.0]
     assert {o.kind for o in RewardRunner(Lengths()).score(requests("a", "lost"))} == {"invalid"}
+
+
+def test_numbers_of_other_libraries_become_ones_that_a_record_can_hold():
+    def batched(prompts, completions, examples):
+        given = {"result": RewardResult(np.float32(0.5), np.bool_(True), {"x": np.float64(2)}), "two": np.ones(2)}
+        return [given.get(text, np.float32(1)) for text in completions]
+
+    batched.batched = True
+    whole, pair, plain = RewardRunner(batched).score(requests("result", "two", "plain"))
+    assert [type(each) for each in (whole.reward, whole.solved, whole.components["x"])] == [float, bool, float]
+    assert (whole, plain) == (RewardResult(0.5, True, {"x": 2.0}), RewardResult(1.0, True))
+    assert pair.kind == "error"
+    array = lambda prompts, completions, examples: np.arange(len(prompts)) / 2  # noqa: E731
+    array.batched = True
+    assert [each.reward for each in RewardRunner(array).score(requests("a", "b"))] == [0.0, 0.5]
+
+
+class OneAtATime:
+    concurrency = 1
+
+    async def __call__(self, prompt, completion, example):
+        await asyncio.sleep(0.15)
+        return 1.0
+
+
+def test_waiting_for_a_turn_is_no_part_of_a_samples_time():
+    parts = {"slow": {"_target_": f"{__name__}.OneAtATime"}, "any": {"_target_": f"{__name__}.moody"}}
+    for reward in (OneAtATime(), Weighted(parts)):
+        runner = RewardRunner(reward, timeout=0.6)
+        outcomes = runner.score(requests(*["fine"] * 6))  # 0.9 s in all
+        runner.close()
+        assert [outcome.solved for outcome in outcomes] == [True] * 6
+    assert RewardRunner(CodeReward(processes=3)).concurrency == 3
+    assert RewardRunner(MathReward()).concurrency == 1
+    assert RewardRunner(moody_async).concurrency == 64
 
 
 def test_weighted_sum_records_every_part():
@@ -101,6 +139,36 @@ def test_math_reward_judges_equivalence():
     assert [outcome.reward for outcome in outcomes] == [1.0, 1.0, 0.0, 0.0]
     assert outcomes[3].components == {"answered": 0.0}
     assert isinstance(broken[0], RewardFailure)
+
+
+def test_a_math_worker_that_dies_or_is_given_up_is_replaced_and_one_that_is_signalled_goes_on():
+    reward = MathReward()
+    runner = RewardRunner(reward, timeout=60)
+
+    def worker():
+        assert reward._pool is not None
+        [process] = reward._pool._processes.values()
+        return process
+
+    assert runner.score(requests("$0.5$"))[0].reward == 1.0
+    first = worker()
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a scheduler, to every process of a run
+        os.kill(first.pid, number)
+    assert runner.score(requests("$0.5$"))[0].reward == 1.0
+    assert worker() is first
+    first.kill()
+    first.join()
+    while not reward._pool._broken:
+        time.sleep(0.01)
+    assert [outcome.reward for outcome in runner.score(requests("$0.5$", "$1$"))] == [1.0, 0.0]
+    hasty = RewardRunner(reward, timeout=0.05)
+    second = worker()
+    os.kill(second.pid, signal.SIGSTOP)  # as if it computed for ever
+    assert hasty.score(requests("$0.5$"))[0].kind == "timeout"
+    assert reward._pool is None
+    second.join()
+    hasty.close()
+    runner.close()
 
 
 @pytest.fixture
