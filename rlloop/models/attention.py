@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops = step.ops
-        if step.cache is not None and self._plain and ops.fuses(x):
+        if step.cache is not None and self._plain and ops.fuses:
             q, keys, values = self._entered(x, step, step.cache)
             return self._read(q, keys, values, None, step)
         q, k, v = (project(x, ops) for project in (self.q_proj, self.k_proj, self.v_proj))

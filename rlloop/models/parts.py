@@ -100,6 +100,6 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops = step.ops
-        if self.gate_proj.bias is None and ops.fuses(x):
+        if self.gate_proj.bias is None and ops.fuses:
             return self.down_proj(ops.gated_linear(x, self.gate_proj.weight, self.up_proj.weight), ops)
         return self.down_proj(ops.silu_mul(self.gate_proj(x, ops), self.up_proj(x, ops)), ops)

@@ -7,12 +7,15 @@ Compute dtype is that of the tensors; logits, logprobs, scores and weights of ex
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlloop.numerics import logprob, reference, stock
+from rlloop.numerics.cpu import fused
 from rlloop.numerics.cpu.contract import on_cuda
 from rlloop.numerics.layout import AttentionLayout, Carried, LogitsWarp, Reach
 from rlloop.numerics.profile import NumericsProfile
@@ -58,6 +61,10 @@ def _recurrent_backend(name: str) -> ModuleType:
 
 def _logprob_backend(name: str) -> ModuleType:
     return logprob if name == "rlloop" else _backend(name)
+
+
+def _fused(x: Tensor, name: str) -> Callable[..., Any]:
+    return on_cuda(name) if x.is_cuda else getattr(fused, name)
 
 
 class Ops:
@@ -114,17 +121,18 @@ class Ops:
         """`max(x, 0) ** 2`, the same in every implementation: one exact choice and one rounded product a number."""
         return x.relu().square()
 
-    def fuses(self, x: Tensor) -> bool:
-        """Whether operations that follow one another may be one kernel, as `enter` is: on a GPU, without gradients."""
-        return x.is_cuda and self.profile.holds_contract and not torch.is_grad_enabled()
+    @property
+    def fuses(self) -> bool:
+        """Whether operations that follow one another may be one kernel, as `enter` is: without gradients."""
+        return self.profile.holds_contract and not torch.is_grad_enabled()
 
     def three_linears(self, x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`linear` of one input by three weights, without biases; for where `fuses` says so."""
-        return on_cuda("three_linears")(x, first, second, third)
+        return _fused(x, "three_linears")(x, first, second, third)
 
     def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """`silu_mul` of two linears of one input, without biases; for where `fuses` says so."""
-        return on_cuda("gated_linear")(x, gate, up)
+        return _fused(x, "gated_linear")(x, gate, up)
 
     def enter(
         self, q: Tensor, k: Tensor, v: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, positions: Tensor,
@@ -135,7 +143,7 @@ class Ops:
         For where `fuses` says so. q [T, H, D], k and v [T, G, D]; `norms` are the weights [D] of queries' and keys',
         slots [T] int64, the stores [slots, G, D]. Bits are those of `rms_norm` and then `rope`.
         """
-        return on_cuda("enter")(q, k, v, *(norms or (None, None)), eps, positions, *rope, slots, keys, values)
+        return _fused(q, "enter")(q, k, v, *(norms or (None, None)), eps, positions, *rope, slots, keys, values)
 
     def cached(self, x: Tensor) -> Tensor:
         """Keys, values or latents as the cache is to keep them: as they are."""

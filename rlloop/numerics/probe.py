@@ -57,6 +57,10 @@ def probe(ops: Ops, dtype: torch.dtype, device: str | torch.device = "cpu") -> d
                         broken["linear"] = f"{rows} rows of 1300 have other bits alone than together"
         if not same_bits(*_prefill_and_decode(ops, draw, device)):
             broken["attention"] = "decode has other bits than prefill"
+        if ops.fuses:
+            for name, together, alone in _fused(ops, draw):
+                if not same_bits(together, alone):
+                    broken[name] = "has other bits in one kernel with the operations around it"
     return broken
 
 
@@ -97,6 +101,22 @@ def _prefill_and_decode(ops: Ops, draw: Draw, device: str | torch.device) -> tup
         contiguous=False,
     )
     return whole[last], ops.attention(q[last], keys, values, layout, 0.2)
+
+
+def _fused(ops: Ops, draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(operation, what it makes as a part of a kernel with others, and alone)"""
+    x, first, second, third = draw(ROWS, 128), draw(256, 128), draw(128, 128), draw(128, 128)
+    for together, weight in zip(ops.three_linears(x, first, second, third), (first, second, third), strict=True):
+        yield "linear", together, ops.linear(x, weight)
+    yield "activation", ops.gated_linear(x, second, third), ops.silu_mul(ops.linear(x, second), ops.linear(x, third))
+    q, k, v, table, norms = draw(ROWS, 4, 24), draw(ROWS, 2, 24), draw(ROWS, 2, 24), draw(ROWS, 12).float(), draw(2, 24)
+    positions = torch.arange(ROWS, device=q.device)
+    keys, values = torch.zeros_like(k), torch.zeros_like(v)
+    slots = positions.flip(0)
+    entered = ops.enter(q, k, v, (norms[0], norms[1]), 1e-6, positions, (table, table), slots, keys, values)
+    yield "rope", entered, ops.rope(ops.rms_norm(q, norms[0], 1e-6)[0], positions, table, table)
+    yield "rope", keys[slots], ops.rope(ops.rms_norm(k, norms[1], 1e-6)[0], positions, table, table)
+    yield "attention", values[slots], v
 
 
 @contextmanager

@@ -69,14 +69,13 @@ class Call:
 class Trace:
     """Stands in for a model's `Ops` and keeps what each call of one forward returned."""
 
+    fuses = False  # or operations would not show
+
     def __init__(self, model: Model) -> None:
         self._ops, self.profile = model.ops, model.profile
         self._names = {id(weight): name.removesuffix(".weight") for name, weight in model.named_parameters()}
         self._layer = ""
         self.calls: list[Call] = []
-
-    def fuses(self, x: Tensor) -> bool:
-        return False  # or operations would not show
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         function = getattr(self._ops, op)

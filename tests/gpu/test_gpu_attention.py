@@ -119,7 +119,7 @@ def test_entering_a_cache_in_one_kernel_has_the_bits_of_norm_rotation_and_copy(s
     slots = torch.randperm(100, device="cuda", generator=generator)[:77]
     keys, values = (torch.zeros(100, *k.shape[1:], dtype=dtype, device="cuda") for _ in "kv")
     with torch.inference_mode():
-        assert OURS.fuses(q)
+        assert OURS.fuses
         entered = OURS.enter(q, k, v, norms, 1e-6, positions, rope, slots, keys, values)
         if norms is not None:
             q, k = (OURS.rms_norm(x, weight, 1e-6)[0] for x, weight in zip((q, k), norms, strict=True))

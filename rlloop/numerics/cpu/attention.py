@@ -165,12 +165,15 @@ def forward(
         lowest = max(0, offset + begin // share - window + 1) if window > 0 else 0
         for tile in range(lowest // TILE * TILE, last + 1, TILE):
             keys = min(TILE, last + 1 - tile)
-            for j in range(TILE):  # past the last key it stands in: those scores are masked
-                position = tile + min(j, keys - 1)
-                slot = block_start[sequence * blocks + position // block_size] + position % block_size
+            block, within = sequence * blocks + tile // block_size, tile % block_size
+            for j in range(keys):
+                if within == block_size:
+                    block, within = block + 1, 0
+                slot, within = block_start[block] + within, within + 1
                 starts[j] = (slot * groups + group) * width
-                if j < keys:
-                    widen(v, (slot * groups + group) * v_step, v_width, v_packed, j * v_wide)
+                widen(v, (slot * groups + group) * v_step, v_width, v_packed, j * v_wide)
+            for j in range(keys, TILE):  # the last key stands in for those past it: their scores are masked
+                starts[j] = starts[keys - 1]
             for lane in range(0, keys, LANES):
                 pack_rows(k, starts, lane, 0, width, k_packed, lane, TILE)
             first = max(0, (tile - offset) * share - begin)

@@ -28,12 +28,12 @@ ZERO, ONE = np.float32(0), np.float32(1)
 
 
 @kernel
-def _get(source, at, count):
+def get(source, at, count):
     return load(source, at) if count >= LANES else load_part(source, at, count)
 
 
 @kernel
-def _put(target, at, count, vector):
+def put(target, at, count, vector):
     if count >= LANES:
         store(target, at, vector)
     else:
@@ -41,13 +41,13 @@ def _put(target, at, count, vector):
 
 
 @kernel
-def _mean_square(x, at, width):
+def mean_square(x, at, width):
     """Blocks of 1024, each in sixteen lanes and one tree, added in order; over the width."""
     total = ZERO
     for block in range(0, width, BLOCK):
         lanes = splat(ZERO)
         for i in range(block, min(width, block + BLOCK), LANES):
-            part = _get(x, at + i, width - i)
+            part = get(x, at + i, width - i)
             lanes = fma(part, part, lanes)
         total += reduce_sum(lanes)
     return total / np.float32(width)
@@ -63,12 +63,12 @@ def rms_norm(counter, x, residual, weight, eps, has_residual, stream, out, scale
             at = row * width
             if has_residual:
                 for i in range(0, width, LANES):
-                    _put(stream, at + i, width - i, add(_get(x, at + i, width - i), _get(residual, at + i, width - i)))
-            scale = ONE / np.sqrt(_mean_square(stream, at, width) + eps)
+                    put(stream, at + i, width - i, add(get(x, at + i, width - i), get(residual, at + i, width - i)))
+            scale = ONE / np.sqrt(mean_square(stream, at, width) + eps)
             scales[row] = scale
             for i in range(0, width, LANES):
-                normed = mul(_get(stream, at + i, width - i), splat(scale))
-                _put(out, at + i, width - i, mul(normed, _get(weight, i, width - i)))
+                normed = mul(get(stream, at + i, width - i), splat(scale))
+                put(out, at + i, width - i, mul(normed, get(weight, i, width - i)))
         begin = take(counter) * ROWS
 
 
@@ -86,19 +86,24 @@ def rms_norm_backward(
             at, scale, lanes = row * width, splat(scales[row]), splat(ZERO)
             for i in range(0, width, LANES):
                 left = width - i
-                normed, slope = mul(_get(stream, at + i, left), scale), _get(grad, at + i, left)
-                lanes = fma(mul(slope, _get(weight, i, left)), normed, lanes)
-                _put(weight_parts, sums + i, left, fma(slope, normed, _get(weight_parts, sums + i, left)))
+                normed, slope = mul(get(stream, at + i, left), scale), get(grad, at + i, left)
+                lanes = fma(mul(slope, get(weight, i, left)), normed, lanes)
+                put(weight_parts, sums + i, left, fma(slope, normed, get(weight_parts, sums + i, left)))
             mean = splat(-reduce_sum(lanes) / np.float32(width))
             for i in range(0, width, LANES):
                 left = width - i
-                normed = mul(_get(stream, at + i, left), scale)
-                slope = mul(_get(grad, at + i, left), _get(weight, i, left))
+                normed = mul(get(stream, at + i, left), scale)
+                slope = mul(get(grad, at + i, left), get(weight, i, left))
                 total = mul(fma(normed, mean, slope), scale)
                 if has_grad_stream:
-                    total = add(total, _get(grad_stream, at + i, left))
-                _put(grad_x, at + i, left, total)
+                    total = add(total, get(grad_stream, at + i, left))
+                put(grad_x, at + i, left, total)
         part = take(counter)
+
+
+@kernel
+def silu_times(x, y):
+    return mul(div(x, add(splat(ONE), exp(sub(splat(ZERO), x)))), y)
 
 
 @parallel_kernel
@@ -107,9 +112,7 @@ def silu_mul(counter, gate, up, out):
     while begin < len(gate):
         end = min(len(gate), begin + NUMBERS)
         for i in range(begin, end, LANES):
-            x = _get(gate, i, end - i)
-            silu = div(x, add(splat(ONE), exp(sub(splat(ZERO), x))))
-            _put(out, i, end - i, mul(silu, _get(up, i, end - i)))
+            put(out, i, end - i, silu_times(get(gate, i, end - i), get(up, i, end - i)))
         begin = take(counter) * NUMBERS
 
 
@@ -120,11 +123,11 @@ def silu_mul_backward(counter, gate, up, grad, grad_gate, grad_up):
     while begin < len(gate):
         end = min(len(gate), begin + NUMBERS)
         for i in range(begin, end, LANES):
-            x, y, slope = _get(gate, i, end - i), _get(up, i, end - i), _get(grad, i, end - i)
+            x, y, slope = get(gate, i, end - i), get(up, i, end - i), get(grad, i, end - i)
             sigmoid = div(splat(ONE), add(splat(ONE), exp(sub(splat(ZERO), x))))
             silu_slope = mul(sigmoid, fma(x, sub(splat(ONE), sigmoid), splat(ONE)))
-            _put(grad_gate, i, end - i, mul(mul(slope, y), silu_slope))
-            _put(grad_up, i, end - i, mul(slope, mul(x, sigmoid)))
+            put(grad_gate, i, end - i, mul(mul(slope, y), silu_slope))
+            put(grad_up, i, end - i, mul(slope, mul(x, sigmoid)))
         begin = take(counter) * NUMBERS
 
 
@@ -134,8 +137,8 @@ def sigmoid_mul(counter, gate, up, out):
     while begin < len(gate):
         end = min(len(gate), begin + NUMBERS)
         for i in range(begin, end, LANES):
-            gates = add(splat(ONE), exp(sub(splat(ZERO), _get(gate, i, end - i))))
-            _put(out, i, end - i, div(_get(up, i, end - i), gates))
+            gates = add(splat(ONE), exp(sub(splat(ZERO), get(gate, i, end - i))))
+            put(out, i, end - i, div(get(up, i, end - i), gates))
         begin = take(counter) * NUMBERS
 
 
@@ -147,9 +150,9 @@ def rope(counter, x, positions, cos, sin, sign, out, heads, half):
         table = positions[row] * half
         for i in range(0, half, LANES):
             left = half - i
-            c, s = _get(cos, table + i, left), mul(_get(sin, table + i, left), splat(sign))
+            c, s = get(cos, table + i, left), mul(get(sin, table + i, left), splat(sign))
             for low_at in range(row * heads * 2 * half + i, (row + 1) * heads * 2 * half, 2 * half):
-                low, high = _get(x, low_at, left), _get(x, low_at + half, left)
-                _put(out, low_at, left, sub(mul(low, c), mul(high, s)))
-                _put(out, low_at + half, left, add(mul(high, c), mul(low, s)))
+                low, high = get(x, low_at, left), get(x, low_at + half, left)
+                put(out, low_at, left, sub(mul(low, c), mul(high, s)))
+                put(out, low_at + half, left, add(mul(high, c), mul(low, s)))
         row = take(counter)

@@ -29,7 +29,7 @@ from rlloop.numerics.simd import intrinsic
 # What kernels of other files are built from. Numba compiles a cached kernel again when its own file changes, so a
 # change to one of these leads to another cache.
 SHARED = ("simd.py", "random.py", "cpu/jit.py", "cpu/tiles.py")
-GRAIN = 1 << 17  # multiply-adds that are worth waking another thread for: some microseconds
+GRAIN = 1 << 20  # multiply-adds that are worth waking another thread for: it takes some 50 us to come
 
 
 def _cache_folder() -> Path:

@@ -16,7 +16,7 @@ FEW_ROWS = 3
 
 
 @kernel
-def _finish(sums, tiles, num_rows, bias, has_bias, out, at, column, columns):
+def finish(sums, tiles, num_rows, bias, has_bias, out, at, column, columns):
     """Rounds sums [num_rows, 16 * tiles] into out[:, column:], whose rows are `columns` long."""
     for row in range(num_rows):
         for n in range(column, min(columns, column + tiles * LANES), LANES):
@@ -26,6 +26,30 @@ def _finish(sums, tiles, num_rows, bias, has_bias, out, at, column, columns):
             else:
                 total = add(total, load_part(bias, n, count)) if has_bias else total
                 store_part(out, at + row * columns + n, count, total)
+
+
+@kernel
+def add_strip(
+    lanes, by_row, rows, rows_by_row, column, columns, first, count, num_rows, width, tiles, chunk, packed, panel,
+    starts, sums,
+):  # fmt: skip
+    """sums [count, 16 * tiles] of `product`, for `count` rows from `first` on and the columns from `column` on."""
+    depth = PACKED // (tiles * LANES)
+    for lane in range(tiles * LANES):  # the last row stands in for those past the end: its sums are not kept
+        starts[lane] = min(column + lane, columns - 1) * width
+    for begin in range(0, width, depth):
+        end = min(width, begin + depth)
+        if by_row:
+            for lane in range(0, tiles * LANES, LANES):
+                pack_rows(lanes, starts, lane, begin, end, packed, lane, tiles * LANES)
+        else:
+            pack_columns(lanes, column, columns, begin, end, packed, tiles)
+        if rows_by_row:
+            at = first * width + begin
+            add_products(packed, 0, tiles, rows, at, width, 1, count, end - begin, sums, 0, begin == 0)
+        else:
+            pack_columns(rows, first, num_rows, begin, end, panel, chunk // LANES)
+            add_products(packed, 0, tiles, panel, 0, 1, chunk, count, end - begin, sums, 0, begin == 0)
 
 
 @parallel_kernel
@@ -38,31 +62,18 @@ def product(
     float32. The others are of any float kind. A task makes `chunk` rows of 16 * tiles columns.
     """
     strips, parts = (columns + tiles * LANES - 1) // (tiles * LANES), (num_rows + chunk - 1) // chunk
-    depth = PACKED // (tiles * LANES)
-    packed = np.empty(PACKED, np.float32)
-    panel = np.empty(0 if rows_by_row else depth * chunk, np.float32)
+    packed, starts = np.empty(PACKED, np.float32), np.empty(tiles * LANES, np.int64)
+    panel = np.empty(0 if rows_by_row else PACKED // (tiles * LANES) * chunk, np.float32)
     sums = np.empty(chunk * tiles * LANES, np.float32)
-    starts = np.empty(tiles * LANES, np.int64)
     task = take(counter)
     while task < strips * parts:
         column, first = task % strips * tiles * LANES, task // strips * chunk
         count = min(chunk, num_rows - first)
-        for lane in range(tiles * LANES):  # the last row stands in for those past the end: its sums are not kept
-            starts[lane] = min(column + lane, columns - 1) * width
-        for begin in range(0, width, depth):
-            end = min(width, begin + depth)
-            if by_row:
-                for lane in range(0, tiles * LANES, LANES):
-                    pack_rows(lanes, starts, lane, begin, end, packed, lane, tiles * LANES)
-            else:
-                pack_columns(lanes, column, columns, begin, end, packed, tiles)
-            if rows_by_row:
-                at = first * width + begin
-                add_products(packed, 0, tiles, rows, at, width, 1, count, end - begin, sums, 0, begin == 0)
-            else:
-                pack_columns(rows, first, num_rows, begin, end, panel, chunk // LANES)
-                add_products(packed, 0, tiles, panel, 0, 1, chunk, count, end - begin, sums, 0, begin == 0)
-        _finish(sums, tiles, count, bias, has_bias, out, first * columns, column, columns)
+        add_strip(
+            lanes, by_row, rows, rows_by_row, column, columns, first, count, num_rows, width, tiles, chunk, packed,
+            panel, starts, sums,
+        )  # fmt: skip
+        finish(sums, tiles, count, bias, has_bias, out, first * columns, column, columns)
         task = take(counter)
 
 

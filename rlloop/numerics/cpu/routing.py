@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.cpu.elementwise import _get, _put
+from rlloop.numerics.cpu.elementwise import get, put
 from rlloop.numerics.cpu.jit import kernel, parallel_kernel, take
 from rlloop.numerics.simd import LANES, add, div, exp, fma, load, mul, reduce_sum, splat, store, sub
 
@@ -20,7 +20,7 @@ def _softmax(logits, at, count, scores):
     for e in range(count):
         top = max(top, logits[at + e])
     for i in range(0, count, LANES):
-        _put(scores, at + i, count - i, exp(sub(_get(logits, at + i, count - i), splat(top))))
+        put(scores, at + i, count - i, exp(sub(get(logits, at + i, count - i), splat(top))))
     for e in range(count):
         total += scores[at + e]
     for e in range(count):
@@ -30,8 +30,8 @@ def _softmax(logits, at, count, scores):
 @kernel
 def _sigmoid(logits, at, count, scores):
     for i in range(0, count, LANES):
-        x = _get(logits, at + i, count - i)
-        _put(scores, at + i, count - i, div(splat(ONE), add(splat(ONE), exp(sub(splat(ZERO), x)))))
+        x = get(logits, at + i, count - i)
+        put(scores, at + i, count - i, div(splat(ONE), add(splat(ONE), exp(sub(splat(ZERO), x)))))
 
 
 @kernel
@@ -128,7 +128,7 @@ def combine(counter, slots, chosen, weights, shared, has_shared, each, width, to
                 left, total = width - i, splat(ZERO)
                 for s in range(top_k):
                     slot = t * top_k + order[s]
-                    product = mul(_get(slots, slot * width + i, left), splat(weights[slot]))
+                    product = mul(get(slots, slot * width + i, left), splat(weights[slot]))
                     if each:
                         store(line, 0, product)
                         total = add(total, load(line, 0))
@@ -137,8 +137,8 @@ def combine(counter, slots, chosen, weights, shared, has_shared, each, width, to
                     else:
                         total = add(total, product)
                 if has_shared:
-                    total = add(total, _get(shared, t * width + i, left))
-                _put(out, t * width + i, left, total)
+                    total = add(total, get(shared, t * width + i, left))
+                put(out, t * width + i, left, total)
         begin = take(counter) * ROWS
 
 
@@ -153,8 +153,8 @@ def combine_backward(counter, slots, weights, grad, width, top_k, grad_slots, gr
                 lanes, weight = splat(ZERO), splat(weights[slot])
                 for i in range(0, width, LANES):
                     left = width - i
-                    slope = _get(grad, t * width + i, left)
-                    lanes = fma(slope, _get(slots, slot * width + i, left), lanes)
-                    _put(grad_slots, slot * width + i, left, mul(slope, weight))
+                    slope = get(grad, t * width + i, left)
+                    lanes = fma(slope, get(slots, slot * width + i, left), lanes)
+                    put(grad_slots, slot * width + i, left, mul(slope, weight))
                 grad_weights[slot] = reduce_sum(lanes)
         begin = take(counter) * ROWS

@@ -78,6 +78,8 @@ def off(x: Tensor, op: str) -> Tensor:
 class Faulty:
     """`Ops` with one operation, or one of its results, that is off."""
 
+    fuses = False  # or the operation would be part of another
+
     def __init__(self, ops: Ops, planted: str) -> None:
         self._ops, self.profile = ops, ops.profile
         self._name, self._part = PART.get(planted, (planted, None))
