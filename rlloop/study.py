@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rlloop.records import flatten, read_config, read_records, with_defaults
+from rlloop.records import read_config, read_records
+from rlloop.resuming import flatten, with_defaults
 
 NOT_OF_THE_ARM = ("seed", "run.dir")
 

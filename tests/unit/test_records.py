@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -8,14 +10,15 @@ from rlloop.records import (
     read_config,
     read_records,
     read_rollouts,
-    refuse_other_run,
     require_run,
     rollout_files,
     rollout_rows,
     summarize,
 )
+from rlloop.resuming import refuse_other_run
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
 
+RUN = Path("run")
 CONFIG = {"seed": 0, "trainer": {"lr": 0.1, "num_steps": 5, "schedule": "constant"}, "parity": {"mode": "require"}}
 
 
@@ -116,29 +119,29 @@ def test_another_meaning_is_refused_by_key(tmp_path):
 
 
 def test_a_run_older_than_a_key_goes_on_with_its_default():
-    refuse_other_run("run", CONFIG, {**CONFIG, "algorithm": {"max_refills": 0}})  # pyright: ignore[reportArgumentType]
+    refuse_other_run(RUN, CONFIG, {**CONFIG, "algorithm": {"max_refills": 0}})
     with pytest.raises(RunError, match=r"algorithm\.max_refills: the run has 0, given is 3"):
-        refuse_other_run("run", CONFIG, {**CONFIG, "algorithm": {"max_refills": 3}})  # pyright: ignore[reportArgumentType]
+        refuse_other_run(RUN, CONFIG, {**CONFIG, "algorithm": {"max_refills": 3}})
 
 
 def test_only_a_constant_schedule_may_grow():
-    refuse_other_run("run", CONFIG, changed(trainer={"num_steps": 9}))  # pyright: ignore[reportArgumentType]
+    refuse_other_run(RUN, CONFIG, changed(trainer={"num_steps": 9}))
     falling = changed(trainer={"schedule": "linear"})
     with pytest.raises(RunError, match=r"trainer\.num_steps"):
-        refuse_other_run("run", falling, changed(trainer={"schedule": "linear", "num_steps": 9}))  # pyright: ignore[reportArgumentType]
+        refuse_other_run(RUN, falling, changed(trainer={"schedule": "linear", "num_steps": 9}))
 
 
 def test_another_number_of_engines_goes_on_with_the_run():
     alone, four = ({**CONFIG, "launch": "ray", "ray": {"replicas": replicas}} for replicas in (0, 4))
-    refuse_other_run("run", alone, four)  # pyright: ignore[reportArgumentType]
+    refuse_other_run(RUN, alone, four)
 
 
 def test_engine_sizes_may_change_while_the_contract_is_enforced():
     small, large = ({**CONFIG, "rollout": {"page_size": size}} for size in (16, 64))
-    refuse_other_run("run", small, large)  # pyright: ignore[reportArgumentType]
+    refuse_other_run(RUN, small, large)
     observed = {"parity": {"mode": "observe"}}
     with pytest.raises(RunError, match=r"rollout\.page_size"):
-        refuse_other_run("run", {**small, **observed}, {**large, **observed})  # pyright: ignore[reportArgumentType]
+        refuse_other_run(RUN, {**small, **observed}, {**large, **observed})
 
 
 def sample(logprobs: np.ndarray, raw: np.ndarray) -> Sample:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from rlloop.cli import main
-from rlloop.records import flatten
+from rlloop.resuming import flatten
 from rlloop.study import Arm, CollapseRule, Run, arms_of, band, differences, dose, over_seeds, verdict_of
 from rlloop.study_plots import draw_arms
 
