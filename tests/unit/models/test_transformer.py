@@ -37,6 +37,9 @@ class ContiguousCache:
         ]
         self.slots = torch.empty(0, dtype=torch.int64)
 
+    def places(self, layer: int, *names: str) -> tuple[Tensor, ...]:
+        return self.slots, *(self.stores[layer][name] for name in names)
+
     def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:
         for name, tensor in tensors.items():
             self.stores[layer][name][self.slots] = tensor
