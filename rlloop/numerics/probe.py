@@ -109,7 +109,7 @@ def _fused(ops: Ops, draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
     for together, weight in zip(ops.three_linears(x, first, second, third), (first, second, third), strict=True):
         yield "linear", together, ops.linear(x, weight)
     yield "activation", ops.gated_linear(x, second, third), ops.silu_mul(ops.linear(x, second), ops.linear(x, third))
-    q, k, v, table, norms = draw(ROWS, 4, 24), draw(ROWS, 2, 24), draw(ROWS, 2, 24), draw(ROWS, 12).float(), draw(2, 24)
+    q, k, v, table, norms = draw(ROWS, 4, 64), draw(ROWS, 2, 64), draw(ROWS, 2, 64), draw(ROWS, 32).float(), draw(2, 64)
     positions = torch.arange(ROWS, device=q.device)
     keys, values = torch.zeros_like(k), torch.zeros_like(v)
     slots = positions.flip(0)
