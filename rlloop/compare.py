@@ -154,8 +154,7 @@ def _write(
 
     curves = draw_arms(arms)
     if output.suffix == ".png":
-        output.write_bytes(curves)
-        return [output]
+        return _save({output: curves})
     response = draw_doses(arms, doses)
     names, machines = [arm.name for arm in arms], _machines(arms)
     data = {
@@ -176,8 +175,15 @@ def _write(
         output.with_suffix(".dose.png"): response,
         output.with_suffix(".json"): (json.dumps(data, indent=1) + "\n").encode(),
     }
+    return _save(files)
+
+
+def _save(files: Mapping[Path, bytes]) -> list[Path]:
     for file, content in files.items():
-        file.write_bytes(content)
+        try:
+            file.write_bytes(content)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written: {error.strerror}; give -o another name") from None
     return list(files)
 
 

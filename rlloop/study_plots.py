@@ -77,7 +77,8 @@ def draw_doses(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> bytes:
         ylabel="held-out pass@1 at the end (hollow: through the engine)",
     )
     _finish(axes)
-    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+    if axes.get_legend_handles_labels()[1]:  # none where no run was evaluated
+        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
     return _png(figure)
 
 

@@ -1,0 +1,22 @@
+"""`rlloop compare -o`: where the report cannot be written."""
+
+import json
+
+import pytest
+
+from rlloop.cli import main
+
+
+@pytest.mark.parametrize("ending", ["html", "png"])
+def test_a_report_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys, ending):
+    for seed in range(2):
+        run = tmp_path / f"seed={seed}"
+        run.mkdir()
+        (run / "config.yaml").write_text(f"seed: {seed}\n")
+        (run / "metrics.jsonl").write_text(
+            "".join(json.dumps({"step": step, "reward/mean": 0.5}) + "\n" for step in (1, 2))
+        )
+    taken = tmp_path / f"report.{ending}"
+    taken.mkdir()
+    assert main(["compare", str(tmp_path / "seed=0"), str(tmp_path / "seed=1"), "-o", str(taken)]) == 2
+    assert f"{taken} cannot be written: Is a directory" in capsys.readouterr().err
