@@ -97,7 +97,7 @@ def print_summary(console: Console, folder: Path, summary: Mapping[str, Any]) ->
         title=f"{folder}: {summary['status']} at step {summary['step']}", show_header=False, title_justify="left"
     )
     table.add_column(style="bold")
-    table.add_column()
+    table.add_column(overflow="fold")  # a path is of no use cut short
     for name, label in (("eval/solved", "pass@1, held-out"), ("reward/mean", "reward")):
         if summary[name]:
             table.add_row(label, "{first:.3f} -> {last:.3f} (best {best:.3f})".format(**summary[name]))

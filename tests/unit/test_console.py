@@ -1,4 +1,5 @@
 import io
+from pathlib import Path
 
 from rich.console import Console
 
@@ -77,6 +78,14 @@ def test_the_summary_is_one_screen(tmp_path):
     assert len(said(console).splitlines()) < 24
     for part in ("finished at step 1", "0.200 -> 0.500 (best 0.500)", "0 of 1,000", "4 sampled", "1:01"):
         assert part in said(console)
+
+
+def test_a_long_path_is_not_cut_short():
+    console = plain(width=60)
+    folder = Path("runs") / ("trainer.lr=0.0005," * 4)
+    print_summary(console, folder, summarize([{"step": 1, **STEP}], "finished"))
+    cells = "".join(line.strip("│ ").split("│")[-1].strip() for line in said(console).splitlines())
+    assert f"{folder}/curve.png" in cells
 
 
 def test_numbers_for_people():
