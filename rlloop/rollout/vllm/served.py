@@ -251,8 +251,15 @@ class ServedEngine:
         prompt, sampling, answer = self._running.pop(id)
         try:
             [made] = msgspec.json.decode(answer.result(), type=_Answer).choices
-        except (msgspec.DecodeError, ValueError) as error:
-            raise UpstreamError(f"vLLM at {self._upstream.url} answered what is no completion: {error}") from None
+            rows = made.logprobs.content
+            logprobs = np.array([row.logprob for row in rows], np.float32)
+            if self.facts.stock:
+                raw = raw_of_stock(sampling, logprobs)
+            else:
+                columns = [{each.id: each.logprob for each in row.top_logprobs} for row in rows]
+                raw = np.array([row[RAW_ID] for row in columns], np.float32)
+        except (msgspec.DecodeError, ValueError, KeyError) as error:
+            raise UpstreamError(f"vLLM at {self._upstream.url} answered what is no completion: {error!r}") from None
         if self.facts.says_weights or chosen is None:
             labels = [each.version for each in made.weight_versions or ()]
         else:
@@ -260,12 +267,6 @@ class ServedEngine:
         if made.token_ids and labels != [self.label]:
             version, self.policy_version, self.label = self.policy_version, TORN, ""
             raise VersionUnavailable(TORN, version, version)
-        logprobs = np.array([each.logprob for each in made.logprobs.content], np.float32)
-        if self.facts.stock:
-            raw = raw_of_stock(sampling, logprobs)
-        else:
-            columns = [{each.id: each.logprob for each in row.top_logprobs} for row in made.logprobs.content]
-            raw = np.array([row[RAW_ID] for row in columns], np.float32)
         computed = len(prompt) + len(made.token_ids) - 1 if made.token_ids else 0  # the last token is only drawn
         self._stats.requests += 1
         self._stats.prompt_tokens += len(prompt)

@@ -42,6 +42,7 @@ class Vllm:
         self.step, self.changes, self.label = TORN, 0, "default"
         self.named = list[str]()  # the requests that were asked about
         self.missing = ""  # a route that is not there
+        self.raw_id = -1  # of the second column of logprobs
         every = Route("/{path:path}", self.answer, methods=["GET", "POST"])
         self.server = BackgroundServer(Starlette(routes=[every]), Listen())
 
@@ -82,7 +83,7 @@ class Vllm:
             return self.choice_of_026()
         content = [
             {"token_id": id, "logprob": logprob, "top_logprobs": [
-                {"token_id": id, "logprob": logprob}, {"token_id": -1, "logprob": 2 * logprob}]}
+                {"token_id": id, "logprob": logprob}, {"token_id": self.raw_id, "logprob": 2 * logprob}]}
             for id, logprob in ((7, -0.5), (9, -1.25))
         ]  # fmt: skip
         spans = [{"version": self.label, "start": 0, "end": 2}]
@@ -262,6 +263,20 @@ def test_requests_that_vllm_would_take_otherwise_never_reach_it(line, upstream):
         with pytest.raises(ConfigError, match=named):
             stock.add_request([5], SamplingParams(max_tokens=2, **options))
     assert vllm.bodies == []
+
+
+def test_an_answer_that_is_no_completion_ends_what_is_in_flight_and_no_more(line):
+    vllm, engine, service, replica = line
+    vllm.next_step = 1
+    replica.poll()
+    vllm.raw_id = 5
+    params = SamplingParams(max_tokens=2, seed=3)
+    with pytest.raises(UpstreamError, match=r"no completion: KeyError\(-1\)"):
+        service.submit([[5, 6]] * 4, [params] * 4).result(20)
+    id = engine.add_request([5], params)
+    assert engine.abort(id) is None
+    vllm.raw_id = -1
+    assert ask(service).token_ids == [7, 9]
 
 
 def test_a_server_that_goes_away(line):
