@@ -26,7 +26,7 @@ def group_norm(rewards: ArrayLike, groups: ArrayLike, *, eps: float = 1e-6) -> A
     """
     centred, members, index = _centre(rewards, groups)
     deviations = np.sqrt(np.bincount(index, centred**2) / np.maximum(members - 1, 1))
-    return centred / (deviations[index] + eps)
+    return _scaled(centred, deviations[index] + eps)
 
 
 def group_mean(rewards: ArrayLike, groups: ArrayLike) -> Array:
@@ -50,7 +50,7 @@ def batch_norm(rewards: ArrayLike, groups: ArrayLike, *, eps: float = 1e-6) -> A
     their proportions, as with `group_mean`, but the size of the rewards does not matter. The std is the sample's.
     """
     centred, _, _ = _centre(rewards, groups)
-    return centred / (_std(centred) + eps)
+    return _scaled(centred, _std(centred) + eps)
 
 
 def global_norm(rewards: ArrayLike, groups: ArrayLike, *, eps: float = 1e-6) -> Array:
@@ -60,7 +60,7 @@ def global_norm(rewards: ArrayLike, groups: ArrayLike, *, eps: float = 1e-6) -> 
     """
     flat = np.asarray(rewards, dtype=np.float64)
     centred, _, _ = _centre(flat, np.zeros(len(flat), dtype=np.int64))
-    return centred / (_std(centred) + eps)
+    return _scaled(centred, _std(centred) + eps)
 
 
 def raw(rewards: ArrayLike, groups: ArrayLike) -> Array:
@@ -85,6 +85,11 @@ def _centre(rewards: ArrayLike, groups: ArrayLike) -> tuple[Array, NDArray[np.in
     _, first, index, members = np.unique(np.asarray(groups), return_index=True, return_inverse=True, return_counts=True)
     shifted = flat - flat[first][index]  # equal rewards become exact zeros before anything is rounded
     return shifted - (np.bincount(index, shifted) / members)[index], members, index
+
+
+def _scaled(centred: Array, scale: ArrayLike) -> Array:
+    """centred / scale; what does not vary stays 0 where `eps` is 0 too."""
+    return np.divide(centred, scale, out=np.zeros_like(centred), where=np.asarray(scale) > 0)
 
 
 def _std(values: Array) -> float:

@@ -104,6 +104,8 @@ def test_equal_rewards_give_exactly_zero(reward, size):
     """Not a rounding error of the mean, which 1 / eps would blow up: three times 0.1 is such a case."""
     for name in GROUP_RELATIVE:
         assert not get_advantage(name)([reward] * size, [0] * size).any()
+    for name in ("group_norm", "batch_norm", "global_norm"):
+        assert not get_advantage(name, eps=0)([reward] * size, [0] * size).any()
 
 
 def test_a_lone_sample_gets_no_advantage():
