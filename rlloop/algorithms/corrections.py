@@ -104,28 +104,40 @@ WEIGHING = ("tis", "clip", "mis", "icepop")
 
 
 def corrected(loss: Loss, correction: Correction) -> Loss:
-    """The loss with its policy term weighed, token by token, and `is/truncated_*`, `is/masked` among its metrics.
-
-    A token that the trainer finds impossible (logprob −inf, under truncated sampling that the engine did not share) has
-    weight 0 under every correction; its −inf is taken out, since 0 times infinity would spoil the whole step.
-    """
+    """The loss with its policy term weighed, token by token, and `is/truncated_*`, `is/masked` among its metrics."""
+    loss = possible(loss)
 
     def weighed(batch: LossBatch, /) -> LossOutput:
         kept = batch.unmasked()
         with torch.no_grad():
             result = correction(kept)
-        impossible = (result.weights == 0) & torch.isinf(kept.logprobs + kept.old_logprobs)
-        output = loss(
-            replace(
-                kept,
-                logprobs=kept.logprobs.masked_fill(impossible, 0.0),
-                old_logprobs=kept.old_logprobs.masked_fill(impossible, 0.0),
-                weights=result.weights,
-            )
-        )
+        output = loss(replace(kept, weights=result.weights))
         return LossOutput(output.loss, {**output.metrics, **token_means(kept, result.touched)})
 
     return weighed
+
+
+def possible(loss: Loss) -> Loss:
+    """The loss with weight 0 for tokens that the trainer finds impossible: logprob −inf, under truncated sampling.
+
+    The engine did not share the truncation, or updates since have moved them out of it. They send no gradient, and
+    their infinities, here taken out, would spoil that of others: 0 times infinity is no number.
+    """
+
+    def without(batch: LossBatch, /) -> LossOutput:
+        kept = batch.unmasked()
+        gone = torch.isneginf(kept.logprobs) | torch.isneginf(kept.old_logprobs)
+        weights = torch.ones_like(kept.advantages) if kept.weights is None else kept.weights
+        return loss(
+            replace(
+                kept,
+                logprobs=torch.where(gone, kept.rollout_logprobs, kept.logprobs),
+                old_logprobs=torch.where(gone, kept.rollout_logprobs, kept.old_logprobs),
+                weights=weights.masked_fill(gone, 0.0),
+            )
+        )
+
+    return without
 
 
 def measured(loss: Loss) -> Loss:

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rlloop.algorithms.advantages import ADVANTAGES, GROUP_RELATIVE
 from rlloop.algorithms.batch import Loss
-from rlloop.algorithms.corrections import CORRECTIONS, WEIGHING, Correction, corrected, measured
+from rlloop.algorithms.corrections import CORRECTIONS, WEIGHING, Correction, corrected, measured, possible
 from rlloop.algorithms.losses import LOSSES
 from rlloop.algorithms.shaping import groups_with_signal, overlong_penalty
 from rlloop.config import AlgorithmConfig, Anchor
@@ -54,6 +54,11 @@ def get_correction(corrections: Mapping[str, Mapping[str, Any] | None]) -> Corre
     """Named corrections as one, their factors multiplied: `get_correction({"tis": {"cap": 3.0}, "veto": {}})`."""
     if not corrections:
         raise ConfigError(f"no correction is named; there are {', '.join(CORRECTIONS)}")
+    for name, args in corrections.items():
+        if not isinstance(args, Mapping | None):
+            raise ConfigError(
+                f"correction {name} is {args!r}; it must be a mapping of its arguments, as {{{name}: {{}}}}"
+            )
     parts = [_get("correction", CORRECTIONS, name, dict(args or {})) for name, args in corrections.items()]
     weighing = [name for name in corrections if name in WEIGHING]
     if len(weighing) > 1:
@@ -81,6 +86,8 @@ def loss_for(algorithm: AlgorithmConfig) -> Loss:
                 "again; use mask or veto with it, or another loss"
             )
         loss = corrected(loss, correction)
+    else:
+        loss = possible(loss)
     return measured(loss) if algorithm.anchor is Anchor.trainer else loss
 
 

@@ -1,8 +1,10 @@
 """Names, arguments and their refusals; the config group."""
 
 import inspect
+import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from batches import random_batch
@@ -82,6 +84,7 @@ def test_what_cannot_work_is_refused_by_name(get, name, args, message):
         ({"mask": {"low": 2.0, "high": 1.0}}, r"low \(2.0\) must be below high \(1.0\)"),
         ({"icepop": {"low": 7.0}}, r"low \(7.0\) must be below high \(5.0\)"),
         ({"tis": {}, "icepop": {}}, "tis and icepop both weigh tokens"),
+        ({"tis": 3}, "correction tis is 3; it must be a mapping of its arguments"),
         ({}, "no correction is named"),
     ],
 )
@@ -115,6 +118,23 @@ def test_presets_are_the_documented_defaults(name):
     loss_for(config)(batch).loss.backward()
     assert batch.logprobs.grad is not None
     assert batch.logprobs.grad.any()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_updates_have_moved_out_of_a_truncated_distribution_leaves_the_step_whole(name):
+    """Of the second minibatch, say: the token had a logprob when it was sampled and has none now."""
+    batch = random_batch()
+    now = batch.logprobs.detach().clone()
+    moved = int(batch.mask.nonzero()[0])
+    now[moved] = -math.inf
+    batch = replace(batch, logprobs=now.requires_grad_())
+    output = loss_for(preset(name))(batch)
+    output.loss.backward()
+    assert output.loss.isfinite()
+    assert batch.logprobs.grad is not None
+    assert batch.logprobs.grad.isfinite().all()
+    assert batch.logprobs.grad[moved] == 0
+    assert output.metrics["loss/tokens_discarded"].value > 0
 
 
 def test_presets_cover_every_loss_but_the_supervised_one():
