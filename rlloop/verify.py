@@ -28,10 +28,11 @@ def verify(run: Path, rescored: int = 0) -> Iterator[Check]:
     """
     require_run(run)
     metrics = {record["step"]: record for record in read_records(run / "metrics.jsonl")}
-    certificate = {line["step"]: line for line in read_records(run / "parity.jsonl")}
+    lines = list(read_records(run / "parity.jsonl"))
+    certificate = {line["step"]: line for line in lines}
     yield _check_steps(metrics)
     yield _check_ledger(metrics)
-    yield _check_certificate(list(certificate.values()), metrics)
+    yield _check_certificate(lines, metrics)
     yield _check_rollouts(run, metrics, certificate)
     yield _check_outcomes(run)
     if (run / "orphaned").exists():
@@ -67,6 +68,8 @@ def _check_ledger(metrics: Mapping[int, Mapping[str, Any]]) -> Check:
 
 def _check_certificate(lines: Sequence[Mapping[str, Any]], metrics: Mapping[int, Mapping[str, Any]]) -> Check:
     problems = find_breaks(lines)
+    certified = {line["step"] for line in lines}
+    problems += [f"step {step} has no line" for step in metrics if step > 0 and step not in certified]
     for line in lines:
         known = metrics.get(line["step"])
         if known is not None and known.get("parity/tokens", 0) != line["tokens"]:

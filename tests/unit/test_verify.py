@@ -11,6 +11,7 @@ import yaml
 
 from rlloop.config import ProfileConfig
 from rlloop.models import save_model
+from rlloop.parity.certificate import Certificate
 from rlloop.records import Journal, RunFolder, read_rollouts, rollout_rows
 from rlloop.rescore import rescore
 from rlloop.rollout import Engine
@@ -24,6 +25,7 @@ CONFIG = {
     "fleet": {"max_version_lag": 0},
     "rollout": {"drift": {"stale_steps": 0}},
 }
+LEDGER = [f"ledger/{name}" for name in ("sampled", "accepted", "rejected", "dropped", "trained")]
 ORIGIN = "eu/127.0.0.1:1"
 
 
@@ -101,6 +103,15 @@ def test_one_bit_of_a_stored_logprob_is_found(run):
     change(run, 1, logprobs=[float(f"{value:.9g}") for value in flipped])
     _, problems = rescore(run, 64)
     assert problems == [f"4/1/0: 1 of {len(flipped)} logprobs are not the bits of step_3"]
+
+
+def test_a_certificate_without_its_last_lines_is_found(run):
+    for step in range(3):
+        Journal(run / "metrics.jsonl").append({"step": step, **dict.fromkeys(LEDGER, 0)})
+    Certificate(Journal(run / "parity.jsonl")).append(
+        {"step": 1, "version": 0, "tokens": 0, "tokens_different": 0, "engine": "", "trainer": ""}
+    )
+    assert check(run, "certificate") == ["step 2 has no line"]
 
 
 def test_what_a_crash_undid_must_come_again(run):
