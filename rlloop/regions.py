@@ -59,7 +59,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
     model = load(config, path)
     trainer = make_trainer(model, config, path)
     lag = fleet.max_version_lag
-    history = WeightHistory(model, lag, config.trainer.max_batch_tokens) if lag else None
+    history = WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.routers) if lag else None
     with ExitStack() as stack:
         router = open_router(
             fleet,

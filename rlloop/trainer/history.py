@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlloop.models import Model, score
 from rlloop.trainer.batching import make_step_batch
+from rlloop.trainer.routers import Routers
 from rlloop.types import Sample
 
 FILE = "history.safetensors"
@@ -25,7 +26,9 @@ class WeightHistory:
     under the weights that made them. Those up to `keep` versions back take `keep` + 2 times the memory of the weights.
     """
 
-    def __init__(self, model: Model, keep: int, max_batch_tokens: int) -> None:
+    def __init__(self, model: Model, keep: int, max_batch_tokens: int, routers: Routers) -> None:
+        """`routers`, the trainer's, say whether to replay what the engine chose, and count where choices differ."""
+        self._routers = routers
         self._live, self._keep, self._max_batch_tokens = model, keep, max_batch_tokens
         self._twin = copy.deepcopy(model).requires_grad_(False)
         self._versions: dict[int, dict[str, Tensor]] = {}
@@ -40,6 +43,8 @@ class WeightHistory:
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """[T] float32 a sample: what the trainer would have computed with the weights that sampled it."""
         found: dict[int, np.ndarray] = {}
+        self._routers.begin()
+        watching = {"replay": self._routers.replay, "watch": self._routers.watch}
         for version in sorted({sample.completion.policy_version for sample in samples}):
             places = [i for i, sample in enumerate(samples) if sample.completion.policy_version == version]
             for name, weight in self._twin.named_parameters():
@@ -50,7 +55,8 @@ class WeightHistory:
                 old_logprobs=None,
                 device=self._twin.device,
             )
-            scored = torch.cat([score(self._twin, batch.rows[part.sequences])[0] for part in batch.micro_batches])
+            parts = [score(self._twin, batch.rows[part.sequences], **watching)[0] for part in batch.micro_batches]
+            scored = torch.cat(parts)
             found |= dict(zip(places, batch.split(scored), strict=True))
         return [found[i] for i in range(len(samples))]
 

@@ -1,15 +1,20 @@
 import numpy as np
 import torch
 
+from rlloop.config import TrainerConfig
+from rlloop.models import load_model
 from rlloop.rollout import Engine
+from rlloop.trainer import Trainer
 from rlloop.trainer.history import WeightHistory
+from rlloop.trainer.routers import Routers
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
+from tests.checkpoints import make_checkpoint
 from tests.parity.models import tiny_qwen3
 
 
 def test_samples_are_scored_under_the_weights_that_made_them(tmp_path):
     model = tiny_qwen3(64)
-    engine, history = Engine(model), WeightHistory(model, keep=2, max_batch_tokens=64)
+    engine, history = Engine(model), WeightHistory(model, 2, 64, Routers(model, TrainerConfig()))
     samples = []
     for version in range(4):
         with torch.no_grad():
@@ -29,6 +34,30 @@ def test_samples_are_scored_under_the_weights_that_made_them(tmp_path):
         for sample, logprobs in zip(kept, found, strict=True):
             assert np.array_equal(logprobs.view(np.int32), sample.completion.logprobs.view(np.int32)), again
         history.save(tmp_path)
-        history = WeightHistory(model, keep=2, max_batch_tokens=64)
+        history = WeightHistory(model, 2, 64, Routers(model, TrainerConfig()))
         history.restore(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(live, model.parameters(), strict=True))
+
+
+def test_choices_are_compared_and_replayed_under_those_weights_too(tmp_path):
+    make_checkpoint(tmp_path, "qwen3_moe")
+    model = load_model(tmp_path)
+    trainer = Trainer(model, TrainerConfig())
+    history = WeightHistory(model, 1, 999, trainer.routers)
+    history.remember(0)
+    sampling = [SamplingParams(max_tokens=9, seed=i) for i in range(3)]
+    made = Engine(model).generate([[3, 4 + i] for i in range(3)], sampling)
+    samples = [Sample(str(i), Example("e", [3], "", {}), each, "", RewardResult(0.0), i) for i, each in enumerate(made)]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(-1)
+    trainer.logprobs(samples)
+    assert trainer.routing()["parity/router_different"] > 0  # of the weights as they are now
+    scored = history.logprobs(samples)
+    assert trainer.routing() == {"parity/router_different": 0.0}
+    for sample in samples:
+        sample.completion.routed_experts[:] = [0, 1]
+    trainer.replay_experts(True)
+    replayed = history.logprobs(samples)
+    assert trainer.routing() == {"parity/router_different": 0.0}
+    assert not any(np.array_equal(a, b) for a, b in zip(scored, replayed, strict=True))
