@@ -275,6 +275,7 @@ class RunConfig:
                 "rollout.drift.products=fp8 calls kernels of a GPU; set device=cuda, or rollout.drift.products=none, "
                 "which rounds alike on a CPU"
             )
+        self._check_reference()
         self._check_parity()
         self._check_fleet()
         check_engine(self)
@@ -283,6 +284,16 @@ class RunConfig:
     def max_prompts(self) -> int:
         """Prompts that one step may sample."""
         return self.rollout.num_prompts * (1 + self.algorithm.max_refills)
+
+    def _check_reference(self) -> None:
+        sampled, algorithm = self.rollout, self.algorithm
+        if not (algorithm.reward_kl_coef or algorithm.loss_args.get("kl_coef")):
+            return
+        if sampled.top_p < 1 or sampled.top_k or sampled.min_p:
+            raise ConfigError(
+                "KL to the reference (algorithm.loss_args.kl_coef, algorithm.reward_kl_coef) is infinite under rollout."
+                "top_p, top_k or min_p, once the policy samples what the reference would leave out; drop either"
+            )
 
     def _check_fleet(self) -> None:
         if self.fleet.kind is not FleetKind.regions:

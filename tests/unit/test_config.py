@@ -139,6 +139,9 @@ def test_braces_bring_keys_of_their_own_where_a_section_is_free(override, sectio
         ("algorithm.max_refills=2", "0 unless algorithm.dynamic_sampling is true"),
         ("algorithm.reward_kl=k4", "k1, k2 or k3"),
         ("algorithm.reward_kl_coef=-1", "0 (off) or positive"),
+        ("{algorithm: {reward_kl_coef: 0.1}, rollout: {top_p: 0.9}}", "KL to the reference"),
+        ("{algorithm: {loss_args: {kl_coef: 0.1}}, rollout: {top_k: 5}}", "is infinite under rollout.top_p, top_k"),
+        ("trainer.lr=${nope}", "trainer.lr: Interpolation key 'nope' not found"),
         ("rollout.profile.linear=stock", "set parity.mode=observe"),
         ("model.profile.linear=stock", "parity.mode=require cannot hold"),
         ("rollout.profile.linear=stok", "null (the model's own), rlloop, stock, huggingface, reference"),
@@ -160,7 +163,7 @@ def test_values_that_cannot_work_are_refused_by_name(override, says):
 
 
 def from_override(override: str) -> DictConfig:
-    return OmegaConf.from_dotlist([override])
+    return OmegaConf.create(override) if override.startswith("{") else OmegaConf.from_dotlist([override])
 
 
 def test_a_missing_recipe_lists_what_there_is(working_folder):
