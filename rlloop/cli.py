@@ -141,13 +141,14 @@ def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]
     checked = []
     for name, overrides in sweep:
         composed = compose_recipe(recipe, overrides)
-        if composed.run.dir == "":
+        config = build(composed)
+        if config.run.dir == "":
             raise ConfigError("run.dir is empty; it must be a folder, or null for runs/<recipe>/<time>")
-        folder = (Path(composed.run.dir) if composed.run.dir is not None else default) / name
-        composed.run.dir = str(folder)
+        folder = (default if config.run.dir is None else Path(config.run.dir)) / name
+        config.run.dir = composed.run.dir = str(folder)
         again = [text for text in overrides if not text.startswith("run.dir=")]
         command = shlex.join(["rlloop", "train", "--config-name", recipe, *again, f"run.dir={_quoted(folder)}"])
-        checked.append((recipe, build(composed), as_container(composed), folder, command))
+        checked.append((recipe, config, as_container(composed), folder, command))
 
     from rlloop.launch import Job  # brings torch, which no mistake in a configuration should have to wait for
 

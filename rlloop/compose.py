@@ -45,6 +45,8 @@ FREE = (
     "algorithm.correction",
 )
 
+GROUPS = ("algorithm", "fleet")  # beside a recipe's own, which are its folders
+
 _store = ConfigStore.instance()
 _root = OmegaConf.structured(RunConfig)
 OmegaConf.set_struct(_root, False)
@@ -74,7 +76,7 @@ def compose_recipe(name: str, overrides: Sequence[str]) -> DictConfig:
     """The composed configuration, not yet checked."""
     folder, stem = find_recipe(name)
     for override in overrides:
-        _refuse_malformed(override)
+        _refuse_malformed(override, folder)
     try:
         return _compose(folder, stem, overrides)
     except (HydraException, OmegaConfBaseException) as error:
@@ -83,9 +85,15 @@ def compose_recipe(name: str, overrides: Sequence[str]) -> DictConfig:
 
 def expand_sweep(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
     """The jobs of a multirun: (name of the job by what it sweeps, such as `seed=1,trainer.lr=0.001`; its overrides)."""
-    parsed = _parse(overrides)
+    parsed = [_parse_one(override) for override in overrides]
     swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
-    (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    try:
+        (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    except HydraException as error:
+        raise ConfigError(
+            f"-m sweeps over key=a,b,c, choice(a, b) and range(1, 4), not over all of {', '.join(sorted(swept))} "
+            f"({_first_lines(error, 1)})"
+        ) from error
     named = []
     for index, job in enumerate(jobs):
         parts = [text.lstrip("+").replace("/", "-") for text in job if text.partition("=")[0] in swept]
@@ -95,13 +103,14 @@ def expand_sweep(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 def build(composed: DictConfig) -> RunConfig:
     """Check everything and make plain dataclasses of it. Raises `ConfigError`."""
-    missing = sorted(OmegaConf.missing_keys(composed))
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} must be given: the recipe leaves it to you, as in {missing[0]}=...")
     try:
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            listed = ", ".join(missing)
+            raise ConfigError(f"{listed} must be given: the recipe leaves it to you, as in {missing[0]}=...")
         return cast(RunConfig, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:
-        raise ConfigError(_first_lines(error)) from error
+        raise ConfigError((f"{error.full_key}: " if error.full_key else "") + _first_lines(error)) from error
 
 
 def as_container(config: DictConfig) -> dict[str, Any]:
@@ -123,7 +132,7 @@ def _compose(folder: Path, stem: str, overrides: Sequence[str]) -> DictConfig:
 def _opened(override: str) -> str:
     """`algorithm.correction={tis: {}}` brings keys of its own, which Hydra takes by ++ alone. Who reads a free section
     refuses what it does not know."""
-    [parsed] = _parse([override])
+    parsed = _parse_one(override)
     key = parsed.get_key_element()
     return (
         f"++{override}"
@@ -148,21 +157,25 @@ def _refuse_added(node: DictConfig, path: str = "") -> None:
             _refuse_added(inner, f"{path}{name}.")
 
 
-def _parse(overrides: Sequence[str]) -> list[Any]:
-    return OverridesParser.create().parse_overrides(list(overrides))
-
-
-def _refuse_malformed(override: str) -> None:
+def _parse_one(override: str) -> Any:
     try:
-        [parsed] = _parse([override])
+        [parsed] = OverridesParser.create().parse_overrides([override])
     except OverrideParseException as error:
         raise ConfigError(
             f"{override!r} is not an override; write key=value, +key=value or ~key ({_first_lines(error, 1)})"
         ) from error
+    return parsed
+
+
+def _refuse_malformed(override: str, folder: Path) -> None:
+    parsed = _parse_one(override)
     if override.lstrip("+~").startswith(("hydra.", "hydra/")):
         raise ConfigError(
             f"{override!r}: rlloop composes with Hydra but runs the jobs itself; hydra.* has no effect here"
         )
+    key = parsed.key_or_group
+    if parsed.value() is None and not parsed.is_delete() and (key in GROUPS or (folder / key).is_dir()):
+        raise ConfigError(f"{override!r}: {key} picks an entry of its group; write {key}=NAME")
     if parsed.is_sweep_override():
         raise ConfigError(f"{override!r} names several values; add -m to run each, or quote it: {_quoted(override)}")
 

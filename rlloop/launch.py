@@ -109,7 +109,8 @@ def train(job: Job, console: Console) -> int:
 def prepare(config: RunConfig) -> Prepared:
     """Find everything that `config` names. Raises within seconds for what is not there or cannot work."""
     algorithm = config.algorithm
-    if config.parity.mode is ParityMode.fallback and not algorithm.correction:
+    corrects = algorithm.correction or algorithm.loss == "importance_sampling"
+    if config.parity.mode is ParityMode.fallback and not corrects:
         # The rung under bitwise. Its weights are exactly 1 as long as engine and trainer agree, so it may always be on.
         if algorithm.anchor is Anchor.rollout:
             raise ConfigError(
@@ -122,10 +123,12 @@ def prepare(config: RunConfig) -> Prepared:
     advantages = advantages_for(algorithm, config.rollout.max_tokens, config.rollout.group_size)
     loss = loss_for(algorithm)
     check_sinks(config.sinks)
-    if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
-        raise ModelError(
-            f"model.path is {config.model.path!r}, without a config.json; it must be a Hugging Face checkpoint folder"
-        )
+    for key in ("path", "reference_path"):
+        path = getattr(config.model, key)
+        if path is not None and not (Path(path) / "config.json").is_file():
+            raise ModelError(
+                f"model.{key} is {path!r}, without a config.json; it must be a Hugging Face checkpoint folder"
+            )
     if config.device != "cpu" and not (config.device.startswith("cuda") and torch.cuda.is_available()):
         have = "cpu, cuda" if torch.cuda.is_available() else "cpu (torch sees no CUDA device here)"
         raise ConfigError(f"device is {config.device!r}; it must be one of {have}")

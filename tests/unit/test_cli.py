@@ -140,6 +140,9 @@ def test_a_sweep_with_a_mistake_starts_nothing(rlloop, tmp_path):
     code, said = rlloop.train("-m", "trainer.lr=0.1,-1", "run.dir=sweep")
     assert (code, "trainer.lr is -1" in said) == (2, True)
     assert not (tmp_path / "sweep").exists()
+    for override, says in (("seed", "'seed' is not an override"), ("trainer.lr=interval(0,1)", "INTERVAL_SWEEP")):
+        code, said = rlloop.train("-m", "seed=0,1", override)
+        assert (code, says in said) == (2, True)
 
 
 def test_cfg_job_prints_and_stops(rlloop, tmp_path):
@@ -168,6 +171,9 @@ def test_help_has_examples_and_lists_recipes(rlloop):
         (["reward._target_=nosuch.reward"], 2, "there is no module 'nosuch'"),
         (["reward._target_=rlloop.testing.fake_rewrad"], 2, "did you mean fake_reward?"),
         (["model.path=nosuch"], 2, "model.path is 'nosuch'"),
+        (["model.reference_path=nosuch"], 2, "model.reference_path is 'nosuch'"),
+        (["algorithm=null"], 2, "'algorithm=null': algorithm picks an entry of its group"),
+        (["run.dir=${oc.env:NO_SUCH_VARIABLE}"], 2, "Environment variable 'NO_SUCH_VARIABLE' not found"),
         (["device=tpu"], 2, "device is 'tpu'; it must be one of cpu"),
         (["launch=slurm", "run.dir=out"], 2, "[local, ray]"),
         (["run.dir="], 2, "run.dir is empty"),
@@ -185,6 +191,13 @@ def test_mistakes_end_by_name_before_a_folder_is_made(rlloop, tmp_path, override
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_loss_that_corrects_by_itself_needs_no_other_correction_to_fall_back_to(rlloop):
+    assert rlloop.train("algorithm=importance_sampling", "parity.mode=fallback", "trainer.num_steps=1")[0] == 0
+
+
+RELAY = ["serve", "relay", "--upstream", "http://127.0.0.1:1", "--cache", "c"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -196,6 +209,16 @@ def test_mistakes_end_by_name_before_a_folder_is_made(rlloop, tmp_path, override
         (["verify", "recipes"], "recipes is not a run's folder"),
         (["compare", "a", "b", "-o", "/dev/null/report.html"], "its folder cannot be made: "),
         (["serve", "relay", "--upstream", "http://127.0.0.1:1", "--cache", "/dev/null/c"], "folder /dev/null/c cannot"),
+        (["serve", "relay", "--upstream", "trainer:7000", "--cache", "c"], "write http://trainer:7000"),
+        ([*RELAY, "--port", "70000"], "the port is 70000; it must be 0"),
+        ([*RELAY, "--host", "a..b"], "cannot listen on a..b"),
+        ([*RELAY, "--certificate", "no.pem", "--key", "no.pem"], "certificate no.pem and key no.pem cannot be used"),
+        (["serve", "engine", "--model", "m", "--join", "trainer:7000"], "--join is 'trainer:7000'; it must be an"),
+        (["serve", "engine", "--model", "m", "--join", "http://[t"], "--join is 'http://[t'"),
+        (
+            ["serve", "engine", "--model", "m", "--join", "http://t", "--host", "0.0.0.0"],
+            "--join with --host 0.0.0.0 needs --advertise",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(rlloop, arguments, says):
