@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlloop.errors import ModelError
-from rlloop.models.families import FAMILIES, IMAGE_ROPE, PARTIAL, Family
+from rlloop.models.families import FAMILIES, IMAGE_ROPE, MISSING_ROPE, PARTIAL, Family
 from rlloop.models.keys import INERT, Keys, read_json
 from rlloop.models.ropes import read_rope
 from rlloop.models.shape import (
@@ -83,7 +83,7 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
     blocks = raw.get("layers_block_type") or raw.get("hybrid_override_pattern") or ()  # Nemotron's count for themselves
     num_layers, vocab_size = keys.count("num_hidden_layers", len(blocks) or None), keys.count("vocab_size")
     max_positions = keys.count("max_position_embeddings")
-    rope = read_rope(keys, max_positions, IMAGE_ROPE.get(family, ()))
+    rope = read_rope(keys, max_positions, MISSING_ROPE.get(family, {}), IMAGE_ROPE.get(family, ()))
     eos_in_config = keys.take("eos_token_id", None)
     own = {"rope": rope, **family(keys, hidden_size, num_heads, num_layers, rope)}
     if "intermediate_size" not in own:

@@ -60,6 +60,9 @@ def _qwen3(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: 
 
 
 def _qwen3_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
+    if keys.take("use_sliding_window", False):  # of every layer, whatever layer_types and max_window_layers say
+        keys.fixed("sliding_window", None)
+    keys.take("sliding_window", None)
     step, dense = keys.count("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
     count = keys.count("num_experts" if keys.has("num_experts") else "num_local_experts")
     routing = Routing(top_k=keys.count("num_experts_per_tok"), normalise=keys.flag("norm_topk_prob", False))
@@ -69,8 +72,10 @@ def _qwen3_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, ro
     return {**_qwen3(keys, hidden_size, num_heads, num_layers, rope), "mixture": mixture}
 
 
-def _deepseek(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
-    """DeepSeek-V3 and what is built like it, Kimi K2 for one."""
+def _deepseek(
+    keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig, groups: tuple[int, int] = (8, 4)
+) -> Own:
+    """DeepSeek-V3 and what is built like it, Kimi K2 for one. `groups`: what missing n_group and topk_group mean."""
     keys.take("auto_map", None)  # Kimi K2's names DeepSeek-V3's own code
     keys.fixed("topk_method", "noaux_tc")
     keys.fixed("scoring_func", "sigmoid")
@@ -87,8 +92,8 @@ def _deepseek(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rop
         routing=Routing(
             top_k=keys.count("num_experts_per_tok"),
             score="sigmoid",
-            groups=keys.count("n_group", 1),
-            top_groups=keys.count("topk_group", 1),
+            groups=keys.count("n_group", groups[0]),
+            top_groups=keys.count("topk_group", groups[1]),
             normalise=keys.flag("norm_topk_prob", True),
             epsilon=1e-20,
             scale=keys.number("routed_scaling_factor", 2.5),
@@ -129,6 +134,9 @@ def _deepseek(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rop
 
 def _sparse(keys: Keys, num_layers: int, own: Own, *, interleaved: bool, indexed: tuple[int, ...]) -> Own:
     """Latent attention over the past tokens that a lightning indexer selects."""
+    if not own["latent"].interleaved:
+        keys.refuse("rope_interleave", False, "true")
+    keys.fixed("indexer_rope_interleave", interleaved)
     keys.fixed("layer_types", ["indexed_attention"] * num_layers)
     keys.fixed("mlp_bias", False)
     if own["latent"].q_rank is None:
@@ -150,7 +158,10 @@ def _deepseek_sparse(keys: Keys, hidden_size: int, num_heads: int, num_layers: i
 
 def _glm_sparse(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
     """GLM-5: some layers may read what the indexer of a layer below them selected."""
-    own = _deepseek(keys, hidden_size, num_heads, num_layers, rope)
+    keys.fixed("moe_router_dtype", "float32")
+    keys.take("index_share_for_mtp_iteration", None)
+    own = _deepseek(keys, hidden_size, num_heads, num_layers, rope, groups=(1, 1))
+    own["rms_norm_eps"] = keys.number("rms_norm_eps", 1e-5)
     kinds, pattern = keys.take("indexer_types", None), keys.take("index_topk_pattern", None)
     every, skipped = keys.take("index_topk_freq", 1), keys.take("index_skip_topk_offset", 2)
     if kinds is None and pattern is not None:
@@ -173,7 +184,7 @@ def _minimax(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
     keys.take("router_jitter_noise", None)  # of transformers' own training; a policy that is noisy has no logprobs
     for name in ("auto_map", "shared_moe_mode", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"):
         keys.take(name, None)
-    head_dim, size = keys.count("head_dim", hidden_size // num_heads), keys.count("intermediate_size")
+    head_dim, size = keys.count("head_dim", 128), keys.count("intermediate_size")
     if keys.has("rotary_dim"):  # what released checkpoints have in place of the share
         share = keys.count("rotary_dim") / head_dim
         if rope.share not in (1, share) or share > 1:
@@ -299,7 +310,7 @@ def _nemotron(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rop
     )
     _check_routing(keys, mixture)
     return {
-        "num_kv_heads": keys.count("num_key_value_heads", num_heads),
+        "num_kv_heads": keys.count("num_key_value_heads", 8),
         "head_dim": keys.count("head_dim", 128),
         "qk_norm": False,
         "qkv_bias": False,
@@ -329,7 +340,7 @@ def _gpt_oss(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
     _check_routing(keys, mixture)
     return {
         "num_kv_heads": keys.count("num_key_value_heads"),
-        "head_dim": keys.count("head_dim", hidden_size // num_heads),
+        "head_dim": keys.count("head_dim", 64),
         "qk_norm": False,
         "qkv_bias": bias,
         "output_bias": bias,
@@ -359,6 +370,17 @@ FAMILIES: dict[str, tuple[tuple[str, ...], Family]] = {  # architecture -> (mode
     "GptOssForCausalLM": (("gpt_oss",), _gpt_oss),
 }
 PARTIAL: tuple[Family, ...] = (_minimax, _qwen35_moe, _nemotron)  # whose heads may have a rope in part
+# What a missing rope means, where it is not theta 10,000 over the whole head, unscaled.
+MISSING_ROPE: dict[Family, dict[str, Any]] = {
+    _minimax: {"rope_theta": 5e6},
+    _qwen35_moe: {"partial_rotary_factor": 0.25},
+    _gpt_oss: {
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
+        },
+    },
+}  # fmt: skip
 # Of images: in a text all parts of a position are the same.
 IMAGE_ROPE: dict[Family, tuple[str, ...]] = {_qwen35_moe: ("mrope_section", "mrope_interleaved")}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,24 @@ from rlloop.models.shape import Llama3Scaling, ModelConfig, RopeConfig, YarnScal
 ROPE_TYPES = ("default", "llama3", "yarn")
 
 
-def read_rope(keys: Keys, max_positions: int, ignored: Iterable[str] = ()) -> RopeConfig:
-    """Either spelling: `rope_theta` beside `rope_scaling`, or both inside `rope_parameters` (transformers 5)."""
+def read_rope(keys: Keys, max_positions: int, missing: Mapping[str, Any], ignored: Iterable[str] = ()) -> RopeConfig:
+    """Either spelling: `rope_theta` beside `rope_scaling`, or both inside `rope_parameters` (transformers 5).
+
+    `missing` says what a missing key means in this family, where that is not theta 10,000 over the whole head.
+    """
     scaling, parameters = keys.take("rope_scaling", None), keys.take("rope_parameters", None)
     if scaling and parameters and scaling != parameters:
         raise ModelError("config.json has both rope_scaling and rope_parameters, and they differ; keep one")
-    theta = keys.number("rope_theta", 10000.0)
+    theta = keys.number("rope_theta", missing.get("rope_theta", 10000.0))
     name = "rope_scaling" if scaling else "rope_parameters"
-    rope = Keys(scaling or parameters or {}, f"{name}.")
+    rope = Keys(scaling or parameters or missing.get("rope_parameters", {}), f"{name}.")
     theta = rope.number("rope_theta", theta)
     older_name = rope.take("type", "default")
     kind = rope.take("rope_type", older_name)
     if kind not in ROPE_TYPES:
         rope.refuse("rope_type", kind, " or ".join(ROPE_TYPES))
-    share = rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
+    share = keys.number("partial_rotary_factor", missing.get("partial_rotary_factor", 1.0))
+    share = rope.number("partial_rotary_factor", share)
     for name in ignored:
         rope.take(name, None)
     if share > 1:

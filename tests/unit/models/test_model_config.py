@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlloop.errors import ModelError
 from rlloop.models.config import Llama3Scaling, RopeConfig, parse_config, read_config
-from tests.checkpoints import FAMILIES, SIZES
+from tests.checkpoints import EVERY, FAMILIES, SIZES
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -146,6 +147,71 @@ def test_what_is_not_supported_is_refused_by_name(changes, named):
         return
     with pytest.raises(ModelError, match=named):
         parse_config(raw(**changes))
+
+
+# Which tokens end a sequence is the generation's business; without a rank of queries the tensors are others.
+OURS_TO_SAY = ("architectures", "eos_token_id", "q_lora_rank")
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_a_key_that_is_left_out_means_what_it_means_to_transformers_or_is_asked_for(family):
+    defaults = EVERY[family][0](head_dim=128) if family == "qwen3_moe" else EVERY[family][0]()
+    written = json.loads(defaults.to_json_string())
+    written["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[defaults.model_type]]
+    whole, asked = parse_config(written), 0
+    for name in written.keys() - {*OURS_TO_SAY}:
+        try:
+            assert parse_config({key: value for key, value in written.items() if key != name}) == whole, name
+        except ModelError:
+            asked += 1
+    assert 6 <= asked < 18
+    rope = written.get("rope_parameters") or {}
+    for name in {"rope_theta", "partial_rotary_factor"} & rope.keys():
+        less = {key: value for key, value in rope.items() if key != name}
+        assert parse_config({**written, "rope_parameters": less}) == whole, name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_window_layers": 2},  # these two are the dense models': they say nothing here
+        {"layer_types": ["full_attention"] * 24},
+    ],
+)
+def test_a_window_of_qwen3_moe_is_every_layers(changes):
+    written = {**json.loads(EVERY["qwen3_moe"][0](head_dim=128).to_json_string()), **changes, "sliding_window": 16}
+    written["architectures"] = ["Qwen3MoeForCausalLM"]
+    assert parse_config({**written, "use_sliding_window": False}).window == 0
+    with pytest.raises(ModelError, match="sliding_window is 16; supported is null"):
+        parse_config({**written, "use_sliding_window": True})
+
+
+GLM5 = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "dtype": "bfloat16",
+    "eos_token_id": [154820, 154827, 154829], "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
+    "head_dim": 64, "hidden_size": 6144, "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048,
+    "indexer_rope_interleave": True, "initializer_range": 0.02, "intermediate_size": 12288, "kv_lora_rank": 512,
+    "max_position_embeddings": 202752, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "model_type": "glm_moe_dsa", "n_group": 1, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 4, "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1, "pad_token_id": 154820, "pretraining_tp": 1, "q_lora_rank": 2048,
+    "qk_head_dim": 256, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05,
+    "rope_interleave": True, "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 1,
+    "topk_method": "noaux_tc", "use_cache": True, "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
+
+
+def test_glm5_reads_as_it_was_released() -> None:
+    config = parse_config(GLM5)
+    assert config.latent is not None
+    assert config.latent.indexer is not None
+    assert config.latent.indexer.interleaved
+    assert config == parse_config({**GLM5, "moe_router_dtype": "float32", "index_share_for_mtp_iteration": True})
+    for name in ("indexer_rope_interleave", "rope_interleave"):
+        with pytest.raises(ModelError, match=f"{name} is False; supported is true"):
+            parse_config({**GLM5, name: False})
 
 
 GPT_OSS = {

@@ -25,6 +25,8 @@ CONFIG = {
     "num_attention_heads": 2,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
     "q_lora_rank": None,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
