@@ -141,6 +141,7 @@ class RequestTable:
 
 
 def _widened(array: np.ndarray, width: int, fill: int) -> np.ndarray:
-    wide = np.full((len(array), width), fill, dtype=array.dtype)
+    # Fresh zeros are no memory until they are written, and few rows are ever as long as the longest request.
+    wide = np.zeros((len(array), width), array.dtype) if fill == 0 else np.full((len(array), width), fill, array.dtype)
     wide[:, : array.shape[1]] = array
     return wide

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlloop.rollout.kv_cache import BlockManager
+from rlloop.rollout.request import Request, RequestTable
+from rlloop.types import SamplingParams
 from tests.unit.rollout.simulation import Simulation
 
 TOKENS = st.integers(1, 2)  # few, so that prefixes are shared
@@ -165,3 +171,15 @@ def test_a_preempted_request_waits_in_front_and_the_oldest_is_never_preempted():
     assert [request.id for request in scheduler.waiting] == sorted(request.id for request in scheduler.waiting)
     simulation.finish()
     assert list(simulation.finished) == [0, 1, 2]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory in use is read from /proc, which Linux has")
+def test_one_long_request_takes_the_memory_of_one_row():
+    def used() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    table, before = RequestTable(512, 16), used()
+    row = table.load(Request.of(0, [1, 2, 3], SamplingParams(max_tokens=65536, seed=0), (2,)), [0], 0)
+    assert table.tokens[row, :3].tolist() == [1, 2, 3]
+    assert table.tokens.nbytes + table.logprobs.nbytes > 3 << 27
+    assert used() - before < 1 << 27
