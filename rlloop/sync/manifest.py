@@ -303,7 +303,8 @@ def public_key(text: str) -> Ed25519PublicKey:
     try:
         return Ed25519PublicKey.from_public_bytes(bytes.fromhex(text.strip()))
     except ValueError:
-        raise ConfigError(f"{text.strip()[:80]!r} is no public key; it must be 64 hexadecimal digits") from None
+        what = "a private key; its .pub file holds the public one" if "PRIVATE" in text else "no public key"
+        raise ConfigError(f"what was given ({len(text.strip())} characters) is {what}: 64 hexadecimal digits") from None
 
 
 def public_hex(key: Ed25519PrivateKey | Ed25519PublicKey) -> str:

@@ -87,6 +87,8 @@ class Publisher:
         Names are Hugging Face's; `aliases` are the other names of tied weights. The same step with the same bits again
         changes nothing. Raises `StoreError` (the old head stands; publish again) and `Conflict`.
         """
+        if step < 0:  # an engine says -1 of weights that are of no version
+            raise ConfigError(f"step is {step}; it must be 0 or more")
         with self._publishing:
             return self._publish(tensors, step, aliases)
 

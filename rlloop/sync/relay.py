@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlloop.errors import ConfigError
-from rlloop.sync.manifest import MAX_MANIFEST, hash_of
+from rlloop.sync.manifest import MAX_MANIFEST, Head, Refused, hash_of
 from rlloop.sync.store import FolderStore, Missing, Store, StoreError, fetch
 
 T = TypeVar("T")
@@ -136,9 +136,13 @@ class Sources(_ReadOnly):
 
     def latest(self) -> bytes | None:
         try:
-            return self._relay.latest()
-        except StoreError:
-            return self._origin.latest()
+            head = self._relay.latest()
+            if head is not None:
+                Head.decode(head)
+                return head
+        except (StoreError, Refused):
+            pass
+        return self._origin.latest()
 
     def get(self, digest: bytes, start: int = 0) -> Iterator[bytes]:
         if start == 0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,6 +109,8 @@ class FolderStore:
             return (self.path / "latest").read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:  # a network file system that is away, say: to be asked again
+            raise StoreError(f"{self.path}: {error}") from error
 
     def get(self, digest: bytes, start: int = 0) -> Iterator[bytes]:
         try:
@@ -130,11 +133,14 @@ class FolderStore:
         return digest
 
     def swap_latest(self, expected: bytes | None, new: bytes) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        with self._lock():
-            if self.latest() != expected:
-                raise Conflict(f"{self.path}/latest was moved by another publisher")
-            self._write(self.path / "latest", new)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with self._lock():
+                if self.latest() != expected:
+                    raise Conflict(f"{self.path}/latest was moved by another publisher")
+                self._write(self.path / "latest", new)
+        except OSError as error:
+            raise StoreError(f"{self.path}: {error}") from error
 
     def blobs(self) -> Iterator[bytes]:
         for file in sorted((self.path / "blobs").glob("??/" + "?" * 64)):
@@ -277,8 +283,7 @@ class HttpStore:
 
     def __init__(self, url: str, *, client: httpx.Client | None = None, token: str | None = None) -> None:
         self.url = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = client or httpx.Client(headers=headers, timeout=httpx.Timeout(30.0, connect=5.0))
+        self._client = client or httpx.Client(headers=bearer(token), timeout=httpx.Timeout(30.0, connect=5.0))
         self._head: tuple[str, bytes] | None = None  # ETag, content
 
     def close(self) -> None:
@@ -349,8 +354,23 @@ class HttpStore:
             raise StoreError(f"{self.url}: {error or type(error).__name__}") from error
 
 
+def bearer(token: str | None) -> dict[str, str]:
+    """The header that brings a server's token. Raises `ConfigError`, which does not repeat it, for what fits in none:
+    the error of an HTTP library would."""
+    if token is None:
+        return {}
+    if not token or token != token.strip() or not (token.isascii() and token.isprintable()):
+        raise ConfigError(
+            f"the token ({len(token)} characters) cannot stand in a header: it is empty, has more than one line, or is "
+            "not ASCII; give one line of letters and digits"
+        )
+    return {"Authorization": f"Bearer {token}"}
+
+
 def open_store(url: str, **options: Any) -> Store:
     """A folder's path, an http(s) URL, or what fsspec knows (s3://, gs://, memory://, ...)."""
+    if re.fullmatch(r"[\w.-]+:\d+", url):
+        raise ConfigError(f"the store {url!r} is an address without its scheme; write http://{url}")
     if url.startswith(("http://", "https://")):
         return HttpStore(url, **options)
     if "://" in url:

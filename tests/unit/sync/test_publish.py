@@ -412,6 +412,9 @@ def test_keys(tmp_path):
             load_key(wrong)
     with pytest.raises(ConfigError, match="64 hexadecimal"):
         public_key("abc")
+    with pytest.raises(ConfigError, match=r"is a private key; its .pub file") as mistaken:  # nothing of which is told
+        public_key((tmp_path / "key").read_text())
+    assert "MC4C" not in str(mistaken.value)
 
 
 def test_what_a_publisher_refuses(store):
@@ -421,6 +424,8 @@ def test_what_a_publisher_refuses(store):
                   publisher.anchor, lambda: publisher.squash(0)):  # fmt: skip
         with pytest.raises(ConfigError):
             wrong()
+    with pytest.raises(ConfigError, match="step is -1"):  # which says that weights are of no version
+        publisher.publish(first_weights(), -1)
     publisher.publish(first_weights(), 0)
     with pytest.raises(ConfigError, match="sequence 0"):
         publisher.squash(0)

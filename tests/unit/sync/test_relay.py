@@ -170,7 +170,11 @@ class Liar(FolderStore):
 def test_past_a_relay_that_lies_or_is_gone_the_store_itself_is_read(origin, tmp_path):
     digest = origin.put(b"weights")
     origin.swap_latest(None, b"head")
-    assert fetch(Sources(Liar(tmp_path / "liar"), origin), digest, limit=100) == b"weights"
+    liar = Liar(tmp_path / "liar")
+    assert fetch(Sources(liar, origin), digest, limit=100) == b"weights"
+    assert Sources(liar, origin).latest() == b"head"  # of which the relay says that there is none,
+    liar.swap_latest(None, b"no head")
+    assert Sources(liar, origin).latest() == b"head"  # or another
     gone = Counting(tmp_path / "gone")
     gone.gone = True
     sources = Sources(gone, origin)

@@ -143,11 +143,18 @@ def test_a_folder_that_cannot_be_written_is_a_store_error(tmp_path):
     (tmp_path / "store").write_text("a file")
     with pytest.raises(StoreError):
         FolderStore(tmp_path / "store").put(b"x")
+    for path in (tmp_path / "store", tmp_path / "store" / "below"):
+        with pytest.raises(StoreError):
+            FolderStore(path).latest()
+        with pytest.raises(StoreError):
+            FolderStore(path).swap_latest(None, b"head")
 
 
 def test_unknown_file_systems_are_refused():
     with pytest.raises(ConfigError, match="nothing://x"):
         stores.open_store("nothing://x")
+    with pytest.raises(ConfigError, match="write http://trainer:7000"):
+        stores.open_store("trainer:7000")
 
 
 # ---------------------------------------------------------------------------------------------------- over HTTP
