@@ -26,7 +26,7 @@ class SamplingParams:
 
     max_tokens: int  # at least 1
     min_tokens: int = 0  # end-of-sequence and stop tokens are impossible before this many tokens
-    temperature: float = 1.0  # 0 is greedy: the lowest id among the largest logits
+    temperature: float = 1.0  # 0 is greedy: the lowest id among the largest logits; else from 1e-6 to 1e6
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 switches it off
     min_p: float = 0.0  # [0, 1]
@@ -39,9 +39,10 @@ class SamplingParams:
         checks = [
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"from 0 to max_tokens ({self.max_tokens})"),
-            ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            # logits are divided by it in float32, where far smaller ones leave no finite number
+            ("temperature", self.temperature == 0.0 or 1e-6 <= self.temperature <= 1e6, "0 (greedy) or 1e-6 to 1e6"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "0 (off) or a positive number"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (off) or a positive number below 2**31"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "None or from 0 to 2**63 - 1"),
         ]
