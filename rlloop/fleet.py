@@ -122,10 +122,11 @@ class FleetSync:
         metrics = dict(engine.trainer.call("published")())
         for handle, wait in applying:
             try:
-                slowest = wait()
-            except SyncError as lost:
-                log.warning("%s could not take version %d (%s); it gets all of it", handle.name, version, lost)
-                slowest = engine.join(handle)
+                try:
+                    slowest = wait()
+                except SyncError as lost:
+                    log.warning("%s could not take version %d (%s); it gets all of it", handle.name, version, lost)
+                    slowest = engine.join(handle)
             except EngineDied as death:
                 engine._bury(handle, death)
                 continue
