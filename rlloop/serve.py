@@ -11,12 +11,14 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from rlloop.engine_config import EngineKind
 from rlloop.errors import ConfigError
-from rlloop.web import TOKEN_VARIABLE, Listen, read_token, serve
+from rlloop.sync.store import bearer
+from rlloop.web import TOKEN_VARIABLE, Listen, is_loopback, read_token, serve
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
@@ -122,6 +124,7 @@ def _member_options(options: argparse.ArgumentParser, name: str | None) -> None:
 
 def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     listen = _listen(given)
+    _check_addresses(given)
     source = _source(given, listen.token)
     store = None if source is None else source.open()
     if not (given.model / "config.json").is_file():
@@ -148,13 +151,13 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
         max_cache_tokens=given.max_cache_tokens,
     )
     service = EngineService(engine, max_waiting=given.max_waiting)
-    stack.callback(service.close)
     follower = None
     if source is not None and store is not None:
         target = LiveTarget(named_weights(model).items(), engine.set_version, service.change_weights)
         replica = Replica(store, public_key(source.public_key), target)
         follower = ReplicaFollower(replica, service, interval=given.interval)
         stack.callback(follower.close)
+    stack.callback(service.close)  # before the follower's: a change of weights that waits in a pause ends with it
     _serve_member("engine", given, listen, given.model, service, follower, given.model_name)
 
 
@@ -191,6 +194,23 @@ def _serve_member(
     serve(server.app, listen, announce)
 
 
+def _check_addresses(given: argparse.Namespace) -> None:
+    """Raises `ConfigError` for what nobody could reach."""
+    for option in ("upstream", "relay", "join", "advertise"):
+        if (url := getattr(given, option, None)) is not None and not _is_address(url):
+            raise ConfigError(f"--{option} is {url!r}; it must be an address such as http://127.0.0.1:7000")
+    if given.join is not None and given.advertise is None and given.host in ("0.0.0.0", "::"):
+        raise ConfigError(f"--join with --host {given.host} needs --advertise: the address that the trainer reaches")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a bracket or a port that is none
+        return False
+
+
 def _source(given: argparse.Namespace, token: str | None) -> Source | None:
     """What `--store` and its companions say. Raises `ConfigError`."""
     if (given.store is None) != (given.public_key is None):
@@ -219,7 +239,7 @@ class _Joining:
         self._given, self._address = given, address
         self._http = httpx.AsyncClient(
             base_url=given.join,
-            headers={} if token is None else {"Authorization": f"Bearer {token}"},
+            headers=bearer(token),
             verify=tls_context(given.ca_file),
             timeout=5.0,
             trust_env=False,
@@ -327,12 +347,18 @@ def _proxy(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.rollout.vllm.proxy import proxy_app
 
     listen = _listen(given)
+    _check_addresses(given)
+    upstream_host = urlsplit(given.upstream).hostname or ""
+    if not is_loopback(upstream_host):
+        raise ConfigError(
+            f"--upstream is {given.upstream!r}; it must be on loopback: start vLLM on this machine with its --host "
+            "127.0.0.1. Its routes for weights, caches and pausing answer whoever reaches the port, past any proxy"
+        )
     source = _source(given, listen.token)
     if source is None and given.join is not None:
         raise ConfigError("--join needs --store: only what follows the trainer's weights is an engine of its fleet")
     key = None if given.upstream_key_file is None else read_token(given.upstream_key_file)
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    through = httpx.AsyncClient(base_url=given.upstream, headers=headers, timeout=given.timeout)
+    through = httpx.AsyncClient(base_url=given.upstream, headers=bearer(key), timeout=given.timeout, trust_env=False)
     if source is None:
         serve(proxy_app(through), listen, _announce("proxy"))
         return
@@ -348,10 +374,10 @@ def _proxy(given: argparse.Namespace, stack: ExitStack) -> None:
     facts = facts_of(upstream)
     engine = ServedEngine(upstream, facts)
     service = ServedService(engine, max_waiting=given.max_waiting)
-    stack.callback(service.close)
     replica = ServedReplica(upstream, engine, source, service.change_weights)
     follower = ReplicaFollower(replica, service, interval=given.interval)
     stack.callback(follower.close)
+    stack.callback(service.close)
     model = given.model_name or upstream.models()[0]
     beside = [Mount("/", proxy_app(through, BESIDE))]
     _serve_member("proxy", given, listen, Path(facts.folder), service, follower, model, beside)

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from rlloop.errors import ConfigError
+from rlloop.sync.store import bearer
 
 try:
     import uvicorn
     from starlette.exceptions import HTTPException
+    from starlette.requests import Request
     from starlette.responses import JSONResponse
 except ImportError:
     raise ConfigError("servers need the extra `serve`: pip install 'rlloop[serve]'") from None
@@ -51,6 +53,8 @@ class Listen:
                 f"listening on {self.host} would let anyone on the network use this server; give a token by "
                 f"--token-file or {TOKEN_VARIABLE}, or listen on 127.0.0.1"
             )
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"the port is {self.port}; it must be 0 (any free one) to 65535")
         if self.token is not None and len(self.token) < SHORTEST_TOKEN:
             raise ConfigError(f"the token has {len(self.token)} characters; it must have at least {SHORTEST_TOKEN}")
         if (self.certificate is None) != (self.key is None):
@@ -73,11 +77,14 @@ def is_loopback(host: str) -> bool:
 def read_token(file: str | Path | None) -> str | None:
     """The token of a file, else of the environment; None where neither is given."""
     if file is None:
-        return os.environ.get(TOKEN_VARIABLE) or None
-    try:
-        return Path(file).read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"the token file {file} cannot be read: {error.strerror}") from None
+        token = os.environ.get(TOKEN_VARIABLE) or None
+    else:
+        try:
+            token = Path(file).read_bytes().decode(errors="replace").strip()
+        except OSError as error:
+            raise ConfigError(f"the token file {file} cannot be read: {error.strerror}") from None
+    bearer(token)
+    return token
 
 
 class Guard:
@@ -128,10 +135,15 @@ def refusal(status: int, code: str, message: str, **details: Any) -> JSONRespons
     )
 
 
+async def gone(request: Request) -> None:
+    """Returns when the client has left. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 def serve(app: App, listen: Listen, announce: Callable[[str], None]) -> None:
     """Until a signal ends it. `announce` gets the address as soon as the socket listens."""
-    listener = _bind(listen)
-    server = _server(app, listen)
+    server, listener = _server(app, listen), _bind(listen)
     announce(_address(listen, listener))
     server.run(sockets=[listener])
 
@@ -140,9 +152,8 @@ class BackgroundServer:
     """The same in a thread, for a process whose main work is another."""
 
     def __init__(self, app: App, listen: Listen) -> None:
-        listener = _bind(listen)
+        self._server, listener = _server(app, listen), _bind(listen)
         self.url = _address(listen, listener)
-        self._server = _server(app, listen)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True, name="http server")
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
@@ -155,7 +166,10 @@ class BackgroundServer:
 
 
 def _bind(listen: Listen) -> socket.socket:
-    family = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0][0]
+    try:
+        family = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0][0]
+    except (OSError, UnicodeError) as error:  # the latter for names with an empty part
+        raise ConfigError(f"cannot listen on {listen.host}: {error}") from None
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -173,15 +187,18 @@ def _address(listen: Listen, listener: socket.socket) -> str:
 
 
 def _server(app: App, listen: Listen) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            Guard(app, listen.token, listen.max_body),
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            ws="none",
-            timeout_graceful_shutdown=2,
-            ssl_certfile=listen.certificate,
-            ssl_keyfile=listen.key,
-        )
+    config = uvicorn.Config(
+        Guard(app, listen.token, listen.max_body),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_graceful_shutdown=2,
+        ssl_certfile=listen.certificate,
+        ssl_keyfile=listen.key,
     )
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"certificate {listen.certificate} and key {listen.key} cannot be used: {error}") from None
+    return uvicorn.Server(config)

@@ -16,7 +16,7 @@ from rlloop.rollout.service import EngineService
 from rlloop.rollout.wire import Progress
 from rlloop.sync.relay import Sources
 from rlloop.sync.replica import State
-from rlloop.sync.store import HttpStore, Store, open_store
+from rlloop.sync.store import HttpStore, Store, bearer, open_store
 
 WAITING = "the engine has no version of the weights yet"
 
@@ -41,9 +41,8 @@ def open_served(url: str, token: str | None, ca_file: str | Path | None) -> Stor
     """As `open_store`, with the fleet's token for what is a server."""
     if not url.startswith(("http://", "https://")):
         return open_store(url)
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     timeout = httpx.Timeout(30.0, connect=5.0)
-    client = httpx.Client(headers=headers, timeout=timeout, verify=tls_context(ca_file), trust_env=False)
+    client = httpx.Client(headers=bearer(token), timeout=timeout, verify=tls_context(ca_file), trust_env=False)
     return HttpStore(url, client=client)
 
 
@@ -77,6 +76,7 @@ class ReplicaFollower:
         self._changed = threading.Condition()
         self._wanted, self._closed, self._caught_up = True, False, False
         self._polls = 0
+        self._odd = ""  # what no look should raise
         self._progress: Progress | None = None
         self._thread = threading.Thread(target=self._work, daemon=True, name="follower")
         self._thread.start()
@@ -89,7 +89,7 @@ class ReplicaFollower:
 
     @property
     def error(self) -> str:
-        return self._replica.error
+        return self._replica.error or self._odd
 
     @property
     def progress(self) -> Progress | None:
@@ -126,11 +126,14 @@ class ReplicaFollower:
                 if self._closed:
                     return
                 self._wanted = False
-            moved = self._replica.poll()
-            if moved:
-                self._progress = self._measured(self._replica.metrics)
+            self._odd = ""
+            try:
+                if self._replica.poll():
+                    self._progress = self._measured(self._replica.metrics)
+            except Exception as error:  # memory that ran out, say: the engine tells it, and the next look tries again
+                self._odd = str(error) or type(error).__name__
             with self._changed:
-                self._caught_up = not self._replica.error
+                self._caught_up = not self.error
                 self._polls += 1
                 self._changed.notify_all()
 

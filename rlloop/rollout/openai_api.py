@@ -19,6 +19,7 @@ import numpy as np
 from rlloop.errors import ConfigError
 from rlloop.types import Completion, SamplingParams
 
+MOST_CHOICES = 1 << 16  # of one request
 FINISH = {"stop": "stop", "length": "length", "abort": "content_filter"}  # the nearest name that clients know
 
 
@@ -28,7 +29,7 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int]) -> str: ...
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -71,15 +72,22 @@ def parse(body: bytes, tokenizer: Tokenizer | None) -> tuple[CompletionRequest, 
     Of `n` choices with a `seed`, choice i has seed + i.
     """
     try:
-        request = msgspec.json.decode(body, type=CompletionRequest)
+        content = msgspec.json.decode(body, type=dict[str, Any])
+        given = {name: value for name, value in content.items() if value is not None}  # null is a key left out
+        request = msgspec.convert(given, CompletionRequest)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"the body is not JSON: {error}") from None
     _refuse(request)
     if request.min_version is not None and request.policy_version is not None:
         raise ConfigError("min_version and policy_version were both given; policy_version alone asks for exactly one")
     prompts = _prompts(request.prompt, tokenizer)
+    if len(prompts) * request.n > MOST_CHOICES:
+        raise ConfigError(
+            f"{len(prompts)} prompts with n={request.n} ask for {len(prompts) * request.n} choices; a request may have "
+            f"{MOST_CHOICES}"
+        )
     each = [
         SamplingParams(
             max_tokens=request.max_tokens,
@@ -128,12 +136,13 @@ def _ids(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
 
 def respond(
     id: str, request: CompletionRequest, completions: Sequence[Completion], tokenizer: Tokenizer | None
-) -> dict[str, Any]:
-    return {
+) -> bytes:
+    content = {
         **_head(id, request),
         "choices": [_choice(index, request, made, tokenizer) for index, made in enumerate(completions)],
         "usage": _usage(completions, request.n),
     }
+    return msgspec.json.encode(content)
 
 
 def respond_in_events(
@@ -164,6 +173,7 @@ def _usage(completions: Sequence[Completion], n: int) -> dict[str, int]:
 
 def _choice(index: int, request: CompletionRequest, made: Completion, tokenizer: Tokenizer | None) -> dict[str, Any]:
     logprobs = None
+    written = made.token_ids[:-1] if made.finish_reason == "stop" else made.token_ids  # without what ended it
     if request.logprobs is not None:
         tokens = [f"token_id:{id}" if tokenizer is None else tokenizer.decode([id]) for id in made.token_ids]
         values = _exact(made.logprobs)
@@ -177,7 +187,7 @@ def _choice(index: int, request: CompletionRequest, made: Completion, tokenizer:
         }
     return {
         "index": index,
-        "text": "" if tokenizer is None else tokenizer.decode(made.token_ids),
+        "text": "" if tokenizer is None else tokenizer.decode(written),
         "finish_reason": FINISH[made.finish_reason],
         "logprobs": logprobs,
         "token_ids": made.token_ids,

@@ -21,8 +21,10 @@ import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from rlloop.errors import ConfigError, RlloopError
+from rlloop.rollout.checks import one_for_each
 from rlloop.rollout.service import Busy, VersionUnavailable
 from rlloop.rollout.wire import CONTENT_TYPE, Answer, Ask, BadAnswer, EngineState, Lease, error_of, unpack
+from rlloop.sync.store import bearer
 from rlloop.types import Completion, SamplingParams
 
 CONNECT_SECONDS = 5.0
@@ -37,6 +39,10 @@ class EngineLost(RlloopError):
 
 class Fenced(RlloopError):
     """Another process drives the engine now; this one's time is over."""
+
+
+class WrongToken(ConfigError):
+    """The engine's server was started with another one."""
 
 
 class EngineClient:
@@ -57,7 +63,7 @@ class EngineClient:
         self.url, self._lease, self._attempts = url.rstrip("/"), Lease(holder, term), attempts
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            headers={} if token is None else {"Authorization": f"Bearer {token}"},
+            headers=bearer(token),
             verify=tls_context(ca_file),
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=64, max_keepalive_connections=16),
@@ -129,6 +135,8 @@ class EngineClient:
             reply: httpx.Response = await retrying(self._http.request, method, path, **request)
         except httpx.TransportError as error:
             raise EngineLost(f"{self.url} cannot be reached: {type(error).__name__} {error}") from None
+        except httpx.RequestError as error:
+            raise BadAnswer(f"{self.url} answered what cannot be read: {type(error).__name__} {error}") from None
         if reply.is_success:
             return reply
         raise _refusal(self.url, reply)
@@ -140,25 +148,26 @@ _tasks: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks onl
 def _decode(reply: httpx.Response, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(reply.content, type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
         raise BadAnswer(f"{reply.url} answered what is no {kind.__name__}: {error}") from None
 
 
 def _refusal(url: str, reply: httpx.Response) -> RlloopError:
     error = error_of(reply.content)
-    code, message = error.get("code"), f"{url}: {error.get('message', f'HTTP {reply.status_code}')}"
-    if code in ("version_behind", "version_passed"):
-        unavailable = VersionUnavailable(int(error["have"]), None, None)
-        unavailable.passed = code == "version_passed"
+    code, have = error.get("code"), error.get("have")
+    message = f"{url}: {error.get('message', f'HTTP {reply.status_code}')}"
+    if code in ("version_behind", "version_passed") and isinstance(have, int):
+        unavailable = VersionUnavailable(have, None, None)
+        unavailable.passed, unavailable.args = code == "version_passed", (message,)
         return unavailable
     if code == "fenced":
         return Fenced(message)
     if reply.status_code in (429, 503):
         return Busy(message)
     if reply.status_code == 401:
-        return ConfigError(f"{url} refuses the token; give the one that its server was started with")
+        return WrongToken(f"{url} refuses the token; give the one that its server was started with")
     if reply.status_code < 500:
-        return ConfigError(message)
+        return ConfigError(message) if error else BadAnswer(f"{message}, as no server of rlloop does")
     return EngineLost(message)
 
 
@@ -239,10 +248,7 @@ class RemoteEngine:
         self._version = version
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
-        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
-        if len(each) != len(prompts):
-            raise ConfigError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or as many")
-        return self._thread.run(self._generate(prompts, each))
+        return self._thread.run(self._generate(prompts, one_for_each(prompts, sampling)))
 
     def fingerprint(self) -> dict[str, Any]:
         return self._thread.run(self._client.state()).fingerprint
@@ -265,7 +271,9 @@ class RemoteEngine:
             except VersionUnavailable as unavailable:
                 if unavailable.passed or version is None or clock() > deadline:
                     raise
-                await self._client.wake(version, wait=min(10.0, self._timeout))
+                state = await self._client.wake(version, wait=min(10.0, self._timeout))
+                if state.version != version:  # it may have answered at once
+                    await asyncio.sleep(0.5)
             except Busy:
                 if clock() > deadline:
                     raise

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -41,9 +42,9 @@ from rlloop.errors import ConfigError, RlloopError
 from rlloop.rollout import openai_api, wire
 from rlloop.rollout.service import Busy, EngineService, PauseMode, VersionUnavailable
 from rlloop.types import Completion
-from rlloop.web import refusal
+from rlloop.web import gone, refusal
 
-REMEMBERED = 256  # answers to idempotent requests
+REMEMBERED = 1024  # completions in the answers that are kept for those who ask again
 PAUSE_MODES: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}
 
 
@@ -130,7 +131,8 @@ class EngineServer:
     # ---------------------------------------------------------------------------------------------- completions
 
     async def _complete(self, request: Request) -> Response:
-        ask, prompts, sampling = openai_api.parse(await request.body(), self.tokenizer)
+        body = await request.body()
+        ask, prompts, sampling = await run_in_threadpool(openai_api.parse, body, self.tokenizer)  # text may be long
         if ask.model != self.model:
             return refusal(404, "model_not_found", f"model {ask.model!r} is not served here; {self.model!r} is")
         lowest = ask.min_version if ask.policy_version is None else ask.policy_version
@@ -142,8 +144,8 @@ class EngineServer:
         if ask.stream:
             events = openai_api.respond_in_events(id, ask, completions, self.tokenizer)
             return StreamingResponse(events, media_type="text/event-stream")
-        content = openai_api.respond(id, ask, completions, self.tokenizer)
-        return Response(msgspec.json.encode(content), media_type="application/json")
+        content = await run_in_threadpool(openai_api.respond, id, ask, completions, self.tokenizer)
+        return Response(content, media_type="application/json")
 
     async def _generate(self, request: Request) -> Response:
         body = await request.body()
@@ -166,23 +168,30 @@ class EngineServer:
             if future is None or (future.done() and future.exception() is not None):  # a refusal may have passed
                 future = self.service.submit(ask.prompts, ask.sampling, ask.lowest, ask.highest)
                 self._remembered[key] = (digest, future)
-                while len(self._remembered) > REMEMBERED:
-                    self._remembered.popitem(last=False)
+                self._forget_oldest()
         completions = await self._wait(request, future, keep=key is not None)
         if completions is None:
             return Response(status_code=499)
         answer = wire.Answer([wire.pack(made) for made in completions], self.boot)
         return Response(await run_in_threadpool(msgspec.msgpack.encode, answer), media_type=wire.CONTENT_TYPE)
 
+    def _forget_oldest(self) -> None:
+        room = REMEMBERED  # a completion may be a megabyte, where it says which experts it took
+        for key, (_, future) in reversed(list(self._remembered.items())):
+            if future.done():
+                room -= 1 if future.exception() is not None else max(1, len(future.result()))
+                if room < 0:
+                    del self._remembered[key]
+
     async def _wait(
         self, request: Request, future: Future[list[Completion]], keep: bool = False
     ) -> list[Completion] | None:
         """None where the client left; what it waited for is dropped then, unless it may come back for it (`keep`)."""
         made = asyncio.wrap_future(future)
-        gone = asyncio.create_task(_gone(request))
-        await asyncio.wait({made, gone}, return_when=asyncio.FIRST_COMPLETED)
+        left = asyncio.create_task(gone(request))
+        await asyncio.wait({made, left}, return_when=asyncio.FIRST_COMPLETED)
         if made.done():
-            gone.cancel()
+            left.cancel()
             return made.result()
         made.add_done_callback(lambda late: late.cancelled() or late.exception())  # seen, though nobody waits
         if not keep:
@@ -334,11 +343,6 @@ class _Numbers(Collector):
         return self._server.metrics()
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 def tokenizer_of(folder: Any) -> openai_api.Tokenizer | None:
     """A model folder's own tokenizer; None where it has none."""
     from rlloop.chat import TOKENIZER_FILES, ChatTokenizer
@@ -349,11 +353,15 @@ def tokenizer_of(folder: Any) -> openai_api.Tokenizer | None:
 
 
 class _Text:
+    """For many threads: a tokenizer sets itself up anew in `encode`, and nobody else may use it then."""
+
     def __init__(self, chat: Any) -> None:
-        self._tokenizer = chat.tokenizer
+        self._tokenizer, self._lock = chat.tokenizer, threading.Lock()
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
+        with self._lock:
+            return self._tokenizer.encode(text)
 
     def decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids)
+        with self._lock:
+            return self._tokenizer.decode(token_ids)

@@ -13,6 +13,7 @@ from rlloop.types import Completion, SamplingParams
 
 T = TypeVar("T")
 PauseMode = Literal["wait", "abort", "keep"]
+SHUT = "the engine was shut down"
 
 
 class SteppedEngine(Protocol):
@@ -122,6 +123,7 @@ class EngineService:
         job = _Job(prompts, sampling, lowest, highest)
         job.answer.set_running_or_notify_cancel()  # only `cancel` ends it early
         with self._changed:
+            self._check_open()
             if self._load + len(prompts) > self._max_waiting and self._load:
                 raise Busy(f"{self._load} requests are waiting or in flight; at most {self._max_waiting} may be")
             self._load += len(prompts)
@@ -140,6 +142,7 @@ class EngineService:
         raises, the weights are of no version, and nothing is served until another change succeeds."""
         answer: Future[T] = Future()
         with self._changed:
+            self._check_open()
             assert self._pause is None, "one change of weights at a time"
             self._pause = (change, answer)
             self._changed.notify()
@@ -154,6 +157,7 @@ class EngineService:
         """
         answer: Future[None] = Future()
         with self._changed:
+            self._check_open()
             assert self._halt is None, "one pause at a time"
             self._halt = (mode, answer)
             self._changed.notify()
@@ -165,10 +169,15 @@ class EngineService:
             self._changed.notify()
 
     def close(self) -> None:
+        """What waits, for an answer, a pause or a change of weights, hears that it never comes: `Busy`."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Busy(SHUT)
 
     # ---------------------------------------------------------------------------------------------- the thread
 
@@ -198,9 +207,10 @@ class EngineService:
             elif pause is not None:
                 self._change(*pause)
         for job in {id(job): job for job in [*self._running.values(), *self._inbox]}.values():
-            job.answer.set_exception(Busy("the engine was shut down"))
-        if self._halt is not None:
-            self._halt[1].set_exception(Busy("the engine was shut down"))
+            job.answer.set_exception(Busy(SHUT))
+        for waiting in (self._halt, self._pause):
+            if waiting is not None:
+                waiting[1].set_exception(Busy(SHUT))
 
     def _may_work(self) -> bool:
         if self._paused:  # a change of weights needs no computing, where nothing is in flight

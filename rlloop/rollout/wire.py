@@ -162,7 +162,7 @@ def error_of(body: bytes) -> Mapping[str, Any]:
     """The error in a refusal's body; empty where it is not one of ours."""
     try:
         content = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {}
     found = content.get("error") if isinstance(content, dict) else None
     return found if isinstance(found, dict) else {}

@@ -211,17 +211,28 @@ RELAY = ["serve", "relay", "--upstream", "http://127.0.0.1:1", "--cache", "c"]
         (["serve", "relay", "--upstream", "http://127.0.0.1:1", "--cache", "/dev/null/c"], "folder /dev/null/c cannot"),
         (["serve", "relay", "--upstream", "trainer:7000", "--cache", "c"], "write http://trainer:7000"),
         ([*RELAY, "--port", "70000"], "the port is 70000; it must be 0"),
-        ([*RELAY, "--host", "a..b"], "cannot listen on a..b"),
         ([*RELAY, "--certificate", "no.pem", "--key", "no.pem"], "certificate no.pem and key no.pem cannot be used"),
         (["serve", "engine", "--model", "m", "--join", "trainer:7000"], "--join is 'trainer:7000'; it must be an"),
         (["serve", "engine", "--model", "m", "--join", "http://[t"], "--join is 'http://[t'"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(rlloop, arguments, says):
+    code, said = rlloop(*arguments)
+    assert (code, says in said, "Traceback" in said) == (2, True, False), said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([*RELAY, "--host", "a..b"], "cannot listen on a..b"),
         (
             ["serve", "engine", "--model", "m", "--join", "http://t", "--host", "0.0.0.0"],
             "--join with --host 0.0.0.0 needs --advertise",
         ),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(rlloop, arguments, says):
+def test_servers_for_others_that_nobody_could_reach(rlloop, monkeypatch, arguments, says):
+    monkeypatch.setenv("RLLOOP_TOKEN", "a token of some length")
     code, said = rlloop(*arguments)
     assert (code, says in said, "Traceback" in said) == (2, True, False), said
 

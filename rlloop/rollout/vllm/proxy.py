@@ -7,7 +7,8 @@ token; no header of the caller's but its content type. Everything else is a 404,
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import httpx
@@ -17,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from rlloop.web import refusal
+from rlloop.web import gone, refusal
 
 ALLOWED = {
     "/health": "GET",
@@ -34,28 +35,39 @@ BESIDE = {"/tokenize": "POST", "/detokenize": "POST"}
 def proxy_app(upstream: httpx.AsyncClient, allowed: Mapping[str, str] = ALLOWED) -> Starlette:
     """Forwards `allowed` to `upstream`, whose base URL and key are the client's own. Answers stream through."""
 
-    async def forward(request: Request) -> Response:
-        headers = {name: request.headers[name] for name in ("content-type",) if name in request.headers}
-        sent = upstream.build_request(request.method, request.url.path, headers=headers, content=await request.body())
-        try:
-            answer = await upstream.send(sent, stream=True)
-        except httpx.TransportError as error:
-            return refusal(502, "upstream", f"vLLM does not answer: {error}")
-        kept = {name: answer.headers[name] for name in ("content-type",) if name in answer.headers}
-        return StreamingResponse(
-            answer.aiter_bytes(), answer.status_code, kept, background=BackgroundTask(answer.aclose)
-        )
+    def forward(path: str) -> Callable[[Request], Awaitable[Response]]:
+        """To exactly this path: a request's URL is its caller's to make, by the Host header too."""
+
+        async def forwarded(request: Request) -> Response:
+            headers = {name: request.headers[name] for name in ("content-type",) if name in request.headers}
+            sent = upstream.build_request(request.method, path, headers=headers, content=await request.body())
+            sending, left = asyncio.create_task(upstream.send(sent, stream=True)), asyncio.create_task(gone(request))
+            await asyncio.wait({sending, left}, return_when=asyncio.FIRST_COMPLETED)
+            left.cancel()
+            if not sending.done():  # so that vLLM stops computing what nobody waits for
+                sending.cancel()
+                return Response(status_code=499)
+            try:
+                answer = sending.result()
+            except httpx.TransportError as error:
+                return refusal(502, "upstream", f"vLLM does not answer: {error}")
+            kept = {name: answer.headers[name] for name in ("content-type",) if name in answer.headers}
+            return StreamingResponse(
+                answer.aiter_bytes(), answer.status_code, kept, background=BackgroundTask(answer.aclose)
+            )
+
+        return forwarded
 
     async def unknown(request: Request, error: Exception) -> Response:
         listed = ", ".join(f"{method} {path}" for path, method in allowed.items())
-        return refusal(404, "not_found", f"{request.method} {request.url.path} is not among {listed}")
+        return refusal(404, "not_found", f"{request.method} {request.scope['path']} is not among {listed}")
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with upstream:
             yield
 
-    routes = [Route(path, forward, methods=[method]) for path, method in allowed.items()]
+    routes = [Route(path, forward(path), methods=[method]) for path, method in allowed.items()]
     app = Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown}, lifespan=lifespan)
     app.router.redirect_slashes = False
     return app

@@ -17,6 +17,37 @@ from rlloop.sync.target import TORN, MemoryTarget
 from tests.unit.sync.weights import KEY, PUBLIC, history
 
 
+def test_a_look_that_fails_oddly_is_not_the_last_one(tmp_path):
+    """An error that no replica knows, then a store that cannot be read."""
+
+    class Odd(Replica):
+        odd = True
+
+        def poll(self):
+            if self.odd:
+                raise MemoryError("no room")
+            return super().poll()
+
+    (tmp_path / "latest").mkdir()
+    replica = Odd(FolderStore(tmp_path), PUBLIC, MemoryTarget())
+    service: Any = SimpleNamespace(halted=None, version=0)
+    follower = ReplicaFollower(replica, service, interval=60)
+
+    def looks_until(said: str) -> None:
+        while said not in follower.error or follower.status != "behind":
+            follower.wait_for(0, 0.1)
+            assert follower._thread.is_alive()
+
+    looks_until("no room")
+    replica.odd = False
+    looks_until("Is a directory")
+    (tmp_path / "latest").rmdir()
+    Publisher(FolderStore(tmp_path), KEY, "run").publish(history(0)[0], 0)
+    follower.wait_for(0, 20)
+    assert (follower.status, follower.error) == ("ready", "")
+    follower.close()
+
+
 class Halting(MemoryTarget):
     """Stops at each write until it may go on, and may fail there."""
 

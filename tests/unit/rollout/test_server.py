@@ -19,14 +19,18 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 
 from rlloop.errors import ConfigError
 from rlloop.rollout import Engine, wire
 from rlloop.rollout.remote import EngineLost, RemoteEngine
 from rlloop.rollout.server import EngineServer
 from rlloop.rollout.service import Busy, EngineService, VersionUnavailable
+from rlloop.sync.store import bearer
 from rlloop.types import SamplingParams
-from rlloop.web import BackgroundServer, Listen
+from rlloop.web import BackgroundServer, Listen, read_token
 from tests.parity.models import tiny_qwen3
 from tests.unit.rollout.test_engine import PROMPTS, longest, same
 
@@ -94,7 +98,7 @@ def remote(running):
 
 def http(running, **headers) -> httpx.Client:
     authorization = {"Authorization": f"Bearer {TOKEN}"}
-    return httpx.Client(base_url=running.url, headers={**authorization, **headers}, trust_env=False)
+    return httpx.Client(base_url=running.url, headers={**authorization, **headers}, timeout=60, trust_env=False)
 
 
 def test_a_remote_engine_gives_the_bits_of_the_engine_itself(remote):
@@ -173,6 +177,10 @@ def test_openai_text_several_choices_and_streams(running):
         ({"logprobs": 5}, "logprobs is 5; it must be 0 or 1"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e-40}, "temperature is 1e-40; it must be 0 .greedy. or 1e-6"),  # 0 / 0 in float32
+        ({"extra_body": {"top_k": 2**63}}, "top_k is 9223372036854775808"),
+        ({"prompt": [[5]] * 100, "n": 1000}, "ask for 100000 choices; a request may have 65536"),
+        ({"stream": True, "stream_options": {"beams": 1}}, "beams"),
         ({"prompt": [VOCABULARY]}, "not in the vocabulary"),
         ({"prompt": []}, "empty|at least one"),
         ({"extra_body": {"beams": 3}}, "beams"),
@@ -185,6 +193,51 @@ def test_openai_requests_that_cannot_be_honoured_are_refused_by_name(running, ch
         client.completions.create(**{"model": "rlloop", "prompt": PROMPTS[0], **changes})
     with pytest.raises(openai.NotFoundError, match="'rlloop' is"):
         client.completions.create(model="gpt", prompt="5")
+
+
+def test_what_openai_calls_null_is_left_out(running):
+    idle = ["max_tokens", "temperature", "top_p", "n", "seed", "logprobs", "stream", "stream_options", "user", "stop"]
+    idle += ["echo", "suffix", "best_of", "presence_penalty", "frequency_penalty", "logit_bias"]
+    with http(running) as client:
+        asked = {"model": "rlloop", "prompt": [5, 6], "ignore_eos": True, **dict.fromkeys(idle)}
+        reply = client.post("/v1/completions", json=asked)
+        assert (reply.status_code, reply.json()["usage"]["completion_tokens"]) == (200, 16)
+        for content in (b"null", b"[]", b'"x"', b'{"model": "rlloop"}', b'{"x": ' + b"[" * 10_000):
+            assert client.post("/v1/completions", content=content).status_code == 400
+
+
+def test_a_token_that_ends_a_completion_is_in_its_ids_and_not_in_its_text(running):
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key=TOKEN, max_retries=0)
+    asked = {"model": "rlloop", "prompt": [5, 6], "max_tokens": 8, "seed": 1}
+    [whole] = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices
+    ids = whole.model_extra["token_ids"]
+    last = next(id for place, id in enumerate(ids) if place and id not in ids[:place])
+    [cut] = client.completions.create(**asked, extra_body={"ignore_eos": True, "stop_token_ids": [last]}).choices
+    made = cut.model_extra["token_ids"]
+    assert (cut.finish_reason, made) == ("stop", ids[: ids.index(last) + 1])
+    assert cut.text == Words().decode(made[:-1])
+
+
+def test_a_long_text_holds_nobody_up():
+    """Tokenizing and detokenizing are done beside the event loop."""
+    begun, go = threading.Event(), threading.Event()
+
+    class Slow(Words):
+        def encode(self, text):
+            begun.set()
+            assert go.wait(20)
+            return super().encode(text)
+
+    service = EngineService(Engine(tiny_qwen3(VOCABULARY)))
+    server = BackgroundServer(EngineServer(service, name="one", tokenizer=Slow()).app, Listen())
+    with httpx.Client(base_url=server.url, trust_env=False) as client, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, "/v1/completions", json={"model": "rlloop", "prompt": "5", "max_tokens": 1})
+        assert begun.wait(20)
+        assert client.get("/health").status_code == 200
+        go.set()
+        assert asked.result(20).status_code == 200
+    server.close()
+    service.close()
 
 
 def test_no_route_answers_without_the_token(running):
@@ -244,7 +297,7 @@ def test_another_version_is_a_409_that_makes_the_replica_look_for_it(running, re
         assert (client.get("/health").status_code, client.get("/health").json()["status"]) == (503, "failed")
         running.follower.error = ""
     remote.set_version(2)
-    with pytest.raises(VersionUnavailable) as passed:
+    with pytest.raises(VersionUnavailable, match="asked for is 2") as passed:
         remote.generate([[5]], longest())
     assert passed.value.passed
     openai_client = openai.OpenAI(base_url=f"{running.url}/v1", api_key=TOKEN, max_retries=0)
@@ -266,6 +319,16 @@ def test_an_idempotent_request_is_made_once(running):
         assert client.post("/rlloop/generate", content=other).json()["error"]["code"] == "key_reused"
         assert client.delete("/rlloop/requests/k1").status_code == 200
         assert client.delete("/rlloop/requests/k1").status_code == 404
+
+
+def test_of_answers_only_so_many_completions_are_kept(running, monkeypatch):
+    monkeypatch.setattr("rlloop.rollout.server.REMEMBERED", 3)
+    content = msgspec.msgpack.encode(wire.Ask([[5], [6]], [longest(max_tokens=1)] * 2))
+    with http(running) as client:
+        for key in ("a", "b", "c"):
+            client.post("/rlloop/generate", content=content, headers={"Idempotency-Key": key}).raise_for_status()
+        codes = [client.delete(f"/rlloop/requests/{key}").status_code for key in ("a", "b", "c")]
+        assert codes == [404, 200, 200]  # what comes last is made when it is kept
 
 
 def test_an_earlier_term_is_fenced(running):
@@ -295,6 +358,40 @@ def test_prometheus_reads_the_metrics(running):
 def test_a_server_that_is_not_there(running):
     with RemoteEngine("http://127.0.0.1:1") as engine, pytest.raises(EngineLost, match="cannot be reached"):
         engine.generate([[5]], longest())
+
+
+NONSENSE = {
+    "damaged": {"content": b"not gzip", "headers": {"content-encoding": "gzip"}},
+    "a page": {"content": b"<html>", "status_code": 404},
+    "elsewhere": {"headers": {"location": "/"}, "status_code": 302},
+    "no version": {"content": b'{"error": {"code": "version_behind", "have": "x"}}', "status_code": 409},
+    "nested": {"content": b"\x81\xa1x" + b"\x91" * 100_000},
+}
+
+
+@pytest.mark.parametrize("reply", NONSENSE.values(), ids=NONSENSE)
+def test_whatever_a_server_answers_is_one_of_our_errors(reply):
+    async def answer(request):
+        return Response(**reply)
+
+    server = BackgroundServer(Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])]), Listen())
+    with RemoteEngine(server.url) as engine, pytest.raises((wire.BadAnswer, ConfigError)):
+        engine.generate([[5]], longest())
+    server.close()
+
+
+def test_a_token_that_fits_in_no_header_is_refused_and_not_repeated(tmp_path, monkeypatch):
+    for token in ("a secret of some length\nand another", "a secret of some length ", "ein Geheimwort für alle", ""):
+        for used in (lambda token: RemoteEngine("http://127.0.0.1:1", token=token), lambda token: bearer(token)):
+            with pytest.raises(ConfigError, match=r"one line of letters") as refused:
+                used(token)
+            assert "secret" not in str(refused.value)
+    (tmp_path / "token").write_text("a secret of some length\nand another\n")
+    with pytest.raises(ConfigError, match="one line"):
+        read_token(tmp_path / "token")
+    (tmp_path / "token").write_bytes(b"\xff" * 20)
+    with pytest.raises(ConfigError, match="not ASCII"):
+        read_token(tmp_path / "token")
 
 
 class Gate:
@@ -348,6 +445,31 @@ def test_after_a_change_of_weights_that_failed_nothing_is_served_until_one_succe
     service.change_weights(lambda: engine.set_version(4))
     assert service.submit([[5]], [longest()]).result()[0].policy_version == 4
     service.close()
+
+
+def test_what_waits_when_a_service_is_closed_hears_of_it():
+    engine = Engine(tiny_qwen3(VOCABULARY))
+    service = EngineService(engine)
+    kept = service.submit([[5]], [longest()])
+    while not engine.has_work:
+        pass
+    service.pause("keep")
+    with ThreadPoolExecutor(1) as pool:
+        changing = pool.submit(service.change_weights, lambda: engine.set_version(1))
+        while service._pause is None:
+            pass
+        service.close()
+        with pytest.raises(Busy, match="shut down"):
+            changing.result(20)
+    with pytest.raises(Busy, match="shut down"):
+        kept.result(20)
+    for late in (
+        lambda: service.change_weights(lambda: None),
+        service.pause,
+        lambda: service.submit([[5]], [longest()]),
+    ):
+        with pytest.raises(Busy, match="shut down"):
+            late()
 
 
 def test_cancelled_and_excess_requests_leave_nothing_behind():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import httpx
 import pytest
@@ -11,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
+from rlloop.cli import main
 from rlloop.rollout.vllm.proxy import ALLOWED, proxy_app
-from rlloop.web import Guard
+from rlloop.web import BackgroundServer, Guard, Listen, gone
 
 TOKEN = "a token of sixteen or more"
 SEEN: list[tuple[str, str, dict[str, str], bytes]] = []
@@ -30,13 +32,13 @@ METHODS = ["GET", "POST", "PUT", "DELETE"]
 VLLM = Starlette(routes=[Route("/{path:path}", anything, methods=METHODS)])
 
 
-def ask(method: str, path: str, *, token: str | None = TOKEN, **options) -> httpx.Response:
+def ask(method: str, path: str, *, token: str | None = TOKEN, host: str = "proxy", **options) -> httpx.Response:
     async def asked() -> httpx.Response:
         upstream = httpx.AsyncClient(
             transport=httpx.ASGITransport(VLLM), base_url="http://vllm", headers={"authorization": "Bearer inner"}
         )
         guarded = Guard(proxy_app(upstream), TOKEN, 1000)
-        headers = {"x-other": "1", **({} if token is None else {"authorization": f"Bearer {token}"})}
+        headers = {"host": host, "x-other": "1", **({} if token is None else {"authorization": f"Bearer {token}"})}
         async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://proxy") as client:
             return await client.request(method, path, headers=headers, **options)
 
@@ -54,6 +56,49 @@ def test_what_is_allowed_passes_with_the_proxys_own_key(path, method):
     assert "x-other" not in headers
     assert body == (b'{"prompt":[1,2]}' if method == "POST" else b"")
     assert "x-secret" not in answer.headers
+
+
+@pytest.mark.parametrize("host", ["x/collective_rpc?a=", "x/sleep#", "[", "x:y"])
+def test_the_host_that_a_caller_names_does_not_lead_elsewhere(host):
+    """Before 1.2, Starlette reads a request's path off an address that it makes of this header, too."""
+    ask("POST", "/v1/completions", host=host)
+    [(method, path, _, _)] = SEEN
+    assert (method, path) == ("POST", "/v1/completions")
+    assert ask("POST", "/sleep", host="x/v1/completions?a=").status_code == 404
+
+
+def test_what_nobody_waits_for_any_more_is_not_computed():
+    begun, left = threading.Event(), threading.Event()
+
+    async def slow(request: Request) -> JSONResponse:
+        await request.body()
+        begun.set()
+        await gone(request)
+        left.set()
+        return JSONResponse({})
+
+    vllm = BackgroundServer(Starlette(routes=[Route("/v1/completions", slow, methods=["POST"])]), Listen())
+    proxy = BackgroundServer(proxy_app(httpx.AsyncClient(base_url=vllm.url, trust_env=False)), Listen())
+    with httpx.Client(base_url=proxy.url, trust_env=False) as client, pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", content=b"{}", timeout=httpx.Timeout(20, read=0.2))
+    assert begun.wait(20)
+    assert left.wait(20)
+    proxy.close()
+    vllm.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--upstream", "http://10.1.2.3:8000"], "it must be on loopback: start vLLM on this machine"),
+        (["--upstream", "http://vllm.example:8000"], "must be on loopback"),
+        (["--upstream", "127.0.0.1:8000"], "must be an address such as http://"),
+        (["--upstream", "http://localhost:8000", "--relay", "relay:7001"], "--relay is 'relay:7001'"),
+    ],
+)
+def test_where_vllm_may_be(options, message, capsys):
+    assert main(["serve", "proxy", *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_streams_pass_through():
