@@ -97,6 +97,7 @@ class Definition:
         hidden = model.hidden(read, positions, AttentionLayout.of_sequences([len(read)]), routes=routes)
         warp = warp_for([sequence.sampling], sequence.made, model.eos_token_ids, counts=[len(read)])
         logprobs = model.ops.token_logprob(hidden, model.head, ids[1:], warp)[0].float().numpy()
+        _refuse_nan(self.name, logprobs)
         if sequence.sampling is not None:
             logprobs[: sequence.prompt - 1] = np.nan
         top = model.ops.logits(hidden, model.head).argmax(-1).numpy()
@@ -134,6 +135,7 @@ class Transformers:
         for hook in hooks:
             hook.remove()
         logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+        _refuse_nan(self.name, logprobs)
         experts = torch.stack(chosen, dim=1).numpy() if chosen else None
         return _scored(logprobs, logits.argmax(-1).numpy(), experts)
 
@@ -161,6 +163,15 @@ def _scored(logprobs: np.ndarray, top: np.ndarray, experts: np.ndarray | None) -
     return Scored(
         np.concatenate([[np.float32(np.nan)], logprobs]).astype(np.float32), np.concatenate([[-1], top]), experts
     )
+
+
+def _refuse_nan(name: str, logprobs: np.ndarray) -> None:
+    """A NaN stands for no logprob, which is not compared: one that was computed must not pass for it."""
+    if broken := int(np.isnan(logprobs).sum()):
+        raise ConfigError(
+            f"{name} computes no number for {broken} of {len(logprobs)} tokens of a sequence, but NaN: something "
+            "overflows, or is NaN already; look at its weights, or take another --dtype"
+        )
 
 
 # -------------------------------------------------------------------------------------------------------- reading
@@ -214,6 +225,7 @@ def _sampled(name: str, model: Model, prompts: Sequence[Tokens]) -> Given:
     for completion in made:
         ids, prompt = completion.prompt_ids + completion.token_ids, len(completion.prompt_ids)
         logprobs = np.full(len(ids), np.nan, np.float32)
+        _refuse_nan(name, completion.raw_logprobs)
         logprobs[prompt:] = completion.raw_logprobs
         sequences.append(Tokens(ids, prompt))
         scored.append(Scored(logprobs, experts=completion.routed_experts))

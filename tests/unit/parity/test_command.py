@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlloop import Engine, load_model
 from rlloop.cli import main
@@ -46,6 +47,18 @@ def test_the_published_finding_about_the_combine(tmp_path: Path, capsys: pytest.
     assert report["by_type"]["all"]["different"] == 0
     assert report["by_type"]["all"]["k3"] == 0
     assert "Equal, bit for bit." in capsys.readouterr().out
+
+
+def test_a_side_that_computes_nan_is_named_and_not_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name in ("good", "broken"):
+        make_checkpoint(tmp_path / name, "qwen3")
+    file = tmp_path / "broken" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(weights, file)
+    for kind in ("", "transformers:"):
+        assert main(["parity", str(tmp_path / "good"), f"{kind}{tmp_path / 'broken'}", "--require", *SMALL]) == 2
+        assert "broken computes no number for 23 of 23 tokens" in capsys.readouterr().err
 
 
 def test_engine_and_trainer_and_a_stock_knob(tmp_path: Path) -> None:
