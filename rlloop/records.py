@@ -228,7 +228,7 @@ def _differing(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> list
 
 
 def _floats(arrays: Sequence[np.ndarray]) -> list[msgspec.Raw]:
-    """float32 arrays as JSON, 9 significant digits so that they round-trip; what is not finite is null."""
+    """float32 arrays as JSON, 9 significant digits so that they round-trip; null is −inf (or NaN, in a broken run)."""
     flat = np.concatenate([np.zeros(0, np.float32), *arrays])
     texts = (",".join(["%.9g"] * len(flat)) % tuple(flat.tolist())).split(",")
     if not np.isfinite(flat).all():

@@ -163,7 +163,8 @@ def _check_fleet(run: Path) -> Check:
 def _check_bits(name: str, trained: Sequence[Mapping[str, Any]], line: Mapping[str, Any]) -> list[str]:
     def digest(*keys: str) -> str:
         stored = [next(row[key] for key in keys if key in row) for row in trained]
-        return bits_digest([np.array(values, dtype=np.float32) for values in stored])
+        numbers = [[-np.inf if value is None else value for value in values] for values in stored]
+        return bits_digest([np.array(values, dtype=np.float32) for values in numbers])
 
     pairs = {"engine": digest("logprobs"), "trainer": digest("trainer_logprobs", "logprobs")}
     return [

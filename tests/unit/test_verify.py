@@ -11,7 +11,7 @@ import yaml
 
 from rlloop.config import ProfileConfig
 from rlloop.models import save_model
-from rlloop.parity.certificate import Certificate
+from rlloop.parity.certificate import Certificate, bits_digest
 from rlloop.records import Journal, RunFolder, read_rollouts, rollout_rows
 from rlloop.rescore import rescore
 from rlloop.rollout import Engine
@@ -103,6 +103,23 @@ def test_one_bit_of_a_stored_logprob_is_found(run):
     change(run, 1, logprobs=[float(f"{value:.9g}") for value in flipped])
     _, problems = rescore(run, 64)
     assert problems == [f"4/1/0: 1 of {len(flipped)} logprobs are not the bits of step_3"]
+
+
+def test_a_token_that_the_trainer_found_impossible_is_as_certified(run):
+    [row, *others] = read_rollouts(run / "rollouts/step_00000004.jsonl.zst")
+    change(run, 0, trainer_logprobs=[None, *row["logprobs"][1:]])
+    stored = [np.array(each["logprobs"], np.float32) for each in (row, *others) if each["outcome"] == "trained"]
+    impossible = [np.array([-np.inf, *row["logprobs"][1:]], np.float32), *stored[1:]]
+    Certificate(Journal(run / "parity.jsonl")).append(
+        {
+            "step": 4,
+            "engine": bits_digest(stored),
+            "trainer": bits_digest(impossible),
+            "tokens": 0,
+            "tokens_different": 1,
+        }
+    )
+    assert check(run, "rollouts") == []
 
 
 def test_a_certificate_without_its_last_lines_is_found(run):
