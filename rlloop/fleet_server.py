@@ -14,6 +14,7 @@ And, for trainers that are not rlloop's (`rlloop serve trainer`), which publish 
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Mapping
 
@@ -28,6 +29,7 @@ from starlette.routing import Route
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.rollout import wire
 from rlloop.rollout.router import Router
+from rlloop.rollout.service import VersionUnavailable
 from rlloop.sync.http import StoreRoutes
 from rlloop.sync.store import Store
 from rlloop.web import refusal
@@ -96,8 +98,13 @@ def trainer_app(
             ask = msgspec.msgpack.decode(await request.body(), type=wire.Ask)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             raise ConfigError(f"the body is no msgpack of rlloop.rollout.wire.Ask: {error}") from None
-        version = ask.lowest if ask.lowest is not None else router.version
-        made = await run_in_threadpool(router.generate, ask.prompts, ask.sampling, version)
+        if len(ask.prompts) != len(ask.sampling):
+            raise ConfigError(f"{len(ask.prompts)} prompts came with {len(ask.sampling)} sampling parameters")
+        have, lowest = router.version, ask.lowest or 0
+        if have < lowest or (ask.highest is not None and have > ask.highest):
+            raise VersionUnavailable(have, lowest, ask.highest)
+        # In no thread of the pool: those are for the weights and the joining that it may have to wait for.
+        made = await asyncio.wrap_future(router.begin(ask.prompts, ask.sampling, have))
         answer = wire.Answer([wire.pack(completion) for completion in made], "fleet")
         return Response(msgspec.msgpack.encode(answer), media_type=wire.CONTENT_TYPE)
 
@@ -118,9 +125,15 @@ def trainer_app(
         exception_handlers={
             **served.handlers,
             ConfigError: lambda _, error: refusal(400, "bad_request", str(error)),
+            VersionUnavailable: _unavailable,
             RlloopError: lambda _, error: refusal(503, "fleet_failed", str(error)),
         },
     )
+
+
+def _unavailable(_: Request, error: Exception) -> Response:
+    assert isinstance(error, VersionUnavailable)
+    return refusal(409, "version_passed" if error.passed else "version_behind", str(error), have=error.have)
 
 
 def _decode(body: bytes, kind: type[Joining]) -> Joining:

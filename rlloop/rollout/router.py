@@ -15,13 +15,14 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlloop.errors import RlloopError
 from rlloop.rollout.members import Canary, Member, Members, NoEngine, Record, RouterSettings
-from rlloop.rollout.remote import EngineClient, EngineLost, LoopThread
+from rlloop.rollout.remote import EngineClient, EngineLost, LoopThread, WrongToken
 from rlloop.rollout.service import Busy, VersionUnavailable
 from rlloop.rollout.wire import BadAnswer, EngineState
 from rlloop.types import Completion, SamplingParams
@@ -56,7 +57,8 @@ class _Chunk:
 
 
 class Router:
-    """For one caller at a time in each method; all the work is done in an event loop of its own."""
+    """For one caller at a time in each method, and many who generate; all the work is done in an event loop of its
+    own."""
 
     def __init__(
         self,
@@ -106,9 +108,16 @@ class Router:
     def generate(
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], version: int
     ) -> list[Completion]:
-        """Completions in order, made with the weights of `version`. Raises `NoEngine`, and `Fenced` where another
-        process of the run has taken over."""
+        """Completions in order, made with the weights of `version`. Raises `NoEngine`; `VersionUnavailable` where the
+        fleet is to serve another, or comes to while this waits; `Fenced` where another process of the run has taken
+        over."""
         return self._thread.run(self._generate(prompts, sampling, version))
+
+    def begin(
+        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], version: int
+    ) -> Future[list[Completion]]:
+        """The same for who does not wait in a thread."""
+        return self._thread.start(self._generate(prompts, sampling, version))
 
     def take_metrics(self) -> dict[str, float]:
         """What happened since the last call."""
@@ -125,6 +134,8 @@ class Router:
     ) -> list[Completion]:
         if not prompts:
             return []
+        if version != self._members.version:
+            raise VersionUnavailable(self._members.version, version, version)
         seeded = [
             params if params.seed is not None else dataclasses.replace(params, seed=secrets.randbits(63))
             for params in sampling
@@ -231,7 +242,7 @@ class Router:
         except Busy as error:
             why = str(error)
             await asyncio.sleep(0.1)
-        except (EngineLost, VersionUnavailable, BadAnswer) as error:
+        except (EngineLost, VersionUnavailable, BadAnswer, WrongToken) as error:
             why = str(error)
         except RlloopError as error:  # the request's own fault, or another process of the run took over
             if not batch.done.done():
@@ -258,6 +269,10 @@ class Router:
             batch.done.set_result(None)
 
     def _again(self, member: Member, chunk: _Chunk, why: str) -> None:
+        have, version = self._members.version, chunk.batch.version
+        if have != version and not chunk.batch.done.done():  # no engine will make it any more
+            chunk.batch.done.set_exception(VersionUnavailable(have, version, version))
+            return
         still = any(theirs is chunk for other in self._members.all() for theirs in other.calls.values())
         if not still:
             chunk.hedged = False

@@ -6,20 +6,27 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import httpx
+import msgspec
 import pytest
 
-from rlloop.rollout import Engine
+from rlloop.fleet_server import trainer_app
+from rlloop.rollout import Engine, wire
 from rlloop.rollout.members import Canary, NoEngine, RouterSettings, hardware_class, same_bits
 from rlloop.rollout.remote import Fenced
 from rlloop.rollout.router import Router
 from rlloop.rollout.server import EngineServer
-from rlloop.rollout.service import EngineService
+from rlloop.rollout.service import EngineService, VersionUnavailable
+from rlloop.sync.publisher import Publisher
+from rlloop.sync.store import FolderStore
 from rlloop.testing import plant_fault
 from rlloop.types import SamplingParams
-from rlloop.web import BackgroundServer, Listen
+from rlloop.web import BackgroundServer, Guard, Listen
 from tests.parity.models import tiny_qwen3
+from tests.unit.sync.weights import KEY, first_weights
 
 FAST = RouterSettings(heartbeat=0.05, timeout=1.0, patience=20.0, settle=20.0)
 PROMPTS = [[3 + place % 5, 7, 9, place] for place in range(40)]
@@ -231,6 +238,78 @@ def test_a_process_of_an_earlier_term_is_fenced_off():
         with pytest.raises(Fenced, match="term 1"):
             old.generate(PROMPTS, SAMPLING, 0)
         new.close()
+
+
+def test_a_version_that_is_not_the_fleets_is_refused_and_not_waited_for(expected):
+    engine = OneEngine()
+    with fleet(engine, settings=dataclasses.replace(FAST, settle=0.0, calls=1, chunk=8)) as (router, _):
+        router.serve_version(0, None)
+        for version in (-1, 7):
+            with pytest.raises(VersionUnavailable, match=f"has version 0 of the weights; asked for is {version}"):
+                router.generate(PROMPTS, SAMPLING, version)
+        engine.engine.go.clear()
+        waiting = router.begin(PROMPTS, SAMPLING, 0)
+        until(lambda: engine.service.load > 0)
+        changed = threading.Thread(
+            target=engine.service.change_weights, args=(lambda: engine.engine.set_version(1),), daemon=True
+        )
+        changed.start()
+        until(lambda: engine.service._pause is not None)
+        published = threading.Thread(target=router.serve_version, args=(1, None))
+        published.start()
+        until(lambda: router.version == 1)
+        engine.engine.go.set()
+        with pytest.raises(VersionUnavailable, match="has version 1 of the weights; asked for is 0"):
+            waiting.result(20)
+        published.join()
+        changed.join()
+        assert len(router.generate(PROMPTS, SAMPLING, 1)) == 40
+
+
+def test_one_engine_that_refuses_the_token_does_not_end_the_run(expected):
+    engines = OneEngine(), OneEngine()
+    settings = dataclasses.replace(FAST, heartbeat=60.0)
+    with fleet(*engines, settings=settings, token="a token of some length") as (router, events):
+        router.serve_version(0, None)
+        guarded = engines[0].http._server.config.loaded_app  # it was started anew, with another token
+        while not isinstance(guarded, Guard):
+            guarded = guarded.app
+        guarded._expected = b"Bearer another token of some length"
+        check(router.generate(PROMPTS, SAMPLING, 0), expected)
+        until(lambda: events.of("quarantined"))
+        assert "refuses the token" in events.of("quarantined")[0]["why"]
+
+
+def test_many_who_sample_through_the_trainer_leave_room_for_those_who_fetch(tmp_path):
+    """Engines get their weights from the same server, and join there."""
+    store = FolderStore(tmp_path)
+    publisher = Publisher(store, KEY, "run")
+    publisher.publish(first_weights(), 0)
+    engine = OneEngine()
+    with fleet(engine) as (router, _):
+        router.serve_version(0, None)
+        server = BackgroundServer(trainer_app(store, router, publisher.squash_for, lambda content, step: {}), Listen())
+
+        def ask(sampling=SAMPLING[:1], **versions) -> httpx.Response:
+            content = msgspec.msgpack.encode(wire.Ask(PROMPTS[:1], sampling, **versions))
+            return httpx.post(f"{server.url}/fleet/generate", content=content, timeout=60, trust_env=False)
+
+        assert ask([]).status_code == 400
+        for versions, code in (
+            ({"lowest": 1}, "version_behind"),
+            ({"highest": -1}, "version_passed"),
+            ({"lowest": 3, "highest": 3}, "version_behind"),
+        ):
+            reply = ask(**versions)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (409, code)
+        engine.engine.go.clear()
+        with ThreadPoolExecutor(50) as pool:
+            asked = [pool.submit(ask, lowest=0, highest=5) for _ in range(50)]
+            until(lambda: len(router._batches) == 50)
+            assert httpx.get(f"{server.url}/latest", trust_env=False).content == store.latest()
+            engine.engine.go.set()
+            assert {each.result(60).status_code for each in asked} == {200}
+        server.close()
 
 
 def test_without_engines_the_wait_is_bounded():
