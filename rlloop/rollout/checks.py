@@ -29,6 +29,14 @@ def check_request(prompt_ids: list[int], sampling: SamplingParams, vocabulary: i
         )
 
 
+def one_for_each(prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[SamplingParams]:
+    """The parameters of each prompt. Raises `ConfigError` where they are neither one for all nor as many."""
+    each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+    if len(each) != len(prompts):
+        raise ConfigError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or as many")
+    return each
+
+
 def drawn_seed(seed: int, counter: int) -> int:
     """The `counter`-th number, below 2**63, of the stream that an engine's own seed names."""
     digest = blake2b(b"%d/%d" % (seed, counter), digest_size=8).digest()

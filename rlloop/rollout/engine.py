@@ -23,7 +23,7 @@ from rlloop.models.routes import Routes
 from rlloop.models.warp import on_device, warp_for
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.logprob import check_drawn
-from rlloop.rollout.checks import check_request, drawn_seed
+from rlloop.rollout.checks import check_request, drawn_seed, one_for_each
 from rlloop.rollout.choices import ChoiceStore
 from rlloop.rollout.graphs import DecodeGraphs, packed
 from rlloop.rollout.kv_cache import BlockManager, PagedCache, bytes_per_token
@@ -129,9 +129,7 @@ class Engine:
         """
         if self.has_work:
             raise ConfigError("Engine.generate was called while requests are in flight; step() until has_work is False")
-        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
-        if len(each) != len(prompts):
-            raise ConfigError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or as many")
+        each = one_for_each(prompts, sampling)
         for prompt, params in zip(prompts, each, strict=True):
             self._check(prompt, params)
         done: dict[int, Completion] = {}
