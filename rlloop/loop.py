@@ -26,7 +26,7 @@ from rlloop.metrics import Mean, Reduction, merge, values
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
 from rlloop.parity.regions import by_region
 from rlloop.protocols import Checkpoints, Engine, Observer, Scorer, Stateful, Task, Trainer, WeightSync
-from rlloop.records import RunFolder, rollout_rows
+from rlloop.records import REPORT, RunFolder, rollout_rows
 from rlloop.types import RewardResult, Sample, SamplingParams
 
 # (rewards, groups, lengths of the longest turns, KL to the reference or None) -> (advantages, keep), [n] each
@@ -346,7 +346,7 @@ class Loop:
         assert comparison.first is not None
         sample = next(sample for sample in trained if sample.uid == comparison.first.uid)
         finding = None if self.parts.doctor is None else self.parts.doctor(sample, comparison.first)
-        file = self.folder.write_json("parity_report.json", report(step, objection, comparison, finding))
+        file = self.folder.write_json(REPORT, report(step, objection, comparison, finding))
         lines = [f"step {step}: {objection}", *([finding.text] if finding else []), f"The report: {file}"]
         return ParityError("\n".join(lines))
 

@@ -35,6 +35,8 @@ from rlloop.parity.replay import pack_experts
 from rlloop.resuming import refuse_other_run
 from rlloop.types import Sample, SamplingParams
 
+REPORT = "parity_report.json"
+
 
 class Journal:
     """An append-only JSONL file. Each line is with the operating system when `append` returns."""
@@ -121,8 +123,9 @@ class RunFolder:
             elif step_of(file) > keep:
                 (aside / "rollouts").mkdir(parents=True, exist_ok=True)
                 file.rename(aside / "rollouts" / file.name)
-        for name in ("summary.json", "curve.png", "parity_report.json"):
-            if (self.path / name).exists() and moved:
+        for name in ("summary.json", "curve.png", REPORT):
+            if (self.path / name).exists() and (moved or name == REPORT):  # which is of a step that was never recorded
+                aside.mkdir(parents=True, exist_ok=True)
                 (self.path / name).rename(aside / name)
         return moved
 

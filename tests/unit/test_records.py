@@ -87,6 +87,15 @@ def test_rewind_to_nothing_and_again(tmp_path):
         assert len(list((folder.path / "orphaned").iterdir())) == 2
 
 
+def test_the_report_of_a_broken_step_does_not_stay_with_the_run_that_goes_on(tmp_path):
+    with filled(tmp_path, last=3) as folder:
+        folder.parity.append({"step": 4})
+        folder.write_json("parity_report.json", {"step": 4})
+        assert folder.rewind(3) == 0
+        assert not (folder.path / "parity_report.json").exists()
+        assert (folder.path / "orphaned" / "1" / "parity_report.json").exists()
+
+
 def test_rewind_does_nothing_to_a_clean_history(tmp_path):
     with filled(tmp_path, last=3) as folder:
         assert folder.rewind(3) == 0
