@@ -20,7 +20,7 @@ from rlloop.algorithms import Loss, LossOutput
 from rlloop.algorithms.kl import sequence_kl
 from rlloop.config import TrainerConfig
 from rlloop.errors import ConfigError, RunError
-from rlloop.metrics import Reduction, Sum, merge
+from rlloop.metrics import Mean, Reduction, Sum, merge
 from rlloop.models import Model, read_state, save_model, score
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
 from rlloop.trainer.masters import Masters
@@ -217,7 +217,11 @@ class Trainer:
         split = step.split(logprobs)  # on the host, so the device is done
         return UpdateResult(
             logprobs=split,
-            metrics={**metrics, **utilisation(self.model, lengths, time.perf_counter() - began)},
+            metrics={
+                **metrics,
+                "loss/total": Mean(metrics["loss/total"].value, 1),  # a sum over micro-batches, a mean over updates
+                **utilisation(self.model, lengths, time.perf_counter() - began),
+            },
             tokens=step.total_tokens,
             sequences=step.total_sequences,
             forward_tokens=sum(lengths),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from rlloop.algorithms import LossBatch, LossOutput, get_loss
 from rlloop.config import Schedule, TrainerConfig
 from rlloop.errors import ConfigError, ModelError
-from rlloop.metrics import Mean
+from rlloop.metrics import Mean, merge
 from rlloop.models import load_model, new_model
 from rlloop.trainer import Trainer, TrainSequence
 from rlloop.types import SamplingParams
@@ -360,6 +360,13 @@ def test_demonstrations_become_likely(folder: Path) -> None:
         trainer.optim_step()
     assert losses[0] == pytest.approx(np.log(61), abs=0.6)
     assert losses[-1] < 0.1
+
+
+def test_the_total_of_several_updates_is_their_mean(folder: Path) -> None:
+    trainer, batch = make_trainer(folder), make_batch()
+    results = [trainer.forward_backward(part, policy_gradient) for part in (batch[:2], batch[2:])]
+    totals = [result.metrics["loss/total"].value for result in results]
+    assert merge([result.metrics for result in results])["loss/total"].value == pytest.approx(sum(totals) / 2)
 
 
 def test_what_others_differentiate_through_the_model_is_not_in_the_update(folder: Path) -> None:
