@@ -21,7 +21,7 @@ import torch
 
 from rlloop.errors import ConfigError
 from rlloop.models.warp import stop_ids
-from rlloop.rollout.checks import check_request, drawn_seed
+from rlloop.rollout.checks import check_request, drawn_seed, one_for_each
 from rlloop.rollout.choices import Choices
 from rlloop.rollout.scheduler import EngineStats
 from rlloop.rollout.vllm import plugin, versions
@@ -151,9 +151,7 @@ class VllmEngine:
         """As `rlloop.Engine.generate`; completions come in the order of the prompts."""
         if self.has_work:
             raise ConfigError("generate was called while requests are in flight; step() until has_work is False")
-        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
-        if len(each) != len(prompts):
-            raise ConfigError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or as many")
+        each = one_for_each(prompts, sampling)
         for prompt, params in zip(prompts, each, strict=True):
             self._check(prompt, params)
         done: dict[int, Completion] = {}
@@ -181,18 +179,25 @@ class VllmEngine:
         return bool(self._requests)
 
     def step(self) -> list[tuple[int, Completion]]:
-        """Compute one batch of tokens; returns the requests that it finished."""
+        """Compute one batch of tokens; returns the requests that it finished.
+
+        If it raises, every request in flight is dropped and the engine is ready for new ones.
+        """
         if not self.has_work:
             return []
         self._stats.steps += 1
         ended: list[tuple[_Request, str]] = []
-        for made in self._llm.engine_core.get_output().outputs:
-            request = self._requests.get(made.request_id)
-            if request is not None:  # else it was aborted meanwhile
-                request.take(made)
-                if made.finish_reason is not None:
-                    ended.append((request, str(made.finish_reason)))
-        return self._completions(ended)
+        try:
+            for made in self._llm.engine_core.get_output().outputs:
+                request = self._requests.get(made.request_id)
+                if request is not None:  # else it was aborted meanwhile
+                    request.take(made)
+                    if made.finish_reason is not None:
+                        ended.append((request, str(made.finish_reason)))
+            return self._completions(ended)
+        except BaseException:
+            self._drop()
+            raise
 
     def abort(self, request_id: int) -> Completion | None:
         """End one request now; returns what it has, or None if it is not in flight."""
@@ -208,6 +213,19 @@ class VllmEngine:
         self._llm.engine_core.abort_requests([str(request.id) for request in requests])
         return made
 
+    def _drop(self) -> None:
+        """Blocks are named when they are scheduled; after a step that did not finish, they may hold anything."""
+        names = list(self._requests)
+        self._requests.clear()
+        self._forget_begun()
+        self._llm.engine_core.abort_requests(names)
+        assert self._llm.reset_prefix_cache()
+
+    def _forget_begun(self) -> None:
+        """A step that vLLM began for requests that are no more."""
+        if not self._requests and (begun := self._llm.engine_core.engine_core.batch_queue):
+            begun.clear()
+
     # ---------------------------------------------------------------------------------------------- weights and facts
 
     def set_version(self, version: int) -> None:
@@ -222,6 +240,8 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Gives the memory of the caches back until `wake_up`, or until the next request. The weights stay."""
+        if self._asleep:
+            return
         if self.has_work:
             raise ConfigError(f"sleep came while {len(self._requests)} requests are in flight; call abort_all() first")
         if self.model.device.type == "cuda" and not self._sleeps:
@@ -231,6 +251,8 @@ class VllmEngine:
         self._asleep = self._live.asleep = True
 
     def wake_up(self) -> None:
+        if not self._asleep:
+            return
         self._llm.collective_rpc("restore_caches")
         self._asleep = self._live.asleep = False
 
@@ -268,8 +290,7 @@ class VllmEngine:
         check_sampling(sampling, stock=not self.raw_column)
 
     def _add(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
-        if self._asleep:
-            self.wake_up()
+        self.wake_up()
         id = self._next_id
         self._next_id += 1
         if sampling.seed is None:
@@ -296,8 +317,7 @@ class VllmEngine:
                 asked.append((str(request.id), len(request.prompt_ids) + made - 1 if made else 0))
             [choices] = self._llm.collective_rpc("choices", args=(asked,))
         completions = [self._completion(*each, *chosen) for each, chosen in zip(ended, choices, strict=True)]
-        if not self._requests and (begun := self._llm.engine_core.engine_core.batch_queue):
-            begun.clear()  # a step of requests that have ended since
+        self._forget_begun()
         return completions
 
     def _completion(
