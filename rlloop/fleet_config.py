@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 from rlloop.errors import ConfigError
 
@@ -53,7 +54,7 @@ class FleetConfig:
         _check("canary_prompts", self.canary_prompts, self.canary_prompts >= 0, "0 (none) or more")
         _check("port", self.port, 0 <= self.port < 65536, "0 (any free one) to 65535")
         for region, urls in self.engines.items():
-            good = bool(region) and "/" not in region and all(url.startswith(("http://", "https://")) for url in urls)
+            good = bool(region) and "/" not in region and all(map(is_address, urls))
             _check(f"engines.{region}", urls, good, "a list of http:// or https:// addresses, under a name without /")
         if self.kind is FleetKind.node and (self.max_version_lag or self.engines):
             given = "fleet.engines" if self.engines else f"fleet.max_version_lag={self.max_version_lag}"
@@ -61,6 +62,15 @@ class FleetConfig:
                 f"{given} is for engines that run beside the trainer: set fleet=regions, or leave it out. On one node "
                 "the engine samples while the trainer waits"
             )
+
+
+def is_address(url: str) -> bool:
+    """Whether somebody could listen there over HTTP."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a bracket or a port that is none
+        return False
 
 
 def _check(key: str, given: object, good: bool, allowed: str) -> None:

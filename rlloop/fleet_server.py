@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlloop.errors import ConfigError, RlloopError
+from rlloop.fleet_config import is_address
 from rlloop.rollout import wire
 from rlloop.rollout.router import Router
 from rlloop.rollout.service import VersionUnavailable
@@ -57,7 +58,7 @@ def trainer_app(
 
     async def join(request: Request) -> Response:
         joining = _decode(await request.body(), Joining)
-        if not joining.url.startswith(("http://", "https://")) or not joining.region or "/" in joining.region:
+        if not is_address(joining.url) or not joining.region or "/" in joining.region:
             raise ConfigError("joining takes the engine's http(s) address and a region's name without /")
         await run_in_threadpool(router.join, joining.url, joining.region)
         return JSONResponse({})

@@ -17,6 +17,7 @@ import httpx
 
 from rlloop.engine_config import EngineKind
 from rlloop.errors import ConfigError
+from rlloop.fleet_config import is_address
 from rlloop.sync.store import bearer
 from rlloop.web import TOKEN_VARIABLE, Listen, is_loopback, read_token, serve
 
@@ -197,18 +198,10 @@ def _serve_member(
 def _check_addresses(given: argparse.Namespace) -> None:
     """Raises `ConfigError` for what nobody could reach."""
     for option in ("upstream", "relay", "join", "advertise"):
-        if (url := getattr(given, option, None)) is not None and not _is_address(url):
+        if (url := getattr(given, option, None)) is not None and not is_address(url):
             raise ConfigError(f"--{option} is {url!r}; it must be an address such as http://127.0.0.1:7000")
     if given.join is not None and given.advertise is None and given.host in ("0.0.0.0", "::"):
         raise ConfigError(f"--join with --host {given.host} needs --advertise: the address that the trainer reaches")
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a bracket or a port that is none
-        return False
 
 
 def _source(given: argparse.Namespace, token: str | None) -> Source | None:

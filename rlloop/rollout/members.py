@@ -7,6 +7,7 @@ hardware class must have. One that fails that is quarantined: out until it is st
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections import Counter
@@ -123,7 +124,7 @@ class Members:
             assert member.caretaker is not None
             member.caretaker.cancel()
             self._leaving = [task for task in self._leaving if not task.done()]
-            self._leaving.append(asyncio.create_task(member.client.close()))
+            self._leaving.append(asyncio.create_task(_let_go(member)))
 
     def listed(self) -> list[dict[str, Any]]:
         return [
@@ -152,7 +153,7 @@ class Members:
                 member.condemned = self.version
             left = settings.heartbeat - (time.monotonic() - began)
             if left > 0:
-                await asyncio.gather(asyncio.wait_for(member.kick.wait(), left), return_exceptions=True)
+                await _at_most(left, member.kick)
 
     async def _look(self, member: Member, state: EngineState) -> None:
         member.seen, member.last, member.version = time.monotonic(), state, state.version
@@ -243,7 +244,7 @@ class Members:
                     f"no engine came to serve version {version} within fleet.patience={self.settings.patience:g} s "
                     f"(engines: {listed})"
                 )
-            await asyncio.gather(asyncio.wait_for(self._changed.wait(), 0.2), return_exceptions=True)
+            await _at_most(0.2, self._changed)
         return {"sync/live_seconds": time.monotonic() - began}
 
     def _sync_facts(self, member: Member) -> dict[str, float]:
@@ -273,9 +274,22 @@ class Members:
         for member in self._all.values():
             assert member.caretaker is not None
             member.caretaker.cancel()
-            for call in list(member.calls):
+            for call in member.calls:
                 call.cancel()
-        await asyncio.gather(*(member.client.close() for member in self._all.values()))
+        await asyncio.gather(*map(_let_go, self._all.values()))
+
+
+async def _at_most(seconds: float, event: asyncio.Event) -> None:
+    """Until the event, or as long as that."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+async def _let_go(member: Member) -> None:
+    """Its calls were cancelled: they tell the engine so before its client is gone."""
+    await asyncio.gather(*member.calls, return_exceptions=True)
+    await member.client.close()
 
 
 def same_bits(a: Completion, b: Completion) -> bool:

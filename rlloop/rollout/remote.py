@@ -61,6 +61,7 @@ class EngineClient:
     ) -> None:
         """`timeout`: seconds that one answer may take. `holder` and `term`: see `rlloop.rollout.wire.Lease`."""
         self.url, self._lease, self._attempts = url.rstrip("/"), Lease(holder, term), attempts
+        self._telling: set[asyncio.Task[None]] = set()  # the engine, that nobody waits for a request any more
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=bearer(token),
@@ -103,7 +104,9 @@ class EngineClient:
         try:
             reply = await self._send("POST", "/rlloop/generate", content=msgspec.msgpack.encode(ask), headers=headers)
         except asyncio.CancelledError:
-            self._background(self._forget(key))
+            task = asyncio.create_task(self._forget(key))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
             raise
         answer = _decode(reply, Answer)
         if boot is not None and answer.boot != boot:
@@ -111,16 +114,12 @@ class EngineClient:
         return unpack(ask, answer)
 
     async def close(self) -> None:
+        await asyncio.gather(*self._telling)
         await self._http.aclose()
 
     async def _forget(self, key: str) -> None:
         with contextlib.suppress(httpx.HTTPError):  # an engine that is gone has nothing to stop
             await self._http.delete(f"/rlloop/requests/{key}", timeout=2.0)
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        _tasks.add(task)
-        task.add_done_callback(_tasks.discard)
 
     async def _send(self, method: str, path: str, *, timeout: float | None = None, **request: Any) -> httpx.Response:
         if timeout is not None:
@@ -140,9 +139,6 @@ class EngineClient:
         if reply.is_success:
             return reply
         raise _refusal(self.url, reply)
-
-
-_tasks: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks only weakly
 
 
 def _decode(reply: httpx.Response, kind: type[T]) -> T:

@@ -9,6 +9,7 @@ bits. Which engines may serve is `rlloop.rollout.members`' to say.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -124,10 +125,15 @@ class Router:
         return self._thread.run(_run(self._members.take_metrics))
 
     def close(self) -> None:
-        self._thread.run(self._members.close())
+        self._thread.run(self._close())
         self._thread.close()
 
     # ---------------------------------------------------------------------------------------------- work
+
+    async def _close(self) -> None:
+        self._batches.clear()  # nothing is made again
+        self._queue.clear()
+        await self._members.close()
 
     async def _generate(
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], version: int
@@ -241,7 +247,8 @@ class Router:
             why = "its engine is out of service"
         except Busy as error:
             why = str(error)
-            await asyncio.sleep(0.1)
+            with contextlib.suppress(asyncio.CancelledError):  # the engine goes meanwhile: its chunk must not
+                await asyncio.sleep(0.1)
         except (EngineLost, VersionUnavailable, BadAnswer, WrongToken) as error:
             why = str(error)
         except RlloopError as error:  # the request's own fault, or another process of the run took over

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from rlloop.rollout.members import Canary, NoEngine, RouterSettings, hardware_cl
 from rlloop.rollout.remote import Fenced
 from rlloop.rollout.router import Router
 from rlloop.rollout.server import EngineServer
-from rlloop.rollout.service import EngineService, VersionUnavailable
+from rlloop.rollout.service import Busy, EngineService, VersionUnavailable
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import FolderStore
 from rlloop.testing import plant_fault
@@ -266,6 +268,38 @@ def test_a_version_that_is_not_the_fleets_is_refused_and_not_waited_for(expected
         assert len(router.generate(PROMPTS, SAMPLING, 1)) == 40
 
 
+def test_a_router_that_is_closed_in_the_middle_tells_its_engines(caplog):
+    engine, events = OneEngine(), Events()
+    router = Router(FAST, events.append)
+    router.join(engine.url, "r0")
+    router.serve_version(0, None)
+    engine.engine.go.clear()
+    waiting = router.begin(PROMPTS, SAMPLING, 0)
+    until(lambda: engine.service.load == len(PROMPTS))
+    router.close()
+    assert waiting.cancelled()
+    assert events.of("reissued") == []
+    engine.engine.go.set()
+    until(lambda: engine.service.load == 0)
+    assert engine.service.stats().made_tokens < 12 * len(PROMPTS)
+    gc.collect()
+    assert caplog.records == []  # where asyncio tells of a task whose error nobody heard
+    engine.close()
+
+
+def test_an_engine_that_leaves_while_it_is_busy_leaves_its_work_to_the_others(expected):
+    busy, good = OneEngine(), OneEngine()
+    with fleet(busy, good, settings=dataclasses.replace(FAST, patience=5.0)) as (router, _):
+        router.serve_version(0, None)
+
+        async def refuse(*_, **__):
+            asyncio.get_running_loop().call_later(0.02, router._members.leave, busy.url)
+            raise Busy("full")
+
+        router._members._all[busy.url].client.generate = refuse
+        check(router.begin(PROMPTS, SAMPLING, 0).result(20), expected)
+
+
 def test_one_engine_that_refuses_the_token_does_not_end_the_run(expected):
     engines = OneEngine(), OneEngine()
     settings = dataclasses.replace(FAST, heartbeat=60.0)
@@ -295,6 +329,8 @@ def test_many_who_sample_through_the_trainer_leave_room_for_those_who_fetch(tmp_
             return httpx.post(f"{server.url}/fleet/generate", content=content, timeout=60, trust_env=False)
 
         assert ask([]).status_code == 400
+        for url in ("engine:7002", "http://", "http://[x", "http://engine:port"):
+            assert httpx.post(f"{server.url}/fleet/join", json={"url": url}, trust_env=False).status_code == 400
         for versions, code in (
             ({"lowest": 1}, "version_behind"),
             ({"highest": -1}, "version_passed"),
