@@ -27,11 +27,12 @@ async function draw(force = false) {
     tab.href = address(tab.dataset.view);
   }
   if (view !== "charts") leaveCharts();
+  const mine = ++state.drawn;
   document.title = `rlloop · ${view === "step" ? `step ${query.get("step")}` : view}`;
   try {
     await (VIEWS[view] ?? showCharts)($("main"), query);
   } catch (error) {
-    $("main").replaceChildren(h("div", { class: "empty" }, h("h2", {}, "This cannot be shown"), h("p", {}, error.message)));
+    if (mine === state.drawn) $("main").replaceChildren(h("div", { class: "empty" }, h("h2", {}, "This cannot be shown"), h("p", {}, error.message)));
   }
 }
 

@@ -19,7 +19,9 @@ const seen = new IntersectionObserver((entries) => {
 export async function showCharts(main) {
   leaveCharts();
   if (!state.chosen.length) { main.replaceChildren(nothing()); return; }
+  const mine = state.drawn;
   const sections = await get("panels", { run: state.chosen });
+  if (mine !== state.drawn) return;
   layout = JSON.stringify(sections);
   strip = h("div", { class: "strip", "aria-label": "What came out" });
   problems = h("div");
@@ -45,7 +47,10 @@ export function leaveCharts() {
 
 export async function refreshCharts(runs) {
   if (!runs.some((run) => state.chosen.includes(run))) return;
-  if (JSON.stringify(await get("panels", { run: state.chosen })) !== layout) { // a metric that was not there before
+  const mine = state.drawn;
+  const now = JSON.stringify(await get("panels", { run: state.chosen }));
+  if (mine !== state.drawn) return;
+  if (now !== layout) { // a metric that was not there before
     const main = $("main"), top = main.scrollTop;
     await showCharts(main);
     main.scrollTop = top;

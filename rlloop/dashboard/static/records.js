@@ -28,7 +28,9 @@ let shown = null;
 export async function showCertificate(main, query) {
   const run = state.runs.has(query.get("of")) ? query.get("of") : state.chosen[0];
   if (!run) { main.replaceChildren(h("div", { class: "empty" }, h("h2", {}, "No run is chosen"))); return; }
+  const mine = state.drawn;
   const [found, { lines: log }] = await Promise.all([get("certificate", { run, last: 100000 }), get("log", { run })]);
+  if (mine !== state.drawn) return;
   const whole = !found.breaks.length;
   const lines = found.lines;
   shown = { main, query, run, next: Date.now() + 2 * lines.length }; // a long one is not read again at each step
@@ -98,7 +100,9 @@ export async function showConfig(main, query) {
   const first = all.includes(query.get("a")) ? query.get("a") : state.chosen[0] ?? all[0];
   if (!first) { main.replaceChildren(h("div", { class: "empty" }, h("h2", {}, "No runs yet"))); return; }
   const second = query.has("b") ? query.get("b") : state.chosen.find((run) => run !== first) ?? "";
+  const mine = state.drawn;
   const { runs, rows, problems } = await get("config", { run: first, other: second || undefined });
+  if (mine !== state.drawn) return;
   const two = runs.length === 2;
   let onlyDiffering = two && query.get("all") !== "yes";
   const pick = (name, value, options) => h("select", { "aria-label": name === "a" ? "Run" : "Compared with", onchange: (event) => go("config", { a: first, b: second || "", [name]: event.target.value || "" }) },

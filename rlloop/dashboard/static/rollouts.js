@@ -26,7 +26,9 @@ export async function showStep(main, query) {
   const run = runOf(query);
   if (!run) { main.replaceChildren(h("div", { class: "empty" }, h("h2", {}, "No run is chosen"))); return; }
   const step = Number(query.get("step"));
+  const mine = state.drawn;
   const { record, certificate, bounds } = await get("record", { run, step });
+  if (mine !== state.drawn) return;
   list = { run, step, ask: asked(query), bounds };
   const to = (next) => h("button", { type: "button", disabled: !bounds || next < bounds.first || next > bounds.last, onclick: () => go("step", { of: run, step: next }), "aria-label": `Step ${next}` }, next < step ? "←" : "→");
   main.replaceChildren(
@@ -110,11 +112,15 @@ function body() {
     h("article", { class: "card detail", id: "detail" }, h("p", { class: "muted" }, "Choose a completion.")));
 }
 
-async function fetchPage(offset) {
+// Whoever has chosen a completion, or scrolled, is left there by what comes in meanwhile.
+const untouched = () => (list.at ?? 0) === 0 && $("rollouts").scrollTop === 0;
+
+async function fetchPage(offset, unasked = false) {
   const mine = list;
   const parameters = { run: mine.run, step: mine.step ?? undefined, ...mine.ask };
   const found = await get("rollouts", { ...parameters, offset, limit: PAGE });
   if (mine !== list || !$("rollouts")) return;
+  if (unasked && !untouched()) { progress(found.index); return; }
   mine.rows = offset ? [...mine.rows, ...found.rows] : found.rows;
   mine.total = found.total;
   $("count").textContent = `${number(found.total)}`;
@@ -155,13 +161,13 @@ function progress(index) {
   if (place) place.textContent = index.files < index.of ? `reading rollouts: ${number(index.files)} of ${number(index.of)} steps…` : `${number(index.rollouts)} completions of ${number(index.of)} steps`;
   if (index.files < index.of) {
     const mine = list;
-    setTimeout(() => { if (mine === list && mine.step === null && $("rollouts")) fetchPage(0); }, 1500);
+    setTimeout(() => { if (mine === list && mine.step === null && $("rollouts")) fetchPage(0, true); }, 1500);
   }
 }
 
 export function refreshRollouts(runs) {
   if (!list || !runs.includes(list.run) || route().view === "step") return;
-  if ((list.at ?? 0) === 0 && $("rollouts")?.scrollTop === 0) fetchPage(0);
+  if ($("rollouts") && untouched()) fetchPage(0, true);
 }
 
 // ---------------------------------------------------------------------------------------------- one completion

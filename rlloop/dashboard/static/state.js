@@ -7,6 +7,7 @@ export const state = {
   range: null, // [first, last] step of all charts; null: all
   tables: false, // every chart as a table
   search: "",
+  drawn: 0, // views begun. What comes back for an earlier one is left out, or it would overwrite the page
 };
 
 // Okabe and Ito's palette, told apart by the colour-blind; lighter twins on a dark page. Dashes tell the rest.

@@ -147,6 +147,49 @@ def test_a_live_run(visit, tmp_path):
     page.wait_for_selector("#runs .name:has-text('young')")
 
 
+def test_who_chose_a_completion_is_left_at_it(visit, tmp_path):
+    writer = Writer(tmp_path / "a", drift=0.05)
+    for _ in range(3):
+        writer.write()
+    page = visit("#/rollouts?run=a")
+    expect(page.locator("#index")).to_contain_text("of 2 steps")
+    rows = page.locator("#rollouts tbody tr")
+    expect(rows.first).to_have_attribute("aria-selected", "true")
+    held = []
+    page.route("**/api/rollouts?*", lambda route: route.continue_() if held else held.append(route))
+    with page.expect_request("**/api/rollouts?*"):
+        writer.write()  # while the page asks for what is new, a person moves on
+    page.keyboard.press("j")
+    expect(rows.nth(1)).to_have_attribute("aria-selected", "true")
+    held[0].continue_()
+    expect(page.locator("#index")).to_contain_text("of 3 steps")
+    expect(rows.nth(1)).to_have_attribute("aria-selected", "true")
+
+
+def test_a_view_that_was_left_before_it_came_is_not_drawn(visit, tmp_path):
+    write_run(tmp_path / "a", 2)
+    page = visit()
+    page.wait_for_selector("section.group")
+    held = []
+    page.route("**/api/certificate?*", lambda route: held.append(route))
+    with page.expect_request("**/api/certificate?*"):
+        page.keyboard.press("3")
+    page.keyboard.press("2")
+    expect(page.locator("h1")).to_have_text("Rollouts")
+    with page.expect_response("**/api/certificate?*"):
+        held[0].continue_()
+    page.wait_for_timeout(300)
+    expect(page.locator("h1")).to_have_text("Rollouts")
+
+
+def test_durations(visit):
+    said = visit().evaluate(
+        "async () => { const { duration } = await import('/static/dom.js');"
+        " return [0.25, 59.94, 59.97, 119.7, 3599.7, 7300].map(duration); }"
+    )
+    assert said == ["250 ms", "59.9 s", "1 min 0 s", "2 min 0 s", "1 h 0 min", "2 h 1 min"]
+
+
 def test_runs_over_one_another(visit, tmp_path):
     write_run(tmp_path / "zero", 4)
     write_run(tmp_path / "drift", 4, drift=0.01, config={"seed": 0, "trainer": {"num_steps": 9}})
