@@ -39,6 +39,7 @@ from rlloop.protocols import Task
 from rlloop.records import RunFolder, read_records, summarize
 from rlloop.rewards import resolve_reward
 from rlloop.rewards.runner import RewardRunner
+from rlloop.rollout import Engine
 from rlloop.sinks import check_sinks, make_sinks
 from rlloop.sync.colocated import ColocatedSync
 from rlloop.sync.drifted import DriftedSync, drifted_copy
@@ -148,27 +149,28 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
     trainer = make_trainer(model, config, path)
     sampled = config.rollout.profile.over(config.model.profile)
     drift = Drift(**vars(config.rollout.drift)) if config.rollout.drift.declared else None
-    engine = make_engine(model if drift is None else drifted_copy(model), sampled, config.rollout, drift)
     differs = drift is not None or sampled != config.model.profile
-    eval_engine = make_engine(model, config.model.profile, config.rollout) if differs else engine
-    if drift is None:
-        sync, stateful = ColocatedSync(*{id(each): each for each in (engine, eval_engine)}.values()), ()
-    else:
-        sync = DriftedSync(model, engine, eval_engine)
-        stateful = (sync,)
-    yield Parts(
-        task=prepared.task,
-        engine=engine,
-        eval_engine=eval_engine,
-        trainer=trainer,
-        sync=sync,
-        scorer=prepared.scorer,
-        advantages=prepared.advantages,
-        loss=prepared.loss,
-        checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
-        doctor=partial(diagnose, engine.model, model),
-        stateful=stateful,
-    )
+    with ExitStack() as stack:
+        engine = make_engine(model if drift is None else drifted_copy(model), sampled, config.rollout, drift)
+        eval_engine = make_engine(model, config.model.profile, config.rollout) if differs else engine
+        engines = dict.fromkeys((engine, eval_engine))
+        for each in engines:
+            if not isinstance(each, Engine):
+                stack.callback(each.close)  # vLLM's sleep mode and process groups are the process's
+        sync = ColocatedSync(*engines) if drift is None else DriftedSync(model, engine, eval_engine)
+        yield Parts(
+            task=prepared.task,
+            engine=engine,
+            eval_engine=eval_engine,
+            trainer=trainer,
+            sync=sync,
+            scorer=prepared.scorer,
+            advantages=prepared.advantages,
+            loss=prepared.loss,
+            checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+            doctor=partial(diagnose, engine.model, model),
+            stateful=(sync,) if isinstance(sync, DriftedSync) else (),
+        )
 
 
 @contextmanager

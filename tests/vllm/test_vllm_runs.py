@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 from rlloop.cli import main
 from rlloop.models import new_model, save_model
 from rlloop.records import read_records
+from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.testing import planted_fault
 from tests.fault.tiny_run import history, make_model
 
@@ -30,7 +33,9 @@ def train(run: str, *overrides: str) -> int:
     return main(["train", "--config-name", "countdown", f"run.dir={run}", *OVERRIDES, *overrides])
 
 
-def test_two_steps_are_the_embedded_engines_bit_for_bit():
+def test_two_steps_are_the_embedded_engines_bit_for_bit(monkeypatch):
+    closed, close = [], VllmEngine.close
+    monkeypatch.setattr(VllmEngine, "close", lambda engine: (closed.append(weakref.ref(engine)), close(engine)))
     assert train("embedded") == train("vllm", "rollout.engine=vllm") == 0
     assert history(Path("vllm")) == history(Path("embedded"))
     weights = [load_file(f"{run}/checkpoints/step_2/model.safetensors") for run in ("embedded", "vllm")]
@@ -40,6 +45,9 @@ def test_two_steps_are_the_embedded_engines_bit_for_bit():
     for record in list(read_records(Path("vllm/metrics.jsonl")))[1:]:
         assert record["parity/tokens_different"] == record["parity/k3"] == 0
         assert record["parity/tokens"] > 100
+    gc.unfreeze()  # vLLM froze what there was before its engine
+    gc.collect()
+    assert [engine() for engine in closed] == [None]
 
 
 SMALL = {

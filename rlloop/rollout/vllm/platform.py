@@ -1,4 +1,4 @@
-"""vLLM's CPU platform with what our model needs of it, and a way around two faults of 0.32."""
+"""vLLM's CPU platform with what our model needs of it, and a way around three faults of 0.32."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class CpuPlatform(cpu.CpuPlatform):
         if model is not None and ARCHITECTURE in model.architectures:
             vllm_config.load_config.load_format = FORMAT
             model.logits_processors = [*(model.logits_processors or ()), GATE]
+        _forget_who_imported()
         preload = os.environ.get("LD_PRELOAD")
         super().check_and_update_config(vllm_config)
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
@@ -51,3 +52,12 @@ class CpuPlatform(cpu.CpuPlatform):
                 super().register_triton_kernel_overrides()
         finally:
             sys.modules.update(hidden)
+
+
+def _forget_who_imported() -> None:
+    """vLLM keeps the error of the missing torchcodec, and its traceback every frame above vLLM's first import: with the
+    first engine of a process its model and its trainer would stay."""
+    from vllm.multimodal.media import audio  # which needs to know the platform
+
+    if audio._torchcodec_import_exc is not None:
+        audio._torchcodec_import_exc.__traceback__ = None
