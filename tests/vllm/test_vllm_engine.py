@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,8 +126,28 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def test_a_step_that_does_not_end_leaves_nothing_behind(model, engine, monkeypatch):
+    """Neither requests nor pages, which vLLM knows by their prefix before anything is computed."""
+    prompts, sampling = traffic(12)
+    expected = bits(Engine(model).generate(prompts, sampling))
+    service = EngineService(engine)
+
+    def broken(*unused: object, **also_unused: object) -> None:
+        raise MemoryError("on purpose")
+
+    try:
+        service.change_weights(lambda: engine.set_version(engine.policy_version + 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "hidden", broken)
+            with pytest.raises(MemoryError):
+                service.submit(prompts, sampling).result(60)
+        assert bits(service.submit(prompts, sampling).result(60)) == expected
+    finally:
+        service.close()
+
+
 @pytest.mark.parametrize("make", [VllmEngine, StockVllmEngine])
-def test_a_sleeping_engine_holds_no_cache(make):
+def test_a_sleeping_engine_holds_no_cache(make, monkeypatch):
     config = {**tiny_qwen3().config.raw, "hidden_size": 64, "head_dim": 32}
     prompts = traffic(8)[0]
     sampling = [SamplingParams(max_tokens=20, seed=seed, ignore_eos=True) for seed in range(len(prompts))]
@@ -150,6 +171,11 @@ def test_a_sleeping_engine_holds_no_cache(make):
     engine.add_request(prompts[0], sampling[0])
     with pytest.raises(ConfigError, match="while 1 requests are in flight"):
         engine.sleep()
+    engine.abort_all()
+    engine.sleep()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._llm, "collective_rpc", None)  # what sleeps is not put to sleep again
+        assert engine.generate([], sampling[0]) == []
     engine.close()
 
 
@@ -172,9 +198,18 @@ def test_engines_come_and_go(model, engine):
         other = VllmEngine(model, page_size=1, max_running=8, max_cache_tokens=256)
         assert bits(other.generate(prompts, sampling)) == expected
         end(other)
+        gone = weakref.ref(other)
         del other
         gc.collect()
+        assert gone() is None
         assert bits(engine.generate(prompts, sampling)) == expected
+
+
+def test_vllm_keeps_nothing_of_who_imported_it(engine):
+    from vllm.multimodal.media import audio
+
+    assert audio._torchcodec_import_exc is not None
+    assert audio._torchcodec_import_exc.__traceback__ is None
 
 
 def test_what_cannot_be_continued_is_refused(engine):
@@ -264,3 +299,14 @@ def test_a_server_refuses_what_the_trainer_does_not_know():
             OnlyExact.validate_params(VllmParams(**mistaken))
     drawn = {ours(VllmParams(), f"request {index}").seed for index in range(20)}
     assert len(drawn) == 20  # a request without a seed has one of its own
+
+
+def test_a_server_of_several_ranks_is_not_followed(engine, monkeypatch):
+    from rlloop.rollout.vllm.following import Following
+
+    worker = Following()
+    worker.model_runner = engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    worker.vllm_config, worker.recorder = engine._llm.vllm_config, None
+    assert worker.rlloop_facts()["refused"] == ""
+    monkeypatch.setattr(worker.vllm_config.parallel_config, "data_parallel_size", 2)
+    assert worker.rlloop_facts()["refused"].startswith("it has 2 ranks")

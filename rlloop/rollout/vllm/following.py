@@ -80,6 +80,8 @@ class Following:
         facts, mode = facts_of(model, config), config.model_config.logprobs_mode
         if facts is None:
             return Facts(refused="vLLM loaded its model by itself: start it with --load-format rlloop or rlloop_stock")
+        if (ranks := config.parallel_config.world_size_across_dp) > 1:  # of them, vLLM hands on the first one's answers
+            return Facts(refused=f"it has {ranks} ranks, and weights are brought to one: start a vLLM for each GPU")
         if facts.stock and mode != "processed_logprobs":
             return Facts(refused=f"its logprobs are {mode}: start vLLM with --logprobs-mode processed_logprobs")
         if facts.stock and config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill:
