@@ -59,11 +59,11 @@ def test_every_command_of_the_tutorial(tmp_path, monkeypatch):
             assert program == "rlloop"
             assert main(smaller(arguments)) == 0, arguments
     assert printed.count("please say") == 3  # look.py
-    letters, tidy, patience = (list(read_records(Path("runs") / name / "metrics.jsonl")) for name in (
-        "letters", "tidy", "patience",
+    first, tidy, patience = (list(read_records(Path("runs") / name / "metrics.jsonl")) for name in (
+        "first", "tidy", "patience",
     ))  # fmt: skip
-    assert [len(records) for records in (letters, tidy, patience)] == [4, 3, 2]
+    assert [len(records) for records in (first, tidy, patience)] == [4, 3, 2]
     assert {"reward/letters", "reward/letters/length", "reward/tidy"} <= tidy[-1].keys()
     assert patience[-1]["rollout/turns_mean"] > 1
-    for record in letters[1:] + tidy[1:] + patience[1:]:
+    for record in first[1:] + tidy[1:] + patience[1:]:
         assert record["parity/tokens_different"] == 0
