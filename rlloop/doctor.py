@@ -18,6 +18,8 @@ from rlloop.rollout.vllm import versions
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONAL = {  # package -> (extra, what for)
     "ray": ("ray", "launch=ray"),
+    "uvicorn": ("serve", "servers, fleet=regions, dashboard"),
+    "datasets": ("datasets", "data.format=datasets"),
     "math_verify": ("math", "MathReward"),
     "wandb": ("wandb", "sinks.wandb"),
     "tensorboard": ("tensorboard", "sinks.tensorboard"),

@@ -16,7 +16,7 @@ def test_doctor_says_what_holds_and_what_is_missing(capsys):
     printed = capsys.readouterr().out
     for dtype in ("float32", "bfloat16", "float16"):
         assert f"ok  zero KLD on the CPU, {dtype}" in printed
-    for subject in ("GPU", "launch=ray", "vLLM as engine"):
+    for subject in ("GPU", "launch=ray", "dashboard", "data.format=datasets", "vLLM as engine"):
         assert subject in printed
 
 
