@@ -45,7 +45,7 @@ Run a recipe. Any key of its configuration is set by key=value (Hydra's override
 GROUP=NAME picks another entry, such as algorithm=dapo).
 
 The same command with the same run.dir resumes, bit for bit; Ctrl-C leaves a run that can be resumed. Exit codes:
-0 done, 2 something asked for cannot work, 3 engine and trainer disagree (parity.mode=require), 130 interrupted.
+0 done, 1 failed on the way, 2 refused, 3 engine and trainer disagree (parity.mode=require), 130 interrupted.
 """
 
 COMPARE = """\

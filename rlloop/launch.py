@@ -347,6 +347,8 @@ def _drive(job: Job, prepared: Prepared, folder: RunFolder, interrupts: Interrup
         progress = stack.enter_context(Progress(console, job.recipe, config.trainer.num_steps, start))
         progress.recall(read_records(folder.metrics.path) if start else ())
         progress.note(f"{folder.path}: " + (f"resuming after step {start}" if start else "a new run"))
+        if config.fleet.kind is FleetKind.regions:
+            progress.note(f"engines join at {(folder.path / 'fleet_address').read_text().strip()}")
         observers.append(progress)
         with interrupts.held_back():
             last = loop.run(start, interrupts.asked)

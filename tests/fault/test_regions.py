@@ -124,6 +124,14 @@ def test_a_server_that_stands_alone_and_who_may_ask_it(fleet, tmp_path):
     server.process.wait(20)
 
 
+def test_a_run_says_where_engines_join(tmp_path):
+    process = train(tmp_path / "run", "fleet=regions", "fleet.patience=0.5")
+    said, _ = process.communicate(timeout=120)
+    assert f"engines join at {(tmp_path / 'run/fleet_address').read_text()}" in said
+    assert "no engine came to serve version 0 within fleet.patience=0.5 s" in said
+    assert process.returncode == 1
+
+
 def test_what_cannot_work_is_said_before_anything_starts(fleet, tmp_path, monkeypatch):
     from tests.fault.fleet_run import Server
 
