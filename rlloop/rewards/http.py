@@ -61,7 +61,7 @@ class HttpReward:
         if not isinstance(answer, dict) or not isinstance(answer.get("reward"), int | float):
             raise ValueError(f"{self.url} answered {answer!r}; expected a JSON object with a number under 'reward'")
         reward = float(answer["reward"])
-        return RewardResult(reward, bool(answer.get("solved", reward >= 1.0)), answer.get("components", {}))
+        return RewardResult(reward, bool(answer.get("solved", reward >= 1.0)), answer.get("components") or {})
 
     async def _post(self, client: httpx.AsyncClient, body: bytes, headers: dict[str, str]) -> Any:
         response = await client.post(self.url, content=body, headers=headers)

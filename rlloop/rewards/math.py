@@ -85,12 +85,11 @@ class MathReward:
         return self._pool.submit(_equivalent, gold, answer, self.seconds)
 
     def _drop_pool(self) -> None:
-        assert self._pool is not None
-        for process in list((self._pool._processes or {}).values()):
-            process.kill()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pool = None
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def close(self) -> None:
-        if self._pool is not None:
-            self._drop_pool()
+        self._drop_pool()

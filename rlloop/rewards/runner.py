@@ -115,7 +115,11 @@ class RewardRunner:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._run_loop, args=(self._loop,), daemon=True, name="rlloop-reward").start()
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # what an interrupt leaves behind
 
     @staticmethod
     def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -62,6 +62,28 @@ def test_a_reward_that_always_hangs_is_given_up_before_the_batch_has_taken_hours
     assert outcomes[-1].message == f"not tried: the first {HOPELESS} took longer than 0.1 s"
 
 
+def test_what_an_interrupt_leaves_behind_is_cancelled():
+    async def endless(prompt, completion, example):
+        if completion == "b":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append(completion)
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    ended, runner = [], RewardRunner(endless)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.score(requests("a", "b"))
+    signal.signal(signal.SIGUSR1, before)
+    assert runner._run_async(asyncio.sleep(0.05, "done")) == "done"
+    assert ended == ["a", "b"]
+    runner.close()
+
+
 def test_batched_rewards_get_lists_and_must_return_one_value_each():
     class Lengths:
         batched = True
@@ -183,7 +205,7 @@ def judge():
             seen.append(key)
             first = seen.count(key) == 1
             status = 503 if first else 400 if body["completion"] == "refused" else 200
-            answer = json.dumps({"reward": len(body["completion"]), "components": {"length": 1.0}}).encode()
+            answer = json.dumps({"reward": len(body["completion"]), "solved": True, "components": None}).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(answer)))
             self.end_headers()
@@ -206,7 +228,7 @@ def test_http_reward_retries_with_one_key_a_sample(judge):
     runner = RewardRunner(HttpReward(url, backoff=0.01))
     good, refused = runner.score(requests("abc", "refused"))
     runner.close()
-    assert good == RewardResult(3.0, True, {"length": 1.0})
+    assert good == RewardResult(3.0, True)
     assert isinstance(refused, RewardFailure)
     assert "400" in refused.message
     assert len(seen) == 4
