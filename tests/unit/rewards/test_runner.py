@@ -64,9 +64,10 @@ def test_a_reward_that_always_hangs_is_given_up_before_the_batch_has_taken_hours
 
 def test_what_an_interrupt_leaves_behind_is_cancelled():
     async def endless(prompt, completion, example):
-        if completion == "b":
-            os.kill(os.getpid(), signal.SIGUSR1)
         try:
+            if completion == "b":
+                await asyncio.sleep(0.2)  # the main thread waits by then
+                os.kill(os.getpid(), signal.SIGUSR1)
             await asyncio.sleep(30)
         finally:
             ended.append(completion)
