@@ -22,6 +22,9 @@ def read_rope(keys: Keys, max_positions: int, missing: Mapping[str, Any], ignore
     `missing` says what a missing key means in this family, where that is not theta 10,000 over the whole head.
     """
     scaling, parameters = keys.take("rope_scaling", None), keys.take("rope_parameters", None)
+    for name, given in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if given is not None and not isinstance(given, dict):
+            keys.refuse(name, given, "null or an object")
     if scaling and parameters and scaling != parameters:
         raise ModelError("config.json has both rope_scaling and rope_parameters, and they differ; keep one")
     theta = keys.number("rope_theta", missing.get("rope_theta", 10000.0))

@@ -83,7 +83,9 @@ class StoredWeights:
         if not (folder / INDEX).is_file():
             raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors weights are read")
         index = read_json(folder / INDEX)
-        placed: dict[str, str] = index["weight_map"]
+        placed = index.get("weight_map")
+        if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+            raise ModelError(f"{folder / INDEX} has no weight_map, which says in which file each tensor is")
         files = [StoredFile.read(folder / name) for name in sorted(set(placed.values()))]
         found = {name: file.name for file in files for name in file.tensors}
         if found != placed or len(found) != sum(len(file.tensors) for file in files):

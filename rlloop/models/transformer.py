@@ -175,7 +175,13 @@ class Model(nn.Module):
         return twin
 
     def check_profile(self, profile: NumericsProfile) -> None:
-        """Raises `ConfigError` for settings that this model cannot follow on its device."""
+        """Raises `ConfigError` for settings that this model cannot follow on its device, or in its type."""
+        narrow = [op for op in profile.operations() if getattr(profile, op) == "rlloop"]
+        if self.dtype == torch.float64 and narrow:
+            raise ConfigError(
+                f"dtype is float64, and the profile's kernels of {', '.join(narrow[:3])} are for narrower types; use "
+                "dtype=float32, or NumericsProfile.preset('reference')"
+            )
         if profile.drift is not None and profile.drift.products == "fp8" and self.device.type != "cuda":
             raise ConfigError(
                 "the drift has products=fp8, kernels of a GPU; leave it at none (the same roundings, and the profile's "

@@ -45,16 +45,12 @@ def load_model(
     Raises `ModelError` for a missing folder, an unsupported configuration, and unknown, missing or misshapen tensors;
     `ConfigError` for a type, device or profile that cannot be used.
     """
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {str(device)!r}, and this machine has no CUDA device; use device=cpu")
-    compute = _dtype(dtype)
-    config = read_config(path)
-    if torch.device(device).type == "cuda" and (config.delta is not None or config.mamba is not None):
+    where, compute, config = _device(device), _dtype(dtype), read_config(path)
+    if where.type == "cuda" and (config.delta is not None or config.mamba is not None):
         raise ConfigError(f"{config.architecture} has recurrent layers, whose kernels are for CPUs; use device=cpu")
-    if torch.device(device).type == "cuda" and config.sinks:
+    if where.type == "cuda" and config.sinks:
         raise ConfigError(f"{config.architecture} has attention sinks, whose kernels are for CPUs; use device=cpu")
-    state = _read(config, Path(path), compute, torch.device(device))
-    return _assemble(config, state, torch.device(device), profile, Path(path))
+    return _assemble(config, _read(config, Path(path), compute, where), where, profile, Path(path))
 
 
 def new_model(
@@ -212,6 +208,18 @@ def _assemble(
     model.source_path = source
     model.check_profile(model.profile)
     return model
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {str(name)!r}; it must be cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {str(name)!r}, and this machine has no CUDA device; use device=cpu")
+    return device
 
 
 def _dtype(name: str) -> torch.dtype:

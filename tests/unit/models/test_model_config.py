@@ -121,6 +121,7 @@ def test_keys_of_older_files_that_change_nothing():
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "rope_type is 'dynamic'"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [4, 4]}}, "rope_parameters.mrope_section"),
         ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "g.rope_type is 'linear'"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; supported is null or an object"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, "both rope_scaling and rope_parameters"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "no rope_parameters.low_freq_factor"),
         ({"rope_parameters": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor is 1.0"),

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlloop.errors import ConfigError, ModelError
 from rlloop.models import load_model, new_model, read_state, save_model
+from rlloop.numerics.profile import NumericsProfile
 from tests.checkpoints import EVERY, by_our_names, make_checkpoint
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -80,7 +81,8 @@ def test_a_model_saved_over_its_own_source_and_another_model_from_it(tmp_path: P
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_each_type_is_rounded_once_to_nearest(tmp_path: Path, stored: torch.dtype, dtype: str):
     make_checkpoint(tmp_path, dtype=stored)
-    model, wanted = load_model(tmp_path, dtype=dtype), load_file(tmp_path / "model.safetensors")
+    profile = NumericsProfile.preset("reference") if dtype == "float64" else None
+    model, wanted = load_model(tmp_path, dtype=dtype, profile=profile), load_file(tmp_path / "model.safetensors")
     for name, parameter in model.named_parameters():
         assert parameter.dtype == getattr(torch, dtype)
         assert parameter.requires_grad
@@ -181,6 +183,10 @@ def test_weights_that_are_missing_damaged_or_misplaced(tmp_path: Path):
     save_file({**load_file(shards[0]), **load_file(shards[1])}, twice / shards[1].name)
     with pytest.raises(ModelError, match=r"index\.json and the shards disagree about"):
         load_model(twice)
+    for index in ("{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}'):
+        (twice / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ModelError, match=r"index\.json has no weight_map"):
+            load_model(twice)
     bare = copy("bare")
     (bare / "model.safetensors.index.json").unlink()
     with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
@@ -205,6 +211,12 @@ def test_types_and_devices_that_cannot_be_used(tmp_path: Path):
     make_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match="dtype is 'int8'; it must be one of float32, bfloat16"):
         load_model(tmp_path, dtype="int8")
+    for profile in (None, NumericsProfile(linear="reference")):
+        with pytest.raises(ConfigError, match=r"dtype is float64, and the profile's kernels of .*rms_norm.*reference"):
+            load_model(tmp_path, dtype="float64", profile=profile)
+    for device in ("gpu", "mps", "meta"):
+        with pytest.raises(ConfigError, match=f"device is '{device}'; it must be cpu or cuda"):
+            load_model(tmp_path, device=device)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="device is 'cuda'"):
             load_model(tmp_path, device="cuda")
