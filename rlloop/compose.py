@@ -27,6 +27,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from rlloop import recipes
 from rlloop.algorithms.presets import PRESETS
@@ -79,8 +80,12 @@ def compose_recipe(name: str, overrides: Sequence[str]) -> DictConfig:
         _refuse_malformed(override, folder)
     try:
         return _compose(folder, stem, overrides)
+    except ConfigError:
+        raise
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, folder, stem, overrides)) from error
+    except (YAMLError, ValueError) as error:  # of the text, which says its file; of the defaults list
+        raise ConfigError(f"{folder / stem}.yaml: {_first_lines(error, 4)}") from error
 
 
 def expand_sweep(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:

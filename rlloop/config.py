@@ -153,7 +153,7 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         _check("algorithm.overlong_buffer", self.overlong_buffer, self.overlong_buffer >= 0, "0 (off) or more tokens")
-        _check("algorithm.overlong_penalty", self.overlong_penalty, self.overlong_penalty >= 0, "0 or more")
+        _check("algorithm.overlong_penalty", self.overlong_penalty, 0 <= self.overlong_penalty < math.inf, "0 or more")
         _check("algorithm.max_refills", self.max_refills, self.max_refills >= 0, "0 (none) or more")
         _check(
             "algorithm.max_refills", self.max_refills, self.dynamic_sampling or not self.max_refills,

@@ -181,6 +181,13 @@ def test_a_mistake_in_the_recipe_itself_names_its_file(working_folder):
     file.write_text("trainer: {lr: 1}\n")
     with pytest.raises(ConfigError, match="defaults: "):
         configured()
+    for text, says in (("trainer:\n\tlr: 1\n", "line 9, column 1"), ("seed: 1\nseed: 2\n", "duplicate key seed")):
+        file.write_text(RECIPE + text)
+        with pytest.raises(ConfigError, match=rf"{file}: .*{says}"):
+            configured()
+    file.write_text("defaults: rlloop\n")
+    with pytest.raises(ConfigError, match=rf"{file}: .*must be a list"):
+        configured()
 
 
 def test_an_honest_drift_is_allowed_under_observe():

@@ -67,6 +67,7 @@ def test_arguments_reach_the_loss():
         (get_loss, "dr_grpo", {"max_tokens": 0}, "max_tokens is 0"),
         (get_loss, "dro", {"level": "geometric"}, "level is 'geometric'; it must be one of sequence, token"),
         (get_advantage, "group_norm", {"eps": -1}, "eps is -1"),
+        (get_loss, "grpo", {"entropy_coef": math.inf}, "entropy_coef is inf; it must be a number 0 or more"),
         (get_advantage, "group_mean", {"eps": 0.1}, "advantage group_mean has no argument 'eps'; it has none"),
     ],
 )
