@@ -23,6 +23,7 @@ from rich.console import Console
 
 from rlloop.algorithms import get_loss
 from rlloop.batches import completion_seed
+from rlloop.cache import cache_root
 from rlloop.config import TrainerConfig
 from rlloop.models import load_model, new_model, save_model
 from rlloop.rewards.countdown import countdown_reward
@@ -126,7 +127,6 @@ def warm_start_folder(task: Countdown) -> Path:
     """The warm-started model of `task` as a Hugging Face folder, trained at first use."""
     folder = cache_root() / f"countdown-{digest(task)}"
     if not (folder / RECORD).exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
             new, made = Path(scratch) / "new", Path(scratch) / "made"
             save_model(new_model(_config(task), task.warm_start.seed), new)
@@ -155,11 +155,6 @@ def supervised_only(task: Countdown) -> Curve:
 
 def warm_start_curve(folder: Path) -> Curve:
     return _read_curve(folder / RECORD)
-
-
-def cache_root() -> Path:
-    """Where warm starts are kept: the environment's RLLOOP_CACHE, or ~/.cache/rlloop."""
-    return Path(os.environ.get("RLLOOP_CACHE") or Path.home() / ".cache" / "rlloop")
 
 
 def digest(task: Countdown) -> str:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from rlloop.cache import cache_root
 from rlloop.chat import ChatTokenizer
 from rlloop.environments import Message, Reply
 from rlloop.errors import ConfigError
 from rlloop.types import Example
 
 from ..custom.tiny import write_tiny
-
-
-def cache_root() -> Path:
-    """Where the small model is kept: the environment's RLLOOP_CACHE, or ~/.cache/rlloop."""
-    return Path(os.environ.get("RLLOOP_CACHE") or Path.home() / ".cache" / "rlloop")
 
 
 class NumberGuessing:
@@ -67,7 +62,6 @@ class Guess:
         root = cache_root()
         folder = root / f"guess-{self.numbers}-v1"
         if not folder.exists():
-            root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as scratch:
                 words = ["guess", "to", "higher", "lower", "what", *map(str, range(1, self.numbers + 1))]
                 write_tiny(Path(scratch) / "made", words)

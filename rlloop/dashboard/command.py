@@ -94,9 +94,9 @@ def _serve(given: argparse.Namespace, note: str) -> int:
     from rlloop.dashboard.server import make_app
 
     token = given.token or secrets.token_urlsafe(24)
+    dashboard = Dashboard(given.runs, note=note)
     listener = _listen(given.host, given.port)
     port = listener.getsockname()[1]
-    dashboard = Dashboard(given.runs, note=note)
     local = given.host in LOOPBACK
     hosts = [*LOOPBACK, *map(str.lower, given.allow_host)] if local or given.allow_host else None
     app = make_app(dashboard, token, port, hosts)

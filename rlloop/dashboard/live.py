@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from starlette.concurrency import run_in_threadpool
 
-from rlloop.dashboard.rollouts import RolloutIndex
+from rlloop.dashboard.rollouts import RolloutIndex, cache_folder
 from rlloop.dashboard.runs import Run, Runs
 
 POLL = 1.0  # seconds between looks at the runs' files, while anybody watches
@@ -26,7 +26,7 @@ class Dashboard:
     def __init__(self, root: Path, *, cache: Path | None = None, note: str = "") -> None:
         self.runs = Runs(root)
         self.note = note
-        self._cache = cache
+        self._cache = cache or cache_folder()
         self._indices: dict[str, RolloutIndex] = {}
         self._watchers: set[asyncio.Queue[str]] = set()
         self._watch: asyncio.Task[None] | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ import msgspec
 import numpy as np
 import zstandard
 
+from rlloop.cache import cache_root
 from rlloop.records import rollout_files, step_of
 
 SCHEMA = """
@@ -80,8 +80,8 @@ _DECODER = msgspec.json.Decoder(_Row)
 
 
 def cache_folder() -> Path:
-    """Where indices are kept: `dashboard` in the environment's RLLOOP_CACHE, or in ~/.cache/rlloop."""
-    return Path(os.environ.get("RLLOOP_CACHE") or Path.home() / ".cache" / "rlloop") / "dashboard"
+    """Where indices are kept."""
+    return cache_root() / "dashboard"
 
 
 class RolloutIndex:

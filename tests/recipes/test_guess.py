@@ -26,6 +26,7 @@ TINY = [
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "cache").mkdir()
     monkeypatch.setattr(task, "cache_root", lambda: tmp_path / "cache")  # of models; compiled kernels may stay
 
 
