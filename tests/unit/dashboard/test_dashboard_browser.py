@@ -254,14 +254,15 @@ def test_regions_experts_and_a_number_that_is_not_finite(visit, tmp_path):
 
 
 def test_a_narrow_window(visit, tmp_path):
-    write_run(tmp_path / "a-run-with-a-name-that-is-rather-long,seed=0", 3, drift=0.01)
+    write_run(tmp_path / "a-run-with-a-name-that-is-rather-long,trainer.lr=0.0005,seed=0", 3, drift=0.01)
     page = visit()
     page.set_viewport_size({"width": 390, "height": 800})
     page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
     for view in ("charts", "step?step=2", "certificate", "config"):
         page.goto(page.url.split("#")[0] + f"#/{view}")
-        page.locator("main .card").first.wait_for()
+        page.locator(".beside" if view.startswith("step") else "main .card").first.wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, view
+        assert page.evaluate("document.querySelector('#main').scrollWidth") <= 390, view
 
 
 def test_broken_files(visit, tmp_path):
