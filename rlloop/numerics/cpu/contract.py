@@ -72,6 +72,11 @@ _product = _operator(
 )
 
 
+def sum_of_rows(x: Tensor) -> Tensor:
+    """[T, N] float32 -> [N], one row after the other; PyTorch's own order depends on threads. For CPU tensors."""
+    return torch.from_numpy(np.add.reduce(x.detach().contiguous().numpy(), axis=0))
+
+
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:2])
 
@@ -150,7 +155,7 @@ def _rms_norm_gradients_cpu(
         flat(grad if grad_stream is None else grad_stream.contiguous()), grad_stream is not None, flat(grad_x),
         parts.reshape(-1), width,
     )  # fmt: skip
-    return grad_x, torch.from_numpy(np.add.reduce(parts, axis=0)).to(weight.dtype)
+    return grad_x, sum_of_rows(torch.from_numpy(parts)).to(weight.dtype)
 
 
 _rms_norm_gradients = _operator(
@@ -216,10 +221,15 @@ def _sigmoid_mul_cpu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Of float32. On a CPU, PyTorch's own has other bits at the end of each thread's share of the numbers."""
+    return torch.sigmoid(x) if x.is_cuda else _sigmoid_mul_cpu(x, torch.ones_like(x))
+
+
 def _sigmoid_mul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = ctx.saved_tensors
-    sigmoid, wide = torch.sigmoid(gate.float()), grad.float()
-    return (wide * up.float() * sigmoid * (1 - sigmoid)).to(gate.dtype), (wide * sigmoid).to(up.dtype)
+    gates, wide = sigmoid(gate.float()), grad.float()
+    return (wide * up.float() * gates * (1 - gates)).to(gate.dtype), (wide * gates).to(up.dtype)
 
 
 _sigmoid_mul = _operator(
@@ -348,7 +358,7 @@ def _attention_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, 
         return *gradients, *[None] * 8
     *_, out, lse = saved  # a sink takes mass from every key, and what that mass would have read is `out`
     lost = torch.exp(sinks.float() - lse) * (grad.float() * out.float()).sum(-1)
-    return *gradients, *[None] * 7, -lost.sum(0).to(sinks.dtype)
+    return *gradients, *[None] * 7, -sum_of_rows(lost).to(sinks.dtype)
 
 
 def attention_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.cpu import recurrence as kernels
-from rlloop.numerics.cpu.contract import _operator
+from rlloop.numerics.cpu.contract import _operator, sigmoid, sum_of_rows
 from rlloop.numerics.cpu.jit import flat, threads_for
 from rlloop.numerics.layout import AttentionLayout, Carried
 
@@ -50,8 +50,8 @@ def _convolution_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         reader = at[place >= width - 1 - j]  # the tokens that read one so far back
         read = reader - (width - 1 - j)
         grad_x.index_add_(0, read, grad[reader] * weight[:, 0, j])  # each row once
-        grad_weight[:, 0, j] = (grad[reader] * x[read]).sum(0)
-    return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None
+        grad_weight[:, 0, j] = sum_of_rows(grad[reader] * x[read])
+    return grad_x, grad_weight, sum_of_rows(grad) if ctx.has_bias else None, None
 
 
 _convolution = _operator(
@@ -98,8 +98,8 @@ def _gates_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _gates_backward(ctx: Any, grad_decay: Tensor, grad_step: Tensor) -> tuple[Tensor | None, ...]:
     a, rate, bias, decay, step = ctx.saved_tensors
     slope = -grad_decay * decay * rate.exp()  # of what decays: exp(rate) step
-    grad_a = (grad_step + slope) * torch.sigmoid(a + bias) * (step > ctx.floor)
-    return grad_a, (slope * step).sum(0), grad_a.sum(0), None
+    grad_a = (grad_step + slope) * sigmoid(a + bias) * (step > ctx.floor)
+    return grad_a, sum_of_rows(slope * step), sum_of_rows(grad_a), None
 
 
 _gates = _operator(

@@ -160,3 +160,39 @@ def test_experts_without_gates() -> None:
     made = OURS.experts(x, up, down, chosen, False)
     torch.testing.assert_close(made, REFERENCE.experts(x, up, down, chosen, False), rtol=1e-5, atol=1e-4)
     assert same_bits(OURS.experts(x[9:10], up, down, chosen[9:10], False), made[9:10])
+
+
+TOKENS, ODD = 2000, 37  # numbers enough for PyTorch's own operations to share them among threads
+LAYOUT = AttentionLayout.of_sequences([400] * 5)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda: (OURS.sigmoid_mul, [drawn(TOKENS, ODD), drawn(TOKENS, ODD, seed=1)]),
+        lambda: (OURS.recurrent_gates, [drawn(TOKENS, ODD), drawn(ODD, seed=1), drawn(ODD, seed=2)]),
+        lambda: (
+            lambda x, weight, bias: OURS.causal_conv(x, weight, bias, LAYOUT, None),
+            [drawn(TOKENS, ODD), drawn(ODD, 1, WIDTH), drawn(ODD)],
+        ),
+        lambda: (
+            lambda q, k, v, sinks: OURS.attention(q, k, v, AttentionLayout.of_sequences([1000]), 1.0, sinks),
+            [drawn(1000, ODD, 4), drawn(1000, 1, 4), drawn(1000, 1, 4, seed=1), drawn(ODD)],
+        ),
+    ],
+    ids=["sigmoid_mul", "gates", "conv", "sinks"],
+)
+def test_threads_leave_no_trace_in_gradients(work: Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]) -> None:
+    run, given = work()
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            leaves = [tensor.clone().requires_grad_() for tensor in given]
+            made = run(*leaves)
+            made = torch.stack(made) if isinstance(made, tuple) else made
+            found.append(torch.autograd.grad(made, leaves, drawn(*made.shape, seed=3)))
+    finally:
+        torch.set_num_threads(before)
+    for gradients in found[1:]:
+        assert all(same_bits(one, other) for one, other in zip(gradients, found[0], strict=True))
