@@ -11,7 +11,7 @@ from rlloop.errors import ConfigError
 from rlloop.rewards.sandbox import Limits, run_program
 from rlloop.types import Example, RewardResult
 
-FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def extract_code(completion: str) -> str:

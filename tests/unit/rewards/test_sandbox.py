@@ -121,4 +121,5 @@ def test_an_early_exit_does_not_pass_an_assertion():
 
 def test_the_last_fenced_block_is_the_program():
     assert extract_code("```python\na\n```\ntext\n```py\nb\n```") == "b\n"
+    assert extract_code("```Python\na\n```") == extract_code("```python3\na\n```") == "a\n"
     assert extract_code("print(1)") == "print(1)"
