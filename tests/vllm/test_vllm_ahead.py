@@ -50,7 +50,7 @@ def ahead(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
 
 
-def test_bits_are_the_embedded_engines(tmp_path, ahead):
+def test_bits_are_the_embedded_engines(tmp_path, ahead, monkeypatch):
     """Prompts are cut, and so small a cache preempts; requests end at stop tokens and are aborted."""
     make_checkpoint(tmp_path, "qwen3_moe", vocab_size=300)
     model = load_model(tmp_path)
@@ -66,4 +66,9 @@ def test_bits_are_the_embedded_engines(tmp_path, ahead):
         assert part.token_ids == expected[ids.index(id)][1][: len(part.token_ids)]
     engine.set_version(1)  # what was begun for requests that ended holds nothing back
     assert bits(engine.generate(prompts, sampling)) == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "hidden", None)
+        with pytest.raises(TypeError):
+            engine.generate(prompts, sampling)
+    assert bits(engine.generate(prompts, sampling)) == expected  # nor what was begun before a step that raised
     engine.close()
