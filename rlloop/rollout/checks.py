@@ -5,10 +5,18 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from rlloop.errors import ConfigError
+from rlloop.models.warp import stop_ids
 from rlloop.types import SamplingParams
 
 
-def check_request(prompt_ids: list[int], sampling: SamplingParams, vocabulary: int, limit: int, room: int) -> None:
+def check_request(
+    prompt_ids: list[int],
+    sampling: SamplingParams,
+    vocabulary: int,
+    limit: int,
+    room: int,
+    eos_token_ids: tuple[int, ...],
+) -> None:
     """Raises `ConfigError` for what no engine can continue: `limit` positions of the model, `room` cached tokens."""
     if len(prompt_ids) == 0:
         raise ConfigError("a prompt is empty; it must have at least one token")
@@ -16,6 +24,11 @@ def check_request(prompt_ids: list[int], sampling: SamplingParams, vocabulary: i
         if ids and (min(ids) < 0 or max(ids) >= vocabulary):
             wrong = next(id for id in ids if not 0 <= id < vocabulary)
             raise ConfigError(f"token id {wrong} in {what} is not in the vocabulary; ids are 0 to {vocabulary - 1}")
+    if sampling.min_tokens and len(set(stop_ids(sampling, eos_token_ids))) >= vocabulary:
+        raise ConfigError(
+            f"min_tokens is {sampling.min_tokens}, and every token of the vocabulary ends a completion, so none may be "
+            "the first; leave some out of stop_token_ids"
+        )
     total = len(prompt_ids) + sampling.max_tokens
     if total > limit:
         raise ConfigError(

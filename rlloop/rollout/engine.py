@@ -357,7 +357,9 @@ class Engine:
 
     def _check(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
         room = self._num_blocks * self.page_size
-        check_request(prompt_ids, sampling, len(self.model.head), self.model.max_positions, room)
+        check_request(
+            prompt_ids, sampling, len(self.model.head), self.model.max_positions, room, self.model.eos_token_ids
+        )
 
     def _add(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
         id = self._next_id

@@ -286,7 +286,9 @@ class VllmEngine:
             return LLMEngine.from_engine_args(EngineArgs(model=folder, **settings))
 
     def _check(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
-        check_request(prompt_ids, sampling, len(self.model.head), self.model.max_positions, self._room)
+        check_request(
+            prompt_ids, sampling, len(self.model.head), self.model.max_positions, self._room, self.model.eos_token_ids
+        )
         check_sampling(sampling, stock=not self.raw_column)
 
     def _add(self, prompt_ids: list[int], sampling: SamplingParams) -> int:

@@ -168,7 +168,7 @@ class ServedEngine:
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
         facts = self.facts
-        check_request(prompt_ids, sampling, facts.vocabulary, facts.positions, facts.positions)
+        check_request(prompt_ids, sampling, facts.vocabulary, facts.positions, facts.positions, facts.eos_token_ids)
         check_sampling(sampling, facts.stock)
         if facts.stock and sampling.min_tokens:
             raise ConfigError(

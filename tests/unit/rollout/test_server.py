@@ -183,6 +183,7 @@ def test_openai_text_several_choices_and_streams(running):
         ({"stream": True, "stream_options": {"beams": 1}}, "beams"),
         ({"prompt": [VOCABULARY]}, "not in the vocabulary"),
         ({"prompt": []}, "empty|at least one"),
+        ({"extra_body": {"min_tokens": 1, "stop_token_ids": [*range(VOCABULARY)]}}, "every token of the"),
         ({"extra_body": {"beams": 3}}, "beams"),
         ({"extra_body": {"min_version": 1, "policy_version": 1}}, "both given"),
     ],
