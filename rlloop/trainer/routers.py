@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlloop.config import TrainerConfig
+from rlloop.errors import ConfigError
 from rlloop.models import ChoiceCounts, Model, Routes, ScoreRow
 from rlloop.models.experts import Router
 
@@ -24,9 +25,17 @@ class Routers:
     """
 
     def __init__(self, model: Model, config: TrainerConfig) -> None:
+        """Raises `ConfigError` for a setting that the model has nothing for."""
         self.replay = False
         self.config = config
         self._gates = [module for module in model.modules() if isinstance(module, Router)]
+        biased = [gate for gate in self._gates if gate.bias_of_choice is not None]
+        for key, lacks, there in (
+            ("balance_coef", "has no experts to balance", self._gates),
+            ("expert_bias_rate", "ranks no experts with a bias", biased),
+        ):
+            if getattr(config, key) and not there:
+                raise ConfigError(f"trainer.{key} is {getattr(config, key)}, and the model {lacks}; set it to 0")
         self._load: Tensor | None = None  # [layers, E] tokens that went to each expert since the last update
         self._penalties: list[Tensor] = []
         self.begin()

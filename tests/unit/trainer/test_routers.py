@@ -8,6 +8,7 @@ import torch
 
 from rlloop.algorithms import loss_for
 from rlloop.config import AlgorithmConfig, TrainerConfig
+from rlloop.errors import ConfigError
 from rlloop.models import Model, Routes, new_model
 from rlloop.trainer import Trainer
 from rlloop.trainer.batching import TrainSequence
@@ -114,7 +115,10 @@ def test_a_dense_model_has_no_loads() -> None:
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "eos_token_id",
         "max_position_embeddings")}  # fmt: skip
     model = new_model({**config, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}, seed=0)
-    run = trainer(model, balance_coef=1.0, expert_bias_rate=0.1)
+    for setting, lacks in (("balance_coef", "no experts to balance"), ("expert_bias_rate", "no experts with a bias")):
+        with pytest.raises(ConfigError, match=rf"trainer\.{setting} is 0\.1, and the model .*{lacks}"):
+            trainer(model, **{setting: 0.1})
+    run = trainer(model)
     run.forward_backward(batch(), SFT)
     assert set(run.optim_step()) == {"loss/grad_norm", "trainer/lr", "trainer/refused"}
     assert run.routing() == {}
