@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +12,10 @@ import numpy as np
 from rlloop.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's too
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,17 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence ids
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("max_tokens", "min_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if not _whole(value) and (value is not None or name != "seed"):
+                raise ConfigError(f"SamplingParams.{name} is {value!r}; it must be a whole number")
+        for name in ("temperature", "top_p", "min_p"):
+            if not isinstance(getattr(self, name), Real):
+                raise ConfigError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be a number")
+        stops = tuple(self.stop_token_ids) if isinstance(self.stop_token_ids, Iterable) else (None,)
+        if not all(map(_whole, stops)):
+            raise ConfigError(f"SamplingParams.stop_token_ids is {self.stop_token_ids!r}; it must be ids of tokens")
+        object.__setattr__(self, "stop_token_ids", stops)
         checks = [
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"from 0 to max_tokens ({self.max_tokens})"),

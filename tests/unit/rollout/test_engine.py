@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,6 +214,32 @@ def test_what_cannot_work_is_refused_before_any_work(model, prompt, sampling, me
     assert not engine.has_work
     with pytest.raises(ConfigError, match=message):
         engine.add_request(prompt, sampling)
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        ({"max_tokens": 2.5}, "max_tokens is 2.5; it must be a whole number"),
+        ({"max_tokens": "3"}, "max_tokens is '3'; it must be a whole number"),
+        ({"max_tokens": True}, "max_tokens is True; it must be a whole number"),
+        ({"min_tokens": None}, "min_tokens is None; it must be a whole number"),
+        ({"top_k": 1.5}, "top_k is 1.5; it must be a whole number"),
+        ({"seed": 0.5}, "seed is 0.5; it must be a whole number"),
+        ({"temperature": None}, "temperature is None; it must be a number"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5; it must be ids of tokens"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids is 'ab'; it must be ids of tokens"),
+        ({"stop_token_ids": [5.5]}, "it must be ids of tokens"),
+    ],
+)
+def test_sampling_parameters_of_other_types_are_refused(given, allowed):
+    with pytest.raises(ConfigError, match=f"SamplingParams.*{allowed}"):
+        SamplingParams(**{"max_tokens": 8, **given})
+    numpys: dict[str, Any] = {
+        "max_tokens": np.int64(8),
+        "top_p": np.float32(0.5),
+        "stop_token_ids": iter([3, np.int32(4)]),
+    }
+    assert SamplingParams(**numpys) == SamplingParams(max_tokens=8, top_p=0.5, stop_token_ids=(3, 4))
 
 
 @pytest.mark.parametrize(
