@@ -234,11 +234,15 @@ def _delta(arguments: list[str]) -> int:
     parser.add_argument("old", type=Path, metavar="A", help="a Hugging Face folder with safetensors")
     parser.add_argument("new", type=Path, metavar="B", help="the same model, some steps later")
     parser.add_argument("--tensors", action="store_true", help="a line for each tensor, too")
+    parser.add_argument(
+        "--bfloat16", action="store_true",
+        help="round float32 to it first: a run's checkpoints are float32, engines of model.dtype=bfloat16 are not",
+    )  # fmt: skip
     given = parser.parse_args(arguments)
 
     from rlloop.delta import Sizes, compare, describe, read_pair, version_bytes
 
-    old, new = read_pair(given.old, given.new)
+    old, new = read_pair(given.old, given.new, given.bfloat16)
     total = Sizes()
     for name, tensor in compare(old, new):
         if given.tensors:

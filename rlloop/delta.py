@@ -83,8 +83,8 @@ def _bits(steps: np.ndarray) -> float:
     return places - n * float((share * np.log2(share)).sum())
 
 
-def read_pair(old: Path, new: Path) -> tuple[dict[str, Bits], dict[str, Bits]]:
-    """Two checkpoints of one model. Raises `ModelError` where they are not."""
+def read_pair(old: Path, new: Path, bfloat16: bool = False) -> tuple[dict[str, Bits], dict[str, Bits]]:
+    """Two checkpoints of one model; `bfloat16` rounds their float32. Raises `ModelError` where they are not of one."""
     before, after, where = read_folder(old), read_folder(new), f"{old} and {new}"
     if odd := sorted(before.keys() ^ after.keys()):
         raise ModelError(f"{where} are not of one model: only one of them has {', '.join(odd[:5])}")
@@ -95,7 +95,18 @@ def read_pair(old: Path, new: Path) -> tuple[dict[str, Bits], dict[str, Bits]]:
                 f"{where}: {name} is {had.dtype} {list(had.shape)} in one and {bits.dtype} {list(bits.shape)} in the "
                 "other; save both in the type that engines compute in"
             )
-    return before, after
+    return (_rounded(before), _rounded(after)) if bfloat16 else (before, after)
+
+
+def _rounded(tensors: Mapping[str, Bits]) -> dict[str, Bits]:
+    import torch
+
+    from rlloop.sync.live import bits_of
+
+    return {
+        name: bits_of(torch.tensor(bits.array.view(np.float32)).bfloat16()) if bits.dtype == "F32" else bits
+        for name, bits in tensors.items()
+    }
 
 
 def compare(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> Iterator[tuple[str, Sizes]]:

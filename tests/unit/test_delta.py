@@ -42,6 +42,23 @@ def test_the_command_prints_every_size(pair, capsys):
     assert sizes["entropy, old exponent known"] < sizes["entropy"]
 
 
+def test_masters_are_compared_as_engines_hold_them(pair, tmp_path, capsys):
+    torch.manual_seed(0)
+    masters = [
+        save(tmp_path / f"{folder.name}-masters", {
+            name: torch.from_numpy(bits.array.astype(np.uint32) << 16).view(torch.float32) * (1 + 2**-12)
+            for name, bits in read_folder(folder).items()
+        })
+        for folder in pair
+    ]  # fmt: skip
+    assert main(["delta", *map(str, pair)]) == 0
+    expected = capsys.readouterr().out
+    assert main(["delta", *map(str, masters), "--bfloat16"]) == 0
+    assert capsys.readouterr().out == expected
+    assert main(["delta", *map(str, masters)]) == 0
+    assert "480,000" in capsys.readouterr().out
+
+
 def test_nothing_changed(pair, capsys):
     assert main(["delta", str(pair[0]), str(pair[0])]) == 0
     assert "every bit is the same" in capsys.readouterr().out
