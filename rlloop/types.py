@@ -18,6 +18,12 @@ def _whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's too
 
 
+def is_ids(given: Any) -> bool:
+    """Whether it is a list of whole numbers. Others would be cut to whole ones on their way into a tensor."""
+    found = np.asarray(given)
+    return found.ndim == 1 and (found.dtype.kind in "iu" or not len(found))
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue one prompt.

@@ -14,7 +14,7 @@ from rlloop.models.routes import Routes
 from rlloop.models.transformer import Model
 from rlloop.models.warp import warp_for
 from rlloop.numerics.layout import AttentionLayout
-from rlloop.types import SamplingParams
+from rlloop.types import SamplingParams, is_ids
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,8 @@ def _check(model: Model, rows: Sequence[ScoreRow]) -> None:
     vocabulary, limit = len(model.head), model.max_positions
     for index, row in enumerate(rows):
         ids = row.token_ids
+        if not is_ids(ids):
+            raise ConfigError(f"sequence {index} is {ids!r:.60}; it must be a list of token ids")
         if len(ids) > limit:
             raise ConfigError(f"sequence {index} has {len(ids)} tokens; the model has {limit} positions")
         stops = row.sampling.stop_token_ids if row.sampling is not None else ()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from rlloop.errors import ConfigError
 from rlloop.models.warp import stop_ids
-from rlloop.types import SamplingParams
+from rlloop.types import SamplingParams, is_ids
 
 
 def check_request(
@@ -18,10 +19,12 @@ def check_request(
     eos_token_ids: tuple[int, ...],
 ) -> None:
     """Raises `ConfigError` for what no engine can continue: `limit` positions of the model, `room` cached tokens."""
+    if not is_ids(prompt_ids):
+        raise ConfigError(f"a prompt is {prompt_ids!r:.60}; it must be a list of token ids, and prompts a list of such")
     if len(prompt_ids) == 0:
         raise ConfigError("a prompt is empty; it must have at least one token")
     for what, ids in (("prompt", prompt_ids), ("stop_token_ids", sampling.stop_token_ids)):
-        if ids and (min(ids) < 0 or max(ids) >= vocabulary):
+        if len(ids) and (min(ids) < 0 or max(ids) >= vocabulary):
             wrong = next(id for id in ids if not 0 <= id < vocabulary)
             raise ConfigError(f"token id {wrong} in {what} is not in the vocabulary; ids are 0 to {vocabulary - 1}")
     if sampling.min_tokens and len(set(stop_ids(sampling, eos_token_ids))) >= vocabulary:
@@ -44,10 +47,12 @@ def check_request(
 
 def one_for_each(prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[SamplingParams]:
     """The parameters of each prompt. Raises `ConfigError` where they are neither one for all nor as many."""
-    each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+    each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    if not isinstance(each, Sequence) or not all(isinstance(params, SamplingParams) for params in each):
+        raise ConfigError(f"sampling is {sampling!r:.60}; it must be SamplingParams, or a list of one for each prompt")
     if len(each) != len(prompts):
         raise ConfigError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or as many")
-    return each
+    return list(each)
 
 
 def drawn_seed(seed: int, counter: int) -> int:

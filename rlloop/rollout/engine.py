@@ -366,5 +366,6 @@ class Engine:
         self._next_id += 1
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
-        self._scheduler.add(Request.of(id, list(prompt_ids), sampling, self.model.eos_token_ids))
+        ids = np.asarray(prompt_ids).tolist()  # whole numbers of Python, whoever's they were
+        self._scheduler.add(Request.of(id, ids, sampling, self.model.eos_token_ids))
         return id

@@ -81,6 +81,8 @@ def test_sequences_without_a_token_to_score(model: Model) -> None:
     ("pair", "sampling", "named"),
     [
         (([], [5]), None, "sequence 1 has an empty prompt"),
+        (([5], [6.5]), None, r"sequence 1 is \[5, 6.5\]; it must be a list of token ids"),
+        (("ab", "c"), None, "sequence 1 is .*'a'.*; it must be a list of token ids"),
         (([5], [97]), None, "sequence 1 has token id 97.*0 to 96"),
         (([-1], [5]), None, "sequence 1 has token id -1"),
         (([5], [6] * 256), None, "sequence 1 has 257 tokens; the model has 256 positions"),

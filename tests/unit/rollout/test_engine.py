@@ -200,6 +200,9 @@ def test_progress_and_stats_count_what_happened(model):
     ("prompt", "sampling", "message"),
     [
         ([], longest(), "empty"),
+        (3, longest(), "a prompt is 3; it must be a list of token ids, and prompts a list of such"),
+        ("ab", longest(), "a prompt is 'ab'; it must be a list of token ids"),
+        ([3, 4.5], longest(), r"a prompt is \[3, 4.5\]; it must be a list of token ids"),
         ([3, VOCABULARY], longest(), f"token id {VOCABULARY} in prompt"),
         ([3, -1], longest(), "token id -1 in prompt"),
         ([3], longest(stop_token_ids=(99,)), "token id 99 in stop_token_ids"),
@@ -263,6 +266,15 @@ def test_generate_refuses_to_mix_with_requests_in_flight_and_lists_of_other_leng
     engine.add_request([3], longest())
     with pytest.raises(ConfigError, match="in flight"):
         engine.generate([[3]], longest())
+
+
+def test_prompts_of_numpy_and_torch_are_lists_of_numbers(model):
+    for prompt in (np.array([3, 4]), torch.tensor([3, 4]), list(np.array([3, 4]))):
+        (completion,) = Engine(model).generate([prompt], longest(max_tokens=2, seed=0))  # pyright: ignore
+        assert [type(id) for id in completion.prompt_ids] == [int, int]
+    for sampling in (None, {"max_tokens": 3}, [None]):
+        with pytest.raises(ConfigError, match=r"sampling is .*; it must be SamplingParams, or a list"):
+            Engine(model).generate([[3]], sampling)  # pyright: ignore
 
 
 def test_nothing_to_do_is_no_work(model):
