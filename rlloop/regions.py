@@ -36,6 +36,7 @@ from rlloop.sync.store import open_store
 from rlloop.trainer import CheckpointStore
 from rlloop.trainer.history import WeightHistory
 from rlloop.types import Completion, SamplingParams
+from rlloop.web import BackgroundServer, Listen, read_token
 from rlloop.workers import load, make_trainer
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ CANARY_TOKENS = 8
 def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
     """Trainer, publisher, router, and the server that engines join by. All of it ends with the context."""
     from rlloop.fleet_server import trainer_app
-    from rlloop.web import BackgroundServer, Listen, read_token
 
     fleet = config.fleet
     token = read_token(fleet.token_file)

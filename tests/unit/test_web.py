@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from functools import reduce
+from typing import Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 
+from rlloop import launch
+from rlloop.config import AlgorithmConfig, RunConfig
+from rlloop.errors import ConfigError
+from rlloop.fleet_config import FleetConfig, FleetKind
 from rlloop.fleet_server import trainer_app
 from rlloop.rollout import Engine
 from rlloop.rollout.members import RouterSettings
@@ -93,3 +99,15 @@ def test_no_route_takes_more_than_it_may(server):
                     method,
                     path,
                 )
+
+
+def test_a_fleet_without_the_extra_names_it(monkeypatch):
+    for name in ("rlloop.regions", "rlloop.fleet_server", "rlloop.web"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("prometheus_client", "uvicorn"):
+        monkeypatch.setitem(sys.modules, name, None)
+    algorithm = AlgorithmConfig(loss="grpo", advantage="group_norm")
+    config = RunConfig(algorithm=algorithm, fleet=FleetConfig(kind=FleetKind.regions))
+    nothing: Any = None
+    with pytest.raises(ConfigError, match=r"pip install 'rlloop\[serve\]'"):
+        launch._builder(config)(config, nothing, nothing).__enter__()
