@@ -110,18 +110,6 @@ def load(typing, array, index):
 
 
 @intrinsic
-def broadcast(typing, array, index):
-    """All lanes the number at `index` of a flat array."""
-
-    def generate(context, builder, signature, args):
-        kind = signature.args[0]
-        one = emit_widen(builder, kind, builder.load(emit_address(context, builder, kind, *args, lanes=1), align=2))
-        return emit_splat(builder, builder.extract_element(one, ir.Constant(_INT, 0)))
-
-    return f32x16(array, types.intp), generate
-
-
-@intrinsic
 def store(typing, array, index, vector):
     """Sixteen numbers to a flat array from `index` on, rounded once to what it holds."""
 
