@@ -200,6 +200,9 @@ def _explain(error: Exception, folder: Path, stem: str, overrides: Sequence[str]
     if key and re.search(r"Key '[^']*' (is )?not in", str(cause)):
         return _explain_key(key, folder, stem, overrides)
     override = next((text for text in overrides if key and text.lstrip("+").startswith(f"{key}=")), None)
+    if override is not None and "is not a subclass of" in str(cause):
+        inner = [name for name in _flat_keys(_compose(folder, stem, [])) if name.rpartition(".")[0] == key]
+        return f"{override!r}: {key} is a section, and its keys are set one by one: {', '.join(inner)}"
     return f"{override or folder / f'{stem}.yaml'}: {_first_lines(cause)}"
 
 
