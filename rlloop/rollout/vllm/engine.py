@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, RunError
 from rlloop.models.warp import stop_ids
 from rlloop.rollout.checks import check_request, drawn_seed, one_for_each
 from rlloop.rollout.choices import Choices
@@ -219,7 +219,11 @@ class VllmEngine:
         self._requests.clear()
         self._forget_begun()
         self._llm.engine_core.abort_requests(names)
-        assert self._llm.reset_prefix_cache()
+        self._forget_pages()
+
+    def _forget_pages(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RunError("vLLM kept its prefix cache, though no request is in flight")
 
     def _forget_begun(self) -> None:
         """A step that vLLM began for requests that are no more."""
@@ -236,7 +240,7 @@ class VllmEngine:
                 "version, so finish them or call abort_all() first"
             )
         self.policy_version = version
-        assert self._llm.reset_prefix_cache(), "vLLM kept its prefix cache, though no request is in flight"
+        self._forget_pages()
 
     def sleep(self) -> None:
         """Gives the memory of the caches back until `wake_up`, or until the next request. The weights stay."""
@@ -246,7 +250,7 @@ class VllmEngine:
             raise ConfigError(f"sleep came while {len(self._requests)} requests are in flight; call abort_all() first")
         if self.model.device.type == "cuda" and not self._sleeps:
             raise ConfigError("on a GPU, an engine that is to sleep has to be made with sleep=True")
-        assert self._llm.reset_prefix_cache()
+        self._forget_pages()
         self._llm.collective_rpc("release_caches")
         self._asleep = self._live.asleep = True
 
