@@ -26,16 +26,15 @@ from numba.core import cgutils
 
 from rlloop.numerics.simd import intrinsic
 
-# What kernels of other files are built from. Numba compiles a cached kernel again when its own file changes, so a
-# change to one of these leads to another cache.
-SHARED = ("simd.py", "random.py", "cpu/jit.py", "cpu/tiles.py")
 GRAIN = 1 << 20  # multiply-adds that are worth waking another thread for: it takes some 50 us to come
 
 
 def _cache_folder() -> Path:
-    digest = hashlib.sha256()
-    for name in SHARED:
-        digest.update((Path(__file__).parents[1] / name).read_bytes())
+    # Numba compiles a cached kernel again when its own file changes, and not when one does that it calls into. So a
+    # change to any of them leads to another cache.
+    digest, folder = hashlib.sha256(), Path(__file__).parent
+    for file in (folder.parent / "simd.py", folder.parent / "random.py", *sorted(folder.glob("*.py"))):
+        digest.update(file.read_bytes())
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     if not os.access(home if home.exists() else home.parent, os.W_OK):
         home = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
