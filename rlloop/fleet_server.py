@@ -29,6 +29,7 @@ from starlette.routing import Route
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.fleet_config import is_address
 from rlloop.rollout import wire
+from rlloop.rollout.checks import one_for_each
 from rlloop.rollout.router import Router
 from rlloop.rollout.service import VersionUnavailable
 from rlloop.sync.http import StoreRoutes
@@ -99,13 +100,12 @@ def trainer_app(
             ask = msgspec.msgpack.decode(await request.body(), type=wire.Ask)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             raise ConfigError(f"the body is no msgpack of rlloop.rollout.wire.Ask: {error}") from None
-        if len(ask.prompts) != len(ask.sampling):
-            raise ConfigError(f"{len(ask.prompts)} prompts came with {len(ask.sampling)} sampling parameters")
+        each = one_for_each(ask.prompts, ask.sampling)
         have, lowest = router.version, ask.lowest or 0
         if have < lowest or (ask.highest is not None and have > ask.highest):
             raise VersionUnavailable(have, lowest, ask.highest)
         # In no thread of the pool: those are for the weights and the joining that it may have to wait for.
-        made = await asyncio.wrap_future(router.begin(ask.prompts, ask.sampling, have))
+        made = await asyncio.wrap_future(router.begin(ask.prompts, each, have))
         answer = wire.Answer([wire.pack(completion) for completion in made], "fleet")
         return Response(msgspec.msgpack.encode(answer), media_type=wire.CONTENT_TYPE)
 

@@ -40,6 +40,7 @@ from starlette.routing import BaseRoute, Route
 
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.rollout import openai_api, wire
+from rlloop.rollout.checks import one_for_each
 from rlloop.rollout.service import Busy, EngineService, PauseMode, VersionUnavailable
 from rlloop.types import Completion
 from rlloop.web import gone, refusal
@@ -153,20 +154,19 @@ class EngineServer:
             ask = msgspec.msgpack.decode(body, type=wire.Ask)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             raise ConfigError(f"the body is no msgpack of rlloop.rollout.wire.Ask: {error}") from None
-        if len(ask.prompts) != len(ask.sampling):
-            raise ConfigError(f"{len(ask.prompts)} prompts came with {len(ask.sampling)} sampling parameters")
+        each = one_for_each(ask.prompts, ask.sampling)
         if ask.holder == self._lease.holder and ask.term < self._lease.term:
             return self._fenced(ask.term)
         key = request.headers.get("idempotency-key")
         if key is None:
-            future = self.service.submit(ask.prompts, ask.sampling, ask.lowest, ask.highest)
+            future = self.service.submit(ask.prompts, each, ask.lowest, ask.highest)
         else:
             digest = hashlib.blake2b(body, digest_size=16).digest()
             known, future = self._remembered.get(key, (digest, None))
             if known != digest:
                 return refusal(422, "key_reused", f"idempotency key {key} came before, with another request")
             if future is None or (future.done() and future.exception() is not None):  # a refusal may have passed
-                future = self.service.submit(ask.prompts, ask.sampling, ask.lowest, ask.highest)
+                future = self.service.submit(ask.prompts, each, ask.lowest, ask.highest)
                 self._remembered[key] = (digest, future)
                 self._forget_oldest()
         completions = await self._wait(request, future, keep=key is not None)

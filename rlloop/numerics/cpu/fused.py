@@ -11,10 +11,9 @@ from torch import Tensor
 
 from rlloop.numerics.cpu.elementwise import get, mean_square, put, silu_times
 from rlloop.numerics.cpu.jit import flat, kernel, parallel_kernel, take, threads_for
-from rlloop.numerics.cpu.linear import PACKED, add_strip, finish, plan
+from rlloop.numerics.cpu.linear import NO, PACKED, YES, add_strip, finish, plan
 from rlloop.numerics.simd import LANES, add, load, mul, splat, store, sub
 
-YES, NO = np.bool_(True), np.bool_(False)  # a plain constant would have callees compiled once more for it
 TOKENS = 8  # of a task of `_enter`
 
 

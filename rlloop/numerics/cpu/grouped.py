@@ -9,20 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from rlloop.numerics.cpu.jit import kernel, parallel_kernel, take
-from rlloop.numerics.cpu.linear import PACKED
-from rlloop.numerics.cpu.tiles import MAIN, add_products, pack_columns, pack_rows
-from rlloop.numerics.simd import LANES, load, store, store_part
-
-
-@kernel
-def _finish(sums, tiles, num_rows, out, at, column, columns):
-    for row in range(num_rows):
-        for n in range(column, min(columns, column + tiles * LANES), LANES):
-            total = load(sums, row * tiles * LANES + n - column)
-            if columns - n >= LANES:
-                store(out, at + row * columns + n, total)
-            else:
-                store_part(out, at + row * columns + n, columns - n, total)
+from rlloop.numerics.cpu.linear import NO, PACKED, add_strip, finish
+from rlloop.numerics.cpu.tiles import MAIN
+from rlloop.numerics.simd import LANES
 
 
 @kernel
@@ -59,24 +48,13 @@ def grouped_product(
         column, first = item % strips * tiles * LANES, item // strips * chunk
         count = min(chunk, num_rows - first)
         matrix, vectors = lanes[lanes_at[group] :], rows[rows_at[group] :]
-        for lane in range(tiles * LANES):  # the last row stands in for those past the end: its sums are not kept
-            starts[lane] = min(column + lane, columns - 1) * width
         if width == 0:
             sums[:] = np.float32(0)
-        for begin in range(0, width, depth):
-            end = min(width, begin + depth)
-            if by_row:
-                for lane in range(0, tiles * LANES, LANES):
-                    pack_rows(matrix, starts, lane, begin, end, packed, lane, tiles * LANES)
-            else:
-                pack_columns(matrix, column, columns, begin, end, packed, tiles)
-            if rows_by_row:
-                at = first * width + begin
-                add_products(packed, 0, tiles, vectors, at, width, 1, count, end - begin, sums, 0, begin == 0)
-            else:
-                pack_columns(vectors, first, num_rows, begin, end, panel, chunk // LANES)
-                add_products(packed, 0, tiles, panel, 0, 1, chunk, count, end - begin, sums, 0, begin == 0)
-        _finish(sums, tiles, count, out, out_at[group] + first * columns, column, columns)
+        add_strip(
+            matrix, by_row, vectors, rows_by_row, column, columns, first, count, num_rows, width, tiles, chunk, packed,
+            panel, starts, sums,
+        )  # fmt: skip
+        finish(sums, tiles, count, sums, NO, out, out_at[group] + first * columns, column, columns)
         task = take(counter)
 
 

@@ -13,6 +13,7 @@ from rlloop.numerics.simd import LANES, add, load, load_part, store, store_part
 
 PACKED = 256 * LANES  # numbers packed at a time, so that they stay in the nearest cache; sums wait there in float32
 FEW_ROWS = 3
+YES, NO = np.bool_(True), np.bool_(False)  # a plain constant would have the kernels below compiled once more for it
 
 
 @kernel
