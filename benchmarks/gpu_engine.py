@@ -3,9 +3,10 @@
     python benchmarks/gpu_engine.py [--vllm] [--only dense] [--quick]
 
 With `--vllm` the same requests go through vLLM in processes of its own: in its default mode, batch-invariant, and
-around rlloop's model (`rollout.engine=vllm`). All have started before the first runs, and then they take turns. Each
-runs once to warm up, on other prompts; then the fastest of three rounds counts, each on new prompts. Then the trainer
-scores a quarter of each one's last round: k3 is the mean of exp(d) - d - 1, d its logprob less the engine's.
+around rlloop's model (`rollout.engine=vllm`). All have started before the first runs, and then they take turns: one
+round each to warm up, then five, each on new prompts, of which the fastest counts. So a host that others slow down for
+a while slows all. Then the trainer scores a quarter of each one's last round: k3 is the mean of exp(d) - d - 1, d its
+logprob less the engine's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 from gpu_shapes import MODELS, make_folder
 from results_schema import Figure, report, table
 
-REQUESTS, PROMPT, NEW, ROUNDS, SCORED = 256, 128, 256, 3, 64
+REQUESTS, PROMPT, NEW, ROUNDS, SCORED = 256, 128, 256, 5, 64
 READY, DONE = "#ready", "#done "
 VLLM_CACHE_BYTES = 24 << 30  # of keys and values: all requests at once, with room to spare
 SIDES = {  # name -> (who runs, environment)
@@ -85,26 +86,24 @@ def vllm_side(folder: Path, kind: str) -> Run:
     return run
 
 
-def measure(name: str, folder: Path) -> float:
-    """Tokens per second; what the last round made stays in the folder."""
+def serve(name: str, folder: Path) -> None:
+    """A round for each line on stdin, the first to warm up; what the last one made stays in the folder."""
     kind = SIDES[name][0]
-    run, best = (vllm_side if kind == "vllm" else rlloop_side)(folder, kind), 0.0
+    run = (vllm_side if kind == "vllm" else rlloop_side)(folder, kind)
     print(f"\n{READY}", flush=True)
-    sys.stdin.readline()
-    for index in range(ROUNDS + 1):
+    for index, _ in enumerate(sys.stdin):
         prompts = prompts_of(index)
         begin = time.perf_counter()
         made = run(prompts, index)
         speed = sum(len(logprobs) for _, logprobs in made) / (time.perf_counter() - begin)
         print(f"{name}, {'round ' + str(index) if index else 'warm-up'}: {speed:,.0f} tokens/s", file=sys.stderr)
-        best = max(best, speed) if index else best
         kept = made[:SCORED]
         np.savez(
             folder / f"{list(SIDES).index(name)}.npz", prompts=np.array(prompts[:SCORED]),
             tokens=np.array([tokens for tokens, _ in kept]),
             logprobs=np.array([logprobs for _, logprobs in kept], np.float32),
         )  # fmt: skip
-    return best
+        print(f"\n{DONE}{speed}", flush=True)
 
 
 def mismatch(folder: Path, names: list[str]) -> dict[str, tuple[float, int]]:
@@ -127,7 +126,7 @@ def mismatch(folder: Path, names: list[str]) -> dict[str, tuple[float, int]]:
 
 
 class Side:
-    """One engine in a process of its own: they all start at once, and then run one after the other."""
+    """One engine in a process of its own: they all start at once, and then take turns."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -145,14 +144,16 @@ class Side:
                 return line.removeprefix(marker)
         raise SystemExit(f"{self.name} ended with code {self._process.wait()}")
 
-    def measured(self) -> float:
+    def round(self) -> float:
+        """Tokens per second."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
-        speed = json.loads(self.until(DONE))
+        return float(self.until(DONE))
+
+    def close(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)  # vLLM has processes of its own
         self._process.wait()
-        return speed
 
 
 def mismatches(folder: Path, names: list[str]) -> dict[str, tuple[float, int]]:
@@ -169,7 +170,10 @@ def figures_of(model: str, names: list[str]) -> list[Figure]:
         sides = [Side(name, folder) for name in names]
         for side in sides:
             side.until(READY)
-        speed = {side.name: side.measured() for side in sides}
+        rounds = [[side.round() for side in sides] for _ in range(ROUNDS + 1)]
+        speed = dict(zip(names, map(max, zip(*rounds[1:], strict=True)), strict=True))
+        for side in sides:
+            side.close()
         apart = mismatches(folder, names)
     figures = [Figure(name=work, unit="tokens/s", value=speed["rlloop"])] if len(names) == 1 else []
     for name in ("rlloop", "rlloop's model inside vLLM"):
@@ -198,7 +202,7 @@ def main() -> None:
         if what[0] == "k3":
             print(json.dumps(mismatch(Path(folder), what[1:])))
         else:
-            print(f"\n{DONE}{json.dumps(measure(what[0], Path(folder)))}", flush=True)
+            serve(what[0], Path(folder))
         return
     names = [name for name in (SIDES if args.vllm else ["rlloop"]) if name not in args.without]
     figures = [figure for model in args.only or MODELS for figure in figures_of(model, names)]

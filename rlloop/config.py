@@ -229,11 +229,14 @@ class RayConfig:
     address: str | None = None  # a running cluster's; null: Ray is started on this machine, for this run
     replicas: int = 1  # engines besides the one that shares the trainer's process
     cpus_per_worker: float = 1.0  # what each worker reserves
+    gpus_per_worker: float = 1.0  # on a GPU: at 0.5, two workers share one
     timeout: float = 60.0  # seconds to wait for room
 
     def __post_init__(self) -> None:
         _check("ray.replicas", self.replicas, self.replicas >= 0, "0 or more")
         _check("ray.cpus_per_worker", self.cpus_per_worker, self.cpus_per_worker > 0, "a positive number")
+        share = self.gpus_per_worker
+        _check("ray.gpus_per_worker", share, 0 < share <= 1, "above 0 and at most 1: a model lies on one GPU")
         _check("ray.timeout", self.timeout, self.timeout > 0, "a positive number of seconds")
 
 

@@ -191,7 +191,9 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
     threads = torch.get_num_threads()
     environment = {"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}}
     count = 1 + config.ray.replicas
-    needs = {"CPU": config.ray.cpus_per_worker, **({"GPU": 1.0} if config.device != "cpu" else {})}
+    needs = {"CPU": config.ray.cpus_per_worker}
+    if config.device != "cpu":
+        needs["GPU"] = config.ray.gpus_per_worker
     with ExitStack() as stack:
         stack.enter_context(_ray_session(ray, config.ray.address, needs["CPU"] * count))
         group = ray.util.placement_group([needs] * count, strategy="PACK")
@@ -201,7 +203,7 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
         except ray.exceptions.GetTimeoutError:
             raise ConfigError(
                 f"Ray has no room for {count} workers of {needs} each ({ray.available_resources()} are free); lower "
-                "ray.replicas or ray.cpus_per_worker, or attach to a larger cluster by ray.address"
+                "ray.replicas, ray.cpus_per_worker or ray.gpus_per_worker, or attach to a larger cluster by ray.address"
             ) from None
 
         def place(kind: type, bundle: int) -> RayHandle:

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlloop.models import new_model, save_model
+from tests.gpu.runs import KINDS, SHARED
+
 HERE = Path(__file__).parent
 
 
@@ -16,3 +19,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def working_folder(tmp_path, monkeypatch) -> None:
+    """With the models of `tests.gpu.runs` and the reward that its runs name."""
+    for kind, more in KINDS.items():
+        save_model(new_model({**SHARED, **more}, seed=0, dtype="bfloat16"), tmp_path / kind)
+    (tmp_path / "learnable.py").write_text("def reward(prompt, completion, example):\n    return len(completion) % 7\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)

@@ -6,49 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from rlloop.cli import main
-from rlloop.models import new_model, save_model
-from rlloop.records import read_records
 from tests.fault.tiny_run import history
+from tests.gpu.runs import KINDS, train
 
 pytest.importorskip("vllm", reason="vLLM 0.26 is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
-
-OVERRIDES = [
-    "reward._target_=learnable.reward", "trainer.num_steps=3", "trainer.lr=1e-2", "rollout.num_prompts=8",
-    "rollout.group_size=4", "eval.num_draws=8",
-]  # fmt: skip
-SHARED = {
-    "vocab_size": 640, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2,
-    "max_position_embeddings": 128, "tie_word_embeddings": False, "eos_token_id": 1,
-}  # fmt: skip
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2, "norm_topk_prob": True}
-KINDS = {
-    "dense": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **HEADS},
-    "mixture": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, **HEADS,
-                **EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    "latent": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "n_routed_experts": 8,
-               **EXPERTS, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
-               "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 64, "kv_lora_rank": 512,
-               "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "scoring_func": "sigmoid",
-               "routed_scaling_factor": 2.5, "topk_method": "noaux_tc"},
-}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def working_folder(tmp_path, monkeypatch) -> None:
-    for kind, more in KINDS.items():
-        save_model(new_model({**SHARED, **more}, seed=0, dtype="bfloat16"), tmp_path / kind)
-    (tmp_path / "learnable.py").write_text("def reward(prompt, completion, example):\n    return len(completion) % 7\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-def train(run: str, kind: str, *overrides: str) -> list[dict]:
-    command = ["train", "--config-name", "countdown/gpu", f"run.dir={run}", f"model.path={kind}", *OVERRIDES]
-    assert main([*command, *overrides]) == 0
-    return list(read_records(Path(run) / "metrics.jsonl"))[1:]
+pytestmark = [  # the warnings are vLLM's
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("working_folder"),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -32,7 +32,7 @@ from rlloop.sync.manifest import load_or_make_key, new_key
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import FolderStore
 from tests.fault.fleet_run import TOKEN, Server, free_port
-from tests.gpu.test_gpu_vllm_runs import KINDS, OVERRIDES, SHARED
+from tests.gpu.runs import KINDS, OVERRIDES, SHARED
 
 pytest.importorskip("vllm", reason="vLLM 0.26 is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own

@@ -92,6 +92,7 @@ def test_the_working_folder_comes_before_what_ships(working_folder, monkeypatch)
         ("trainer.schedule=wavy", "expected one of [constant, linear, cosine]"),
         ("parity.mode=strict", "expected one of [require, fallback, observe]"),
         ("launch=slurm", "expected one of [local, ray]"),
+        ("ray.gpus_per_worker=2", "above 0 and at most 1"),
         ("algorithm=grppo", "it must be one of cispo, dapo"),
         ("algorithm=grppo", "did you mean grpo?"),
         ("seed=0,1", "add -m"),
