@@ -31,10 +31,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """x [T, D] -> (weights [T, k] float32, experts [T, k] int64)."""
         exact = self.config.exact_gate or step.ops.profile.router_logits == "float32"
-        logits = step.ops.router_logits(x, self.weight, exact)
-        if self.bias is not None:
-            logits = logits + self.bias.to(logits.dtype)
-            logits = logits if exact else logits.to(x.dtype).to(logits.dtype)
+        logits = step.ops.router_logits(x, self.weight, exact, self.bias)
         given = None if step.routes is None else step.routes.given(self.place)
         weights, chosen, scores = step.ops.route(logits, self.bias_of_choice, self.config.routing, given)
         if step.routes is not None:

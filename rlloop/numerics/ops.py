@@ -176,9 +176,12 @@ class Ops:
         """Each head times its own matrix. x [T, H, K], weight [H, N, K] (if not by_row [H, K, N]) -> [T, H, N]."""
         return _mixture_backend(self.profile.linear).head_linear(x, weight, by_row)
 
-    def router_logits(self, x: Tensor, weight: Tensor, exact: bool) -> Tensor:
-        """The gate's sums in float32; where not exact, rounded to the compute type. [T, K], [E, K] -> [T, E]."""
-        return _mixture_backend(self.profile.router).router_logits(x, weight, exact)
+    def router_logits(self, x: Tensor, weight: Tensor, exact: bool, bias: Tensor | None = None) -> Tensor:
+        """The gate's sums in float32; where not exact, rounded to the compute type. [T, K], [E, K] -> [T, E].
+
+        `bias` [E] is added to the sums in float32; where not exact, what comes of it is rounded as well.
+        """
+        return _mixture_backend(self.profile.router).router_logits(x, weight, exact, bias)
 
     def route(
         self, logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None = None

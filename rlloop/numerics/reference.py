@@ -169,8 +169,12 @@ def head_linear(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
     return torch.stack(heads, dim=1).to(x.dtype)
 
 
-def router_logits(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
-    return widen(x) @ widen(weight).T if exact else widen(linear(x, weight, None))
+def router_logits(x: Tensor, weight: Tensor, exact: bool, bias: Tensor | None = None) -> Tensor:
+    logits = widen(x) @ widen(weight).T if exact else widen(linear(x, weight, None))
+    if bias is None:
+        return logits
+    logits = logits + widen(bias)
+    return logits if exact else widen(logits.to(x.dtype))
 
 
 def _chosen(values: list[float], routing: Routing) -> list[int]:

@@ -74,9 +74,13 @@ def head_linear(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
     return torch.einsum("thk,hnk->thn" if by_row else "thk,hkn->thn", x, weight)
 
 
-def router_logits(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
+def router_logits(x: Tensor, weight: Tensor, exact: bool, bias: Tensor | None = None) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(x.to(wide), weight.to(wide)) if exact else F.linear(x, weight).to(wide)
+    logits = F.linear(x.to(wide), weight.to(wide)) if exact else F.linear(x, weight).to(wide)
+    if bias is None:
+        return logits
+    logits = logits + bias.to(wide)
+    return logits if exact else logits.to(x.dtype).to(wide)
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,8 +20,12 @@ from rlloop.numerics.routing import Clamped, Routing
 NO_BIAS = torch.zeros(0)
 
 
-def router_logits(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
-    return linear_out_float32(x, weight) if exact else linear(x, weight, None).float()
+def router_logits(x: Tensor, weight: Tensor, exact: bool, bias: Tensor | None = None) -> Tensor:
+    logits = linear_out_float32(x, weight) if exact else linear(x, weight, None).float()
+    if bias is None:
+        return logits
+    logits = _AddBias.apply(logits, bias.float()[None], torch.tensor([0, len(x)]))
+    return logits if exact else logits.to(x.dtype).float()
 
 
 # -------------------------------------------------------------------------------------------------------- routing

@@ -139,6 +139,18 @@ def test_threads_change_no_bit_of_a_training_step(threads):
             assert same_bits(a, b)
 
 
+def test_threads_change_no_bit_of_a_router_bias_gradient(threads):
+    """PyTorch's own sum over rows does, with 37 columns: it cuts them between threads, and sums some in vectors."""
+    x, weight, bias = randn(3000, 16), randn(37, 16, seed=1), randn(37, seed=2).requires_grad_()
+    slopes, found = randn(3000, 37, seed=3), []
+    for count in (1, 2, 5):
+        threads(count)
+        found += torch.autograd.grad(OURS.router_logits(x, weight, True, bias), bias, slopes)
+    assert same_bits(found[0], found[1])
+    assert same_bits(found[0], found[2])
+    torch.testing.assert_close(found[0], slopes.sum(0), rtol=1e-4, atol=1e-3)
+
+
 def test_many_threads_may_launch_kernels_at_once(threads):
     threads(3)
     expected, wrong = training_step(), []
