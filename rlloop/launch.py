@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from errno import EDQUOT, EFBIG, ENOSPC
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 
 from rlloop.algorithms import advantages_for, loss_for
 from rlloop.config import Anchor, Launch, ParityMode, RunConfig
@@ -48,6 +50,7 @@ from rlloop.trainer import CheckpointStore
 from rlloop.workers import Colocated, Replica, load, make_engine, make_trainer
 
 INTERRUPTED = 130  # exit code
+NO_ROOM = ENOSPC, EDQUOT, EFBIG
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,10 @@ def train(job: Job, console: Console) -> int:
             folder.log(f"stopped: {error}")
             _conclude(folder, "parity broken" if isinstance(error, ParityError) else "failed")
             raise
+        except (OSError, SafetensorError) as error:
+            if not _is_full(error):
+                raise
+            raise RlloopError(f"{job.folder} cannot grow: {error}. Make room; to resume: {job.command}") from error
         if not finished:
             folder.log("interrupted")
             _conclude(folder, "interrupted")
@@ -367,6 +374,11 @@ def _conclude(folder: RunFolder, status: str) -> dict[str, Any]:
         draw({folder.path.name: metrics}, folder.path / "curve.png")
     folder.write_json("summary.json", summary)
     return summary
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether a disk, a quota or a limit on files leaves no room. safetensors says so in its text alone."""
+    return any(getattr(error, "errno", None) == code or f"(os error {code})" in str(error) for code in NO_ROOM)
 
 
 class Interrupts(AbstractContextManager["Interrupts"]):

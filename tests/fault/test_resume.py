@@ -1,6 +1,7 @@
 """Kill -9 at any moment, resume, and nothing shows it: weights, optimizer and records are those of an unbroken run."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -58,10 +59,14 @@ def kill_after(folder: Path, records: int) -> None:
     kill_when(start(folder), folder, records)
 
 
-def kill_when(process: subprocess.Popen[str], folder: Path, records: int) -> None:
+def wait_for(process: subprocess.Popen[str], folder: Path, records: int) -> None:
     metrics = folder / "metrics.jsonl"
     while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < records):
         time.sleep(0.001)
+
+
+def kill_when(process: subprocess.Popen[str], folder: Path, records: int) -> None:
+    wait_for(process, folder, records)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL, "it ended by itself before it could be killed"
@@ -95,3 +100,20 @@ def test_the_real_parts_resume_bit_for_bit(tmp_path):
         files = [folder / "checkpoints" / "step_6" / name for folder in (whole, broken)]
         assert files[0].read_bytes() == files[1].read_bytes(), name
     assert sorted(path.name for path in (broken / "checkpoints").iterdir()) == ["step_4", "step_6"]
+
+
+def test_a_disk_without_room_is_said_and_costs_nothing(tmp_path):
+    """A limit on the size of files, which a checkpoint's tensors pass and a record does not."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    process = train(broken)
+    wait_for(process, broken, records=2)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (80_000, 80_000))
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    assert "Traceback" not in output
+    assert f"{broken} cannot grow: " in output
+    assert "Make room; to resume: rlloop train" in output
+    for folder in (broken, whole):
+        output, _ = (process := train(folder)).communicate(timeout=240)
+        assert process.returncode == 0, output
+    assert history(broken) == history(whole)
