@@ -62,6 +62,8 @@ class RunFolder:
         """Opens `path`, creating it where it is new. Raises `RunError` where it cannot be had."""
         self.path = path
         try:
+            if (path / "config.json").exists():
+                raise RunError(f"{path} is a model's folder (it has a config.json); choose another run.dir")
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("w")
         except OSError as error:

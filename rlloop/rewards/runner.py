@@ -29,6 +29,7 @@ class RewardFailure:
 
 
 Outcome = RewardResult | RewardFailure
+TAKEN = "mean", "std", "solved", "groups_without_signal", "kl_ref"  # as reward/NAME, by metrics of every reward
 HOPELESS = 8  # samples of a batch that hang one after the other, and none before them ended
 Request = tuple[Any, ...]  # what the reward is called with: prompt, completion, example
 
@@ -41,6 +42,8 @@ def as_result(value: Any) -> Outcome:
         result = RewardResult(float(value), solved=float(value) >= 1.0)
     else:
         return RewardFailure("invalid", f"returned {value!r}; it must return a number or a RewardResult")
+    if taken := [name for name in result.components if name in TAKEN]:
+        return RewardFailure("invalid", f"has a component {taken[0]!r}, which is a metric's name; call it another")
     numbers = [result.reward, *result.components.values()]
     if not all(math.isfinite(number) for number in numbers):
         return RewardFailure("invalid", f"returned a number that is not finite: {result}")

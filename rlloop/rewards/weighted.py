@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlloop.errors import ConfigError
-from rlloop.rewards.runner import RewardFailure, as_result
+from rlloop.rewards.runner import TAKEN, RewardFailure, as_result
 from rlloop.types import Example, RewardResult
 
 
@@ -27,7 +27,7 @@ class Weighted:
             correct: {_target_: rlloop.rewards.MathReward}
             short: {_target_: mine.brevity, weight: 0.1}
 
-    Raises ConfigError for an empty `parts` or an unknown `solved_by`.
+    Raises ConfigError for an empty `parts`, an unknown `solved_by`, and a part that has the name of a metric.
     """
 
     def __init__(self, parts: dict[str, dict[str, Any]], solved_by: str | None = None) -> None:
@@ -39,6 +39,8 @@ class Weighted:
         if self.solved_by not in parts:
             raise ConfigError(f"reward.solved_by is {self.solved_by!r}; it must be one of {', '.join(parts)}")
         for name, part in parts.items():
+            if name in TAKEN:
+                raise ConfigError(f"reward.parts.{name} has the name of the metric reward/{name}; call it another")
             if not isinstance(part, Mapping):
                 raise ConfigError(f"reward.parts.{name} is {part!r}; it must be {{_target_: ..., weight: ...}}")
             if not isinstance(part.get("weight", 1.0), int | float):

@@ -103,10 +103,14 @@ def test_rewind_does_nothing_to_a_clean_history(tmp_path):
         assert steps(folder.metrics.path) == [0, 1, 2, 3]
 
 
-def test_two_processes_cannot_hold_one_folder(tmp_path):
+def test_two_processes_cannot_hold_one_folder_nor_one_a_models(tmp_path):
     with RunFolder(tmp_path / "run"), pytest.raises(RunError, match="another process"):
         RunFolder(tmp_path / "run")
     RunFolder(tmp_path / "run").__exit__()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(RunError, match="model is a model's folder"):
+        RunFolder(tmp_path / "model")
 
 
 def changed(**sections) -> dict:

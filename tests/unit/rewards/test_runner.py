@@ -30,6 +30,8 @@ def moody(prompt, completion, example):
         time.sleep(5)
     if completion == "nan":
         return float("nan")
+    if completion == "taken":
+        return RewardResult(0.5, components={"std": 0.1})
     return "high" if completion == "text" else 0.25
 
 
@@ -42,11 +44,12 @@ async def moody_async(prompt, completion, example):
 @pytest.mark.parametrize("reward", [moody, moody_async])
 def test_outcomes_are_explicit_and_in_order(reward):
     runner = RewardRunner(reward, timeout=0.3)
-    outcomes = runner.score(requests("fine", "raise", "hang", "nan", "text", "fine"))
+    outcomes = runner.score(requests("fine", "raise", "hang", "nan", "text", "taken", "fine"))
     runner.close()
     kinds = [outcome.kind if isinstance(outcome, RewardFailure) else outcome.reward for outcome in outcomes]
-    assert kinds == [0.25, "error", "timeout", "invalid", "invalid", 0.25]
+    assert kinds == [0.25, "error", "timeout", "invalid", "invalid", "invalid", 0.25]
     assert "RuntimeError: no such luck" in outcomes[1].message
+    assert "'std', which is a metric's name" in outcomes[5].message
 
 
 def test_a_reward_that_always_hangs_is_given_up_before_the_batch_has_taken_hours():
@@ -145,6 +148,8 @@ def test_weighted_sum_records_every_part():
     assert isinstance(bad, RewardFailure)
     with pytest.raises(ConfigError, match="solved_by is 'nobody'"):
         Weighted({"moody": {"_target_": f"{__name__}.moody"}}, solved_by="nobody")
+    with pytest.raises(ConfigError, match=r"reward\.parts\.std has the name of the metric reward/std"):
+        Weighted({"std": {"_target_": f"{__name__}.moody"}})
     for part, named in (
         ({"_target_": f"{__name__}.moody", "weight": "much"}, "reward.parts.a.weight is 'much'; it must be a number"),
         ({"_target_": f"{__name__}.moddy"}, "reward.parts.a._target_ is .*did you mean moody?"),
