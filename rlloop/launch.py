@@ -8,17 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from errno import EDQUOT, EFBIG, ENOSPC
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -31,6 +28,7 @@ from rlloop.console import Progress, print_summary
 from rlloop.errors import ConfigError, ModelError, ParityError, RlloopError
 from rlloop.fleet import EngineDied, FleetEngine, FleetSync, RemoteTrainer
 from rlloop.fleet_config import FleetKind
+from rlloop.interrupts import Interrupts
 from rlloop.loop import Advantages, Loop, Parts
 from rlloop.numerics.profile import Drift
 from rlloop.parity.certificate import Certificate
@@ -379,38 +377,3 @@ def _conclude(folder: RunFolder, status: str) -> dict[str, Any]:
 def _is_full(error: Exception) -> bool:
     """Whether a disk, a quota or a limit on files leaves no room. safetensors says so in its text alone."""
     return any(getattr(error, "errno", None) == code or f"(os error {code})" in str(error) for code in NO_ROOM)
-
-
-class Interrupts(AbstractContextManager["Interrupts"]):
-    """SIGINT and SIGTERM. While held back, the first one waits for the end of the step; a second one stops at once."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._held_back = self._asked = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def asked(self) -> bool:
-        return self._asked
-
-    @contextmanager
-    def held_back(self) -> Iterator[None]:
-        self._held_back = True
-        try:
-            yield
-        finally:
-            self._held_back = False
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._held_back or self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
-        self._say("Stopping after this step; press Ctrl-C again to stop at once")
