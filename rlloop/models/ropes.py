@@ -84,8 +84,12 @@ class RopeTable(nn.Module):
     table: Tensor
 
     def __init__(self, config: ModelConfig, device: str | None = None) -> None:
+        """Without a device it is empty, as a model's parameters are before its weights come."""
         super().__init__()
-        table = torch.stack(rope_table(config.rope, config.rope_dim, config.max_positions, device))
+        if device is None:
+            table = torch.empty(2, config.max_positions, config.rope_dim // 2)
+        else:
+            table = torch.stack(rope_table(config.rope, config.rope_dim, config.max_positions, device))
         self.register_buffer("table", table, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.cpu import distribution
-from rlloop.numerics.cpu.contract import linear_out_float32, on_cuda, product_cpu
+from rlloop.numerics.cpu.contract import _operator, linear_out_float32, on_cuda, product_cpu
 from rlloop.numerics.cpu.jit import threads_for
 from rlloop.numerics.layout import LogitsWarp
 
@@ -115,8 +115,7 @@ def _chunks(
         yield rows, (chunk, _array(targets[rows]), (settings[rows], start[begin : rows.stop + 1], ids))
 
 
-@torch.library.custom_op("rlloop::token_logprob", mutates_args=())
-def _token_logprob(
+def _token_logprob_cpu(
     hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
     logprobs, entropies = torch.empty(len(hidden)), torch.empty(len(hidden))
@@ -126,8 +125,7 @@ def _token_logprob(
     return logprobs, entropies
 
 
-@torch.library.custom_op("rlloop::token_logprob_backward", mutates_args=())
-def _token_logprob_backward(
+def _token_logprob_backward_cpu(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -149,8 +147,7 @@ def _token_logprob_backward(
     return grad_hidden, grad_weight.to(weight.dtype)
 
 
-@torch.library.custom_op("rlloop::sample", mutates_args=())
-def _sample(
+def _sample_cpu(
     logits: Tensor, seeds: Tensor, positions: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Id −1 where a row holds no distribution."""
@@ -170,25 +167,26 @@ def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[
     return (*_token_logprob_backward(*ctx.saved_tensors, grad_logprobs, grad_entropies), None, None, None, None)
 
 
-for _op in (_token_logprob, _token_logprob_backward, _sample):
-    _op.register_kernel("cuda")(on_cuda(_op._opoverload._opname))
+def _floats(like: Tensor, count: int, copies: int) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(count, dtype=torch.float32) for _ in range(copies))
 
 
-_token_logprob.register_autograd(_backward, setup_context=_keep_for_backward)
-
-
-@_token_logprob.register_fake
-def _(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    rows = hidden.new_empty(len(hidden), dtype=torch.float32)
-    return rows, torch.empty_like(rows)
-
-
-@_token_logprob_backward.register_fake
-def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(hidden), torch.empty_like(weight)
-
-
-@_sample.register_fake
-def _(logits: Tensor, seeds: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows = logits.new_empty(len(seeds))
-    return torch.empty_like(seeds), rows, torch.empty_like(rows)
+WARP = "Tensor settings, Tensor banned_start, Tensor banned_ids"
+_token_logprob = _operator(
+    f"token_logprob(Tensor hidden, Tensor weight, Tensor targets, {WARP}) -> (Tensor, Tensor)",
+    _token_logprob_cpu,
+    lambda hidden, *others: _floats(hidden, len(hidden), 2),
+    _backward,
+    _keep_for_backward,
+)
+_token_logprob_backward = _operator(
+    f"token_logprob_backward(Tensor hidden, Tensor weight, Tensor targets, {WARP}, Tensor entropies, "
+    "Tensor grad_logprobs, Tensor grad_entropies) -> (Tensor, Tensor)",
+    _token_logprob_backward_cpu,
+    lambda hidden, weight, *others: (torch.empty_like(hidden), torch.empty_like(weight)),
+)
+_sample = _operator(
+    f"sample(Tensor logits, Tensor seeds, Tensor positions, {WARP}) -> (Tensor, Tensor, Tensor)",
+    _sample_cpu,
+    lambda logits, seeds, *others: (torch.empty_like(seeds), *_floats(logits, len(seeds), 2)),
+)

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from rlloop.records import read_records, read_rollouts, rollout_files
 from tests.fault.tiny_run import history, train
 
@@ -86,10 +88,17 @@ def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(tmp_path):
     assert not list((broken / "checkpoints").glob("tmp*"))
 
 
-def test_the_real_parts_resume_bit_for_bit(tmp_path):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    output, _ = (process := train(whole)).communicate()
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run of the real parts that nothing stopped."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    output, _ = (process := train(folder)).communicate(timeout=240)
     assert process.returncode == 0, output
+    return folder
+
+
+def test_the_real_parts_resume_bit_for_bit(tmp_path, whole):
+    broken = tmp_path / "broken"
     kill_when(train(broken), broken, records=4)  # step 3 is written, and no checkpoint of it
     output, _ = (process := train(broken)).communicate()
     assert process.returncode == 0, output
@@ -102,9 +111,9 @@ def test_the_real_parts_resume_bit_for_bit(tmp_path):
     assert sorted(path.name for path in (broken / "checkpoints").iterdir()) == ["step_4", "step_6"]
 
 
-def test_a_disk_without_room_is_said_and_costs_nothing(tmp_path):
+def test_a_disk_without_room_is_said_and_costs_nothing(tmp_path, whole):
     """A limit on the size of files, which a checkpoint's tensors pass and a record does not."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    broken = tmp_path / "broken"
     process = train(broken)
     wait_for(process, broken, records=2)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (80_000, 80_000))
@@ -113,7 +122,6 @@ def test_a_disk_without_room_is_said_and_costs_nothing(tmp_path):
     assert "Traceback" not in output
     assert f"{broken} cannot grow: " in output
     assert "Make room; to resume: rlloop train" in output
-    for folder in (broken, whole):
-        output, _ = (process := train(folder)).communicate(timeout=240)
-        assert process.returncode == 0, output
+    output, _ = (process := train(broken)).communicate(timeout=240)
+    assert process.returncode == 0, output
     assert history(broken) == history(whole)
