@@ -8,6 +8,8 @@ from rlloop.metrics import is_timing
 from rlloop.models import new_model, save_model
 from rlloop.records import read_records, read_rollouts, rollout_files
 
+LEARNABLE = "def reward(prompt, completion, example):\n    return len(completion) % 7\n"  # as learnable.py
+
 
 def history(folder: Path) -> list[object]:
     metrics = [
@@ -51,4 +53,4 @@ def make_model(place: Path) -> None:
         seed=0,
     )
     save_model(model, place / "model")
-    (place / "learnable.py").write_text("def reward(prompt, completion, example):\n    return len(completion) % 7\n")
+    (place / "learnable.py").write_text(LEARNABLE)

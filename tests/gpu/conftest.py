@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlloop.models import new_model, save_model
+from tests.fault.tiny_run import LEARNABLE
 from tests.gpu.runs import KINDS, SHARED
 
 HERE = Path(__file__).parent
@@ -26,6 +27,6 @@ def working_folder(tmp_path, monkeypatch) -> None:
     """With the models of `tests.gpu.runs` and the reward that its runs name."""
     for kind, more in KINDS.items():
         save_model(new_model({**SHARED, **more}, seed=0, dtype="bfloat16"), tmp_path / kind)
-    (tmp_path / "learnable.py").write_text("def reward(prompt, completion, example):\n    return len(completion) % 7\n")
+    (tmp_path / "learnable.py").write_text(LEARNABLE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

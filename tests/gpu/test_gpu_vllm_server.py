@@ -32,6 +32,7 @@ from rlloop.sync.manifest import load_or_make_key, new_key
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import FolderStore
 from tests.fault.fleet_run import TOKEN, Server, free_port
+from tests.fault.tiny_run import LEARNABLE
 from tests.gpu.runs import KINDS, OVERRIDES, SHARED
 
 pytest.importorskip("vllm", reason="vLLM 0.26 is not installed")
@@ -54,7 +55,7 @@ class Line(NamedTuple):
 def line(request, tmp_path_factory) -> Iterator[Line]:
     folder = tmp_path_factory.mktemp("line")
     save_model(new_model({**SHARED, **KINDS["mixture"]}, seed=0, dtype="bfloat16"), folder / "model")
-    (folder / "learnable.py").write_text("def reward(prompt, completion, example):\n    return len(completion) % 7\n")
+    (folder / "learnable.py").write_text(LEARNABLE)
     shutil.copytree(folder / "model", folder / "served")
     words = Tokenizer(WordLevel({f"w{id}": id for id in range(SHARED["vocab_size"])}, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()

@@ -9,6 +9,7 @@ from rlloop.cli import main
 from rlloop.models import new_model, save_model
 from rlloop.records import read_records, read_rollouts, rollout_files
 from rlloop.testing import planted_fault
+from tests.fault.tiny_run import LEARNABLE
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def train(tmp_path, monkeypatch, capsys, model):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "learnable.py").write_text("def reward(prompt, completion, example):\n    return len(completion) % 7\n")
+    (tmp_path / "learnable.py").write_text(LEARNABLE)
 
     def run(*overrides: str) -> tuple[int, str, Path]:
         """(exit code, everything printed, the run's folder)"""
