@@ -373,6 +373,7 @@ def open_store(url: str, **options: Any) -> Store:
         raise ConfigError(f"the store {url!r} is an address without its scheme; write http://{url}")
     if url.startswith(("http://", "https://")):
         return HttpStore(url, **options)
-    if "://" in url:
+    local = re.match("(file|local)://", url)  # fsspec's own would let two publishers create one head
+    if "://" in url and not local:
         return FsspecStore(url, **options)
-    return FolderStore(url)
+    return FolderStore(url[local.end() :] if local else url)
