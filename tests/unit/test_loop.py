@@ -78,6 +78,19 @@ def test_one_record_a_step_with_evaluations_first_and_last(tmp_path):
     assert find_breaks(read_records(run.folder.parity.path)) == []
 
 
+def test_evaluation_draws_held_out_problems_alone(tmp_path):
+    run, drawn = Run(tmp_path), []
+    score = run.parts.scorer.score
+
+    def noted(requests):
+        drawn.append({example.id.split("-")[0] for _, _, example in requests})
+        return score(requests)
+
+    run.parts.scorer.score = noted
+    run()
+    assert drawn == [{"eval"}, {"train"}, {"train"}, {"train"}, {"train"}, {"eval"}]
+
+
 def test_the_policy_learns(tmp_path):
     run = Run(tmp_path, config(trainer=TrainerConfig(num_steps=40), rollout=RolloutConfig(16, 8, 6)))
     run()
