@@ -53,11 +53,16 @@ FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"
 def read_config(folder: str | Path) -> ModelConfig:
     """The configuration of a Hugging Face folder; its generation_config.json, if any, says which tokens end a sequence.
 
-    Raises `ModelError` for a folder or file that is missing, and as `parse_config` does.
+    Raises `ModelError` for a folder or file that is missing, for an adapter in the folder, and as `parse_config` does.
     """
     path = Path(folder)
     if not path.is_dir():
         raise ModelError(f"model folder {path} does not exist; give a Hugging Face checkpoint folder")
+    if (path / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{path} holds an adapter (adapter_config.json), which would not be applied; merge it into the weights, or "
+            "move it to a folder of its own"
+        )
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json; give a Hugging Face checkpoint folder")
     generation = path / "generation_config.json"
