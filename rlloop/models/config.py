@@ -89,7 +89,7 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
     keys.fixed("is_causal", True, null=False)
     hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     blocks = raw.get("layers_block_type") or raw.get("hybrid_override_pattern")  # Nemotron's count for themselves
-    counted = len(blocks) if isinstance(blocks, list | str) else ASKED
+    counted = len(blocks) if isinstance(blocks, list | str) and blocks else 1 if "layers_block_type" in raw else ASKED
     num_layers, vocab_size = keys.count("num_hidden_layers", counted, most=10_000), keys.count("vocab_size")
     max_positions = keys.count("max_position_embeddings")
     rope = read_rope(keys, max_positions, architecture)

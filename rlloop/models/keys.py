@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,6 +42,7 @@ OLDER_NAMES = {
     "attention": "full_attention",
     "deepseek_sparse_attention": "indexed_attention",
 }
+FLOAT32 = (2.0**-126, 2.0**127)
 MOST = 2**24  # of any count: more is a mistake, which would else end in an allocation that fails
 ASKED: Any = object()  # in place of a default: the key has to be there
 
@@ -87,8 +87,8 @@ class Keys:
     def number(self, name: str, default: float = ASKED, *, zero: bool = False) -> float:
         given = self._take_or(name, default)
         typed = isinstance(given, int | float) and not isinstance(given, bool)
-        if not typed or not (0 < given <= sys.float_info.max or (zero and given == 0)):  # NaN and infinity are neither
-            self.refuse(name, given, "a number, 0 or above" if zero else "a positive number")
+        if not typed or not (FLOAT32[0] <= given <= FLOAT32[1] or (zero and given == 0)):  # so no NaN, no infinity
+            self.refuse(name, given, f"{'0 or ' if zero else ''}a positive number that float32 holds")
         return float(given)
 
     def flag(self, name: str, default: bool) -> bool:

@@ -53,7 +53,7 @@ def read_rope(keys: Keys, max_positions: int, architecture: str) -> RopeConfig:
         rope.number(name, keys.number(name, missing[name])) for name in ("rope_theta", "partial_rotary_factor")
     )
     older_name = rope.take("type", "default")
-    kind = "null" if rope.null("rope_type") else rope.take("rope_type", older_name)
+    kind = None if rope.null("rope_type") else rope.take("rope_type", older_name)
     if kind not in ROPE_TYPES:
         rope.refuse("rope_type", kind, " or ".join(ROPE_TYPES))
     for name in IMAGES.get(architecture, ()):
