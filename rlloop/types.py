@@ -33,7 +33,7 @@ class SamplingParams:
     token's probability, and renormalised. Ties are broken by the lower token id everywhere.
 
     Temperature 0 takes the most probable token that is possible. Nothing is sampled then, and the logprobs are the raw
-    ones, at temperature 1 and untruncated, whatever `top_p`, `top_k`, `min_p` and `min_tokens` say; so are the trainer's.
+    ones, at temperature 1 and untruncated, whatever `top_p`, `top_k`, `min_p` and `min_tokens` say, the trainer's too.
 
     Example: `SamplingParams(max_tokens=64, temperature=0.7, top_p=0.95, seed=1)`.
     """
