@@ -32,6 +32,9 @@ class SamplingParams:
     `temperature`, cut to `top_k`, then to `top_p` of what is left, then to tokens with at least `min_p` of the top
     token's probability, and renormalised. Ties are broken by the lower token id everywhere.
 
+    Temperature 0 takes the most probable token that is possible. Nothing is sampled then, and the logprobs are the raw
+    ones, at temperature 1 and untruncated, whatever `top_p`, `top_k`, `min_p` and `min_tokens` say, the trainer's too.
+
     Example: `SamplingParams(max_tokens=64, temperature=0.7, top_p=0.95, seed=1)`.
     """
 
@@ -79,7 +82,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine made of one prompt, with the probabilities that it really sampled with."""
+    """What an engine made of one prompt, with the probabilities that it really sampled with.
+
+    Of a greedy completion (temperature 0) `logprobs` and `raw_logprobs` are the same.
+    """
 
     prompt_ids: list[int]
     token_ids: list[int]  # [T], with the stop token where one ended it; in a conversation also what others said
