@@ -49,7 +49,7 @@ def _operator(schema: str, cpu: Any, fake: Any, backward: Any = None, setup: Any
 
 def product_cpu(
     rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype, bias: Tensor | None = None,
-    segment: int = GRADIENT,
+    segment: np.int64 = GRADIENT,
 ) -> Tensor:  # fmt: skip
     """Each row of `rows` times each row of `lanes`, or their columns where not by row. [M, K], [N, K] -> [M, N]."""
     (num_rows, width), columns = rows.shape if by_row else rows.T.shape, lanes.shape[0 if lanes_by_row else 1]
@@ -75,7 +75,7 @@ _product = _operator(
 
 
 def sum_of_rows(x: Tensor) -> Tensor:
-    """[T, N] float32 -> [N], by the product with ones; PyTorch's own order depends on threads. For CPU tensors."""
+    """[T, N] -> [N] float32, by the product with ones; PyTorch's own order depends on threads. For CPU tensors."""
     return product_cpu(torch.ones(1, len(x)), True, x, False, torch.float32)[0]
 
 

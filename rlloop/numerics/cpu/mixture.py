@@ -115,7 +115,7 @@ def _whole_matrices(weight: Tensor) -> Tensor:
     return weight if whole else weight.contiguous()
 
 
-def _rows_times(rows: Tensor, weight: Tensor, by_row: bool, offsets: np.ndarray, segment: int) -> Tensor:
+def _rows_times(rows: Tensor, weight: Tensor, by_row: bool, offsets: np.ndarray, segment: np.int64) -> Tensor:
     """Each group's rows times each row of its matrix, or each column. rows [R, K], weight [G, N, K] -> [R, N]."""
     weight, columns = _whole_matrices(weight), weight.shape[1 if by_row else 2]
     out, width, counts = rows.new_empty(len(rows), columns), rows.shape[1], np.diff(offsets)
@@ -129,7 +129,7 @@ def _rows_times(rows: Tensor, weight: Tensor, by_row: bool, offsets: np.ndarray,
     return out
 
 
-def _rows_by_rows(left: Tensor, right: Tensor, offsets: np.ndarray, dtype: torch.dtype) -> Tensor:
+def rows_by_rows(left: Tensor, right: Tensor, offsets: np.ndarray, dtype: torch.dtype) -> Tensor:
     """Sum over each group's rows of left times right: [R, N], [R, K] -> [G, N, K]. Zero where there are no rows."""
     (_, outputs), (_, columns), widths = left.shape, right.shape, np.diff(offsets)
     out = left.new_empty(len(widths), outputs, columns, dtype=dtype)
@@ -145,7 +145,7 @@ def _rows_by_rows(left: Tensor, right: Tensor, offsets: np.ndarray, dtype: torch
 
 _rows_by_rows_op = _operator(
     "grouped_weight_gradient(Tensor left, Tensor right, Tensor offsets, ScalarType dtype) -> Tensor",
-    lambda left, right, offsets, dtype: _rows_by_rows(left, right, flat(offsets), dtype),
+    lambda left, right, offsets, dtype: rows_by_rows(left, right, flat(offsets), dtype),
     lambda left, right, offsets, dtype: left.new_empty(len(offsets) - 1, left.shape[1], right.shape[1], dtype=dtype),
 )
 
