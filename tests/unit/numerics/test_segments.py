@@ -148,9 +148,6 @@ SUMS: dict[str, Case] = {
     "convolution": (conv, [draw(WIDTH, 1, 4, seed=1), draw(WIDTH, seed=2)]),
     "gates": (gated, [draw(WIDTH, seed=1), draw(WIDTH, seed=2)]),
     "each row": (lambda ops, x, weight: x * each_row(weight, len(x)), [draw(WIDTH, seed=1)]),
-    "each head": (
-        lambda ops, x, weight: each_row(weight, len(x))[..., None] * (x - 0.5).unflatten(1, (9, 4)), [draw(9, seed=1)],
-    ),
     "embedding": (lambda ops, x, weight: embedding(TARGETS, weight), [draw(9, WIDTH, seed=1)]),
     "head": (
         lambda ops, x, weight: ops.token_logprob(x, weight, TARGETS, LogitsWarp())[0], [draw(OUTPUTS, WIDTH, seed=1)],
