@@ -13,8 +13,10 @@ from rlloop.errors import ConfigError
 from rlloop.models.routes import Routes
 from rlloop.models.transformer import Model
 from rlloop.models.warp import warp_for
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.types import SamplingParams, is_ids
+
+LOGITS_AT_ONCE = 1 << 25  # numbers
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,79 @@ def token_logprobs(
     ]
 
 
+@dataclass(frozen=True)
+class Redrawn:
+    """What the trainer's own path says of one row's P predicted tokens."""
+
+    token_ids: np.ndarray  # [P] int64: what the sampling operation draws there, by the row's own seed
+    logprobs: np.ndarray  # [P] float32, of the row's own tokens under its `sampling`
+    raw_logprobs: np.ndarray  # [P] float32, of the row's own tokens at temperature 1, nothing truncated
+
+
+@torch.no_grad()
+def redraw(
+    model: Model, rows: Sequence[ScoreRow], *, replay: bool = False, max_tokens: int | None = None
+) -> list[Redrawn]:
+    """Draw every predicted token of each row once more, given the tokens before it as they stand in the row.
+
+    An engine's token is a function of the weights, the tokens before it, `sampling` and (seed, position). So with the
+    weights that sampled, `token_ids` are the row's own at every position; where one is not, that token was not drawn
+    from this distribution by this random number. In a conversation, each turn's tokens are drawn as its engine drew
+    them. Under one profile that holds the contract, whatever else is in the batch.
+
+    `replay` as for `score`; `max_tokens` bounds the tokens of one forward, and changes no bits.
+
+    Raises `ConfigError` as `score`, and where a row that predicts anything names no seed.
+    """
+    _check(model, rows)
+    for index, row in enumerate(rows):
+        if len(row.predict) and (row.sampling is None or row.sampling.seed is None):
+            raise ConfigError(f"sequence {index} names no seed, so its tokens cannot be drawn again")
+    return [drawn for batch in _batches(rows, max_tokens) for drawn in _redraw(model, batch, replay)]
+
+
+def _redraw(model: Model, rows: list[ScoreRow], replay: bool) -> list[Redrawn]:
+    counts = [len(row.predict) for row in rows]
+    used = [row for row in rows if len(row.predict)]
+    if not used:
+        return [Redrawn(np.zeros(0, np.int64), *[np.zeros(0, np.float32)] * 2) for _ in rows]
+    routes = Routes(_replayed(model, used) if replay and model.route_shape() is not None else None)
+    hidden, targets, warp = _predicted(model, used, routes)
+    each = [(row.sampling.seed or 0) if row.sampling is not None else 0 for row in used]
+    seeds, positions = (
+        torch.from_numpy(np.asarray(x, np.int64)).to(model.device)
+        for x in (np.repeat(each, [len(row.predict) for row in used]), np.concatenate([row.predict for row in used]))
+    )
+    step = max(1, LOGITS_AT_ONCE // len(model.head))
+    ids = torch.cat(
+        [
+            model.ops.sample(
+                model.ops.logits(hidden[a : a + step], model.head), warp.rows(a, a + step), seeds[a : a + step],
+                positions[a : a + step],
+            )[0]
+            for a in range(0, len(hidden), step)
+        ]
+    )  # fmt: skip
+    logprobs = model.ops.token_logprob(hidden, model.head, targets, warp)[0]
+    raw = model.ops.token_logprob(hidden, model.head, targets, LogitsWarp())[0]
+    cut = np.cumsum(counts)[:-1]
+    return [
+        Redrawn(*parts) for parts in zip(*(np.split(x.cpu().numpy(), cut) for x in (ids, logprobs, raw)), strict=True)
+    ]
+
+
 def _score(model: Model, rows: Sequence[ScoreRow], routes: Routes | None = None) -> tuple[Tensor, Tensor]:
     device = model.head.device
     used = [row for row in rows if len(row.predict)]
     if not used:
         return torch.zeros(0, device=device), torch.zeros(0, device=device)
+    hidden, targets, warp = _predicted(model, used, routes)
+    return model.ops.token_logprob(hidden, model.head, targets, warp)
+
+
+def _predicted(model: Model, used: Sequence[ScoreRow], routes: Routes | None) -> tuple[Tensor, Tensor, LogitsWarp]:
+    """The forward, one for all rows: the hidden state [N, D] that each predicted token comes from, the tokens [N]."""
+    device = model.head.device
     picked = [np.asarray(row.predict, np.int64) for row in used]
     # Nothing is predicted from the last scored token or what follows it.
     tokens = [np.asarray(row.token_ids, np.int64) for row in used]
@@ -134,7 +204,7 @@ def _score(model: Model, rows: Sequence[ScoreRow], routes: Routes | None = None)
     )
     before = flat([at - 1 + start for at, start in zip(picked, starts, strict=True)])
     targets = flat([ids[at] for ids, at in zip(tokens, picked, strict=True)])
-    return model.ops.token_logprob(hidden.index_select(0, before), model.head, targets, warp)
+    return hidden.index_select(0, before), targets, warp
 
 
 def _made(picked: Sequence[np.ndarray]) -> np.ndarray:
