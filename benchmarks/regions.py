@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.links import LINKS, Delays, Link, Namespaces, sent_bytes, sh  # noqa: E402
 from benchmarks.results_schema import Figure, device_name, report, versions  # noqa: E402
 from rlloop.metrics import is_timing  # noqa: E402
+from rlloop.parity.certificate import comparison_of  # noqa: E402
 from rlloop.records import read_records, read_rollouts, rollout_files  # noqa: E402
 from rlloop.sync.manifest import Head, new_key  # noqa: E402
 from rlloop.verify import verify  # noqa: E402
@@ -215,7 +216,7 @@ def outcome(run: Path) -> list[Any]:
         [{key: value for key, value in row.items() if key != "origin"} for row in read_rollouts(file)]
         for file in rollout_files(run)
     ]
-    return [metrics, rollouts, list(read_records(run / "parity.jsonl"))]
+    return [metrics, rollouts, [comparison_of(line) for line in read_records(run / "parity.jsonl")]]
 
 
 PARTS = ("fetch", "stage", "verify", "drain", "pause")

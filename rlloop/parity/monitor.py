@@ -179,7 +179,8 @@ class ParityMonitor:
         trainer: Sequence[np.ndarray],
         routing: Mapping[str, float] | None = None,
     ) -> Comparison:
-        """Compare, step down the ladder where that is due, and certify. Whether to go on is `objection`'s to say.
+        """Compare, step down the ladder where that is due, and begin the certificate's line. Whether to go on is
+        `objection`'s to say.
 
         `routing`: the trainer's comparison of choices, beside that of logprobs.
         """
@@ -190,7 +191,7 @@ class ParityMonitor:
             rung, reason = down
             comparison = replace(comparison, step_down=f"stepped down from {self.rung} to {rung}: {reason}")
             self.certificate.step_down(rung)
-        self.certificate.append(
+        self.certificate.begin(
             {
                 "step": step,
                 "version": version,

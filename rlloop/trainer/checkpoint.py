@@ -9,6 +9,7 @@ A kill at any moment leaves each `step_N` whole or not there; what storage damag
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -90,6 +91,11 @@ class CheckpointStore:
             )
         return None
 
+    def digests(self, step: int) -> dict[str, str]:
+        """Of each that is kept, up to `step`, by its step: the digest of its manifest, which has those of its files."""
+        kept = {str(each): manifest_digest(self.root / f"step_{each}") for each in self.steps() if each <= step}
+        return {name: digest for name, digest in kept.items() if digest is not None}
+
     def _remove(self, folder: Path) -> None:
         """Delete through a temporary name, so that a kill on the way leaves no half `step_N`."""
         doomed = folder.rename(self.root / f"tmp_old_{folder.name}")
@@ -114,6 +120,18 @@ def find_damage(folder: Path) -> str | None:
         if _digest(folder / name) != digest:
             return f"{name} is not what was written (its digest differs)"
     return None
+
+
+def manifest_digest(folder: Path) -> str | None:
+    """None where there is none."""
+    file = folder / MANIFEST
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
+
+def folder_digest(folder: Path) -> str:
+    """Of the files that make a model what it is: tensors, configuration, tokenizer."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
+    return blake3("".join(f"{path.name} {_digest(path)}\n" for path in files).encode()).hexdigest()
 
 
 def _seal(folder: Path, step: int) -> None:

@@ -105,7 +105,7 @@ def test_the_real_parts_resume_bit_for_bit(tmp_path, whole):
     assert "resuming after step" in output
     assert history(broken) == history(whole)
     assert any(row["advantage"] for row in read_rollouts(rollout_files(whole)[-1])), "nothing was learned from"
-    for name in ("model.safetensors", "optimizer.safetensors", "trainer.json", "loop.json"):
+    for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
         files = [folder / "checkpoints" / "step_6" / name for folder in (whole, broken)]
         assert files[0].read_bytes() == files[1].read_bytes(), name
     assert sorted(path.name for path in (broken / "checkpoints").iterdir()) == ["step_4", "step_6"]

@@ -13,7 +13,7 @@ from rlloop.errors import ConfigError
 from rlloop.fleet_config import FleetConfig, FleetKind
 from rlloop.loop import Loop
 from rlloop.metrics import is_timing
-from rlloop.parity.certificate import Certificate
+from rlloop.parity.certificate import Certificate, comparison_of
 from rlloop.parity.monitor import ParityMonitor
 from rlloop.pipeline import PipelinedLoop
 from rlloop.records import RunFolder, read_records, read_rollouts, rollout_files
@@ -95,7 +95,8 @@ class Run:
             for record in read_records(self.folder.metrics.path)
         ]
         rollouts = [read_rollouts(file) for file in rollout_files(self.folder.path)]
-        return [metrics, rollouts, list(read_records(self.folder.parity.path)), self.policy.logits.tolist()]
+        certificate = [comparison_of(line) for line in read_records(self.folder.parity.path)]
+        return [metrics, rollouts, certificate, self.policy.logits.tolist()]
 
 
 @pytest.mark.parametrize("lag", [1, 2])
