@@ -77,6 +77,11 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
+def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end a completion: its own stop tokens and, unless it ignores them, the model's."""
+    return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
+
+
 @dataclass(frozen=True)
 class Completion:
     """What an engine made of one prompt, with the probabilities that it really sampled with."""

@@ -1,7 +1,7 @@
 """One model definition for engine and trainer, read from and written to Hugging Face folders."""
 
 from rlloop.models.routes import ChoiceCounts, Routes
-from rlloop.models.scoring import Redrawn, ScoreRow, redraw, score, token_logprobs
+from rlloop.models.scoring import Redrawn, ScoreRow, Witness, redraw, score, token_logprobs
 from rlloop.models.transformer import Model
 from rlloop.models.weights import load_model, new_model, read_state, save_model
 
@@ -11,6 +11,7 @@ __all__ = [
     "Redrawn",
     "Routes",
     "ScoreRow",
+    "Witness",
     "load_model",
     "new_model",
     "read_state",

@@ -16,8 +16,6 @@ from rlloop.models.warp import warp_for
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.types import SamplingParams, is_ids
 
-LOGITS_AT_ONCE = 1 << 25  # numbers
-
 
 @dataclass(frozen=True)
 class ScoreRow:
@@ -33,25 +31,50 @@ class ScoreRow:
     selected: np.ndarray | None = None  # [tokens, layers], likewise
 
 
+class Witness:
+    """What the sampling operation makes of the logits of one forward or several, at N predicted tokens in order."""
+
+    def __init__(self, *, draws: bool = True) -> None:
+        """`draws`: whether tokens are drawn again at all."""
+        self.draws = draws
+        self._raw: list[Tensor] = []
+        self._ids: list[Tensor] = []
+
+    def add(self, raw: Tensor, ids: Tensor) -> None:
+        self._raw.append(raw)
+        self._ids.append(ids)
+
+    @property
+    def raw_logprobs(self) -> Tensor:
+        """[N] float32, of the rows' own tokens at temperature 1, nothing truncated."""
+        return torch.cat(self._raw)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[N] int64: what is drawn by the row's seed and the position; −1: nothing was."""
+        return torch.cat(self._ids)
+
+
 def score(
     model: Model,
     rows: Sequence[ScoreRow],
     *,
     replay: bool = False,
     watch: Callable[[Routes, list[ScoreRow]], None] | None = None,
+    witness: Witness | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One forward over the sequences laid end to end: the logprob of every predicted token, and the entropy there.
 
     Returns ([N] float32, [N] float32) in order, both differentiable. N is the number of predicted tokens of all rows.
     With `replay` every token takes the experts that its row names. `watch` is told what the model chose, and for which
-    rows: those that have something to predict.
+    rows: those that have something to predict. `witness` keeps what a sampler would have made of the same logits.
 
     Raises `ConfigError` for a token outside the vocabulary or a sequence beyond the model's positions.
     """
     _check(model, rows)
     used = [row for row in rows if len(row.predict)]
     routes = Routes(_replayed(model, used) if replay and used and model.route_shape() is not None else None)
-    scored = _score(model, used, routes)
+    scored = _score(model, used, routes, witness)
     if watch is not None and used:
         watch(routes, used)
     return scored
@@ -139,42 +162,41 @@ def redraw(
 
 
 def _redraw(model: Model, rows: list[ScoreRow], replay: bool) -> list[Redrawn]:
-    counts = [len(row.predict) for row in rows]
     used = [row for row in rows if len(row.predict)]
     if not used:
         return [Redrawn(np.zeros(0, np.int64), *[np.zeros(0, np.float32)] * 2) for _ in rows]
     routes = Routes(_replayed(model, used) if replay and model.route_shape() is not None else None)
-    hidden, targets, warp = _predicted(model, used, routes)
-    each = [(row.sampling.seed or 0) if row.sampling is not None else 0 for row in used]
-    seeds, positions = (
-        torch.from_numpy(np.asarray(x, np.int64)).to(model.device)
-        for x in (np.repeat(each, [len(row.predict) for row in used]), np.concatenate([row.predict for row in used]))
-    )
-    step = max(1, LOGITS_AT_ONCE // len(model.head))
-    ids = torch.cat(
-        [
-            model.ops.sample(
-                model.ops.logits(hidden[a : a + step], model.head), warp.rows(a, a + step), seeds[a : a + step],
-                positions[a : a + step],
-            )[0]
-            for a in range(0, len(hidden), step)
-        ]
-    )  # fmt: skip
-    logprobs = model.ops.token_logprob(hidden, model.head, targets, warp)[0]
-    raw = model.ops.token_logprob(hidden, model.head, targets, LogitsWarp())[0]
-    cut = np.cumsum(counts)[:-1]
-    return [
-        Redrawn(*parts) for parts in zip(*(np.split(x.cpu().numpy(), cut) for x in (ids, logprobs, raw)), strict=True)
-    ]
+    witness = Witness()
+    logprobs, _ = _score(model, used, routes, witness)
+    cut = np.cumsum([len(row.predict) for row in rows])[:-1]
+    parts = (witness.token_ids, logprobs, witness.raw_logprobs)
+    return [Redrawn(*each) for each in zip(*(np.split(x.cpu().numpy(), cut) for x in parts), strict=True)]
 
 
-def _score(model: Model, rows: Sequence[ScoreRow], routes: Routes | None = None) -> tuple[Tensor, Tensor]:
+def _score(
+    model: Model, rows: Sequence[ScoreRow], routes: Routes | None = None, witness: Witness | None = None
+) -> tuple[Tensor, Tensor]:
     device = model.head.device
     used = [row for row in rows if len(row.predict)]
     if not used:
         return torch.zeros(0, device=device), torch.zeros(0, device=device)
     hidden, targets, warp = _predicted(model, used, routes)
-    return model.ops.token_logprob(hidden, model.head, targets, warp)
+    if witness is None:
+        return model.ops.token_logprob(hidden, model.head, targets, warp)
+    seeds, positions = (torch.from_numpy(each).to(device) for each in _names(used))
+    logprobs, entropies, raw, ids = model.ops.token_redraw(
+        hidden, model.head, targets, warp, seeds if witness.draws else None, positions
+    )
+    witness.add(raw, ids)
+    return logprobs, entropies
+
+
+def _names(used: Sequence[ScoreRow]) -> tuple[np.ndarray, np.ndarray]:
+    """Seeds (−1: none) and positions of the predicted tokens, which name their random numbers. [N] int64 each."""
+    given = [None if row.sampling is None else row.sampling.seed for row in used]
+    seeds = np.array([-1 if seed is None else seed for seed in given], np.int64)
+    positions = [np.asarray(row.predict, np.int64) for row in used]
+    return np.repeat(seeds, [len(each) for each in positions]), np.concatenate(positions)
 
 
 def _predicted(model: Model, used: Sequence[ScoreRow], routes: Routes | None) -> tuple[Tensor, Tensor, LogitsWarp]:
