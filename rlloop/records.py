@@ -58,7 +58,7 @@ class Journal:
         with self.path.open("ab") as file:
             if self._end is not None and file.tell() != self._end:
                 raise RunError(
-                    f"{self.path} is {file.tell()} bytes long where this process left it at {self._end}: another process "
+                    f"{self.path} is {file.tell()} bytes long, and this process left it at {self._end}: another process "
                     "writes the same run, or the file was replaced. This one stops; resume with one process alone"
                 )
             file.write(line)
@@ -199,12 +199,16 @@ class RunFolder:
             self.log(f"the numerics are not those that the run began with: see {', '.join(new)} in {file.name}")
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> Path:
-        write_whole(self.path / name, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+        write_whole(self.path / name, as_json_file(content))
         return self.path / name
 
     def log(self, text: str) -> None:
         with (self.path / "run.log").open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+
+def as_json_file(content: Mapping[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
 
 
 def write_whole(file: Path, content: bytes, *, durable: bool = True) -> None:

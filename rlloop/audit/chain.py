@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from rlloop.audit.history import Check, History, Signature
 from rlloop.parity.certificate import content_digest, find_breaks
 from rlloop.parity.witness import is_signed
-from rlloop.records import SIGNATURES, summarize
-from rlloop.trainer.checkpoint import MANIFEST, CheckpointStore, find_damage, manifest_digest
+from rlloop.records import SIGNATURES, as_json_file, summarize
+from rlloop.trainer.checkpoint import MANIFEST, CheckpointStore, find_damage, manifest_digest, manifest_of
 
 LEDGER = ("sampled", "accepted", "rejected", "dropped", "trained")
 STATUSES = ("finished", "interrupted", "failed", "parity broken")
@@ -52,20 +52,24 @@ def check_ledger(run: History) -> Check:
     for step, record in run.records.items():
         if step == 0:
             continue
-        count = {name: record.get(f"ledger/{name}") for name in LEDGER}
+        count = {name: record.get(f"ledger/{name}", -1) for name in LEDGER}
         if not all(isinstance(number, int) and number >= 0 for number in count.values()):
             problems.append(f"step {step} has no counts of its completions")
             continue
         total.update(count)
-        if count["sampled"] != count["accepted"] + count["rejected"]:
-            problems.append(f"step {step}: sampled {count['sampled']} is not accepted + rejected")
-        if count["accepted"] != count["trained"] + count["dropped"]:
-            problems.append(f"step {step}: accepted {count['accepted']} is not trained + dropped")
+        sampled, accepted, rejected, dropped, trained = count.values()
+        if sampled != accepted + rejected:
+            problems.append(f"step {step}: sampled {sampled} is not accepted + rejected")
+        if accepted != trained + dropped:
+            problems.append(f"step {step}: accepted {accepted} is not trained + dropped")
     return Check("ledger", ", ".join(f"{count} {name}" for name, count in total.items()) or "empty", problems)
 
 
 def check_certificate(run: History) -> Check:
     problems = find_breaks([raw for raw in run.raw_lines if raw.get("step") in run.by_step])
+    written = [msgspec.json.encode(raw) + b"\n" for raw in run.raw_lines]
+    if b"".join(written) != b"".join(run.written_lines):
+        problems.append("parity.jsonl is not as it was written")
     problems += [f"step {step} has no line" for step in run.records if step not in run.by_step and _must(run, step)]
     for line in run.lines:
         known = run.records.get(line.step)
@@ -99,8 +103,7 @@ def _covers_config(run: History) -> list[str]:
 
 def _is_promised(run: History) -> list[str]:
     """What must not be, given the mode: a step on with bits that differ under `require`."""
-    mode = run.config.get("parity", {}).get("mode") if isinstance(run.config.get("parity"), dict) else None
-    if mode != "require":
+    if run.mode != "require":
         return []
     broken = [line.step for line in run.lines if line.tokens_different and line.metrics is not None]
     return [f"step {step} went on with bits that differ, under parity.mode=require" for step in broken]
@@ -112,7 +115,11 @@ def _fingerprints(run: History) -> list[str]:
     named = {digest for line in run.lines for digest in line.fingerprints.values()}
     try:
         known = json.loads(file.read_text()) if file.exists() else {}
-        problems = [f"fingerprints.json: {key:.12} is of other content" for key in known if content_digest(known[key]) != key]
+        problems = [
+            f"fingerprints.json: {key:.12} is of other content" for key in known if content_digest(known[key]) != key
+        ]
+        if known and file.read_text() != json.dumps(known, indent=1, sort_keys=True):
+            problems.append("fingerprints.json is not as it was written")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         return [f"fingerprints.json cannot be read: {error}"]
     return problems + [f"fingerprints.json lacks {digest:.12}" for digest in sorted(named - known.keys())]
@@ -132,16 +139,15 @@ def check_summary(run: History) -> Check:
     status, step = run.summary.get("status"), run.summary.get("step")
     problems = [] if status in STATUSES else [f"summary.json has the status {status!r:.40}"]
     if not isinstance(step, int) or not 0 <= step <= last:
-        return Check("summary", "", [*problems, f"summary.json is of step {step!r:.20}, the records end at step {last}"])
-    if run.summary != _plain(summarize([record for record in run.metrics if record["step"] <= step], str(status))):
+        return Check(
+            "summary", "", [*problems, f"summary.json is of step {step!r:.20}, the records end at step {last}"]
+        )
+    expected = summarize([record for record in run.metrics if record["step"] <= step], str(status))
+    if (run.path / "summary.json").read_bytes() != as_json_file(expected):
         problems.append("summary.json is not what the records come to")
     if run.status == "finished" and steps is not None and step < steps:
         problems.append(f"summary.json says finished, at step {step} of {steps}")
     return Check("summary", f"{status} at step {step}" + ("" if step == last else ", and went on"), problems)
-
-
-def _plain(content: dict[str, Any]) -> Any:
-    return msgspec.json.decode(msgspec.json.encode(content))
 
 
 def check_checkpoints(run: History) -> Check:
@@ -154,7 +160,9 @@ def check_checkpoints(run: History) -> Check:
         folder = store.root / f"step_{step}"
         found = find_damage(folder) or _unsealed(folder)
         if found is None and covered is not None and str(step) in covered:
-            found = None if manifest_digest(folder) == covered[str(step)] else "is not the one that the certificate covers"
+            found = (
+                None if manifest_digest(folder) == covered[str(step)] else "is not the one that the certificate covers"
+            )
         problems += [f"step_{step}: {each}" for each in (found, _head(run, step, folder)) if each is not None]
     return Check("checkpoints", ", ".join(f"step_{step}" for step in present) or "none yet", problems)
 
@@ -171,9 +179,13 @@ def _expected(run: History, present: list[int], covered: dict[str, str]) -> set[
 
 
 def _unsealed(folder: Path) -> str | None:
+    """What a whole checkpoint has beside, or its manifest says otherwise than it was written."""
     sealed = {MANIFEST, *json.loads((folder / MANIFEST).read_text())["files"]}
     others = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - sealed
-    return f"{min(others)} is none of its files" if others else None
+    if others:
+        return f"{min(others)} is none of its files"
+    as_written = manifest_of(folder, int(folder.name.removeprefix("step_"))) == (folder / MANIFEST).read_text()
+    return None if as_written else f"{MANIFEST} is not as it was written"
 
 
 def _head(run: History, step: int, folder: Path) -> str | None:

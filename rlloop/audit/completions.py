@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from rlloop.algorithms import advantages_for
-from rlloop.audit.history import Check, History, Rollouts, Row
+from rlloop.audit.history import History, Rollouts, Row
 from rlloop.audit.parts import Parts
 from rlloop.batches import completion_seed, reward_metrics, rollout_metrics
 from rlloop.config import RunConfig
+from rlloop.parity.asked import ending_fault, fault_of
 from rlloop.parity.certificate import bits_digest
 from rlloop.parity.monitor import compare
-from rlloop.records import read_records
-from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
+from rlloop.records import read_records, read_rollouts, step_of
+from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams, stop_ids
 
 CLOSE = {"rel_tol": 1e-9, "abs_tol": 1e-12}  # another machine's libraries may add in another order
 
@@ -137,6 +139,35 @@ class Fleet:
         return f"{self.made} completions of {len({engine for engine, _ in self.served})} engines; {events}"
 
 
+class Orphaned:
+    """What a crash undid was sampled again: under the contract, the same bits, so that nothing was chosen by luck."""
+
+    name = "orphaned"
+
+    def __init__(self, run: History) -> None:
+        self.promised, self.compared = run.mode == "require", 0
+        self.files: dict[int, list[Path]] = {}
+        for file in sorted((run.path / "orphaned").glob("*/rollouts/step_*.jsonl.zst")):
+            self.files.setdefault(step_of(file), []).append(file)
+
+    def at(self, step: Rollouts) -> list[str]:
+        problems, now = [], {row.uid: row for row in step.rows}
+        for file in self.files.get(step.step, []) if self.promised else []:
+            for row in read_rollouts(file):
+                again = now.get(row["uid"])
+                if again is None or row["engine"] != again.engine:
+                    continue  # not sampled again yet, or on another machine
+                self.compared += 1
+                if any(row[key] != getattr(again, key) for key in ("token_ids", "logprobs", "policy_version")):
+                    problems.append(f"{row['uid']}, sampled again after a crash, is another completion")
+        return problems
+
+    def found(self) -> str:
+        if not self.promised:
+            return "kept beside; the mode does not promise that they are repeated bit for bit"
+        return f"{self.compared} completions were sampled again, bit for bit"
+
+
 class Requests:
     """What was asked for: the task's prompts in their order, the configuration's sampling, each completion's own seed;
     and that what came back ends where it says."""
@@ -159,24 +190,18 @@ class Requests:
             problems.append(f"step {step.step} has completions of {batches} batches of prompts")
         problems += self._against_task(step, batches, places)
         for (prompt, place), row in places.items():
-            asked = self._asked(step.step, prompt, place)
-            given = {**vars(SamplingParams(**{"max_tokens": asked.max_tokens, **row.sampling}))}
-            problems += [
-                f"{row.uid}: its {name} is {given[name]!r}, asked was {value!r}"
-                for name, value in vars(asked).items()
-                if given[name] != value
-            ]
             if row.group != prompt:
                 problems.append(f"{row.uid} stands in group {row.group}")
-            problems += [f"{row.uid} {found}" for found in self._ends(row, asked)]
+            fault = self._fault(row, self._asked(step.step, prompt, place))
+            problems += [] if fault is None else [f"{row.uid}: {fault}"]
         self.checked += len(places)
         return problems
 
     def found(self) -> str:
         why = self.parts.no_task
         prompts = f"{self.examples} prompts against the task" if why is None else f"prompts not checked: {why}"
-        stops = "" if self.parts.stops is not None else "; stop tokens unknown: no weights are stored"
-        return f"{self.checked} seeds and ends; {prompts}{stops}"
+        ends = "seeds and ends" if self.parts.known is not None else "seeds (no weights are stored, so no stop tokens)"
+        return f"{self.checked} {ends}; {prompts}"
 
     def _asked(self, step: int, prompt: int, place: int) -> SamplingParams:
         config = self.config.rollout
@@ -209,22 +234,22 @@ class Requests:
                     problems.append(f"{row.uid}: its prompt is not the task's ({example.id})")
         return problems
 
-    def _ends(self, row: Row, asked: SamplingParams) -> list[str]:
-        """Each turn ends in its first stop token, or is as long as it may be."""
-        if self.parts.stops is None or row.finish_reason == "abort":
-            return []
-        stops = {*asked.stop_token_ids, *(() if asked.ignore_eos else self.parts.stops)}
-        problems = []
-        for start, end in row.turns or [(0, len(row.token_ids))]:
-            made = row.token_ids[start:end]
-            stopped = bool(made) and made[-1] in stops
-            if any(token in stops for token in made[:-1]) or len(made) > asked.max_tokens:
-                problems.append("goes on after its end")
-            elif not stopped and len(made) != asked.max_tokens:
-                problems.append(f"ends after {len(made)} tokens, without a stop token")
-            elif row.turns is None and (row.finish_reason == "stop") != stopped:
-                problems.append(f"has finish_reason {row.finish_reason}, and its last token says otherwise")
-        return problems
+    def _fault(self, row: Row, asked: SamplingParams) -> str | None:
+        """In what it is not what was asked for; each turn of a conversation ends by itself."""
+        made, known = as_sample(row).completion, self.parts.known
+        if (known is None or made.turns is not None) and made.sampling != asked:
+            return f"it was made with {made.sampling}, and asked for with {asked}"
+        if known is None:
+            return None
+        if made.turns is None:
+            return fault_of(made, row.prompt_ids, asked, known)
+        for start, end in made.turns:
+            turn = made.token_ids[start:end]
+            ended = bool(turn) and turn[-1] in stop_ids(asked, known.eos_token_ids)
+            fault = ending_fault(turn, "stop" if ended else "length", asked, known.eos_token_ids)
+            if fault is not None and made.finish_reason != "abort":
+                return fault
+        return None
 
 
 class Advantages:
@@ -241,20 +266,30 @@ class Advantages:
         if self.config.algorithm.reward_kl_coef:
             return []
         accepted = sorted((row for row in step.rows if not row.rejected), key=lambda row: row.place)
-        problems = [f"{row.uid} was rejected, and has an advantage" for row in step.rows if row.rejected and row.advantage]
+        problems = [
+            f"{row.uid} was rejected, and has an advantage" for row in step.rows if row.rejected and row.advantage
+        ]
         advantages, keep = self.estimate(
             [row.reward for row in accepted],
             [row.group for row in accepted],
-            [max((end - start for start, end in row.turns or [(0, len(row.token_ids))]), default=0) for row in accepted],
+            [
+                max((end - start for start, end in row.turns or [(0, len(row.token_ids))]), default=0)
+                for row in accepted
+            ],
         )
         kept = list(dict.fromkeys(row.group for row, good in zip(accepted, keep, strict=True) if good))
         full = set(kept[: self.config.rollout.num_prompts])
         for row, advantage, good in zip(accepted, advantages, keep, strict=True):
             self.checked += 1
             if not math.isclose(row.advantage, advantage, **CLOSE):
-                problems.append(f"{row.uid}: its advantage is {row.advantage:.9g}; its group's rewards give {advantage:.9g}")
+                problems.append(
+                    f"{row.uid}: its advantage is {row.advantage:.9g}; its group's rewards give {advantage:.9g}"
+                )
             if row.trained != (good and row.group in full):
-                problems.append(f"{row.uid} is {row.outcome}; by the rewards it is " + ("not to be" if row.trained else "to be trained"))
+                problems.append(
+                    f"{row.uid} is {row.outcome}; by the rewards it is "
+                    + ("not to be" if row.trained else "to be trained")
+                )
         return problems
 
     def found(self) -> str:
@@ -299,8 +334,11 @@ class Aggregates:
             for name, value in expected.items()
             if not _same(step.record.get(name), value)
         ]
-        if step.line is not None and step.line.tokens_different != compared.tokens_different:
-            problems.append(f"step {step.step}: {step.line.tokens_different} tokens differ, certified; {compared.tokens_different} stored")
+        differ = compared.tokens_different
+        if step.line is not None and step.line.tokens_different != differ:
+            problems.append(
+                f"step {step.step}: {step.line.tokens_different} different tokens certified, {differ} stored"
+            )
         return problems
 
     def found(self) -> str:
@@ -327,7 +365,7 @@ def as_sample(row: Row) -> Sample:
         sampling=SamplingParams(**{"max_tokens": 1, **row.sampling}),
         turns=None if row.turns is None else tuple(row.turns),
     )
-    if len(made.logprobs) != len(made.written) or made.written and made.written[-1] >= len(made.token_ids):
+    if len(made.logprobs) != len(made.written) or (made.written and made.written[-1] >= len(made.token_ids)):
         raise ValueError(f"{row.uid} has {len(made.token_ids)} tokens and {len(made.logprobs)} logprobs")
     result = RewardResult(row.reward, row.solved, row.components)
     example = Example(row.example, row.prompt_ids, row.prompt, {})

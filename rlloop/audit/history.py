@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -79,6 +79,9 @@ class Row(msgspec.Struct):
         return [at for start, end in turns for at in range(start, end)]
 
 
+_ROW = msgspec.json.Decoder(Row)
+
+
 class Line(msgspec.Struct):
     """One line of the certificate. Lines of versions before the chain covered the records lack the last five."""
 
@@ -130,7 +133,8 @@ class History:
         self.path = path
         self.problems: list[str] = []
         self.torn: dict[str, int] = {}  # bytes after the last line of a journal
-        self.raw_lines = self._objects(self._lines("parity.jsonl"), "parity.jsonl")
+        self.written_lines = self._lines("parity.jsonl")
+        self.raw_lines = self._objects(self.written_lines, "parity.jsonl")
         self.lines = [line for line in (self._as_line(raw) for raw in self.raw_lines) if line is not None]
         self.by_step = {line.step: line for line in self.lines}
         self.metrics_lines = self._lines("metrics.jsonl")
@@ -154,24 +158,27 @@ class History:
         return any(line.rollouts is None for line in self.lines)
 
     @property
+    def mode(self) -> Any:
+        """`parity.mode`."""
+        section = self.config.get("parity")
+        return section.get("mode") if isinstance(section, dict) else None
+
+    @property
     def status(self) -> str | None:
         """How the run ended; None where it goes on, was killed, or went on after an end."""
         whole = self.summary is not None and self.summary.get("step") == max(self.records, default=0)
         return str(self.summary.get("status")) if whole and self.summary is not None else None
 
-    def rollouts(self) -> Iterator[Rollouts | tuple[str, str]]:
-        """Each file in turn, or (its name, what is wrong with it)."""
-        decoder = msgspec.json.Decoder(Row)
-        for step, file in self.files.items():
-            try:
-                content = file.read_bytes()
-                lines = zstandard.decompress(content).splitlines()
-                rows = [decoder.decode(line) for line in lines]
-            except (OSError, zstandard.ZstdError, msgspec.MsgspecError, UnicodeDecodeError, MemoryError) as error:
-                yield file.name, f"{file.name} is damaged: {error}"
-                continue
-            digest = hashlib.sha256(content).hexdigest()
-            yield Rollouts(step, file.name, digest, rows, self.records.get(step), self.by_step.get(step))
+    def rollouts_of(self, step: int) -> Rollouts | str:
+        """A step's file; or what is wrong with it."""
+        file = self.files[step]
+        try:
+            content = file.read_bytes()
+            rows = [_ROW.decode(line) for line in zstandard.decompress(content).splitlines()]
+        except (OSError, zstandard.ZstdError, msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
+            return f"{file.name} is damaged: {error}"
+        digest = hashlib.sha256(content).hexdigest()
+        return Rollouts(step, file.name, digest, rows, self.records.get(step), self.by_step.get(step))
 
     def signatures(self, file: Path | None = None) -> list[Signature]:
         """Of the run, or of a witness's file. Those of a history that a resume set aside are left out."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlloop.audit.history import History
 from rlloop.errors import RlloopError
+from rlloop.parity.asked import Vocabulary
 from rlloop.protocols import Task
 from rlloop.rewards import resolve_reward
 from rlloop.rewards.runner import RewardRunner
@@ -24,7 +25,7 @@ class Parts:
     no_task: str | None = None
     reward: RewardRunner | None = None
     no_reward: str | None = None
-    stops: tuple[int, ...] | None = None  # the model's end-of-sequence tokens
+    known: Vocabulary | None = None
     model: Path | None = None  # the weights that the run began with
     no_model: str | None = None
     examples: dict[str, Example] = field(default_factory=dict)  # uid -> the task's example, as they are found
@@ -34,9 +35,12 @@ class Parts:
             self.reward.close()
 
 
-def find_parts(run: History, run_code: bool) -> Parts:
-    """`run_code`: also call tasks and rewards that are not rlloop's own. What a stranger's folder names would else be
-    imported and called on this machine."""
+OURS = ("rlloop.rewards.", "rlloop.recipes.")
+
+
+def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
+    """`run_code`: also call tasks and rewards that are not rlloop's own, which else are not imported: a stranger's
+    folder may name any code of this machine. `make_model`: have the task make its own model, which may take minutes."""
     parts = Parts()
     if isinstance(run.built, str):
         parts.no_task = parts.no_reward = parts.no_model = f"config.yaml is none of this version's: {run.built}"
@@ -52,8 +56,12 @@ def find_parts(run: History, run_code: bool) -> Parts:
             parts.no_task = f"the task cannot be made here: {error}"
     if parts.no_model is None and config.model.path is not None:
         parts.model = Path(config.model.path)
-    elif parts.task is not None:
+    elif parts.task is None:
+        parts.no_model = parts.no_model or parts.no_task
+    elif make_model:
         parts.model, parts.no_model = _own_model(run, parts.task)
+    else:
+        parts.no_model = "the run began with the task's own model, which --all makes again"
     parts.no_reward = _refused(config.reward, "reward", run_code)
     if parts.no_reward is None:
         try:
@@ -66,7 +74,7 @@ def find_parts(run: History, run_code: bool) -> Parts:
                 parts.no_reward = f"{config.reward['_target_']} does not promise the same answer twice"
         except (RlloopError, OSError) as error:
             parts.no_reward = f"the reward cannot be made here: {error}"
-    parts.stops = _stops(run, parts.model)
+    parts.known = _vocabulary(run, parts.model)
     return parts
 
 
@@ -80,7 +88,7 @@ def _refused(section: dict[str, Any], name: str, run_code: bool) -> str | None:
         if isinstance(environment, dict) and environment:
             named.append(environment.get("_target_"))
         for each in named:
-            if not str(each).startswith("rlloop.") or not _is_ours(str(each), name):
+            if not str(each).startswith(OURS) or not _is_ours(str(each), name):
                 return f"{each} is not rlloop's own code; --run-code calls it"
     return None
 
@@ -88,7 +96,7 @@ def _refused(section: dict[str, Any], name: str, run_code: bool) -> str | None:
 def _is_ours(target: str, name: str) -> bool:
     """Whether it is defined in rlloop, not only to be had through one of its modules."""
     try:
-        return str(getattr(locate(target, name), "__module__", "")).startswith("rlloop.")
+        return str(getattr(locate(target, name), "__module__", "")).startswith(OURS)
     except RlloopError:
         return False
 
@@ -119,14 +127,15 @@ def _own_model(run: History, task: Task) -> tuple[Path | None, str | None]:
     return folder, None
 
 
-def _stops(run: History, model: Path | None) -> tuple[int, ...] | None:
+def _vocabulary(run: History, model: Path | None) -> Vocabulary | None:
     from rlloop.models.config import read_config
 
     saved = CheckpointStore(run.path / "checkpoints")
     for folder in (*(saved.root / f"step_{step}" for step in reversed(saved.steps())), model):
         try:
             if folder is not None:
-                return tuple(read_config(folder).eos_token_ids)
+                config = read_config(folder)
+                return Vocabulary(config.vocab_size, tuple(config.eos_token_ids))
         except (RlloopError, OSError, ValueError, KeyError, TypeError):
             continue  # a damaged checkpoint, which its own check names
     return None

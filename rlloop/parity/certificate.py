@@ -7,7 +7,7 @@
 
 `engine` and `trainer` are digests of all logprob bits of the step, in sample order; at zero KLD they are equal. `rung`
 is where the run stands on the ladder of `parity.mode=fallback` (bitwise, replay, correction); the line of a step down
-has its `reason`. `rollouts` is the digest of the step's file, `metrics` of what metrics.jsonl got since the line before:
+has its `reason`. `rollouts` is the digest of the step's file, `metrics` of what metrics.jsonl got since the last line:
 the step's own, and in the first line step 0's too. `checkpoints` stands in the line after one was saved, with the
 digest of each that was kept, and, like `config` (of config.yaml), in the first line that a process writes; `model`, of
 the folder that the weights come from, in the run's first. A step that broke the contract has no metrics.
@@ -65,7 +65,9 @@ class Certificate:
         self.previous, self.rung, self.replayed, self._run = GENESIS, "bitwise", False, ""
         for line in read_records(self._journal.path):
             if not isinstance(line.get("hash"), str) or not isinstance(line.get("rung"), str):
-                raise RunError(f"{self._journal.path} is damaged: the line of step {line.get('step')} is no certificate's")
+                raise RunError(
+                    f"{self._journal.path} is damaged: the line of step {line.get('step')} is no certificate's"
+                )
             self.previous = line["hash"]
             self._run = self._run or self.previous
             self.step_down(line["rung"])
@@ -96,7 +98,7 @@ class Certificate:
         self._line, self._covered = {}, hashlib.sha256()
 
     def attest(self, step: int, checkpoints: Mapping[str, str]) -> None:
-        """After checkpoint `step`: the digests of those that are kept, for the next line, and a statement of the head."""
+        """Checkpoint `step` is saved: state the head, and have the next line hold the digests of those that are kept."""
         self.note(checkpoints=dict(checkpoints))
         self._attest(Statement(self._run, step, self.previous, checkpoints.get(str(step), "")))
 

@@ -136,14 +136,19 @@ def folder_digest(folder: Path) -> str:
 
 def _seal(folder: Path, step: int) -> None:
     """Write the manifest, then force every file and folder to the disk."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    manifest = folder / MANIFEST
+    manifest.write_text(manifest_of(folder, step))
+    for path in [*folder.rglob("*"), folder]:
+        _fsync(path)
+
+
+def manifest_of(folder: Path, step: int) -> str:
+    """The text of the manifest that seals what is there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     entries = {
         path.relative_to(folder).as_posix(): {"blake3": _digest(path), "bytes": path.stat().st_size} for path in files
     }
-    manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": entries}, indent=1) + "\n")
-    for path in [*files, manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        _fsync(path)
+    return json.dumps({"format": FORMAT, "step": step, "files": entries}, indent=1) + "\n"
 
 
 def _digest(path: Path) -> str:

@@ -204,7 +204,9 @@ def test_replay_comes_first_where_there_are_experts_though_none_differs_yet(tmp_
     other = [np.array([-1.5, -2.0], np.float32)]
     rungs = []
     for step in (1, 2):
-        found = certified(judge, step, step - 1, [sample("1/0/0", [-1.0, -2.0])], other, {"parity/router_different": 0.0})
+        found = certified(
+            judge, step, step - 1, [sample("1/0/0", [-1.0, -2.0])], other, {"parity/router_different": 0.0}
+        )
         rungs.append((judge.rung, judge.replays))
         assert found.step_down is not None
     assert rungs == [("replay", True), ("correction", True)]
