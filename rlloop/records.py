@@ -58,8 +58,8 @@ class Journal:
         with self.path.open("ab") as file:
             if self._end is not None and file.tell() != self._end:
                 raise RunError(
-                    f"{self.path} is {file.tell()} bytes long, and this process left it at {self._end}: another process "
-                    "writes the same run, or the file was replaced. This one stops; resume with one process alone"
+                    f"{self.path} is {file.tell()} bytes long, and this process left it at {self._end}: another "
+                    "process writes the same run, or the file was replaced. This one stops; resume with one alone"
                 )
             file.write(line)
             self._end = file.tell()

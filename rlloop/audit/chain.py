@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

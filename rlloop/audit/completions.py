@@ -188,6 +188,9 @@ class Requests:
         problems += [f"{places[place].uid} was never asked for" for place in sorted(places.keys() - whole)]
         if batches > 1 + self.config.algorithm.max_refills:
             problems.append(f"step {step.step} has completions of {batches} batches of prompts")
+        trained = [row.place for row in step.rows if row.trained]
+        if trained != sorted(trained):
+            problems.append(f"step {step.step}: what was trained does not stand in the order of its prompts")
         problems += self._against_task(step, batches, places)
         for (prompt, place), row in places.items():
             if row.group != prompt:

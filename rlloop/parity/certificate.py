@@ -98,7 +98,7 @@ class Certificate:
         self._line, self._covered = {}, hashlib.sha256()
 
     def attest(self, step: int, checkpoints: Mapping[str, str]) -> None:
-        """Checkpoint `step` is saved: state the head, and have the next line hold the digests of those that are kept."""
+        """Checkpoint `step` is saved: state the head, and let the next line hold the digests of all that are kept."""
         self.note(checkpoints=dict(checkpoints))
         self._attest(Statement(self._run, step, self.previous, checkpoints.get(str(step), "")))
 
