@@ -37,8 +37,9 @@ class Draws:
 
     @property
     def metrics(self) -> dict[str, float]:
-        different = {"parity/redrawn_different": self.different / self.tokens} if self.tokens else {}
-        return {"parity/redrawn": self.tokens, **different}
+        if not self.tokens:
+            return {}
+        return {"parity/redrawn": self.tokens, "parity/redrawn_different": self.different / self.tokens}
 
     def describe(self) -> str:
         return (

@@ -221,7 +221,7 @@ class ParityMonitor:
         comparison = compare(samples, trainer.logprobs, trainer.raw_logprobs)
         draws = check_draws(samples, trainer.redrawn)
         faults = tuple(f"{each.uid}: {each.fault}" for each in (*samples, *rest) if each.fault is not None)
-        metrics = {**comparison.metrics, **(routing or {}), **draws.metrics, "parity/faults": len(faults)}
+        metrics = {**comparison.metrics, **(routing or {}), **draws.metrics}
         comparison = replace(comparison, metrics=metrics, draws=draws, faults=faults)
         down = self._step_down(comparison)
         if down is not None:
