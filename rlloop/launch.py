@@ -30,6 +30,7 @@ from rlloop.fleet import EngineDied, FleetEngine, FleetSync, RemoteTrainer
 from rlloop.fleet_config import FleetKind
 from rlloop.interrupts import Interrupts
 from rlloop.loop import Advantages, Loop, Parts
+from rlloop.models.config import read_config
 from rlloop.numerics.profile import Drift
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.doctor import diagnose
@@ -47,7 +48,7 @@ from rlloop.sync.drifted import DriftedSync, drifted_copy
 from rlloop.targets import resolve
 from rlloop.trainer import CheckpointStore
 from rlloop.trainer.checkpoint import folder_digest
-from rlloop.workers import Colocated, Replica, load, make_engine, make_trainer
+from rlloop.workers import Colocated, Replica, load, make_engine, make_trainer, vocabulary_of
 
 INTERRUPTED = 130  # exit code
 NO_ROOM = ENOSPC, EDQUOT, EFBIG
@@ -178,6 +179,7 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
             advantages=prepared.advantages,
             loss=prepared.loss,
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+            vocabulary=vocabulary_of(model.config),
             doctor=partial(diagnose, engine.model, model),
             stateful=(sync,) if isinstance(sync, DriftedSync) else (),
         )
@@ -238,6 +240,7 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
             advantages=prepared.advantages,
             loss=prepared.loss,
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+            vocabulary=vocabulary_of(read_config(path)),
             doctor=lambda sample, difference: trainer.call("diagnose", sample, difference)(),
         )
 

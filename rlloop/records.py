@@ -265,6 +265,8 @@ def rollout_rows(
                 "logprobs": text,
             }
         )
+        if sample.fault is not None:
+            rows[-1]["fault"] = sample.fault
         if made.turns is not None:
             rows[-1]["turns"] = made.turns
         if made.routed_experts is not None:

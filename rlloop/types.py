@@ -113,6 +113,15 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Recomputed:
+    """What a trainer computes anew of completions, from their tokens alone: one array [T] a sample in each."""
+
+    logprobs: Sequence[np.ndarray]  # float32, of the distribution sampled from
+    raw_logprobs: Sequence[np.ndarray] | None = None  # float32, as in `Completion`; None: not computed
+    redrawn: Sequence[np.ndarray] | None = None  # int64: the token that the seed draws there; −1, None: none was drawn
+
+
+@dataclass(frozen=True)
 class RewardResult:
     """A reward with its named parts. `solved` counts towards `reward/solved` and pass@1."""
 
@@ -146,3 +155,4 @@ class Sample:
     group: int  # samples of one prompt in one step share it
     advantage: float = 0.0
     broken: str | None = None  # why its conversation did not come to an end; it is rejected
+    fault: str | None = None  # in what it is not what the engine was asked for

@@ -83,7 +83,7 @@ _ROW = msgspec.json.Decoder(Row)
 
 
 class Line(msgspec.Struct):
-    """One line of the certificate. Lines of versions before the chain covered the records lack the last five."""
+    """One line of the certificate. Those of versions whose chain did not cover the records have no `rollouts`."""
 
     step: Step
     version: Step
@@ -100,6 +100,7 @@ class Line(msgspec.Struct):
     config: str | None = None
     model: str | None = None
     checkpoints: dict[str, str] | None = None
+    raw: dict[str, str] | None = None
 
 
 class Signature(msgspec.Struct):

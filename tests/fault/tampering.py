@@ -173,6 +173,8 @@ def forge(run: Path) -> None:
             "trainer": [each.get("trainer_logprobs", each["logprobs"]) for each in trained],
         }
         line |= {side: bits_digest([np.array(each, np.float32) for each in arrays]) for side, arrays in scored.items()}
+        raw = bits_digest([np.array(each.get("raw_logprobs", each["logprobs"]), np.float32) for each in trained])
+        line["raw"] = {"engine": raw, "trainer": raw}
         line["tokens"] = sum(len(each["logprobs"]) for each in trained)
         if "rollouts" in line:
             line["rollouts"] = hashlib.sha256(rollouts(run, step).read_bytes()).hexdigest()

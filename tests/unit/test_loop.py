@@ -92,9 +92,9 @@ def test_every_version_samples_exactly_one_step(tmp_path):
     assert run.parts.sync.published == [0, 1, 2, 3, 4]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_an_engine_of_another_version_is_a_broken_invariant(tmp_path):
+def test_an_engine_of_another_version_stops_the_run(tmp_path):
     stale = SimpleNamespace(publish=lambda version: {})
-    with pytest.raises(AssertionError, match="asked for version 1, got 0"):
+    with pytest.raises(ParityError, match="2/0/0: its weights are of version 0, and it was asked for of version 1"):
         Run(tmp_path, sync=stale)()
 
 

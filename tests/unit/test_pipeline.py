@@ -19,6 +19,7 @@ from rlloop.parity.monitor import ParityMonitor
 from rlloop.pipeline import PipelinedLoop
 from rlloop.records import RunFolder, read_records, read_rollouts, rollout_files
 from rlloop.testing import FakeEngine, FakePolicy, FakeTrainer, fake_parts
+from rlloop.types import Recomputed
 
 
 def config(lag: int, **algorithm) -> RunConfig:
@@ -42,13 +43,14 @@ class History:
     def remember(self, version: int) -> None:
         self.logits[version] = self.policy.logits.tolist()
 
-    def logprobs(self, samples):
+    def recompute(self, samples):
         found = []
         for sample in samples:
             past = FakePolicy(self.policy.vocabulary)
             past.logits = np.array(self.logits[sample.completion.policy_version])
-            found.append(past.logprobs()[sample.completion.token_ids])
-        return found
+            each = FakeTrainer(past).recompute([sample])
+            found.append((each.logprobs[0], each.raw_logprobs[0], each.redrawn[0]))
+        return Recomputed(*zip(*found, strict=True))
 
     def save(self, folder) -> None:
         (folder / "history.json").write_text(json.dumps(self.logits))
