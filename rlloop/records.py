@@ -21,6 +21,7 @@ import fcntl
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -48,6 +49,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._end: int | None = None  # where our last line ends; None: nothing was written yet
+        self._writing = threading.Lock()
 
     def append(self, record: Mapping[str, Any]) -> bytes:
         """Returns the line. Numbers that are not finite become null: JSON has none.
@@ -55,7 +57,7 @@ class Journal:
         Raises `RunError` where the file does not end as it was left: somebody else writes it, too.
         """
         line = msgspec.json.encode(record) + b"\n"
-        with self.path.open("ab") as file:
+        with self._writing, self.path.open("ab") as file:
             if self._end is not None and file.tell() != self._end:
                 raise RunError(
                     f"{self.path} is {file.tell()} bytes long, and this process left it at {self._end}: another "

@@ -282,6 +282,7 @@ class Advantages:
                 max((end - start for start, end in row.turns or [(0, len(row.token_ids))]), default=0)
                 for row in accepted
             ],
+            None,
         )
         kept = list(dict.fromkeys(row.group for row, good in zip(accepted, keep, strict=True) if good))
         full = set(kept[: self.config.rollout.num_prompts])
