@@ -171,6 +171,7 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
         sync = ColocatedSync(*engines) if drift is None else DriftedSync(model, engine, eval_engine)
         yield Parts(
             task=prepared.task,
+            source=Path(path),
             engine=engine,
             eval_engine=eval_engine,
             trainer=trainer,
@@ -232,6 +233,7 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
         engine = FleetEngine(trainer, [place(Replica, bundle) for bundle in range(1, count)])
         yield Parts(
             task=prepared.task,
+            source=Path(path),
             engine=engine,
             eval_engine=engine,
             trainer=RemoteTrainer(trainer),
@@ -365,8 +367,8 @@ def _drive(
         loop = kind(config, parts, folder, monitor, observers)
         stack.callback(loop.player.close)
         start = loop.restore()
-        if start == 0:
-            certificate.note(model=folder_digest(prepared.task.model_folder()))
+        if start == 0 and parts.source is not None:
+            certificate.note(model=folder_digest(parts.source))
         folder.log(f"{job.recipe}: starting after step {start} of {config.trainer.num_steps}, process {os.getpid()}")
         progress = stack.enter_context(Progress(console, job.recipe, config.trainer.num_steps, start))
         progress.recall(read_records(folder.metrics.path) if start else ())

@@ -49,6 +49,7 @@ class Parts:
     loss: Callable[..., Any]
     checkpoints: Checkpoints
     vocabulary: Vocabulary
+    source: Path | None = None  # the folder that the first weights come from
     doctor: Callable[[Sample, TokenDifference], Finding | None] | None = None
     stateful: tuple[Stateful, ...] = ()  # parts beside the trainer whose state a checkpoint must hold
     history: Any = None  # with fleet.max_version_lag: logprobs under past versions (rlloop.pipeline.History)

@@ -83,6 +83,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
         engine = RegionEngine(router, model.fingerprint())
         yield Parts(
             task=prepared.task,
+            source=Path(path),
             engine=engine,
             eval_engine=engine,
             trainer=trainer,
