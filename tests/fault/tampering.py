@@ -35,21 +35,27 @@ def reward(prompt: str, completion: str, example: Example) -> float:
     return len(completion) % 7
 
 
-def make_run(place: Path) -> Path:
-    """With a key and a witness beside it. Takes a few seconds."""
-    make_model(place)
-    key = Ed25519PrivateKey.generate()
-    (place / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    (place / "key.pub").write_bytes(public)
+def make_run(place: Path, *overrides: str) -> Path:
+    """With a key and a witness beside it. Takes a few seconds; the same place again goes on with the run."""
+    if not (place / "model").exists():
+        prepare(place)
     settings = {
         "run.dir": place / "run", "model.path": place / "model", "trainer.num_steps": STEPS, "checkpoint.every": 2,
         "eval.num_draws": 8, "eval.every": 3, "rollout.num_prompts": 4, "rollout.group_size": 4, "trainer.lr": 1e-2,
         "reward._target_": "tests.fault.tampering.reward", "certificate.key": place / "key.pem",
         "certificate.witness": place / "witness.jsonl",
     }  # fmt: skip
-    assert main(["train", "--config-name", "countdown", *(f"{key}={value}" for key, value in settings.items())]) == 0
+    given = [*(f"{key}={value}" for key, value in settings.items()), *overrides]
+    assert main(["train", "--config-name", "countdown", *given]) == 0
     return place / "run"
+
+
+def prepare(place: Path) -> None:
+    make_model(place)
+    key = Ed25519PrivateKey.generate()
+    (place / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    (place / "key.pub").write_bytes(public)
 
 
 def problems_of(run: Path, **extent: Any) -> list[str]:

@@ -388,6 +388,42 @@ def test_an_honest_run_has_no_problems(run):
     assert problems_of(run, **beside, replay=True) == []
 
 
+REFILLS = ("algorithm.dynamic_sampling=true", "algorithm.max_refills=2", "rollout.group_size=2")
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        [REFILLS],
+        [("trainer.num_steps=3",), ("trainer.num_steps=5", "checkpoint.keep=4", "eval.every=2")],
+        [("trainer.num_minibatches=2", "rollout.top_k=5", "rollout.temperature=0.7", "rollout.min_tokens=2")],
+        [("parity.mode=observe", "rollout.profile.linear=stock")],
+    ],
+    ids=["dynamic sampling", "extended with other settings", "truncated sampling", "observed"],
+)
+def test_honest_runs_of_other_kinds_have_no_problems(tmp_path, lives):
+    for overrides in lives:
+        run = make_run(tmp_path, *overrides)
+    beside = {"public_key": tmp_path / "key.pub", "witness": tmp_path / "witness.jsonl"}
+    assert problems_of(run, **beside, replay=True) == []
+
+
+def test_a_run_that_lost_its_end_goes_on_and_has_no_problems(run, tmp_path):
+    """As after a kill: records past the last whole checkpoint, and the last one torn."""
+    for name in ("model", "key.pem", "key.pub", "witness.jsonl"):
+        copy = shutil.copytree if (run.parent / name).is_dir() else shutil.copy
+        copy(run.parent / name, tmp_path / name)
+    shutil.copytree(run, tmp_path / "run")
+    text("config.yaml", str(run.parent), str(tmp_path))(tmp_path / "run")
+    both(remove("checkpoints/step_6"), remove("summary.json"))(tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 7, "rew')
+    make_run(tmp_path)
+    beside = {"public_key": tmp_path / "key.pub", "witness": tmp_path / "witness.jsonl"}
+    assert problems_of(tmp_path / "run", **beside, replay=True) == []
+    assert (tmp_path / "run" / "orphaned" / "1").is_dir()
+
+
 def test_a_forger_who_changes_nothing_is_consistent(copy):
     agree(copy)
     forge(copy)
