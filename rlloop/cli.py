@@ -25,7 +25,7 @@ On-policy reinforcement learning for language models with zero train-inference K
 
 commands:
   train      run, resume or sweep a recipe
-  verify     check a run's records: ledger, certificate, checkpoints
+  verify     check a run's records against the certificate, and draw its tokens again
   compare    lay runs side by side: outcomes, verdicts, and the keys that differ
   dashboard  look at runs in a browser, live or finished
   delta      what a weight sync from one checkpoint to another weighs

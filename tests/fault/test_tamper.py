@@ -244,13 +244,13 @@ CONSISTENT: dict[str, tuple[str, Tamper]] = {
     "loss": ("key witness replay", record(5, **{"loss/policy": -1.0})),
     "eval": ("key witness replay", record(6, **{"eval/solved": 0.99})),
     "final weights": ("key witness replay", flip("checkpoints/step_6/model.safetensors")),
-    "optimizer": ("key witness", flip("checkpoints/step_4/optimizer.safetensors")),
+    "optimizer": ("key witness replay", flip("checkpoints/step_4/optimizer.safetensors")),
     "time": ("key witness", record(3, **{"time/step": 0.001})),
-    "learning rate": ("key witness", text("config.yaml", "lr: 0.01", "lr: 0.02")),
+    "learning rate": ("key witness replay", text("config.yaml", "lr: 0.01", "lr: 0.02")),
     "mode changed to observe": ("key witness", text("config.yaml", "mode: require", "mode: observe")),
     "an older format": ("key witness", older),
     "another's signature": ("key", other_key),
-    "history cut, and told as interrupted": ("witness", ended_at(4)),
+    "history cut, and told as interrupted": ("key witness", ended_at(4)),
 }  # fmt: skip
 
 
