@@ -39,6 +39,7 @@ def rollout_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]
     return ({"rollout/turns_mean": float(np.mean(turns))} if turns else {}) | {
         "rollout/length_mean": float(np.mean([len(sample.completion.logprobs) for sample in samples])),
         "rollout/truncated": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
+        "rollout/faults": sum(sample.fault is not None for sample in samples),
         "rollout/version_lag": float(np.mean([version - sample.completion.policy_version for sample in samples])),
     }
 

@@ -182,6 +182,7 @@ class ParityConfig:
     mode: ParityMode = ParityMode.require
     max_k3: float = 0.1  # fallback: the train-inference KL above which no correction is trusted and the run stops
     replay: bool = False  # observe: the trainer takes the engine's experts in every step, not its own
+    redraw: bool = True  # the trainer draws every trained token again, by its seed: is it what the engine drew?
 
     def __post_init__(self) -> None:
         _check(
@@ -190,6 +191,14 @@ class ParityConfig:
             "itself once they do",
         )  # fmt: skip
         _check("parity.max_k3", self.max_k3, self.max_k3 > 0, "a positive number")
+
+
+@dataclass
+class CertificateConfig:
+    """Who else knows the certificate's head, at each checkpoint: docs/runs.md."""
+
+    key: str | None = None  # PEM of an Ed25519 private key, which signs it
+    witness: str | None = None  # an http(s) address that it is posted to, or a file that it is appended to
 
 
 @dataclass
@@ -257,6 +266,7 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = MISSING
     parity: ParityConfig = field(default_factory=ParityConfig)
+    certificate: CertificateConfig = field(default_factory=CertificateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     sinks: dict[str, Any] = field(default_factory=dict)  # name -> options; see rlloop.sinks
@@ -287,6 +297,13 @@ class RunConfig:
     def max_prompts(self) -> int:
         """Prompts that one step may sample."""
         return self.rollout.num_prompts * (1 + self.algorithm.max_refills)
+
+    @property
+    def redraws(self) -> bool:
+        """Whether tokens are drawn again: as asked for, where the engine draws by the trainer's operation at all."""
+        samplers = {self.rollout.profile.over(self.model.profile).token_logprob, self.model.profile.token_logprob}
+        ours = samplers == {"rlloop"} and self.rollout.engine is not EngineKind.vllm_stock
+        return self.parity.redraw and ours
 
     def _check_reference(self) -> None:
         sampled, algorithm = self.rollout, self.algorithm

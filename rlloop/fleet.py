@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlloop.errors import RlloopError, SyncError
-from rlloop.types import Completion, Sample, SamplingParams
+from rlloop.types import Completion, Recomputed, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -150,8 +150,8 @@ class RemoteTrainer:
     def optim_step(self) -> Mapping[str, float]:
         return self._handle.call("optim_step")()
 
-    def logprobs(self, batch: Sequence[Sample]) -> Sequence[np.ndarray]:
-        return self._handle.call("logprobs", batch)()
+    def recompute(self, batch: Sequence[Sample]) -> Recomputed:
+        return self._handle.call("recompute", batch)()
 
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> Sequence[float]:
         return self._handle.call("reference_kl", batch, kind)()

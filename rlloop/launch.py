@@ -30,10 +30,12 @@ from rlloop.fleet import EngineDied, FleetEngine, FleetSync, RemoteTrainer
 from rlloop.fleet_config import FleetKind
 from rlloop.interrupts import Interrupts
 from rlloop.loop import Advantages, Loop, Parts
+from rlloop.models.config import read_config
 from rlloop.numerics.profile import Drift
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.doctor import diagnose
 from rlloop.parity.monitor import ParityMonitor
+from rlloop.parity.witness import Attestor
 from rlloop.pipeline import PipelinedLoop
 from rlloop.protocols import Task
 from rlloop.records import RunFolder, read_records, summarize
@@ -45,7 +47,8 @@ from rlloop.sync.colocated import ColocatedSync
 from rlloop.sync.drifted import DriftedSync, drifted_copy
 from rlloop.targets import resolve
 from rlloop.trainer import CheckpointStore
-from rlloop.workers import Colocated, Replica, load, make_engine, make_trainer
+from rlloop.trainer.checkpoint import folder_digest
+from rlloop.workers import Colocated, Replica, load, make_engine, make_trainer, vocabulary_of
 
 INTERRUPTED = 130  # exit code
 NO_ROOM = ENOSPC, EDQUOT, EFBIG
@@ -85,13 +88,16 @@ def train(job: Job, console: Console) -> int:
         prepared = prepare(job.config)
         stack.callback(prepared.scorer.close)
         folder = stack.enter_context(RunFolder(job.folder))
-        folder.adopt(job.plain)
+        config_digest = folder.adopt(job.plain)
+        attest = Attestor(job.config.certificate, folder.path, folder.log)
         if folder.is_finished(job.config.trainer.num_steps):
             say(f"{job.folder} is finished: nothing to do. Raise trainer.num_steps to go on, or choose another run.dir")
             return 0
         interrupts = stack.enter_context(Interrupts(say))
         try:
-            finished = _drive(job, prepared, folder, interrupts, console)
+            certificate = Certificate(folder.parity, attest)
+            certificate.note(config=config_digest)
+            finished = _drive(job, prepared, folder, certificate, interrupts, console)
         except KeyboardInterrupt:
             finished = False
         except RlloopError as error:
@@ -165,6 +171,7 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
         sync = ColocatedSync(*engines) if drift is None else DriftedSync(model, engine, eval_engine)
         yield Parts(
             task=prepared.task,
+            source=Path(path),
             engine=engine,
             eval_engine=eval_engine,
             trainer=trainer,
@@ -173,6 +180,7 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
             advantages=prepared.advantages,
             loss=prepared.loss,
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+            vocabulary=vocabulary_of(model.config),
             doctor=partial(diagnose, engine.model, model),
             stateful=(sync,) if isinstance(sync, DriftedSync) else (),
         )
@@ -225,6 +233,7 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
         engine = FleetEngine(trainer, [place(Replica, bundle) for bundle in range(1, count)])
         yield Parts(
             task=prepared.task,
+            source=Path(path),
             engine=engine,
             eval_engine=engine,
             trainer=RemoteTrainer(trainer),
@@ -233,6 +242,7 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
             advantages=prepared.advantages,
             loss=prepared.loss,
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+            vocabulary=vocabulary_of(read_config(path)),
             doctor=lambda sample, difference: trainer.call("diagnose", sample, difference)(),
         )
 
@@ -335,13 +345,20 @@ def _builder(config: RunConfig) -> Builder:
     return BUILDERS[config.launch]
 
 
-def _drive(job: Job, prepared: Prepared, folder: RunFolder, interrupts: Interrupts, console: Console) -> bool:
+def _drive(
+    job: Job,
+    prepared: Prepared,
+    folder: RunFolder,
+    certificate: Certificate,
+    interrupts: Interrupts,
+    console: Console,
+) -> bool:
     """Returns whether the last step was reached."""
     config = job.config
     with ExitStack() as stack:
         parts = stack.enter_context(_builder(config)(config, prepared, folder))
         engine, trainer = parts.engine.fingerprint(), parts.trainer.fingerprint()
-        monitor = ParityMonitor(config.parity, Certificate(folder.parity), engine, trainer)
+        monitor = ParityMonitor(config.parity, certificate, engine, trainer)
         folder.note_fingerprints({monitor.fingerprints["engine"]: engine, monitor.fingerprints["trainer"]: trainer})
         observers: list[Any] = make_sinks(config.sinks, folder.path, job.plain)
         for sink in observers:
@@ -350,6 +367,8 @@ def _drive(job: Job, prepared: Prepared, folder: RunFolder, interrupts: Interrup
         loop = kind(config, parts, folder, monitor, observers)
         stack.callback(loop.player.close)
         start = loop.restore()
+        if start == 0 and parts.source is not None:
+            certificate.note(model=folder_digest(parts.source))
         folder.log(f"{job.recipe}: starting after step {start} of {config.trainer.num_steps}, process {os.getpid()}")
         progress = stack.enter_context(Progress(console, job.recipe, config.trainer.num_steps, start))
         progress.recall(read_records(folder.metrics.path) if start else ())

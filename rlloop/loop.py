@@ -23,11 +23,12 @@ from rlloop.config import Anchor, RunConfig
 from rlloop.environments import player_for
 from rlloop.errors import ParityError, RlloopError, RunError
 from rlloop.metrics import Mean, Reduction, merge, values
+from rlloop.parity.asked import AskedEngine, Vocabulary
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
 from rlloop.parity.regions import by_region
 from rlloop.protocols import Checkpoints, Engine, Observer, Scorer, Stateful, Task, Trainer, WeightSync
 from rlloop.records import REPORT, RunFolder, rollout_rows
-from rlloop.types import RewardResult, Sample, SamplingParams
+from rlloop.types import Recomputed, RewardResult, Sample, SamplingParams
 
 # (rewards, groups, lengths of the longest turns, KL to the reference or None) -> (advantages, keep), [n] each
 Advantages = Callable[..., tuple[Sequence[float], Sequence[bool]]]
@@ -47,6 +48,8 @@ class Parts:
     advantages: Advantages
     loss: Callable[..., Any]
     checkpoints: Checkpoints
+    vocabulary: Vocabulary
+    source: Path | None = None  # the folder that the first weights come from
     doctor: Callable[[Sample, TokenDifference], Finding | None] | None = None
     stateful: tuple[Stateful, ...] = ()  # parts beside the trainer whose state a checkpoint must hold
     history: Any = None  # with fleet.max_version_lag: logprobs under past versions (rlloop.pipeline.History)
@@ -128,8 +131,9 @@ class Loop:
         examples = self.parts.task.train_examples(self._batches, config.num_prompts)
         assert len(examples) == config.num_prompts, f"the task gave {len(examples)} of {config.num_prompts} prompts"
         places = [(first + p, g) for p in range(config.num_prompts) for g in range(config.group_size)]
+        engine = AskedEngine(self.parts.engine, self.parts.vocabulary)
         played = self.player.play(
-            self.parts.engine,
+            engine,
             [examples[p - first] for p, _ in places],
             [
                 SamplingParams(
@@ -147,8 +151,10 @@ class Loop:
         samples = []
         for (p, g), made in zip(places, played, strict=True):
             sampled, oldest = made.completion.policy_version, max(0, version - config.drift.stale_steps)
-            assert oldest <= sampled <= version, f"asked for version {version}, got {sampled}"
-            samples.append(new_sample(f"{step}/{p}/{g}", made, group=p))
+            fault = engine.faults.get(completion_seed(seed, "train", step, p, g))
+            if not oldest <= sampled <= version:
+                fault = f"its weights are of version {sampled}, and it was asked for of version {version}"
+            samples.append(dataclasses.replace(new_sample(f"{step}/{p}/{g}", made, group=p), fault=fault))
         return samples
 
     def judge(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Failed]]:
@@ -210,7 +216,7 @@ class Loop:
         separate forward before the first of them, which then anchors their ratios.
         """
         if not trained:
-            return self._compare(step, version, [], [], rest)
+            return self._compare(step, version, [], Recomputed([]), rest)
         trainer, count = self.parts.trainer, self.config.trainer.num_minibatches
         trainer.replay_experts(self.monitor.replays)
         merged: dict[str, Reduction] = {}
@@ -224,19 +230,21 @@ class Loop:
             old = None if anchors is None else [anchors[i] for i in chosen]
             result = trainer.forward_backward(batch, self.parts.loss, old_logprobs=old)
             if before is None:
-                metrics = self._compare(step, version, trained, result.logprobs, rest)
+                metrics = self._compare(step, version, trained, result.recomputed, rest)
             stepped = {name: Mean(value, 1) for name, value in trainer.optim_step().items()}
             merged = merge([merged, result.metrics, stepped])
         return {**metrics, **values(merged)}
 
-    def recompute(self, trained: Sequence[Sample]) -> Sequence[np.ndarray] | None:
-        """The trainer's logprobs, to compare before anything moves. None: the update's own forward will have them."""
-        return None if self.config.trainer.num_minibatches == 1 else self.parts.trainer.logprobs(trained)
+    def recompute(self, trained: Sequence[Sample]) -> Recomputed | None:
+        """The trainer's side, to compare before anything moves. None: the update's own forward will have it."""
+        return None if self.config.trainer.num_minibatches == 1 else self.parts.trainer.recompute(trained)
 
-    def anchors(self, trained: Sequence[Sample], before: Sequence[np.ndarray] | None) -> Sequence[np.ndarray] | None:
+    def anchors(self, trained: Sequence[Sample], before: Recomputed | None) -> Sequence[np.ndarray] | None:
         """What the policy ratios divide by. None: the update's own forward, so that they start at 1."""
         at_rollout = self.config.algorithm.anchor is Anchor.rollout
-        return [sample.completion.logprobs for sample in trained] if at_rollout else before
+        if at_rollout:
+            return [sample.completion.logprobs for sample in trained]
+        return None if before is None else before.logprobs
 
     def evaluate(self, version: int) -> dict[str, Any]:
         """`eval/*` of held-out problems under the weights of `version`. The same problems and seeds at every step.
@@ -291,6 +299,7 @@ class Loop:
 
         writers = [self.parts.trainer.save, *(part.save for part in self.parts.stateful), write_state]
         self.parts.checkpoints.save(step, writers)
+        self.monitor.certificate.attest(step, self.parts.checkpoints.digests(step))
 
     def restore(self) -> int:
         """Load the newest whole checkpoint and set later records aside. Returns its step; 0: start anew."""
@@ -312,6 +321,7 @@ class Loop:
         for part in (self.parts.trainer, *self.parts.stateful):
             part.restore(checkpoint.path)
         self._batches = state["batches"]
+        self.monitor.certificate.note(checkpoints=self.parts.checkpoints.digests(checkpoint.step))
         return checkpoint.step
 
     def _sync(self, version: int) -> dict[str, Any]:
@@ -321,31 +331,33 @@ class Loop:
         return self._published[1]
 
     def _compare(
-        self, step: int, version: int, trained: Sequence[Sample], logprobs: Sequence[np.ndarray], rest: Sequence[Failed]
+        self, step: int, version: int, trained: Sequence[Sample], recomputed: Recomputed, rest: Sequence[Failed]
     ) -> dict[str, Any]:
         with self._timed("parity"):
             routing = self.parts.trainer.routing() if trained else {}
-            comparison = self.monitor.compare(step, version, trained, logprobs, routing)
+            others = [sample for sample, _ in rest]
+            comparison = self.monitor.compare(step, version, trained, recomputed, routing, others)
         if comparison.step_down is not None:
             self.folder.log(f"step {step}: {comparison.step_down}")
         with self._timed("record"):
-            samples = [*trained, *(sample for sample, _ in rest)]
+            samples = [*trained, *others]
             outcomes = ["trained"] * len(trained) + [why for _, why in rest]
-            scored = [*logprobs, *[None] * len(rest)]
+            scored = [*recomputed.logprobs, *[None] * len(rest)]
             rows = rollout_rows(samples, outcomes, scored, self.monitor.fingerprints["engine"])
-            self.folder.write_rollouts(step, rows)
+            self.monitor.certificate.note(rollouts=self.folder.write_rollouts(step, rows))
         objection = self.monitor.objection(comparison)
         if objection is not None:
+            self.monitor.certificate.seal()
             raise self._parity_error(step, comparison, objection, trained)
-        return {**comparison.metrics, **by_region(trained, logprobs)}
+        return {**comparison.metrics, **by_region(trained, recomputed.logprobs)}
 
     def _parity_error(
         self, step: int, comparison: Comparison, objection: str, trained: Sequence[Sample]
     ) -> ParityError:
         """Writes the report, with the doctor's finding where there is a doctor."""
-        assert comparison.first is not None
-        sample = next(sample for sample in trained if sample.uid == comparison.first.uid)
-        finding = None if self.parts.doctor is None else self.parts.doctor(sample, comparison.first)
+        first, finding = comparison.first, None
+        if first is not None and self.parts.doctor is not None:
+            finding = self.parts.doctor(next(sample for sample in trained if sample.uid == first.uid), first)
         file = self.folder.write_json(REPORT, report(step, objection, comparison, finding))
         lines = [f"step {step}: {objection}", *([finding.text] if finding else []), f"The report: {file}"]
         return ParityError("\n".join(lines))
@@ -353,7 +365,10 @@ class Loop:
     def _record(self, step: int, metrics: Mapping[str, Any]) -> None:
         whole = {**metrics, **{f"time/{phase}": seconds for phase, seconds in self._clock.items()}}
         self._clock = {}
-        self.folder.metrics.append({"step": step, **dict(sorted(whole.items()))})
+        self.monitor.certificate.cover(self.folder.metrics.append({"step": step, **dict(sorted(whole.items()))}))
+        if step > 0:
+            self.folder.confirm()
+            self.monitor.certificate.seal()
         for observer in self.observers:
             observer.log(step, whole)
 

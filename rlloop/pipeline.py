@@ -25,15 +25,15 @@ from rlloop.loop import Failed, Loop, Parts
 from rlloop.parity.monitor import ParityMonitor
 from rlloop.protocols import Observer, Stateful
 from rlloop.records import RunFolder
-from rlloop.types import Sample
+from rlloop.types import Recomputed, Sample
 
 FILE = "under_way.msgpack"
 
 
 class History(Stateful, Protocol):
-    """Logprobs under past versions; see `rlloop.trainer.history.WeightHistory`."""
+    """`Trainer.recompute` under past versions; see `rlloop.trainer.history.WeightHistory`."""
 
-    def logprobs(self, samples: Sequence[Sample]) -> Sequence[np.ndarray]: ...
+    def recompute(self, samples: Sequence[Sample]) -> Recomputed: ...
 
 
 class PipelinedLoop(Loop):
@@ -61,17 +61,17 @@ class PipelinedLoop(Loop):
             self._ahead.begin(ahead, lambda ahead=ahead: super(PipelinedLoop, self).rollout(ahead, version))
         return [self._admitted(sample, version) for sample in self._ahead.take(step)]
 
-    def recompute(self, trained: Sequence[Sample]) -> Sequence[np.ndarray] | None:
-        return self._history.logprobs(trained)
+    def recompute(self, trained: Sequence[Sample]) -> Recomputed | None:
+        return self._history.recompute(trained)
 
-    def anchors(self, trained: Sequence[Sample], before: Sequence[np.ndarray] | None) -> Sequence[np.ndarray] | None:
+    def anchors(self, trained: Sequence[Sample], before: Recomputed | None) -> Sequence[np.ndarray] | None:
         return super().anchors(trained, super().recompute(trained))  # `before` is of older weights
 
     def _compare(
-        self, step: int, version: int, trained: Sequence[Sample], logprobs: Sequence[np.ndarray], rest: Sequence[Failed]
+        self, step: int, version: int, trained: Sequence[Sample], recomputed: Recomputed, rest: Sequence[Failed]
     ) -> dict[str, Any]:
         sampled = trained[0].completion.policy_version if trained else version
-        return super()._compare(step, sampled, trained, logprobs, rest)
+        return super()._compare(step, sampled, trained, recomputed, rest)
 
     def _admitted(self, sample: Sample, version: int) -> Sample:
         """Nothing older than the bound is trained, whatever sampled it."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlloop.metrics import Reduction
-from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
+from rlloop.types import Completion, Example, Recomputed, RewardResult, Sample, SamplingParams
 
 
 class Engine(Protocol):
@@ -31,8 +31,8 @@ class UpdateResult(Protocol):
     """What one `forward_backward` saw."""
 
     @property
-    def logprobs(self) -> Sequence[np.ndarray]:
-        """One float32 [T] a sample of the batch, in its order: recomputed by the update's own forward."""
+    def recomputed(self) -> Recomputed:
+        """Of the batch, in its order, by the update's own forward."""
         ...
 
     @property
@@ -54,8 +54,8 @@ class Trainer(Protocol):
         """Applies the gradient. Returns `loss/grad_norm` and the like."""
         ...
 
-    def logprobs(self, batch: Sequence[Sample]) -> Sequence[np.ndarray]:
-        """What `forward_backward(batch, ...)` would report as logprobs, without a gradient."""
+    def recompute(self, batch: Sequence[Sample]) -> Recomputed:
+        """What `forward_backward(batch, ...)` would report, without a gradient."""
         ...
 
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> Sequence[float]:
@@ -114,6 +114,10 @@ class Checkpoints(Protocol):
     def save(self, step: int, writers: Iterable[Callable[[Path], None]]) -> Path: ...
 
     def latest(self) -> Checkpoint | None: ...
+
+    def digests(self, step: int) -> Mapping[str, str]:
+        """Of each that is kept, up to `step`, by its step."""
+        ...
 
 
 class Task(Protocol):

@@ -37,7 +37,7 @@ from rlloop.trainer import CheckpointStore
 from rlloop.trainer.history import WeightHistory
 from rlloop.types import Completion, SamplingParams
 from rlloop.web import BackgroundServer, Listen, read_token
-from rlloop.workers import load, make_trainer
+from rlloop.workers import load, make_trainer, vocabulary_of
 
 if TYPE_CHECKING:
     from rlloop.launch import Prepared
@@ -59,7 +59,9 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
     model = load(config, path)
     trainer = make_trainer(model, config, path)
     lag = fleet.max_version_lag
-    history = WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.routers) if lag else None
+    history = None
+    if lag:
+        history = WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.routers, redraws=config.redraws)
     with ExitStack() as stack:
         router = open_router(
             fleet,
@@ -81,6 +83,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
         engine = RegionEngine(router, model.fingerprint())
         yield Parts(
             task=prepared.task,
+            source=Path(path),
             engine=engine,
             eval_engine=engine,
             trainer=trainer,
@@ -89,13 +92,14 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
             advantages=prepared.advantages,
             loss=prepared.loss,
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+            vocabulary=vocabulary_of(model.config),
             doctor=partial(diagnose, model.with_profile(NumericsProfile(**vars(config.model.profile))), model),
             history=history,
             measured=router.take_metrics,
         )
 
 
-def open_router(fleet: FleetConfig, record: Callable[[Mapping[str, Any]], None], **options: Any) -> Router:
+def open_router(fleet: FleetConfig, record: Callable[[Mapping[str, Any]], object], **options: Any) -> Router:
     """The router that `fleet` describes, with the engines that it names. `options`: see `Router`."""
     settings = RouterSettings(
         heartbeat=fleet.heartbeat,

@@ -22,7 +22,8 @@ import numpy as np
 
 from rlloop.loop import Parts
 from rlloop.metrics import Mean, Reduction
-from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
+from rlloop.parity.asked import Vocabulary
+from rlloop.types import Completion, Example, Recomputed, RewardResult, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from rlloop.rollout import Engine
@@ -80,6 +81,12 @@ class FakePolicy:
         shifted = self.logits - self.logits.max()
         return (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
 
+    def draw(self, seed: int, count: int) -> np.ndarray:
+        """The first `count` tokens [count] int64 of a completion that is sampled with `seed`."""
+        uniform = np.random.Generator(np.random.Philox(key=seed)).random(count)
+        mass = np.exp(self.logprobs().astype(np.float64)).cumsum()
+        return np.searchsorted(mass, uniform).clip(max=self.vocabulary - 1)
+
 
 class FakeEngine:
     """Samples from a `FakePolicy`. `drift` is added to every logprob that it reports, as another arithmetic would."""
@@ -100,8 +107,7 @@ class FakeEngine:
 
     def _complete(self, prompt: list[int], params: SamplingParams) -> Completion:
         table = self.policy.logprobs()
-        uniform = np.random.Generator(np.random.Philox(key=params.seed or 0)).random(params.max_tokens)
-        drawn = np.searchsorted(np.exp(table.astype(np.float64)).cumsum(), uniform).clip(max=len(table) - 1).tolist()
+        drawn = self.policy.draw(params.seed or 0, params.max_tokens).tolist()
         stop = next((i for i, token in enumerate(drawn) if token == 0 and i >= params.min_tokens), None)
         tokens = drawn if stop is None else drawn[: stop + 1]
         logprobs = (table[tokens] + np.float32(self.drift)).astype(np.float32)
@@ -114,7 +120,7 @@ class FakeEngine:
 
 @dataclass
 class FakeUpdate:
-    logprobs: list[np.ndarray]
+    recomputed: Recomputed
     metrics: dict[str, Reduction]
 
 
@@ -128,15 +134,22 @@ class FakeTrainer:
         self.gradient = np.zeros(policy.vocabulary)
         self.anchors: list[Sequence[np.ndarray] | None] = []  # the old_logprobs of each call
 
-    def logprobs(self, batch: Sequence[Sample]) -> list[np.ndarray]:
-        table = self.policy.logprobs()
-        return [table[made.token_ids][list(made.written)] for made in (sample.completion for sample in batch)]
+    def recompute(self, batch: Sequence[Sample]) -> Recomputed:
+        completions, table = [sample.completion for sample in batch], self.policy.logprobs()
+        scored = [table[made.token_ids][list(made.written)] for made in completions]
+        turns = [each.turns or ((0, len(each.token_ids)),) for each in completions]
+        redrawn = [
+            np.concatenate([self.policy.draw(each.sampling.seed or 0, end - start) for start, end in spans])
+            for each, spans in zip(completions, turns, strict=True)
+        ]
+        return Recomputed(scored, scored, redrawn)
 
     def forward_backward(
         self, batch: Sequence[Sample], loss: Callable[..., Any], *, old_logprobs: Sequence[np.ndarray] | None = None
     ) -> FakeUpdate:
         self.anchors.append(old_logprobs)
-        logprobs = self.logprobs(batch)
+        recomputed = self.recompute(batch)
+        logprobs = recomputed.logprobs
         tokens = sum(map(len, logprobs))
         probabilities = np.exp(self.policy.logprobs().astype(np.float64))
         for sample in batch:
@@ -144,7 +157,7 @@ class FakeTrainer:
             counts = np.bincount(made, minlength=self.policy.vocabulary)
             self.gradient += sample.advantage * (counts - len(made) * probabilities) / tokens
         total = sum(-sample.advantage * float(scored.sum()) for sample, scored in zip(batch, logprobs, strict=True))
-        return FakeUpdate(logprobs, {"loss/policy": Mean(total, tokens)})
+        return FakeUpdate(recomputed, {"loss/policy": Mean(total, tokens)})
 
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> list[float]:
         """k1 against a reference that is uniform, whatever `kind` says."""
@@ -255,8 +268,15 @@ class FakeCheckpoints:
         return temporary.rename(final)
 
     def latest(self) -> FakeCheckpoint | None:
-        steps = sorted(int(path.name[5:]) for path in self.root.glob("step_*"))
+        steps = self._steps()
         return FakeCheckpoint(steps[-1], self.root / f"step_{steps[-1]}") if steps else None
+
+    def digests(self, step: int) -> dict[str, str]:
+        """Of nothing but their names."""
+        return {str(each): f"step_{each}" for each in self._steps() if each <= step}
+
+    def _steps(self) -> list[int]:
+        return sorted(int(path.name[5:]) for path in self.root.glob("step_*"))
 
 
 def centred(
@@ -281,5 +301,6 @@ def fake_parts(root: Path, *, policy: FakePolicy | None = None, **replaced: Any)
         "advantages": centred,
         "loss": lambda batch: None,
         "checkpoints": FakeCheckpoints(root),
+        "vocabulary": Vocabulary(policy.vocabulary, (0,)),
     }
     return Parts(**{**parts, **replaced})

@@ -80,6 +80,11 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
+def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end a completion: its own stop tokens and, unless it ignores them, the model's."""
+    return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
+
+
 @dataclass(frozen=True)
 class Completion:
     """What an engine made of one prompt, with the probabilities that it really sampled with.
@@ -111,6 +116,15 @@ class Completion:
     def longest_turn(self) -> int:
         """Tokens of the longest thing that the policy wrote in one go, which `max_tokens` bounds."""
         return max((end - start for start, end in self.turns or [(0, len(self.token_ids))]), default=0)
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What a trainer computes anew of completions, from their tokens alone: one array [T] a sample in each."""
+
+    logprobs: Sequence[np.ndarray]  # float32, of the distribution sampled from
+    raw_logprobs: Sequence[np.ndarray] | None = None  # float32, as in `Completion`; None: not computed
+    redrawn: Sequence[np.ndarray] | None = None  # int64: the token that the seed draws there; −1, None: none was drawn
 
 
 @dataclass(frozen=True)
@@ -147,3 +161,4 @@ class Sample:
     group: int  # samples of one prompt in one step share it
     advantage: float = 0.0
     broken: str | None = None  # why its conversation did not come to an end; it is rejected
+    fault: str | None = None  # in what it is not what the engine was asked for

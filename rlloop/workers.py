@@ -17,8 +17,10 @@ from rlloop.config import ParityMode, ProfileConfig, RolloutConfig, RunConfig
 from rlloop.engine_config import EngineKind
 from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
+from rlloop.models.shape import ModelConfig
 from rlloop.numerics.probe import probe
 from rlloop.numerics.profile import Drift, NumericsProfile
+from rlloop.parity.asked import Vocabulary
 from rlloop.parity.doctor import diagnose
 from rlloop.parity.monitor import Finding, TokenDifference
 from rlloop.rollout import Engine, vllm
@@ -26,7 +28,7 @@ from rlloop.sync.bundle import Bundle, BundlePublisher, BundleReplica
 from rlloop.sync.live import LiveTarget, named_weights, tensors_of
 from rlloop.trainer import Trainer
 from rlloop.trainer.trainer import UpdateResult
-from rlloop.types import Completion, Sample, SamplingParams
+from rlloop.types import Completion, Recomputed, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from rlloop.rollout.vllm.engine import VllmEngine
@@ -48,6 +50,10 @@ def load(config: RunConfig, source: str | Path) -> Model:
                 "parity.mode=require cannot hold; `rlloop doctor` says more, and parity.mode=observe measures it"
             )
     return model
+
+
+def vocabulary_of(config: ModelConfig) -> Vocabulary:
+    return Vocabulary(config.vocab_size, config.eos_token_ids)
 
 
 def make_engine(
@@ -73,7 +79,7 @@ def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
         settings, source = config.model, config.model.reference_path or path
         home = "cpu" if settings.reference_swapped else config.device
         reference = load_model(source, dtype=settings.dtype, device=home, profile=model.profile)
-    return Trainer(model, config.trainer, reference=reference)
+    return Trainer(model, config.trainer, reference=reference, redraws=config.redraws)
 
 
 class Replica:
@@ -135,8 +141,8 @@ class Colocated(Replica):
     def optim_step(self) -> dict[str, float]:
         return self.trainer.optim_step()
 
-    def logprobs(self, batch: Sequence[Sample]) -> list[np.ndarray]:
-        return self.trainer.logprobs(batch)
+    def recompute(self, batch: Sequence[Sample]) -> Recomputed:
+        return self.trainer.recompute(batch)
 
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> list[float]:
         return self.trainer.reference_kl(batch, kind)

@@ -13,7 +13,7 @@ from rlloop.errors import ConfigError
 from rlloop.models.routes import Routes
 from rlloop.models.transformer import Model
 from rlloop.models.warp import warp_for
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.types import SamplingParams, is_ids
 
 
@@ -31,25 +31,50 @@ class ScoreRow:
     selected: np.ndarray | None = None  # [tokens, layers], likewise
 
 
+class Witness:
+    """What the sampling operation makes of the logits of one forward or several, at N predicted tokens in order."""
+
+    def __init__(self, *, draws: bool = True) -> None:
+        """`draws`: whether tokens are drawn again at all."""
+        self.draws = draws
+        self._raw: list[Tensor] = []
+        self._ids: list[Tensor] = []
+
+    def add(self, raw: Tensor, ids: Tensor) -> None:
+        self._raw.append(raw)
+        self._ids.append(ids)
+
+    @property
+    def raw_logprobs(self) -> Tensor:
+        """[N] float32, of the rows' own tokens at temperature 1, nothing truncated."""
+        return torch.cat(self._raw)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[N] int64: what is drawn by the row's seed and the position; −1: nothing was."""
+        return torch.cat(self._ids)
+
+
 def score(
     model: Model,
     rows: Sequence[ScoreRow],
     *,
     replay: bool = False,
     watch: Callable[[Routes, list[ScoreRow]], None] | None = None,
+    witness: Witness | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One forward over the sequences laid end to end: the logprob of every predicted token, and the entropy there.
 
     Returns ([N] float32, [N] float32) in order, both differentiable. N is the number of predicted tokens of all rows.
     With `replay` every token takes the experts that its row names. `watch` is told what the model chose, and for which
-    rows: those that have something to predict.
+    rows: those that have something to predict. `witness` keeps what a sampler would have made of the same logits.
 
     Raises `ConfigError` for a token outside the vocabulary or a sequence beyond the model's positions.
     """
     _check(model, rows)
     used = [row for row in rows if len(row.predict)]
     routes = Routes(_replayed(model, used) if replay and used and model.route_shape() is not None else None)
-    scored = _score(model, used, routes)
+    scored = _score(model, used, routes, witness)
     if watch is not None and used:
         watch(routes, used)
     return scored
@@ -105,11 +130,78 @@ def token_logprobs(
     ]
 
 
-def _score(model: Model, rows: Sequence[ScoreRow], routes: Routes | None = None) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Redrawn:
+    """What the trainer's own path says of one row's P predicted tokens."""
+
+    token_ids: np.ndarray  # [P] int64: what the sampling operation draws there, by the row's own seed
+    logprobs: np.ndarray  # [P] float32, of the row's own tokens under its `sampling`
+    raw_logprobs: np.ndarray  # [P] float32, of the row's own tokens at temperature 1, nothing truncated
+
+
+@torch.no_grad()
+def redraw(
+    model: Model, rows: Sequence[ScoreRow], *, replay: bool = False, max_tokens: int | None = None
+) -> list[Redrawn]:
+    """Draw every predicted token of each row once more, given the tokens before it as they stand in the row.
+
+    An engine's token is a function of the weights, the tokens before it, `sampling` and (seed, position). So with the
+    weights that sampled, `token_ids` are the row's own at every position; where one is not, that token was not drawn
+    from this distribution by this random number. In a conversation, each turn's tokens are drawn as its engine drew
+    them. Under one profile that holds the contract, whatever else is in the batch.
+
+    `replay` as for `score`; `max_tokens` bounds the tokens of one forward, and changes no bits.
+
+    Raises `ConfigError` as `score`, and where a row that predicts anything names no seed.
+    """
+    _check(model, rows)
+    for index, row in enumerate(rows):
+        if len(row.predict) and (row.sampling is None or row.sampling.seed is None):
+            raise ConfigError(f"sequence {index} names no seed, so its tokens cannot be drawn again")
+    return [drawn for batch in _batches(rows, max_tokens) for drawn in _redraw(model, batch, replay)]
+
+
+def _redraw(model: Model, rows: list[ScoreRow], replay: bool) -> list[Redrawn]:
+    used = [row for row in rows if len(row.predict)]
+    if not used:
+        return [Redrawn(np.zeros(0, np.int64), *[np.zeros(0, np.float32)] * 2) for _ in rows]
+    routes = Routes(_replayed(model, used) if replay and model.route_shape() is not None else None)
+    witness = Witness()
+    logprobs, _ = _score(model, used, routes, witness)
+    cut = np.cumsum([len(row.predict) for row in rows])[:-1]
+    parts = (witness.token_ids, logprobs, witness.raw_logprobs)
+    return [Redrawn(*each) for each in zip(*(np.split(x.cpu().numpy(), cut) for x in parts), strict=True)]
+
+
+def _score(
+    model: Model, rows: Sequence[ScoreRow], routes: Routes | None = None, witness: Witness | None = None
+) -> tuple[Tensor, Tensor]:
     device = model.head.device
     used = [row for row in rows if len(row.predict)]
     if not used:
         return torch.zeros(0, device=device), torch.zeros(0, device=device)
+    hidden, targets, warp = _predicted(model, used, routes)
+    if witness is None:
+        return model.ops.token_logprob(hidden, model.head, targets, warp)
+    seeds, positions = (torch.from_numpy(each).to(device) for each in _names(used))
+    logprobs, entropies, raw, ids = model.ops.token_redraw(
+        hidden, model.head, targets, warp, seeds if witness.draws else None, positions
+    )
+    witness.add(raw, ids)
+    return logprobs, entropies
+
+
+def _names(used: Sequence[ScoreRow]) -> tuple[np.ndarray, np.ndarray]:
+    """Seeds (−1: none) and positions of the predicted tokens, which name their random numbers. [N] int64 each."""
+    given = [None if row.sampling is None else row.sampling.seed for row in used]
+    seeds = np.array([-1 if seed is None else seed for seed in given], np.int64)
+    positions = [np.asarray(row.predict, np.int64) for row in used]
+    return np.repeat(seeds, [len(each) for each in positions]), np.concatenate(positions)
+
+
+def _predicted(model: Model, used: Sequence[ScoreRow], routes: Routes | None) -> tuple[Tensor, Tensor, LogitsWarp]:
+    """The forward, one for all rows: the hidden state [N, D] that each predicted token comes from, the tokens [N]."""
+    device = model.head.device
     picked = [np.asarray(row.predict, np.int64) for row in used]
     # Nothing is predicted from the last scored token or what follows it.
     tokens = [np.asarray(row.token_ids, np.int64) for row in used]
@@ -134,7 +226,7 @@ def _score(model: Model, rows: Sequence[ScoreRow], routes: Routes | None = None)
     )
     before = flat([at - 1 + start for at, start in zip(picked, starts, strict=True)])
     targets = flat([ids[at] for ids, at in zip(tokens, picked, strict=True)])
-    return model.ops.token_logprob(hidden.index_select(0, before), model.head, targets, warp)
+    return hidden.index_select(0, before), targets, warp
 
 
 def _made(picked: Sequence[np.ndarray]) -> np.ndarray:

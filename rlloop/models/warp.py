@@ -8,12 +8,7 @@ import numpy as np
 import torch
 
 from rlloop.numerics.layout import LogitsWarp
-from rlloop.types import SamplingParams
-
-
-def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that end a completion: its own stop tokens and, unless it ignores them, the model's."""
-    return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
+from rlloop.types import SamplingParams, stop_ids
 
 
 def on_device(array: np.ndarray, device: str | torch.device) -> torch.Tensor:

@@ -19,6 +19,7 @@ from rlloop.numerics.cpu.jit import threads_for
 from rlloop.numerics.layout import LogitsWarp
 
 LOGITS_BYTES = 64 * 2**20
+NOTHING, NO_IDS = np.empty(0, np.float32), np.empty(0, np.int64)
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -31,12 +32,30 @@ def token_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsW
 
     A row whose logits hold no distribution (NaN, +inf, all of them −inf) gives NaN.
     """
+    _check_targets(targets, len(weight))
+    return _token_logprob(hidden, weight, targets, *_dense(warp, len(weight), targets), None, None, False)[:2]
+
+
+def token_redraw(
+    hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp, seeds: Tensor | None, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of the same logits. A row without a distribution draws −1, and so does one whose seed is negative."""
+    _check_targets(targets, len(weight))
+    plain = all(value is None for value in vars(warp).values())
+    logprobs, entropies, raw, ids = _token_logprob(
+        hidden, weight, targets, *_dense(warp, len(weight), targets), seeds, None if seeds is None else positions,
+        not plain,
+    )  # fmt: skip
+    drawn = torch.full_like(targets, -1) if seeds is None else torch.where(seeds < 0, -1, ids)
+    return logprobs, entropies, logprobs.detach() if plain else raw, drawn
+
+
+def _check_targets(targets: Tensor, vocabulary: int) -> None:
     # On a GPU, looking would mean waiting for it: there, a target that is no token has logprob NaN.
-    if len(targets) > 0 and not targets.is_cuda and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
+    if len(targets) > 0 and not targets.is_cuda and not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
         raise ValueError(
-            f"targets run from {targets.min()} to {targets.max()}; they must be from 0 to {len(weight) - 1}"
+            f"targets run from {targets.min()} to {targets.max()}; they must be from 0 to {vocabulary - 1}"
         )
-    return _token_logprob(hidden, weight, targets, *_dense(warp, len(weight), targets))
 
 
 def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +92,8 @@ def score_logits(logits: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Ten
         return on_cuda("score_logits")(logits, targets, *dense)
     logprobs, entropies = torch.empty(len(targets)), torch.empty(len(targets))
     given = (_array(targets), tuple(_array(x) for x in dense))
-    distribution.score_rows(_threads(*logits.shape), _array(logits), *given, logprobs.numpy(), entropies.numpy())
+    outs = logprobs.numpy(), entropies.numpy(), NOTHING, NO_IDS
+    distribution.score_rows(_threads(*logits.shape), _array(logits), *given, NO_IDS, NO_IDS, *outs)
     return logprobs, entropies
 
 
@@ -116,13 +136,26 @@ def _chunks(
 
 
 def _token_logprob_cpu(
-    hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor
-) -> tuple[Tensor, Tensor]:
-    logprobs, entropies = torch.empty(len(hidden)), torch.empty(len(hidden))
+    hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
+    seeds: Tensor | None, positions: Tensor | None, raw: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(logprobs, entropies, raw logprobs if asked for, ids where there are seeds)"""
+    outs = _witnessed(hidden, seeds, raw)
+    seeds_of, positions_of = (NO_IDS if x is None else _array(x) for x in (seeds, positions))
     for rows, inputs in _chunks(hidden, weight, targets, (settings, banned_start, banned_ids)):
         threads = _threads(rows.stop - rows.start, len(weight))
-        distribution.score_rows(threads, *inputs, logprobs[rows].numpy(), entropies[rows].numpy())
-    return logprobs, entropies
+        distribution.score_rows(
+            threads, *inputs, seeds_of[rows], positions_of[rows], *(out[rows].numpy() for out in outs)
+        )
+    return outs
+
+
+def _witnessed(hidden: Tensor, seeds: Tensor | None, raw: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Room for what `_token_logprob` gives."""
+    count = len(hidden)
+    logprobs, entropies = _floats(hidden, count, 2)
+    (raws,) = _floats(hidden, count if raw else 0, 1)
+    return logprobs, entropies, raws, hidden.new_empty(0 if seeds is None else count, dtype=torch.int64)
 
 
 def _token_logprob_backward_cpu(
@@ -159,12 +192,13 @@ def _sample_cpu(
     return ids, logprobs, raw_logprobs
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, output[1])
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:6], output[1])
+    ctx.mark_non_differentiable(*output[2:])
 
 
-def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_token_logprob_backward(*ctx.saved_tensors, grad_logprobs, grad_entropies), None, None, None, None)
+def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return *_token_logprob_backward(*ctx.saved_tensors, grad_logprobs, grad_entropies), *[None] * 7
 
 
 def _floats(like: Tensor, count: int, copies: int) -> tuple[Tensor, ...]:
@@ -173,9 +207,10 @@ def _floats(like: Tensor, count: int, copies: int) -> tuple[Tensor, ...]:
 
 WARP = "Tensor settings, Tensor banned_start, Tensor banned_ids"
 _token_logprob = _operator(
-    f"token_logprob(Tensor hidden, Tensor weight, Tensor targets, {WARP}) -> (Tensor, Tensor)",
+    f"token_logprob(Tensor hidden, Tensor weight, Tensor targets, {WARP}, Tensor? seeds, Tensor? positions, bool raw)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _token_logprob_cpu,
-    lambda hidden, *others: _floats(hidden, len(hidden), 2),
+    lambda hidden, *others: _witnessed(hidden, others[5], others[7]),
     _backward,
     _keep_for_backward,
 )

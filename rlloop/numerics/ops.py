@@ -269,6 +269,21 @@ class Ops:
         """
         return self._token_logprob(hidden, weight, targets, warp)
 
+    def token_redraw(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp, seeds: Tensor | None, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`token_logprob`, and beside it, of the same logits and without a gradient, what `sample` did there.
+
+        Two results more: each target's raw logprob [T] float32, and the token [T] int64 that (seed, position) draws;
+        −1 where nothing is drawn: without seeds [T], for a negative one, and under a profile whose sampler is not ours.
+        """
+        if self.profile.token_logprob == "rlloop":
+            return logprob.token_redraw(hidden, weight, targets, warp, seeds, positions)
+        logprobs, entropies = self.token_logprob(hidden, weight, targets, warp)
+        with torch.no_grad():
+            raw = self.token_logprob(hidden, weight, targets, LogitsWarp())[0]
+        return logprobs, entropies, raw, torch.full_like(targets, -1)
+
     def sample(
         self, logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ r = exp(d). Sums are float64, and k3 is expm1(d) − d, so that a drift of 1e-9 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,15 @@ from rlloop.config import ParityConfig, ParityMode
 from rlloop.errors import ConfigError
 from rlloop.metrics import LOG_RATIO_EDGES, Histogram
 from rlloop.parity.certificate import Certificate, bits_digest, content_digest
-from rlloop.types import Sample
+from rlloop.parity.draws import Draws, check_draws
+from rlloop.types import Recomputed, Sample
 
 RUNGS = ("bitwise", "replay", "correction")  # of parity.mode=fallback; under the last one is to stop
 
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """One trained token whose two logprobs have different bits."""
+    """One trained token whose two logprobs, or two raw logprobs, have different bits."""
 
     uid: str  # of the sequence
     index: int  # of the token among those that the policy wrote
@@ -33,11 +34,13 @@ class TokenDifference:
     engine_bits: str  # the float32, as hexadecimal
     trainer: float
     trainer_bits: str
+    raw: bool = False  # which of the two
 
     def __str__(self) -> str:
         return (
             f"sequence {self.uid}, token {self.index} of the completion (id {self.token_id}): "
-            f"engine {self.engine:.9g} ({self.engine_bits}), trainer {self.trainer:.9g} ({self.trainer_bits})"
+            f"{'raw, ' if self.raw else ''}engine {self.engine:.9g} ({self.engine_bits}), "
+            f"trainer {self.trainer:.9g} ({self.trainer_bits})"
         )
 
 
@@ -52,45 +55,73 @@ class Comparison:
     worst: TokenDifference | None  # of the largest absolute difference
     engine_digest: str
     trainer_digest: str
+    raw_digests: tuple[str, str] | None  # engine's and trainer's; None: the trainer has none
     metrics: dict[str, Any]  # parity/* and is/*
+    certain: int = 0  # tokens of probability 1: nothing but their raw logprobs says who computed them
+    raw_different: int = 0  # tokens whose raw logprobs have different bits
+    draws: Draws = field(default_factory=Draws)
+    faults: tuple[str, ...] = ()  # for people: completions that are not what was asked for, and in what
     step_down: str | None = None  # for people: from which rung of the ladder to which, and why; None: it stays
 
     @property
     def equal(self) -> bool:
-        return self.tokens_different == 0
+        """Whether the numbers are, raw ones too. What was drawn from them is another question."""
+        return self.tokens_different == 0 and self.raw_different == 0
 
 
-def compare(samples: Sequence[Sample], trainer_logprobs: Sequence[np.ndarray]) -> Comparison:
-    """Compare each sample's sampled logprobs [T] float32 with the trainer's of the same tokens."""
+def compare(
+    samples: Sequence[Sample],
+    trainer_logprobs: Sequence[np.ndarray],
+    trainer_raw_logprobs: Sequence[np.ndarray] | None = None,
+) -> Comparison:
+    """Compare each sample's sampled logprobs [T] float32 with the trainer's of the same tokens, and the raw ones."""
     engine_logprobs = [sample.completion.logprobs for sample in samples]
     counts = [len(array) for array in engine_logprobs]
     assert counts == [len(array) for array in trainer_logprobs], "the trainer scored other tokens than were sampled"
-    mu, pi = (
-        np.concatenate([np.zeros(0, np.float32), *arrays]).astype(np.float32, copy=False)
-        for arrays in (engine_logprobs, trainer_logprobs)
-    )
+    mu, pi = _flat(engine_logprobs), _flat(trainer_logprobs)
     different = mu.view(np.int32) != pi.view(np.int32)
+    raw_mu = _flat([sample.completion.raw_logprobs for sample in samples])
+    raw_pi = raw_mu if trainer_raw_logprobs is None else _flat(trainer_raw_logprobs)
+    raw_different = raw_mu.view(np.int32) != raw_pi.view(np.int32)
     sequence = np.repeat(np.arange(len(counts)), counts)
     first = worst = None
-    if different.any():
+    if different.any() or raw_different.any():
+        raw = not different.any()
+        ours, theirs, where = (raw_mu, raw_pi, raw_different) if raw else (mu, pi, different)
         starts = np.cumsum([0, *counts])
-        gap = np.where(different, np.abs(pi.astype(np.float64) - mu), -1.0)
-        places = (int(different.argmax()), int(np.nan_to_num(gap, nan=np.inf).argmax()))
-        first, worst = (_token(samples, sequence, starts, mu, pi, at) for at in places)
+        gap = np.where(where, np.abs(theirs.astype(np.float64) - ours), -1.0)
+        places = (int(where.argmax()), int(np.nan_to_num(gap, nan=np.inf).argmax()))
+        first, worst = (_token(samples, sequence, starts, ours, theirs, at, raw) for at in places)
+    metrics = _metrics(mu.astype(np.float64), pi.astype(np.float64), different, sequence, counts) if len(mu) else {}
+    if len(mu) and trainer_raw_logprobs is not None:
+        metrics["parity/raw_different"] = float(raw_different.mean())
     return Comparison(
         tokens=len(mu),
         tokens_different=int(different.sum()),
-        sequences_different=len(np.unique(sequence[different])),
+        sequences_different=len(np.unique(sequence[different | raw_different])),
         first=first,
         worst=worst,
         engine_digest=bits_digest([mu]),
         trainer_digest=bits_digest([pi]),
-        metrics=_metrics(mu.astype(np.float64), pi.astype(np.float64), different, sequence, counts) if len(mu) else {},
+        raw_digests=None if trainer_raw_logprobs is None else (bits_digest([raw_mu]), bits_digest([raw_pi])),
+        metrics=metrics,
+        certain=int((pi == 0).sum()),
+        raw_different=int(raw_different.sum()),
     )
 
 
+def _flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.float32), *arrays]).astype(np.float32, copy=False)
+
+
 def _token(
-    samples: Sequence[Sample], sequence: np.ndarray, starts: np.ndarray, mu: np.ndarray, pi: np.ndarray, at: int
+    samples: Sequence[Sample],
+    sequence: np.ndarray,
+    starts: np.ndarray,
+    mu: np.ndarray,
+    pi: np.ndarray,
+    at: int,
+    raw: bool,
 ) -> TokenDifference:
     sample = samples[sequence[at]]
     index = int(at - starts[sequence[at]])
@@ -104,6 +135,7 @@ def _token(
         engine_bits=f"0x{mu.view(np.uint32)[at]:08x}",
         trainer=float(pi[at]),
         trainer_bits=f"0x{pi.view(np.uint32)[at]:08x}",
+        raw=raw,
     )
 
 
@@ -120,6 +152,7 @@ def _metrics(
         return {
             "parity/tokens": len(mu),
             "parity/tokens_different": float(different.mean()),
+            "parity/tokens_certain": float((pi == 0).mean()),
             "parity/logprob_diff_max": float(gap.max()),
             "parity/logprob_diff_mean": float(gap.mean()),
             "parity/logprob_diff_p999": float(np.quantile(gap, 0.999)),
@@ -176,21 +209,27 @@ class ParityMonitor:
         step: int,
         version: int,
         samples: Sequence[Sample],
-        trainer: Sequence[np.ndarray],
+        trainer: Recomputed,
         routing: Mapping[str, float] | None = None,
+        rest: Sequence[Sample] = (),
     ) -> Comparison:
-        """Compare, step down the ladder where that is due, and certify. Whether to go on is `objection`'s to say.
+        """Compare, step down the ladder where that is due, and begin the certificate's line. Whether to go on is
+        `objection`'s to say.
 
-        `routing`: the trainer's comparison of choices, beside that of logprobs.
+        `routing`: the trainer's comparison of choices, beside that of logprobs. `rest`: samples that are not trained,
+        which are held against what was asked for, too.
         """
-        comparison = compare(samples, trainer)
-        comparison = replace(comparison, metrics={**comparison.metrics, **(routing or {})})
+        comparison = compare(samples, trainer.logprobs, trainer.raw_logprobs)
+        draws = check_draws(samples, trainer.redrawn)
+        faults = tuple(f"{each.uid}: {each.fault}" for each in (*samples, *rest) if each.fault is not None)
+        metrics = {**comparison.metrics, **(routing or {}), **draws.metrics}
+        comparison = replace(comparison, metrics=metrics, draws=draws, faults=faults)
         down = self._step_down(comparison)
         if down is not None:
             rung, reason = down
             comparison = replace(comparison, step_down=f"stepped down from {self.rung} to {rung}: {reason}")
             self.certificate.step_down(rung)
-        self.certificate.append(
+        self.certificate.begin(
             {
                 "step": step,
                 "version": version,
@@ -198,6 +237,11 @@ class ParityMonitor:
                 "tokens_different": comparison.tokens_different,
                 "engine": comparison.engine_digest,
                 "trainer": comparison.trainer_digest,
+                "certain": comparison.certain,
+                **_raw(comparison),
+                "redrawn": draws.tokens,
+                "redrawn_different": draws.different,
+                "faults": len(faults),
                 "fingerprints": self.fingerprints,
                 **({} if down is None else {"reason": down[1]}),
             }
@@ -215,8 +259,13 @@ class ParityMonitor:
 
     def objection(self, comparison: Comparison) -> str | None:
         """Why the run must not go on; None where it may."""
-        if comparison.equal or self.config.mode is ParityMode.observe:
+        if self.config.mode is ParityMode.observe:
             return None
+        if comparison.faults:
+            found = f"{len(comparison.faults)} completions are not what the engine was asked for"
+            return f"{found}. First, sequence {comparison.faults[0]}"
+        if comparison.equal:  # the same numbers: no arithmetic explains another draw
+            return None if comparison.draws.first is None else comparison.draws.describe()
         if self.config.mode is ParityMode.require:
             return describe(comparison)
         k3 = comparison.metrics["parity/k3"]
@@ -229,10 +278,21 @@ class ParityMonitor:
 
 
 def describe(comparison: Comparison) -> str:
+    count, what = comparison.tokens_different, "other bits"
+    if not count:
+        count, what = comparison.raw_different, "other raw bits (at temperature 1, nothing truncated)"
     return (
-        f"{comparison.tokens_different} of {comparison.tokens} trained tokens, in {comparison.sequences_different} "
-        f"sequences, have other bits in the trainer than in the engine. First: {comparison.first}"
+        f"{count} of {comparison.tokens} trained tokens, in {comparison.sequences_different} sequences, have {what} in "
+        f"the trainer than in the engine. First: {comparison.first}"
     )
+
+
+def _raw(comparison: Comparison) -> dict[str, Any]:
+    """Of a line of the certificate."""
+    if comparison.raw_digests is None:
+        return {}
+    engine, trainer = comparison.raw_digests
+    return {"raw_different": comparison.raw_different, "raw": {"engine": engine, "trainer": trainer}}
 
 
 @dataclass(frozen=True)
@@ -245,16 +305,17 @@ class Finding:
 
 def report(step: int, objection: str, comparison: Comparison, finding: Finding | None) -> dict[str, Any]:
     """What `parity_report.json` holds."""
-    assert comparison.first is not None
-    assert comparison.worst is not None
     return {
         "step": step,
         "objection": objection,
         "tokens": comparison.tokens,
         "tokens_different": comparison.tokens_different,
         "sequences_different": comparison.sequences_different,
-        "first": asdict(comparison.first),
-        "worst": asdict(comparison.worst),
+        "raw_different": comparison.raw_different,
+        "first": comparison.first and asdict(comparison.first),
+        "worst": comparison.worst and asdict(comparison.worst),
+        "redrawn": asdict(comparison.draws),
+        "faults": comparison.faults,
         "metrics": comparison.metrics,
         "doctor": finding and {"text": finding.text, **finding.details},
     }

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from rlloop.errors import ConfigError
-from rlloop.models.warp import stop_ids
-from rlloop.types import SamplingParams, is_ids
+from rlloop.types import SamplingParams, is_ids, stop_ids
 
 
 def check_request(

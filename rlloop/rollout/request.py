@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlloop.models.warp import stop_ids
 from rlloop.rollout.choices import Choices, ChoiceStore
-from rlloop.types import Completion, FinishReason, SamplingParams
+from rlloop.types import Completion, FinishReason, SamplingParams, stop_ids
 
 
 @dataclass(eq=False)

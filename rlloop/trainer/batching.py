@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlloop.algorithms import LossBatch
 from rlloop.errors import ConfigError
-from rlloop.models import ScoreRow
-from rlloop.types import Sample, SamplingParams
+from rlloop.models import ScoreRow, Witness
+from rlloop.types import Recomputed, Sample, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,18 @@ class StepBatch:
     def whole(self) -> MicroBatch:
         return MicroBatch(slice(0, len(self.rows)), slice(0, sum(self.counts)))
 
+    def witness(self, redraws: bool) -> Witness | None:
+        """For its forwards: None where no engine made the sequences, so that there is nothing to compare."""
+        return None if self.rollout_logprobs is None else Witness(draws=redraws)
+
+    def recomputed(self, logprobs: Tensor, witness: Witness | None) -> Recomputed:
+        """What its forwards gave, on the host."""
+        if witness is None:
+            return Recomputed(self.split(logprobs))
+        return Recomputed(*map(self.split, (logprobs, witness.raw_logprobs, witness.token_ids)))
+
     def split(self, flat: Tensor) -> list[np.ndarray]:
-        """[N] -> one [P] float32 array a sequence."""
+        """[N] -> one [P] array a sequence."""
         return np.split(flat.detach().cpu().numpy(), np.cumsum(self.counts)[:-1])
 
 

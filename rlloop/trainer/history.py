@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from rlloop.models import Model, score
 from rlloop.trainer.batching import make_step_batch
 from rlloop.trainer.routers import Routers
-from rlloop.types import Sample
+from rlloop.types import Recomputed, Sample
 
 FILE = "history.safetensors"
 
@@ -26,9 +27,12 @@ class WeightHistory:
     under the weights that made them. Those up to `keep` versions back take `keep` + 2 times the memory of the weights.
     """
 
-    def __init__(self, model: Model, keep: int, max_batch_tokens: int, routers: Routers) -> None:
-        """`routers`, the trainer's, say whether to replay what the engine chose, and count where choices differ."""
-        self._routers = routers
+    def __init__(
+        self, model: Model, keep: int, max_batch_tokens: int, routers: Routers, *, redraws: bool = True
+    ) -> None:
+        """`routers`, the trainer's, say whether to replay what the engine chose, and count where choices differ;
+        `redraws` as the trainer's."""
+        self._routers, self._redraws = routers, redraws
         self._live, self._keep, self._max_batch_tokens = model, keep, max_batch_tokens
         self._twin = copy.deepcopy(model).requires_grad_(False)
         self._versions: dict[int, dict[str, Tensor]] = {}
@@ -40,11 +44,11 @@ class WeightHistory:
             del self._versions[old]
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """[T] float32 a sample: what the trainer would have computed with the weights that sampled it."""
-        found: dict[int, np.ndarray] = {}
+    def recompute(self, samples: Sequence[Sample]) -> Recomputed:
+        """[T] a sample: what the trainer would have computed with the weights that sampled it."""
+        found: dict[int, tuple[np.ndarray, ...]] = {}
         self._routers.begin()
-        watching = {"replay": self._routers.replay, "watch": self._routers.watch}
+        watching: dict[str, Any] = {"replay": self._routers.replay, "watch": self._routers.watch}
         for version in sorted({sample.completion.policy_version for sample in samples}):
             places = [i for i, sample in enumerate(samples) if sample.completion.policy_version == version]
             for name, weight in self._twin.named_parameters():
@@ -55,10 +59,13 @@ class WeightHistory:
                 old_logprobs=None,
                 device=self._twin.device,
             )
+            watching["witness"] = witness = batch.witness(self._redraws)
             parts = [score(self._twin, batch.rows[part.sequences], **watching)[0] for part in batch.micro_batches]
-            scored = torch.cat(parts)
-            found |= dict(zip(places, batch.split(scored), strict=True))
-        return [found[i] for i in range(len(samples))]
+            made = batch.recomputed(torch.cat(parts), witness)
+            assert made.raw_logprobs is not None, "samples come from engines"
+            assert made.redrawn is not None
+            found |= dict(zip(places, zip(made.logprobs, made.raw_logprobs, made.redrawn, strict=True), strict=True))
+        return Recomputed(*zip(*(found[i] for i in range(len(samples))), strict=True))
 
     def save(self, folder: Path) -> None:
         """Into a checkpoint: a resumed run has samples of these versions still to train."""

@@ -21,13 +21,13 @@ from rlloop.algorithms.kl import sequence_kl
 from rlloop.config import TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Mean, Reduction, Sum, merge
-from rlloop.models import Model, read_state, save_model, score
+from rlloop.models import Model, Witness, read_state, save_model, score
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
 from rlloop.trainer.masters import Masters
 from rlloop.trainer.routers import Routers
 from rlloop.trainer.schedule import learning_rate
 from rlloop.trainer.utilisation import utilisation
-from rlloop.types import Sample
+from rlloop.types import Recomputed, Sample
 
 Batch = Sequence[Sample | TrainSequence]
 
@@ -39,12 +39,17 @@ ADAM = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one tensor
 class UpdateResult:
     """What one `forward_backward` saw."""
 
-    logprobs: list[np.ndarray]  # [P] float32 a sequence, in batch order: recomputed before the update
+    recomputed: Recomputed  # [P] a sequence, in batch order, before the update
     metrics: dict[str, Reduction]  # the loss's own and `loss/total`, over the whole step
     tokens: int  # trained
     sequences: int  # with at least one trained token
     forward_tokens: int  # of all sequences, prompts included
     micro_batches: int
+
+    @property
+    def logprobs(self) -> Sequence[np.ndarray]:
+        """[P] float32 a sequence."""
+        return self.recomputed.logprobs
 
 
 class Trainer:
@@ -55,10 +60,13 @@ class Trainer:
     Gradients of several `forward_backward` calls add up until `optim_step`, each under its own denominators.
     """
 
-    def __init__(self, model: Model, config: TrainerConfig, *, reference: Model | None = None) -> None:
-        """`reference`, for KL terms to it, is only scored; its weights are its own.
+    def __init__(
+        self, model: Model, config: TrainerConfig, *, reference: Model | None = None, redraws: bool = True
+    ) -> None:
+        """`reference`, for KL terms to it, is only scored; its weights are its own. One that was loaded on another
+        device returns there between its uses: host memory holds it while a GPU trains.
 
-        One that was loaded on another device returns there between its uses: host memory holds it while a GPU trains.
+        `redraws`: whether tokens that an engine drew are drawn again, to be compared.
         """
         self.model = model
         self.config = config
@@ -68,16 +76,22 @@ class Trainer:
         self._optimizer = _adamw(self._masters.tensors, config)
         self._has_gradient = False
         self.routers = Routers(model, config)
+        self.redraws = redraws
 
     @property
     def masters(self) -> Mapping[str, torch.nn.Parameter]:
         """The weights that learn, float32, by Hugging Face name."""
         return self._masters.tensors
 
-    def logprobs(self, batch: Batch) -> list[np.ndarray]:
-        """[P] float32 a sequence, without learning: the bits that `forward_backward` would report now."""
+    def recompute(self, batch: Batch) -> Recomputed:
+        """[P] a sequence, without learning: the bits that `forward_backward` would report now."""
         step = self._flatten(batch)
-        return step.split(self._logprobs(step)[0])
+        witness = step.witness(self.redraws)
+        return step.recomputed(self._logprobs(step, witness)[0], witness)
+
+    def logprobs(self, batch: Batch) -> Sequence[np.ndarray]:
+        """[P] float32 a sequence: those of `recompute`."""
+        return self.recompute(batch).logprobs
 
     def replay_experts(self, on: bool) -> None:
         """Whether the policy's forwards take the experts that the engine recorded."""
@@ -105,18 +119,18 @@ class Trainer:
         step = self._flatten(batch, old_logprobs)
         self._begin()
         self.routers.begin()
-        scored, metrics, routers = [], [], self.routers
+        scored, metrics, routers, witness = [], [], self.routers, step.witness(self.redraws)
         reference = None if self.reference is None else self._reference_logprobs(step)
         for part in step.micro_batches:
             rows, anchored = step.rows[part.sequences], None if reference is None else reference[part.tokens]
-            logprobs, entropy = score(self.model, rows, replay=routers.replay, watch=routers.watch)
+            logprobs, entropy = score(self.model, rows, replay=routers.replay, watch=routers.watch, witness=witness)
             out = loss(step.loss_batch(part, logprobs, entropy, anchored))
             (out.loss + routers.penalty(len(step.rows))).backward()
             self._masters.collect()
             scored.append(logprobs.detach())
             metrics.append(_metrics(out))
         self._has_gradient = True
-        return self._result(began, step, torch.cat(scored), merge(metrics))
+        return self._result(began, step, step.recomputed(torch.cat(scored), witness), merge(metrics))
 
     def forward_backward_custom(
         self, batch: Batch, fn: Loss, *, old_logprobs: Sequence[np.ndarray] | None = None
@@ -131,7 +145,8 @@ class Trainer:
         began = time.perf_counter()
         step = self._flatten(batch, old_logprobs)
         self._begin()
-        leaves, routers = self._logprobs(step), self.routers
+        witness, routers = step.witness(self.redraws), self.routers
+        leaves = self._logprobs(step, witness)
         reference = None if self.reference is None else self._reference_logprobs(step)
         logprobs, entropy = (leaf.requires_grad_() for leaf in leaves)
         out = fn(step.loss_batch(step.whole, logprobs, entropy, reference))
@@ -146,7 +161,7 @@ class Trainer:
             torch.autograd.backward([output for output, _ in used], gradients)
             self._masters.collect()
         self._has_gradient = True
-        return self._result(began, step, logprobs, _metrics(out))
+        return self._result(began, step, step.recomputed(logprobs, witness), _metrics(out))
 
     def optim_step(self) -> dict[str, float]:
         """Clip, update the masters, and round them into the live parameters.
@@ -212,11 +227,13 @@ class Trainer:
             self._masters.zero_grad()  # whatever else was differentiated through the shared model is not ours
         self._has_gradient = False  # until all of it is there: what raises on the way leaves none
 
-    def _result(self, began: float, step: StepBatch, logprobs: Tensor, metrics: dict[str, Reduction]) -> UpdateResult:
+    def _result(
+        self, began: float, step: StepBatch, recomputed: Recomputed, metrics: dict[str, Reduction]
+    ) -> UpdateResult:
+        """`recomputed` is on the host, so the device is done."""
         lengths = [len(row.token_ids) for row in step.rows]
-        split = step.split(logprobs)  # on the host, so the device is done
         return UpdateResult(
-            logprobs=split,
+            recomputed=recomputed,
             metrics={
                 **metrics,
                 "loss/total": Mean(metrics["loss/total"].value, 1),  # a sum over micro-batches, a mean over updates
@@ -229,10 +246,10 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _logprobs(self, step: StepBatch) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, step: StepBatch, witness: Witness | None) -> tuple[Tensor, Tensor]:
         """The policy's logprobs and entropies of all predicted tokens, without a graph."""
         self.routers.begin()
-        return _score(self.model, step, step.micro_batches, self.routers)
+        return _score(self.model, step, step.micro_batches, self.routers, witness)
 
     def _reference_logprobs(self, step: StepBatch) -> Tensor:
         """[N] of all predicted tokens."""
@@ -246,10 +263,16 @@ class Trainer:
 
 @torch.no_grad()
 def _score(
-    model: Model, step: StepBatch, parts: Sequence[MicroBatch], routers: Routers | None = None
+    model: Model,
+    step: StepBatch,
+    parts: Sequence[MicroBatch],
+    routers: Routers | None = None,
+    witness: Witness | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies of the predicted tokens of some micro-batches, without a graph."""
-    watching = {} if routers is None else {"replay": routers.replay, "watch": routers.watch}
+    watching: dict[str, Any] = {"witness": witness}
+    if routers is not None:
+        watching |= {"replay": routers.replay, "watch": routers.watch}
     scored = [score(model, step.rows[part.sequences], **watching) for part in parts]
     return torch.cat([logprobs for logprobs, _ in scored]), torch.cat([entropy for _, entropy in scored])
 

@@ -83,3 +83,17 @@ def test_a_target_that_is_no_token_has_no_logprob():
     hidden, weight = torch.randn(2, 16, device="cuda"), torch.randn(50, 16, device="cuda")
     logprobs, _ = OURS.token_logprob(hidden, weight, torch.tensor([3, 50], device="cuda"), LogitsWarp())
     assert logprobs.isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("kinds", [KINDS * 300, KINDS[:1] * 2700], ids=["mixed", "plain"])  # in several chunks
+def test_one_pass_scores_raw_and_draws_with_the_sampler_s_bits(kinds):
+    hidden, weight = (torch.randn(n, 64).cuda().bfloat16() for n in (len(kinds), 10000))
+    warp, at = warp_of(kinds), torch.arange(len(kinds), device="cuda")
+    seeds, positions = at * 2**40 + 17, at + 2**33
+    drawn, sampled, raw = OURS.sample(OURS.logits(hidden, weight), warp, seeds, positions)
+    logprobs, entropy, raw_again, ids = OURS.token_redraw(hidden, weight, drawn, warp, seeds, positions)
+    assert torch.equal(ids, drawn)
+    scored = OURS.token_logprob(hidden, weight, drawn, warp)
+    pairs = ((logprobs, sampled), (raw_again, raw), (logprobs, scored[0]), (entropy, scored[1]))
+    assert all(same_bits(mine, theirs) for mine, theirs in pairs)
+    assert (OURS.token_redraw(hidden, weight, drawn, warp, -seeds, positions)[3] == -1).all()

@@ -253,9 +253,23 @@ def greedy(row, z, warps):
     return best
 
 
+@kernel
+def drawn(row, total, warps, seeds, positions, scratch):
+    """The token that the row's warped z and e give for its random number; −1 where they hold no distribution."""
+    z, e, _, _, lanes, blocks = scratch
+    if total != total:
+        return -1
+    if warps[0][row, 0] == 0:
+        return greedy(row, z, warps)
+    return draw(e, uniform_kernel(seeds[row], positions[row], SAMPLING), lanes, blocks)
+
+
 @parallel_kernel
-def score_rows(counter, logits, targets, warps, logprobs, entropies):
-    """logits [T, V], targets [T] -> logprob of each target and entropy of its distribution, [T] each."""
+def score_rows(counter, logits, targets, warps, seeds, positions, logprobs, entropies, raw_logprobs, ids):
+    """logits [T, V], targets [T] -> logprob of each target and entropy of its distribution, [T] each.
+
+    Where there is room for them (else they are empty): the raw logprob of each target, and the token drawn.
+    """
     scratch = scratch_for(logits.shape[1])
     z, e = scratch[0], scratch[1]
     while True:
@@ -267,6 +281,13 @@ def score_rows(counter, logits, targets, warps, logprobs, entropies):
         log_total = log(total)
         logprobs[row] = (z[targets[row]] - m) - log_total
         entropies[row] = log_total - weighted_sum(e, z, m) / total
+        if ids.size > 0:
+            ids[row] = drawn(row, total, warps, seeds, positions, scratch)
+        if raw_logprobs.size > 0:
+            raw_logprobs[row] = logprobs[row]
+            if warp != PLAIN or banned.size > 0:
+                m, total = warp_row(logits[row], PLAIN, banned[:0], scratch)
+                raw_logprobs[row] = (z[targets[row]] - m) - log(total)
 
 
 @parallel_kernel
@@ -297,20 +318,14 @@ def score_rows_backward(counter, logits, targets, warps, entropies, grad_logprob
 def sample_rows(counter, logits, warps, seeds, positions, ids, logprobs, raw_logprobs):
     """Draw one token a row; id −1 where a row holds no distribution."""
     scratch = scratch_for(logits.shape[1])
-    z, e, lanes, blocks = scratch[0], scratch[1], scratch[4], scratch[5]
+    z = scratch[0]
     while True:
         row = take(counter)
         if row >= len(logits):
             break
         warp, banned = warp_of(row, warps)
         m, total = warp_row(logits[row], warp, banned, scratch)
-        if total != total:
-            ids[row] = -1
-            continue
-        if warps[0][row, 0] == 0:
-            token = greedy(row, z, warps)
-        else:
-            token = draw(e, uniform_kernel(seeds[row], positions[row], SAMPLING), lanes, blocks)
+        token = drawn(row, total, warps, seeds, positions, scratch)
         ids[row] = token
         if token < 0:
             continue

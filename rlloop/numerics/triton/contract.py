@@ -81,7 +81,7 @@ grouped_rows_gradient = grouped_linear
 
 
 def _chunks(
-    hidden: Tensor, weight: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor
+    hidden: Tensor, weight: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor, raw: bool = False
 ) -> Iterator[tuple[slice, Rows]]:
     """(rows, their logits measured), a bounded number of logits at a time."""
     step = min(LOGITS_ROWS, max(1, LOGITS_BYTES // (4 * len(weight))))
@@ -89,16 +89,23 @@ def _chunks(
     warp, hidden = Warp.of(settings, banned_start, banned_ids), aligned(hidden)
     for begin in range(0, len(hidden), step):
         rows = slice(begin, min(begin + step, len(hidden)))
-        yield rows, Rows(linear_float32(hidden[rows], weight), warp.rows(rows.start, rows.stop))
+        yield rows, Rows(linear_float32(hidden[rows], weight), warp.rows(rows.start, rows.stop), raw=raw)
 
 
 def token_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor
-) -> tuple[Tensor, Tensor]:
-    logprobs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
-    for rows, measured in _chunks(hidden, weight, settings, banned_start, banned_ids):
+    hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
+    seeds: Tensor | None, positions: Tensor | None, raw: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(logprobs, entropies, raw logprobs if asked for, ids where there are seeds)"""
+    logprobs, entropies, raws = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
+    ids = torch.empty_like(targets)
+    for rows, measured in _chunks(hidden, weight, settings, banned_start, banned_ids, raw):
         logprobs[rows], entropies[rows], _ = measured.score(targets[rows])
-    return logprobs, entropies
+        if raw:
+            raws[rows] = measured.score(targets[rows], raw=True)[0]
+        if seeds is not None and positions is not None:
+            ids[rows] = measured.draw(seeds[rows], positions[rows])
+    return logprobs, entropies, raws if raw else raws[:0], ids if seeds is not None else ids[:0]
 
 
 def token_logprob_backward(

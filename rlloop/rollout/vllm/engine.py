@@ -20,13 +20,12 @@ import numpy as np
 import torch
 
 from rlloop.errors import ConfigError, RunError
-from rlloop.models.warp import stop_ids
 from rlloop.rollout.checks import check_request, drawn_seed, one_for_each
 from rlloop.rollout.choices import Choices
 from rlloop.rollout.scheduler import EngineStats
 from rlloop.rollout.vllm import plugin, versions
 from rlloop.rollout.vllm.requests import check_sampling, raw_of_stock, vllm_params
-from rlloop.types import Completion, FinishReason, SamplingParams
+from rlloop.types import Completion, FinishReason, SamplingParams, stop_ids
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput

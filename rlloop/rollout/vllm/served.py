@@ -24,7 +24,6 @@ import msgspec
 import numpy as np
 
 from rlloop.errors import ConfigError, RlloopError, SyncError
-from rlloop.models.warp import stop_ids
 from rlloop.rollout.checks import check_request, drawn_seed
 from rlloop.rollout.follower import Source
 from rlloop.rollout.remote import LoopThread
@@ -35,7 +34,7 @@ from rlloop.rollout.vllm.standing import Chosen, Facts, Standing
 from rlloop.rollout.wire import Array, unpack_array
 from rlloop.sync.replica import State
 from rlloop.sync.target import TORN
-from rlloop.types import Completion, SamplingParams
+from rlloop.types import Completion, SamplingParams, stop_ids
 
 T = TypeVar("T")
 TICK = 0.01  # seconds that a step waits for vLLM, while other requests may come in

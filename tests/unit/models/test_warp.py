@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlloop.models.warp import stop_ids, warp_for
+from rlloop.models.warp import warp_for
 from rlloop.numerics.layout import LogitsWarp
-from rlloop.types import SamplingParams
+from rlloop.types import SamplingParams, stop_ids
 
 EOS = (2, 3)
 

@@ -260,8 +260,29 @@ def test_logarithm_is_the_nearest_float32():
     np.testing.assert_array_max_ulp(ours, exact, 1)
 
 
+@pytest.mark.parametrize("warp", [mixed(73), LogitsWarp()], ids=["mixed", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_pass_scores_raw_and_draws_with_the_samplers_bits(warp, dtype):
+    hidden, weight = (x.to(dtype).requires_grad_() for x in head(73, 1000))
+    seeds, positions = torch.arange(73) * 7 - 7, torch.arange(73) + 3  # the first seed is none
+    drawn, sampled, raw = logprob.sample(logprob.logits(hidden, weight), warp, seeds.clamp(min=0), positions)
+    found = logprob.token_redraw(hidden, weight, drawn, warp, seeds, positions)
+    assert found[3].tolist() == [-1, *drawn.tolist()[1:]]
+    assert torch.equal(bits(found[0]), bits(sampled))
+    assert torch.equal(bits(found[2]), bits(raw))
+    entropy = token_logprob(hidden, weight, drawn, warp)[1]
+    assert torch.equal(bits(found[1]), bits(entropy))
+    assert [each.requires_grad for each in found] == [True, True, False, False]
+    gradients = torch.autograd.grad(found[0].sum() + found[1].sum(), (hidden, weight))
+    again = token_logprob(hidden, weight, drawn, warp)
+    expected = torch.autograd.grad(again[0].sum() + again[1].sum(), (hidden, weight))
+    assert all(torch.equal(bits(a.float()), bits(b.float())) for a, b in zip(gradients, expected, strict=True))
+    assert (logprob.token_redraw(hidden, weight, drawn, warp, None, positions)[3] == -1).all()
+
+
 def test_is_an_opaque_operation():
     hidden, weight = head(6, 40)
     targets = torch.arange(6)
     args = (hidden.requires_grad_(), weight.requires_grad_(), targets, *logprob._dense(mixed(6), 40, targets))
-    torch.library.opcheck(logprob._token_logprob, args)
+    torch.library.opcheck(logprob._token_logprob, (*args, None, None, False))
+    torch.library.opcheck(logprob._token_logprob, (*args, torch.arange(6), torch.arange(6), True))

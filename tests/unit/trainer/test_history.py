@@ -30,8 +30,10 @@ def test_samples_are_scored_under_the_weights_that_made_them(tmp_path):
     kept = samples[5:][::-1]  # of versions 1 to 3, in an order of their own
     live = [weight.detach().clone() for weight in model.parameters()]
     for again in range(2):
-        found = history.logprobs(kept)
-        for sample, logprobs in zip(kept, found, strict=True):
+        found = history.recompute(kept)
+        assert found.redrawn is not None
+        assert [each.tolist() for each in found.redrawn] == [sample.completion.token_ids for sample in kept]
+        for sample, logprobs in zip(kept, found.logprobs, strict=True):
             assert np.array_equal(logprobs.view(np.int32), sample.completion.logprobs.view(np.int32)), again
         history.save(tmp_path)
         history = WeightHistory(model, 2, 64, Routers(model, TrainerConfig()))
@@ -53,11 +55,11 @@ def test_choices_are_compared_and_replayed_under_those_weights_too(tmp_path):
             weight.mul_(-1)
     trainer.logprobs(samples)
     assert trainer.routing()["parity/router_different"] > 0  # of the weights as they are now
-    scored = history.logprobs(samples)
+    scored = history.recompute(samples).logprobs
     assert trainer.routing() == {"parity/router_different": 0.0}
     for sample in samples:
         sample.completion.routed_experts[:] = [0, 1]
     trainer.replay_experts(True)
-    replayed = history.logprobs(samples)
+    replayed = history.recompute(samples).logprobs
     assert trainer.routing() == {"parity/router_different": 0.0}
     assert not any(np.array_equal(a, b) for a, b in zip(scored, replayed, strict=True))

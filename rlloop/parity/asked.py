@@ -1,0 +1,85 @@
+"""What an engine was asked for, held against what it gives back: the checks that need no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlloop.protocols import Engine
+from rlloop.types import Completion, FinishReason, SamplingParams, stop_ids
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a model's configuration says of its tokens."""
+
+    size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class AskedEngine:
+    """An engine whose every answer is held against its request, for requests that all name different seeds."""
+
+    def __init__(self, engine: Engine, known: Vocabulary) -> None:
+        self._engine, self._known = engine, known
+        self.faults: dict[int | None, str] = {}  # by seed: of several turns, the first fault
+
+    @property
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        completions = self._engine.generate(prompts, each)
+        for made, prompt, params in zip(completions, prompts, each, strict=True):
+            if (fault := fault_of(made, prompt, params, self._known)) is not None:
+                self.faults.setdefault(params.seed, fault)
+        return completions
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self._engine.fingerprint()
+
+
+def fault_of(made: Completion, prompt_ids: Sequence[int], sampling: SamplingParams, known: Vocabulary) -> str | None:
+    """In what `made`, of one turn, is not what was asked for; None: in nothing.
+
+    Versions are not looked at, nor what only weights can tell: `rlloop.models.redraw` draws the tokens again.
+    """
+    if list(made.prompt_ids) != list(prompt_ids):
+        return f"its prompt is {_ids(made.prompt_ids)}, and was asked for as {_ids(prompt_ids)}"
+    for name, asked in vars(sampling).items():
+        if (used := getattr(made.sampling, name)) != asked and (name != "seed" or asked is not None):
+            return f"it was made with {name}={used!r}, and asked for with {name}={asked!r}"
+    if wrong := [id for id in made.token_ids if not 0 <= id < known.size]:
+        return f"token id {wrong[0]} is not in the vocabulary, whose ids are 0 to {known.size - 1}"
+    for name in ("logprobs", "raw_logprobs"):
+        if len(getattr(made, name)) != len(made.token_ids):
+            return f"it has {len(getattr(made, name))} {name} for {len(made.token_ids)} tokens"
+    return ending_fault(made.token_ids, made.finish_reason, sampling, known.eos_token_ids)
+
+
+def ending_fault(
+    token_ids: Sequence[int], finish_reason: FinishReason, sampling: SamplingParams, eos_token_ids: tuple[int, ...]
+) -> str | None:
+    """In what the end of one turn's tokens contradicts its finish reason or its parameters; None: in nothing."""
+    stops, count = stop_ids(sampling, eos_token_ids), len(token_ids)
+    at = next((place for place, id in enumerate(token_ids) if id in stops), None)
+    if count > sampling.max_tokens:
+        return f"it has {count} tokens, and max_tokens is {sampling.max_tokens}"
+    if at is not None and at < sampling.min_tokens:
+        return f"token {at} (id {token_ids[at]}) ends a completion, and min_tokens is {sampling.min_tokens}"
+    if at is not None and at < count - 1:
+        return f"token {at} (id {token_ids[at]}) ends a completion, and {count - 1 - at} more follow"
+    if finish_reason == "stop" and at is None:
+        last = f"its last token is {token_ids[-1]}" if count else "it has no token"
+        return f"its finish_reason is stop, and {last}; what ends it is {', '.join(map(str, stops)) or 'nothing'}"
+    if finish_reason == "length" and at is not None:
+        return f"its finish_reason is length, and its last token ({token_ids[at]}) ends a completion"
+    if finish_reason == "length" and count < sampling.max_tokens:
+        return f"its finish_reason is length after {count} tokens, and max_tokens is {sampling.max_tokens}"
+    return None
+
+
+def _ids(ids: Sequence[int]) -> str:
+    return f"{list(ids)!r}" if len(ids) <= 8 else f"{list(ids[:4])!r} and {len(ids) - 4} more"

@@ -1,0 +1,63 @@
+"""Tokens drawn again: is what the engine says that it drew what its seed draws from the trainer's distribution?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlloop.types import Sample
+
+
+@dataclass(frozen=True)
+class WrongDraw:
+    """One token that its seed does not draw."""
+
+    uid: str  # of the sequence
+    index: int  # of the token among those that the policy wrote
+    token_id: int
+    expected: int
+    seed: int | None
+
+    def __str__(self) -> str:
+        return (
+            f"sequence {self.uid}, token {self.index} of the completion: its id is {self.token_id}, and seed "
+            f"{self.seed} draws {self.expected}"
+        )
+
+
+@dataclass(frozen=True)
+class Draws:
+    """One step's tokens, drawn again."""
+
+    tokens: int = 0  # drawn again
+    different: int = 0
+    first: WrongDraw | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        if not self.tokens:
+            return {}
+        return {"parity/redrawn": self.tokens, "parity/redrawn_different": self.different / self.tokens}
+
+    def describe(self) -> str:
+        return (
+            f"{self.different} of {self.tokens} tokens are not what their seeds draw from the trainer's distribution, "
+            f"though the logprobs have its bits: the engine chose them in another way. First: {self.first}"
+        )
+
+
+def check_draws(samples: Sequence[Sample], redrawn: Sequence[np.ndarray] | None) -> Draws:
+    """Hold the tokens that the policy wrote against those drawn again, [T] a sample; −1: that one was not."""
+    tokens = different = 0
+    first = None
+    for sample, expected in zip(samples, redrawn or (), strict=redrawn is not None):
+        made = sample.completion
+        own = np.asarray(made.token_ids, np.int64)[list(made.written)]
+        wrong = (own != expected) & (expected >= 0)
+        tokens, different = tokens + int((expected >= 0).sum()), different + int(wrong.sum())
+        if first is None and wrong.any():
+            at = int(wrong.argmax())
+            first = WrongDraw(sample.uid, at, int(own[at]), int(expected[at]), made.sampling.seed)
+    return Draws(tokens, different, first)
