@@ -7,6 +7,12 @@
 `engine` and `trainer` are digests of all logprob bits of the step, in sample order; at zero KLD they are equal. `rung`
 is where the run stands on the ladder of `parity.mode=fallback` (bitwise, replay, correction); the line of a step down
 has its `reason`. A line's `hash` covers the rest of it: a line that was changed, added or taken out breaks the chain.
+
+    "certain": 12, "raw_different": 0, "raw": {"engine": "c5d0...", "trainer": "c5d0..."},
+    "redrawn": 5632, "redrawn_different": 0, "faults": 0
+
+Tokens of probability 1; raw logprobs, as above; tokens drawn again, and those that were others; completions that are
+not what was asked for, trained or not.
 """
 
 from __future__ import annotations
