@@ -84,6 +84,7 @@ class Job:
     memory_bytes: int
     filter: str  # seccomp's, in hexadecimal digits
     parent: int  # process id
+    threads: int = 64
     judges: bool = False  # `source` is a test, of the program at the other end of `channel`
     channel: tuple[int, ...] = ()  # file descriptors to read and to write calls of a program's functions
 
