@@ -103,8 +103,9 @@ def serve(names: dict[str, Any], read: int, write: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What an instance of the program's own subclass of a plain type (a named tuple, an enumeration) is as that type."""
-    for kind in (int, float, complex, str, bytes, list, tuple, dict, set, frozenset):
+    """An instance of the program's own subclass of a plain type (a named tuple, an enumeration) as that type."""
+    kinds: tuple[Any, ...] = int, float, complex, str, bytes, list, tuple, dict, set, frozenset
+    for kind in kinds:
         if isinstance(value, kind):
             return kind(value)
     raise TypeError(f"a {type(value).__name__} is compared: only plain data can be")

@@ -143,8 +143,8 @@ class _Process:
             status = "memory"
         else:
             status = "ok" if code == 0 else "error"
-        texts = (text.decode(errors="replace") for text in (out, err))
-        return ProgramResult(status, *texts, time.monotonic() - start)
+        stdout, stderr = (text.decode(errors="replace") for text in (out, err))
+        return ProgramResult(status, stdout, stderr, time.monotonic() - start)
 
 
 @contextlib.asynccontextmanager
@@ -154,7 +154,7 @@ async def _spawned(
     """A sandboxed process, which ends here if not earlier."""
     if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
         raise ConfigError(
-            f"this machine ({sys.platform}, {platform.machine()}) cannot confine a program, which takes Linux on x86-64 "
+            f"this machine ({sys.platform}, {platform.machine()}) cannot confine a program: that takes Linux on x86-64 "
             "or aarch64; judge programs on another machine, behind HttpReward"
         )
     job = Job(

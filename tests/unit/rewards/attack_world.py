@@ -1,6 +1,7 @@
 """A process that starts a victim, lets hostile programs loose, and prints as JSON what became of whom.
 
-Usage: SECRET=SECRET-of-the-parent attack_world.py FOLDER open|closed [denied system call]...: outside or inside of the sandbox, as whoever runs it.
+Usage: SECRET=SECRET-of-the-parent attack_world.py FOLDER open|closed [denied system call]...
+That is outside or inside of the sandbox, as whoever runs it.
 """
 
 import asyncio

@@ -4,25 +4,31 @@ VICTIM is the process id of another process of the same user, PARENT of the one 
 folder with the file `kept`, `call(name, ...)` a system call that raises OSError. An attack that is denied raises.
 """
 
-# Numbers on x86-64, for calls that Python has no function for.
-NUMBERS = dict(
-    kill=62, tkill=200, tgkill=234, rt_sigqueueinfo=129, rt_tgsigqueueinfo=297, pidfd_open=434, pidfd_send_signal=424,
-    pidfd_getfd=438, ptrace=101, process_vm_readv=310, process_vm_writev=311, process_madvise=440, process_mrelease=448,
-    kcmp=312, prctl=157, prlimit64=302, setrlimit=160, setpriority=141, ioprio_set=251, sched_setattr=314,
-    sched_setscheduler=144, sched_setparam=142, move_pages=279, migrate_pages=256, set_mempolicy=238, fcntl=72, ioctl=16,
-    fchmodat2=452, fchmodat=268, setxattr=188, lsetxattr=189, fsetxattr=190, removexattr=197, lremovexattr=198,
-    fremovexattr=199, setxattrat=463, futimesat=261, utime=132, utimes=235, utimensat=280, renameat2=316, openat2=437,
-    creat=85, truncate=76, ftruncate=77, fallocate=285, linkat=265, symlinkat=266, mknodat=259, flock=73, chroot=161,
-    unshare=272, setns=308, mount=165, move_mount=429, open_tree=428, fsopen=430, mount_setattr=442, pivot_root=155,
-    bpf=321, perf_event_open=298, keyctl=250, add_key=248, request_key=249, userfaultfd=323, io_uring_setup=425,
-    io_uring_enter=426, io_uring_register=427, memfd_create=319, memfd_secret=447, seccomp=317, personality=135,
-    modify_ldt=154, arch_prctl=158, socket=41, socketpair=53, connect=42, sendto=44, inotify_init1=294,
-    fanotify_init=300, signalfd4=289, timer_create=222, mq_open=240, shmget=29, msgget=68, semget=64, clone=56, clone3=435,
-    fork=57, vfork=58, execve=59, execveat=322, setsid=112, setpgid=109, setuid=105, setresuid=117, setgroups=116,
-    capset=126, name_to_handle_at=303, open_by_handle_at=304, sched_setaffinity=203, vmsplice=278, splice=275,
-    landlock_restrict_self=446, clock_settime=227, adjtimex=159, reboot=169, swapon=167, kexec_load=246, init_module=175,
-    quotactl=179, acct=163, syslog=103, mlock=149, mlockall=151, sync=162, syncfs=306, futex_waitv=449, cachestat=451,
-)  # fmt: skip
+
+def table(text: str) -> dict[str, int]:
+    words = text.split()
+    return {name: int(number) for name, number in zip(words[::2], words[1::2], strict=True)}
+
+
+# On x86-64, for calls that Python has no function for.
+NUMBERS = table("""
+    kill 62 tkill 200 tgkill 234 rt_sigqueueinfo 129 rt_tgsigqueueinfo 297 pidfd_open 434 pidfd_send_signal 424
+    pidfd_getfd 438 ptrace 101 process_vm_readv 310 process_vm_writev 311 process_madvise 440 process_mrelease 448
+    kcmp 312 prctl 157 prlimit64 302 setrlimit 160 setpriority 141 ioprio_set 251 sched_setattr 314
+    sched_setscheduler 144 sched_setparam 142 move_pages 279 migrate_pages 256 set_mempolicy 238 fcntl 72 ioctl 16
+    fchmodat2 452 fchmodat 268 setxattr 188 lsetxattr 189 fsetxattr 190 removexattr 197 lremovexattr 198
+    fremovexattr 199 setxattrat 463 futimesat 261 utime 132 utimes 235 utimensat 280 renameat2 316 openat2 437
+    creat 85 truncate 76 ftruncate 77 fallocate 285 linkat 265 symlinkat 266 mknodat 259 flock 73 chroot 161
+    unshare 272 setns 308 mount 165 move_mount 429 open_tree 428 fsopen 430 mount_setattr 442 pivot_root 155 bpf
+    321 perf_event_open 298 keyctl 250 add_key 248 request_key 249 userfaultfd 323 io_uring_setup 425
+    io_uring_enter 426 io_uring_register 427 memfd_create 319 memfd_secret 447 seccomp 317 personality 135
+    modify_ldt 154 arch_prctl 158 socket 41 socketpair 53 connect 42 sendto 44 inotify_init1 294 fanotify_init 300
+    signalfd4 289 timer_create 222 mq_open 240 shmget 29 msgget 68 semget 64 clone 56 clone3 435 fork 57 vfork 58
+    execve 59 execveat 322 setsid 112 setpgid 109 setuid 105 setresuid 117 setgroups 116 capset 126
+    name_to_handle_at 303 open_by_handle_at 304 sched_setaffinity 203 vmsplice 278 splice 275
+    landlock_restrict_self 446 clock_settime 227 adjtimex 159 reboot 169 swapon 167 kexec_load 246 init_module 175
+    quotactl 179 acct 163 syslog 103 mlock 149 mlockall 151 sync 162 syncfs 306 futex_waitv 449 cachestat 451
+""")
 
 PRELUDE = f"""
 import ctypes, fcntl, mmap, os, resource, signal, socket, struct, sys, time
@@ -117,7 +123,16 @@ HARM = {  # each changes how the victim runs
     "prlimit": "resource.prlimit(VICTIM, resource.RLIMIT_NOFILE, (3, 3))",
     "ioprio_set": "call('ioprio_set', 1, VICTIM, 3 << 13)",
 }
-# What is denied whatever its arguments are, or with these: calls that reach further than a computation.
+# Denied whatever the arguments are: calls that reach further than a computation.
+WHOLE = """
+    kcmp process_madvise process_mrelease move_pages migrate_pages set_mempolicy io_uring_setup io_uring_enter
+    io_uring_register userfaultfd bpf perf_event_open keyctl add_key request_key memfd_create memfd_secret seccomp
+    personality modify_ldt arch_prctl unshare setns mount move_mount open_tree fsopen mount_setattr pivot_root
+    chroot inotify_init1 fanotify_init signalfd4 mq_open setsid setpgid setuid setresuid setgroups capset
+    name_to_handle_at open_by_handle_at flock fallocate vmsplice splice landlock_restrict_self clock_settime
+    adjtimex reboot swapon kexec_load init_module quotactl acct syslog mlock mlockall sync syncfs setxattrat
+    futex_waitv cachestat pidfd_open
+"""
 CALLS = {
     "ioctl FIOSETOWN": "fcntl.ioctl(os.pipe()[0], 0x8901, struct.pack('i', VICTIM))",
     "ioctl SIOCSPGRP": "fcntl.ioctl(os.pipe()[0], 0x8902, struct.pack('i', VICTIM))",
@@ -157,19 +172,8 @@ CALLS = {
     "messages": "call('msgget', 0, 0o1600)",
     "semaphores": "call('semget', 0, 1, 0o1600)",
     "timer for another thread": "call('timer_create', 0, bytes(64), bytes(8))",
-    **{
-        name: f"call({name!r}, 0, 0, 0, 0, 0)"
-        for name in (
-            "kcmp process_madvise process_mrelease move_pages migrate_pages set_mempolicy io_uring_setup "
-            "io_uring_enter io_uring_register userfaultfd bpf perf_event_open keyctl add_key request_key memfd_create "
-            "memfd_secret seccomp personality modify_ldt arch_prctl unshare setns mount move_mount open_tree fsopen "
-            "mount_setattr pivot_root chroot inotify_init1 fanotify_init signalfd4 mq_open setsid setpgid setuid setresuid "
-            "setgroups capset name_to_handle_at open_by_handle_at flock fallocate vmsplice splice landlock_restrict_self "
-            "clock_settime adjtimex reboot swapon kexec_load init_module quotactl acct syslog mlock mlockall sync syncfs "
-            "setxattrat futex_waitv cachestat pidfd_open"
-        ).split()
-    },
-}  # fmt: skip
+    **{name: f"call({name!r}, 0, 0, 0, 0, 0)" for name in WHOLE.split()},
+}
 EFFECTIVE = {**SIGNALS, **FILES, **READING, **HARM}
 ATTACKS = {**EFFECTIVE, **CALLS}
 

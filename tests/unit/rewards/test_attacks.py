@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -89,8 +90,6 @@ def test_without_namespaces_something_else_keeps_memory_apart_or_nothing_runs(us
 
 def judged(code: bytes, machine: str, number: int, *arguments: int) -> int:
     """What a classic BPF program answers. Jumps, loads and comparisons are all it has."""
-    import struct
-
     padded = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("<IIQ6Q", number, ARCHITECTURES.get(machine, 0x40000003), 0, *padded)
     program, place, word = list(struct.iter_unpack("<HBBI", code)), 0, 0
@@ -123,16 +122,16 @@ CASES = [
 ]  # fmt: skip
 DENIED = {  # by number, on each architecture
     "x86_64": {name: number for name, number in attacks.NUMBERS.items() if name not in numbers("x86_64")},
-    "aarch64": dict(
-        kill=129, tkill=130, tgkill=131, rt_sigqueueinfo=138, rt_tgsigqueueinfo=240, ptrace=117, process_vm_readv=270,
-        kcmp=272, setpriority=140, sched_setaffinity=122, ioprio_set=30, setxattr=5, lsetxattr=6, fsetxattr=7,
-        removexattr=14, fchmodat=53, fchmodat2=452, utimensat=88, unlinkat=35, mkdirat=34, linkat=37, renameat=38,
-        renameat2=276, truncate=45, ftruncate=46, fchmod=52, fchownat=54, fchown=55, socket=198, socketpair=199,
-        execve=221, execveat=281, unshare=97, setns=268, mount=40, bpf=280, perf_event_open=241, keyctl=219,
-        memfd_create=279, seccomp=277, userfaultfd=282, io_uring_setup=425, clone3=435, timer_create=107,
-        mknodat=33, symlinkat=36, setrlimit=164, sched_setscheduler=119, sched_setattr=274, personality=92, flock=32,
-    ),
-}  # fmt: skip
+    "aarch64": attacks.table("""
+        kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138 rt_tgsigqueueinfo 240 ptrace 117 process_vm_readv
+        270 kcmp 272 setpriority 140 sched_setaffinity 122 ioprio_set 30 setxattr 5 lsetxattr 6 fsetxattr 7
+        removexattr 14 fchmodat 53 fchmodat2 452 utimensat 88 unlinkat 35 mkdirat 34 linkat 37 renameat 38
+        renameat2 276 truncate 45 ftruncate 46 fchmod 52 fchownat 54 fchown 55 socket 198 socketpair 199
+        execve 221 execveat 281 unshare 97 setns 268 mount 40 bpf 280 perf_event_open 241 keyctl 219
+        memfd_create 279 seccomp 277 userfaultfd 282 io_uring_setup 425 clone3 435 timer_create 107 mknodat 33
+        symlinkat 36 setrlimit 164 sched_setscheduler 119 sched_setattr 274 personality 92 flock 32
+    """),
+}
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
