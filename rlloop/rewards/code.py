@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from rlloop.errors import ConfigError
+from rlloop.rewards.event_loop import OnThisLoop
 from rlloop.rewards.sandbox import Limits, require_confinement, run_program, run_test
 from rlloop.types import Example, RewardResult
 
@@ -50,10 +51,10 @@ class CodeReward:
         self.tests_key, self.partial = tests_key, partial
         self.limits = Limits(seconds, memory_mb, output_bytes)
         self.concurrency = processes or os.cpu_count() or 1  # samples at a time, and programs
-        self._places = asyncio.Semaphore(self.concurrency)
+        self._places = OnThisLoop(lambda: asyncio.Semaphore(self.concurrency))
 
     async def _passes(self, program: str, test: dict[str, Any]) -> tuple[bool, bool]:
-        async with self._places:
+        async with self._places.get():
             if "assert" in test:
                 tested = await run_test(program, test["assert"], self.limits)
                 if tested.verdict == "unsupported":
