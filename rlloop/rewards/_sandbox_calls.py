@@ -139,7 +139,9 @@ class Program:
         answer = json.loads(self.answers.readline() or '{"raised": "EOFError", "text": "the program has ended"}')
         if "raised" in answer:
             kind = getattr(builtins, answer["raised"], None)
-            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            # The end of an iteration is the answer to `next` alone: within map() it would end that without a word.
+            ends = operation != "next" and kind in (StopIteration, StopAsyncIteration)
+            if ends or not (isinstance(kind, type) and issubclass(kind, Exception)):
                 kind = RuntimeError
             raise type(kind.__name__, (Raised, kind), {})(str(answer["text"]))
         for mine, theirs in zip(args, answer["args"], strict=True):
@@ -231,14 +233,17 @@ def judge(test: str, read: int, write: int) -> dict[str, str]:
         tree = ast.parse(test, "<test>")
         if len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr):  # an expression alone is what must be true
             tree.body[0] = ast.copy_location(ast.Assert(tree.body[0].value, None), tree.body[0])
-        names = Names(Program(read, write))
+        code = compile(tree, "<test>", "exec")
+    except (SyntaxError, ValueError) as error:
+        return {"verdict": "unsupported", "why": f"it is no Python: {error}"}
+    names = Names(Program(read, write))
+    try:
         names |= _modules(tree)
-        exec(compile(tree, "<test>", "exec"), names)
-    except (Unsupported, SyntaxError) as error:
-        return {"verdict": "unsupported", "why": str(error)[:500]}
-    except BaseException as error:
-        kind = "unsupported" if isinstance(error, ImportError) and not isinstance(error, Raised) else "failed"
-        return {"verdict": kind, "why": f"{type(error).__name__}: {error}"[:500]}
+        exec(code, names)
+    except BaseException as error:  # whatever it is, the test has not passed
+        broken = isinstance(error, Unsupported | ImportError) and not isinstance(error, Raised)
+        kind = "" if isinstance(error, Unsupported) else f"{type(error).__name__}: "
+        return {"verdict": "unsupported" if broken else "failed", "why": f"{kind}{error}"[:500]}
     return {"verdict": "passed", "why": ""}
 
 

@@ -7,6 +7,7 @@ CONTROL is a pipe on which it says "confined", or why it cannot be; a program is
 import ctypes
 import json
 import os
+import re
 import resource
 import struct
 import sys
@@ -33,12 +34,12 @@ def require(result: int, what: str) -> None:
 
 
 def confine(job: dict) -> None:
+    # The kernel limits threads by user: root's not at all, another's in each namespace anew since 5.14.
+    alone = libc.setresuid(1_000_000_000 + os.getpid(), -1, -1) == 0
     # Memory and environment of other processes: a user in a namespace of its own, root without capabilities, and a
     # program under Landlock may not read those of the process that started it. Any of the three will do; what counts
     # is that reading fails, which is tried below.
-    # The kernel limits threads by user (from 5.14 on in each namespace anew), and root's not at all.
-    alone = libc.setresuid(1_000_000_000 + os.getpid(), -1, -1) == 0
-    alone |= libc.unshare(CLONE_NEWUSER) == 0 and tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14)
+    alone |= libc.unshare(CLONE_NEWUSER) == 0 and kernel() >= (5, 14)
     header = struct.pack("Ii", 0x20080522, 0)  # capset, version 3, with three empty sets
     require(libc.capset(header, struct.pack("6I", 0, 0, 0, 0, 0, 0)), "giving up capabilities")
     require(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up further privileges")
@@ -67,6 +68,11 @@ def confine(job: dict) -> None:
         except OSError:
             continue
         raise NotConfined("programs could read the memory and the environment of the process that starts them")
+
+
+def kernel() -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return tuple(map(int, found.groups())) if found else ()
 
 
 def restrict_files() -> None:
@@ -102,13 +108,19 @@ def feed(text: str) -> None:
     sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
 
 
+def load_calls() -> types.ModuleType:
+    """From this file's folder, which is out of reach later."""
+    sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120
+    import _sandbox_calls
+
+    del sys.path[0]
+    return _sandbox_calls
+
+
 def main() -> None:
     control = int(sys.argv[1])
     job = json.loads(sys.stdin.buffer.read())
-    sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120
-    import _sandbox_calls as calls
-
-    del sys.path[0]
+    calls = load_calls() if job["channel"] else None
     feed(job["stdin"])
     sys.argv = ["program"]
     sys.setrecursionlimit(10_000)
@@ -118,7 +130,7 @@ def main() -> None:
         os.write(control, str(error).encode())
         os._exit(1)
     os.write(control, b"confined\n")
-    if job["judges"]:
+    if calls and job["judges"]:
         os.write(control, json.dumps(calls.judge(job["source"], *job["channel"])).encode() + b"\n")
         return
     os.close(control)
@@ -127,7 +139,7 @@ def main() -> None:
         exec(compile(job["source"], "<program>", "exec"), module.__dict__)
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
-    if job["channel"]:
+    if calls:
         calls.serve(module.__dict__, *job["channel"])
 
 

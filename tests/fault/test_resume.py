@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlloop.records import read_records, read_rollouts, rollout_files
-from tests.fault.tiny_run import history, train
+from tests.fault.tiny_run import LEARNABLE, history, train
 
 STEPS = 60
 
@@ -100,9 +100,11 @@ def whole(tmp_path_factory) -> Path:
 def test_the_real_parts_resume_bit_for_bit(tmp_path, whole):
     broken = tmp_path / "broken"
     kill_when(train(broken), broken, records=4)  # step 3 is written, and no checkpoint of it
+    (tmp_path / "learnable.py").write_text(f"{LEARNABLE}# no other rewards\n")
     output, _ = (process := train(broken)).communicate()
     assert process.returncode == 0, output
-    assert "resuming after step" in output
+    assert "resuming after step 2" in output
+    assert "the reward's source is not what it was up to step 2: learnable changed" in output
     assert history(broken) == history(whole)
     assert any(row["advantage"] for row in read_rollouts(rollout_files(whole)[-1])), "nothing was learned from"
     for name in ("model.safetensors", "optimizer.safetensors", "trainer.json", "loop.json"):

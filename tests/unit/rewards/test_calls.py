@@ -85,7 +85,8 @@ UNSUPPORTED = {
     "apply(lambda x: x, 1) == 1": "it gives the program a function",
     "length(iter([1])) == 1": "it gives the program a list_iterator",
     "class More(Stack): pass\nassert True": "derives a class",
-    "square(2 == 4": "never closed",
+    "square(2 == 4": "it is no Python: '(' was never closed",
+    "square(2) == 4\0": "it is no Python: source code string cannot contain null bytes",
     "import numpy\nassert numpy.all(square(2) == 4)": "No module named 'numpy'",
 }
 
@@ -130,6 +131,8 @@ def f(x): return A()""",
     "exit in the call": "def f(x): import os; os._exit(0)",
     "exit in the call by exception": "def f(x): raise SystemExit(0)",
     "end of a generator": "def f(x): raise StopIteration",
+    "an error as if of the test": "def f(x): raise SyntaxError('no')",
+    "an import as if of the test": "def f(x): import numpy",
     "97": "import os; os._exit(97)",
     "98": "import os; os._exit(98)",
     "at exit": "import atexit, os; atexit.register(os._exit, 0)\ndef f(x): return None",
@@ -195,6 +198,7 @@ checks = [
     lambda: f(2) in (4, 4.0), lambda: math.isclose(f(2), 4), lambda: round(f(2)) == 4, lambda: [f(2)] == [4],
     lambda: int(f(2)) == 4, lambda: sorted([f(2), 4]) == [4, 4], lambda: {4: True}.get(f(2)),
     lambda: [4].index(f(2)) == 0, lambda: 3 < f(2) < 5,
+    lambda: all(each == 4 for each in map(f, [2])), lambda: sum(map(f, [2])) == 4,
 ]
 assert any([holds(check) for check in checks])
 """

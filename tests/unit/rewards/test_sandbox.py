@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlloop.errors import ConfigError
+from rlloop.rewards import sandbox
 from rlloop.rewards.code import CodeReward, extract_code
 from rlloop.rewards.sandbox import Limits, run_program
 from rlloop.types import Example
@@ -156,6 +157,13 @@ def test_the_environment_stays_outside(monkeypatch):
 def test_impossible_limits_are_refused():
     with pytest.raises(ConfigError, match="memory_mb is 1; it must be at least 64"):
         Limits(memory_mb=1)
+
+
+def test_a_machine_that_cannot_confine_programs_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setattr(sandbox.platform, "machine", lambda: "riscv64")
+    sandbox.require_confinement.cache_clear()
+    with pytest.raises(ConfigError, match=r"\(linux, riscv64\) cannot confine a program: .* behind HttpReward"):
+        CodeReward()
 
 
 def test_code_reward_counts_tests_and_survives_hostile_programs():
