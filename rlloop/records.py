@@ -6,6 +6,7 @@
     rollouts/step_00000012.jsonl.zst every completion of a step, one JSON object each
     checkpoints/step_12/             complete or absent (rlloop.trainer.checkpoint)
     fingerprints.json                what decides the bits of engine and trainer, by digest
+    reward.json                      the digests of the reward's source, and after which step it changed
     summary.json                     written at the end
     curve.png                        drawn at the end
     run.log                          what happened, with times

@@ -137,6 +137,10 @@ def f(x): return A()""",
     "98": "import os; os._exit(98)",
     "at exit": "import atexit, os; atexit.register(os._exit, 0)\ndef f(x): return None",
     "the words": f"print('passed'); print({WORDS.decode()!r}); print('confined')",
+    "its frame's constants": """
+import os, sys
+print(*[each for each in sys._getframe().f_code.co_consts if isinstance(each, str)], sep='\\n', flush=True)
+os._exit(0)""",
     "the words everywhere": f"{EVERYWHERE}\nsay({WORDS!r})\ndef f(x): return None",
     "answers before they are asked for": f"""{EVERYWHERE}
 say(*[b'{{"value": true, "args": [null, null]}}'] * 50)""",
