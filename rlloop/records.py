@@ -7,6 +7,7 @@
     checkpoints/step_12/             complete or absent (rlloop.trainer.checkpoint)
     fingerprints.json                what decides the bits of engine and trainer, by digest
     signatures.jsonl                 with certificate.key: the certificate's head, signed (rlloop.parity.witness)
+    reward.json                      the digests of the reward's source, and after which step it changed
     summary.json                     written at the end
     curve.png                        drawn at the end
     run.log                          what happened, with times
