@@ -94,9 +94,10 @@ class Members:
         connect: Callable[[str], EngineClient],
         objection: Callable[[EngineState], str | None],
         came: Callable[[], None],
+        run_id: str = "",
     ) -> None:
         self.settings, self._record, self._connect, self._objection = settings, record, connect, objection
-        self._came = came
+        self._came, self._run_id = came, run_id
         self.version = -1
         self.counts: Counter[str] = Counter()
         self._all: dict[str, Member] = {}
@@ -168,12 +169,18 @@ class Members:
         if member.status == "quarantined" and member.condemned == self.version:
             return
         objection = self._objection(state) if state.status != "failed" else f"its weights failed: {state.error}"
+        if self._is_other(state.follows):
+            objection = f"it follows run {state.follows}, and this is {self._run_id}; start it anew, or with --any-run"
         if objection is not None:
             self.condemn(member, objection)
-        elif self.version < 0 or state.version != self.version:
-            self.out(member, "behind", f"it has version {state.version} of {self.version}")
+        elif self.version < 0 or state.version != self.version or self._is_other(state.run_id):
+            what = f"{state.run_id}/{state.version}" if state.run_id else f"{state.version}"
+            self.out(member, "behind", f"it has version {what} of {self.version}: {state.error}".rstrip(": "))
         elif member.status != "serving":
             await self._admit(member)
+
+    def _is_other(self, run_id: str) -> bool:
+        return bool(run_id and self._run_id) and run_id != self._run_id
 
     async def _admit(self, member: Member) -> None:
         """Into service, if its canary has the right bits."""

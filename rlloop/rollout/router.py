@@ -79,14 +79,14 @@ class Router:
         objection: Callable[[EngineState], str | None] = lambda state: None,
     ) -> None:
         """`record` is told what happens. `objection` says why an engine must not serve, by its own account of itself.
-        `holder` and `term` fence off earlier processes of the same run (`rlloop.rollout.wire.Lease`). `vocabulary`:
+        `holder` is the run, and `term` fences off its earlier processes (`rlloop.rollout.wire.Lease`). `vocabulary`:
         tokens that the model has, where that is known."""
 
         def connect(url: str) -> EngineClient:
             return EngineClient(url, token=token, ca_file=ca_file, holder=holder, term=term, vocabulary=vocabulary)
 
         self.settings = settings
-        self._members = Members(settings, record, connect, objection, self._pump)
+        self._members = Members(settings, record, connect, objection, self._pump, holder)
         self._queue: list[_Chunk] = []
         self._batches: set[_Batch] = set()
         self._thread = LoopThread("router")

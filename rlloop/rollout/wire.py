@@ -94,6 +94,8 @@ class EngineState(msgspec.Struct):
     weights: Progress | None = None
     error: str = ""
     paused: bool = False
+    run_id: str = ""  # whose weights it has; "": nobody's that was published
+    follows: str = ""  # the only run whose weights it takes; "": any
 
 
 class BadAnswer(RlloopError):
