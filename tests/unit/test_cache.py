@@ -55,17 +55,18 @@ def a_link(folder: Path, monkeypatch) -> None:
         monkeypatch.setattr("os.geteuid", lambda: 4711)
 
 
-PLANTED = {
-    "it belongs to user": somebody_elses,
-    "it belongs to user ": a_link,
-    "others may write into it: chmod go-w": lambda folder, monkeypatch: folder.chmod(0o777),
-    "others may write into it: ": lambda folder, monkeypatch: folder.chmod(0o720),
-    "everybody may write into": lambda folder, monkeypatch: folder.parent.chmod(0o777),
-}
-
-
-@pytest.mark.parametrize("why", PLANTED)
-def test_a_folder_that_others_may_write_into_is_refused(tmp_path, monkeypatch, caplog, why):
+@pytest.mark.parametrize(
+    ("plant", "why"),
+    [
+        (somebody_elses, "it belongs to user"),
+        (a_link, "it belongs to user"),
+        (lambda folder, _: folder.chmod(0o777), "others may write into it: chmod go-w"),
+        (lambda folder, _: folder.chmod(0o720), "others may write into it: chmod go-w"),
+        (lambda folder, _: folder.parent.chmod(0o777), "everybody may write into"),
+    ],
+    ids=["somebody else's", "a link", "everybody's", "a group's", "replaceable"],
+)
+def test_a_folder_that_others_may_write_into_is_refused(tmp_path, monkeypatch, caplog, plant, why):
     folder = tmp_path / "above" / "cache"
     folder.mkdir(parents=True)
     (tmp_path / "tmp").mkdir(mode=0o700)
@@ -73,7 +74,7 @@ def test_a_folder_that_others_may_write_into_is_refused(tmp_path, monkeypatch, c
     monkeypatch.setenv("RLLOOP_CACHE", str(folder))
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     assert private(folder) == folder
-    PLANTED[why](folder, monkeypatch)
+    plant(folder, monkeypatch)
     with pytest.raises(ConfigError, match=why):
         cache_root()
     found = kernel_folder("k")
