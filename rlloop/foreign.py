@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ class Publishing:
 
     def __init__(self, store: Store, key: Ed25519PrivateKey, run_id: str, anchor_every: int) -> None:
         self._publisher = Publisher(store, key, run_id, anchor_every=anchor_every)
-        self.term = int(time.time())  # later processes of a run fence off earlier ones
+        self.term = self._publisher.claim()  # later processes of a run fence off earlier ones
 
     def squash(self, sequence: int) -> bool:
         return self._publisher.squash_for(sequence)

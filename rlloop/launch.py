@@ -250,9 +250,11 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
 
 def _import_ray(address: str | None) -> Any:
     if address is None and "ray" not in sys.modules:
-        # A Ray of our own answers only who knows its token. Ray reads these as it is imported.
+        # A Ray of our own answers only who knows its token, and nobody from outside: its metrics ask for none. Ray
+        # reads these as it is imported; without clusters, whatever the system, all of it listens on loopback.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:

@@ -117,6 +117,8 @@ def _member_options(options: argparse.ArgumentParser, name: str | None) -> None:
     options.add_argument("--store", metavar="URL", help="follow the weights of this store (a folder, http, s3, ...)")
     options.add_argument("--relay", metavar="URL", help="read that store through this relay; around it where it fails")
     options.add_argument("--public-key", metavar="HEX|FILE", help="whose versions are taken; needed with --store")
+    options.add_argument("--run-id", help="the only run whose versions are taken; default: the first that is met")
+    options.add_argument("--any-run", action="store_true", help="follow each run that comes, not one alone")
     options.add_argument("--interval", type=float, default=2.0, help="seconds between looks at the store")
     options.add_argument("--join", metavar="URL", help="announce itself to this trainer")
     options.add_argument("--region", default="home", help="its name there")
@@ -155,7 +157,7 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     follower = None
     if source is not None and store is not None:
         target = LiveTarget(named_weights(model).items(), engine.set_version, service.change_weights)
-        replica = Replica(store, public_key(source.public_key), target)
+        replica = Replica(store, public_key(source.public_key), target, run_id=source.run_id, any_run=source.any_run)
         follower = ReplicaFollower(replica, service, interval=given.interval)
         stack.callback(follower.close)
     stack.callback(service.close)  # before the follower's: a change of weights that waits in a pause ends with it
@@ -208,6 +210,8 @@ def _source(given: argparse.Namespace, token: str | None) -> Source | None:
     """What `--store` and its companions say. Raises `ConfigError`."""
     if (given.store is None) != (given.public_key is None):
         raise ConfigError("--store and --public-key belong together: versions are only taken from who signed them")
+    if given.run_id is not None and given.any_run:
+        raise ConfigError(f"--run-id {given.run_id} says one run and --any-run each that comes; leave one of them out")
     if given.store is None:
         if given.relay is not None:
             raise ConfigError("--relay needs --store: the store that the relay reads, for when the relay fails")
@@ -218,7 +222,7 @@ def _source(given: argparse.Namespace, token: str | None) -> Source | None:
     store = given.store if "://" in given.store else str(Path(given.store).absolute())
     key = Path(given.public_key).read_text() if Path(given.public_key).is_file() else given.public_key
     ca_file = None if given.ca_file is None else str(given.ca_file.absolute())
-    return Source(store, public_hex(public_key(key)), given.relay, token, ca_file)
+    return Source(store, public_hex(public_key(key)), given.relay, token, ca_file, given.run_id, given.any_run)
 
 
 class _Joining:
@@ -323,7 +327,8 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
 
 
 def _print_event(event: Any) -> None:
-    print(f"rlloop trainer: {event['event']} {event['engine']}", flush=True)
+    why = f": {event['why']}" if event.get("why") else ""
+    print(f"rlloop trainer: {event['event']} {event['engine']}{why}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ proxy

@@ -12,6 +12,7 @@ import numpy as np
 from rlloop.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "abort"]
+WHOLE: tuple[FinishReason, ...] = ("stop", "length")  # what ends a completion that may be trained
 
 
 def _whole(value: Any) -> bool:
@@ -111,6 +112,11 @@ class Completion:
         if self.turns is None:
             return range(len(self.token_ids))
         return [place for start, end in self.turns for place in range(start, end)]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it came to its own end, so that it is a sample of the policy. Nothing else is trained."""
+        return self.finish_reason in WHOLE
 
     @property
     def longest_turn(self) -> int:

@@ -29,6 +29,8 @@ class Source(msgspec.Struct, frozen=True):
     relay: str | None = None  # asked first; the store, where it fails
     token: str | None = None  # for either, where it is a server
     ca_file: str | None = None
+    run_id: str | None = None  # the only run whose versions are taken; None: the first that is met,
+    any_run: bool = False  # or each
 
     def open(self) -> Store:
         origin = open_served(self.store, self.token, self.ca_file)
@@ -64,6 +66,12 @@ class Followed(Protocol):
     @property
     def metrics(self) -> Mapping[str, float]: ...
 
+    @property
+    def run_id(self) -> str | None: ...
+
+    @property
+    def any_run(self) -> bool: ...
+
     def poll(self) -> bool: ...
 
 
@@ -94,6 +102,14 @@ class ReplicaFollower:
     @property
     def progress(self) -> Progress | None:
         return self._progress
+
+    @property
+    def run_id(self) -> str:
+        return self._replica.run_id or ""
+
+    @property
+    def follows(self) -> str:
+        return "" if self._replica.any_run else self.run_id
 
     def wake(self) -> None:
         with self._changed:

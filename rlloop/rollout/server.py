@@ -61,6 +61,12 @@ class Follower(Protocol):
     @property
     def progress(self) -> wire.Progress | None: ...
 
+    @property
+    def run_id(self) -> str: ...
+
+    @property
+    def follows(self) -> str: ...
+
     def wake(self) -> None: ...
 
     def wait_for(self, version: int, seconds: float) -> None:
@@ -272,6 +278,8 @@ class EngineServer:
             None if follower is None else follower.progress,
             "" if follower is None else follower.error,
             self.service.paused,
+            "" if follower is None else follower.run_id,
+            "" if follower is None else follower.follows,
         )
 
     async def _unavailable(self, request: Request, error: Exception) -> Response:

@@ -232,6 +232,8 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chain: tuple[Link, ...]  # identities, ascending, without a gap; the last one is the newest version
     shortcuts: tuple[Link, ...] = ()  # anchors and squashed deltas to members of the chain
     format: int = FORMAT
+    term: int = 0  # how many publishers have claimed the store so far,
+    publisher: str = ""  # and the last of them, by a name of its process's own
 
     @property
     def newest(self) -> Link:

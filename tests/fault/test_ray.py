@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,29 @@ def workers(owner: str) -> dict[int, str]:
                 continue  # it ended while we looked
             if f"RLLOOP_TEST_RUN={SUITE}/{owner}\0".encode() in environment and "ray" in command:
                 found[int(entry.name)] = command
+    return found
+
+
+LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+
+
+def listening(pids: Iterable[int]) -> list[tuple[str, str]]:
+    """(address, port) in the kernel's digits, of each socket on which one of the processes listens."""
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                sockets[f"socket:[{fields[9]}]"] = tuple(fields[1].split(":"))
+    found = []
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                name = str(descriptor.readlink())
+            except OSError:
+                continue  # closed meanwhile
+            if name in sockets:
+                found.append(sockets[name])
     return found
 
 
@@ -67,6 +91,9 @@ def test_one_engine_or_three_and_a_killed_one_give_the_bits_of_a_local_run(tmp_p
         time.sleep(0.01)
     victims = [pid for pid, command in workers("three").items() if "ray::Replica" in command]
     assert victims, "no replica was there to be killed"
+    heard = listening(workers("three"))
+    assert len(heard) > 3
+    assert [each for each in heard if each[0] not in LOOPBACK] == []
     os.kill(victims[0], signal.SIGKILL)
     finish(process)
     same(tmp_path / "three", local)

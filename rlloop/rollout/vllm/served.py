@@ -334,7 +334,7 @@ class ServedReplica:
     ) -> None:
         """`exclusively` runs a change with nothing in flight, as `EngineService.change_weights` does."""
         self._upstream, self._engine, self._exclusively = upstream, engine, exclusively
-        self._source = msgspec.json.encode(source).decode()
+        self._source, self.any_run = msgspec.json.encode(source).decode(), source.any_run
         self._standing: Standing | None = None
         self._lost = ""  # why vLLM could not be asked
         self._paused = 0.0
@@ -342,6 +342,10 @@ class ServedReplica:
     @property
     def state(self) -> State:
         return State.error if self._lost or self._standing is None else self._standing.state
+
+    @property
+    def run_id(self) -> str | None:
+        return None if self._standing is None else self._standing.run_id
 
     @property
     def error(self) -> str:

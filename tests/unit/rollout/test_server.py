@@ -56,6 +56,7 @@ class Follower:
         self.newest = 0
         self.error = ""
         self.progress = wire.Progress(0, wire_bytes=7)
+        self.run_id = self.follows = ""
         self.woken = threading.Event()
 
     @property
