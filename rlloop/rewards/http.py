@@ -10,10 +10,12 @@ from typing import Any
 import httpx
 import tenacity
 
+from rlloop.clients import async_client
 from rlloop.errors import ConfigError
 from rlloop.types import Example, RewardResult
 
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
+MAX_ANSWER = 1 << 20  # bytes
 
 
 def _worth_another_try(error: BaseException) -> bool:
@@ -47,7 +49,7 @@ class HttpReward:
 
     async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=self.timeout, headers=self._headers)
+            self._client = async_client(most=MAX_ANSWER, timeout=self.timeout, headers=self._headers, trust_env=True)
         payload = {"prompt": prompt, "completion": completion, "example": {"id": example.id, "data": example.data}}
         body = json.dumps(payload, sort_keys=True).encode()
         headers = {"content-type": "application/json", "idempotency-key": hashlib.sha256(body).hexdigest()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import ssl
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
@@ -20,15 +19,15 @@ import httpx
 import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from rlloop.errors import ConfigError, RlloopError
+from rlloop.clients import CONNECT_SECONDS, async_client
+from rlloop.errors import UNREADABLE, ConfigError, RlloopError
 from rlloop.rollout.checks import one_for_each
 from rlloop.rollout.service import Busy, VersionUnavailable
 from rlloop.rollout.wire import CONTENT_TYPE, Answer, Ask, BadAnswer, EngineState, Lease, error_of, unpack
-from rlloop.sync.store import bearer
 from rlloop.types import Completion, SamplingParams
 
-CONNECT_SECONDS = 5.0
 PROMPTS_PER_CALL = 256
+MAX_ANSWER = 1 << 30  # bytes
 
 T = TypeVar("T")
 
@@ -62,13 +61,13 @@ class EngineClient:
         """`timeout`: seconds that one answer may take. `holder` and `term`: see `rlloop.rollout.wire.Lease`."""
         self.url, self._lease, self._attempts = url.rstrip("/"), Lease(holder, term), attempts
         self._telling: set[asyncio.Task[None]] = set()  # the engine, that nobody waits for a request any more
-        self._http = httpx.AsyncClient(
+        self._http = async_client(
+            token=token,
+            ca_file=ca_file,
+            most=MAX_ANSWER,
             base_url=self.url,
-            headers=bearer(token),
-            verify=tls_context(ca_file),
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=64, max_keepalive_connections=16),
-            trust_env=False,
         )
 
     async def state(self, timeout: float | None = None) -> EngineState:
@@ -144,7 +143,7 @@ class EngineClient:
 def _decode(reply: httpx.Response, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(reply.content, type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadAnswer(f"{reply.url} answered what is no {kind.__name__}: {error}") from None
 
 
@@ -165,16 +164,6 @@ def _refusal(url: str, reply: httpx.Response) -> RlloopError:
     if reply.status_code < 500:
         return ConfigError(message) if error else BadAnswer(f"{message}, as no server of rlloop does")
     return EngineLost(message)
-
-
-def tls_context(ca_file: str | Path | None) -> ssl.SSLContext | bool:
-    """What verifies servers: the system's authorities, or those of `ca_file` alone."""
-    if ca_file is None:
-        return True
-    try:
-        return ssl.create_default_context(cafile=str(ca_file))
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the certificates {ca_file} cannot be read: {error}") from None
 
 
 class LoopThread:

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
-from rlloop.errors import RlloopError
+from rlloop.errors import UNREADABLE, RlloopError
 from rlloop.types import Completion, FinishReason, SamplingParams
 
 CONTENT_TYPE = "application/msgpack"
+MOST_PROMPTS = 1 << 14  # of one request: a third of a second of a core, to check
 
 
 class Ask(msgspec.Struct, forbid_unknown_fields=True):
     """Continue every prompt with weights of one version from `lowest` to `highest` (None: any)."""
 
-    prompts: list[list[int]]
+    prompts: Annotated[list[list[int]], msgspec.Meta(max_length=MOST_PROMPTS)]
     sampling: list[SamplingParams]  # one each
     lowest: int | None = None
     highest: int | None = None
@@ -162,7 +163,7 @@ def error_of(body: bytes) -> Mapping[str, Any]:
     """The error in a refusal's body; empty where it is not one of ours."""
     try:
         content = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return {}
     found = content.get("error") if isinstance(content, dict) else None
     return found if isinstance(found, dict) else {}

@@ -62,7 +62,7 @@ def server(request, tmp_path):
 
 def routes(app: Starlette, store: FolderStore) -> list[tuple[str, str]]:
     blob = next(store.blobs()).hex()
-    values = {"{digest}": blob, "{key}": "k", "{path:path}": "v1/models", "{sequence:int}": "3"}.items()
+    values = {"{digest}": blob, "{key}": "k", "{path:path}": "v1/models", "{sequence}": "3"}.items()
     return [
         (method, reduce(lambda path, value: path.replace(*value), values, route.path))  # type: ignore[attr-defined]
         for route in app.routes

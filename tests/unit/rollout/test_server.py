@@ -23,12 +23,12 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
+from rlloop.clients import bearer
 from rlloop.errors import ConfigError
 from rlloop.rollout import Engine, wire
 from rlloop.rollout.remote import EngineLost, RemoteEngine
 from rlloop.rollout.server import EngineServer
 from rlloop.rollout.service import Busy, EngineService, VersionUnavailable
-from rlloop.sync.store import bearer
 from rlloop.types import SamplingParams
 from rlloop.web import BackgroundServer, Listen, read_token
 from tests.parity.models import tiny_qwen3
