@@ -42,6 +42,10 @@ def async_client(
 
 def _options(token: str | None, ca_file: str | Path | None, options: dict[str, Any]) -> dict[str, Any]:
     headers = {**options.pop("headers", {}), **bearer(token), "Accept-Encoding": "identity"}
+    try:
+        httpx.URL(options.get("base_url", ""))
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{options['base_url']!r:.200} is no address: {error}") from None
     defaults = {"timeout": httpx.Timeout(30.0, connect=CONNECT_SECONDS), "trust_env": False}
     return {**defaults, **options, "headers": headers, "verify": tls_context(ca_file)}
 

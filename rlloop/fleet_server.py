@@ -88,7 +88,7 @@ def trainer_app(
     async def generate(request: Request) -> Response:
         ask = parsed(await body_of(request), wire.Ask, packed=True)
         each = one_for_each(ask.prompts, ask.sampling)
-        have, lowest = router.version, ask.lowest or 0
+        have, lowest = router.version, max(ask.lowest or 0, 0)
         if have < lowest or (ask.highest is not None and have > ask.highest):
             raise VersionUnavailable(have, lowest, ask.highest)
         # In no thread of the pool: those are for the weights and the joining that it may have to wait for.

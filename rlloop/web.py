@@ -28,6 +28,7 @@ from rlloop.errors import UNREADABLE, ConfigError
 
 try:
     import uvicorn
+    from h11 import LocalProtocolError
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, RedirectResponse, Response
@@ -250,6 +251,9 @@ class _Exchange:
         except TimeoutError:
             self._drop()
             await self._send(message)  # which hears that there is nobody
+        except LocalProtocolError:  # more came than the request, which was no HTTP: the connection is being closed
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
 
 
 def _without_port(host: str) -> str:
