@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 HEAD_SECONDS = 10.0  # until a connection's request has its whole head, from the connection on
+GRACE_SECONDS = 0.1  # for a head, where there is no room
 STALL_SECONDS = 30.0  # without a byte of a request's body, or of an answer taken; and between requests
 MOST = 4096  # connections, where the descriptors last
 LOG_SECONDS = 60.0  # between two lines about connections that were turned away
@@ -62,7 +63,7 @@ class Listener(socket.socket):
             self.sweep()
             if len(self._open) >= self._most and not self._make_room():
                 accepted.close()
-                self._note(f"{self._most} are answered at a time")
+                self._note(f"{self._most} are open")
                 raise BlockingIOError
         self._open[_key(address, accepted.getsockname())] = _Connection(accepted)
         return accepted, address
@@ -100,13 +101,14 @@ class Listener(socket.socket):
         return self._open.get(_key(client, server)) if client and server else None
 
     def _make_room(self) -> bool:
-        """Whether there was one that waits."""
+        """Whether there was one that waits, and had the time to say what for."""
+        said = time.monotonic() + HEAD_SECONDS - GRACE_SECONDS
         waiting = [(each.deadline, key) for key, each in self._open.items() if each.deadline is not None]
-        if not waiting:
+        if not waiting or min(waiting)[0] > said:
             return False
         _shut(self._open.pop(min(waiting)[1]))
         self._is_resting = True
-        self._note(f"{self._most} were open, and the one that waited longest for its request was shut")
+        self._note(f"{self._most} are open")
         return True
 
     def _turn_away(self, error: OSError) -> None:

@@ -238,10 +238,12 @@ class _Exchange:
             given = {name.lower() for name, _ in message.get("headers", ())}
             added = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in given]
             message["headers"] = [*message.get("headers", ()), *added]
-        body = message.get("body", b"")
-        for start in range(0, len(body) - BLOCK, BLOCK):  # so that a client that takes nothing is seen
-            await self._written({**message, "body": bytes(body[start : start + BLOCK]), "more_body": True})
-            message["body"] = body[start + BLOCK :]
+        if "body" in message:
+            body = memoryview(message["body"])
+            while len(body) > BLOCK:  # so that a client that takes nothing is seen
+                await self._written({**message, "body": bytes(body[:BLOCK]), "more_body": True})
+                body = body[BLOCK:]
+            message = {**message, "body": bytes(body)}
         await self._written(message)
 
     async def _written(self, message: Message) -> None:
