@@ -85,6 +85,14 @@ def test_no_page_of_another_name(ask, host):
     assert "--allow-host" in answer.text
 
 
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:2", "http://localhost:1.evil"])
+def test_no_page_of_another_site(ask, origin):
+    answer = ask("/api/runs", headers={"authorization": f"Bearer {TOKEN}", "origin": origin})
+    assert answer.status_code == 403
+    own = {"authorization": f"Bearer {TOKEN}", "origin": "http://localhost:1"}
+    assert ask("/api/runs", headers=own).status_code == 200
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
 def test_only_reading(ask, method):
     assert ask("/api/runs", method=method).status_code == 405
