@@ -256,8 +256,11 @@ class RemoteEngine:
             except VersionUnavailable as unavailable:
                 if unavailable.passed or version is None or clock() > deadline:
                     raise
-                state = await self._client.wake(version, wait=min(10.0, self._timeout))
-                if state.version != version:  # it may have answered at once
+                try:
+                    serves = (await self._client.wake(version, wait=min(10.0, self._timeout))).version == version
+                except Busy:  # others wait for weights there already
+                    serves = False
+                if not serves:  # it may have answered at once
                     await asyncio.sleep(0.5)
             except Busy:
                 if clock() > deadline:
