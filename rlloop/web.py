@@ -174,7 +174,7 @@ class Guard:
                 401, "unauthorized", f"this server asks for its token: {hint}send `Authorization: Bearer TOKEN`"
             )
         length = request.headers.get("content-length", "0")
-        if not length.isdigit() or int(length[:20]) > self._listen.max_body:
+        if not length.isdecimal() or int(length[:20]) > self._listen.max_body:
             return self._refusal(413, "too_large", f"a request may have {self._listen.max_body} bytes")
         return None
 
