@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
+import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -15,10 +17,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from rlloop.clients import async_client
 from rlloop.engine_config import EngineKind
 from rlloop.errors import ConfigError
 from rlloop.fleet_config import is_address
-from rlloop.sync.store import bearer
 from rlloop.web import TOKEN_VARIABLE, Listen, is_loopback, read_token, serve
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ Servers of a fleet. Each prints its address as soon as it listens, and ends with
   proxy     in front of a `vllm serve` on loopback: lets completions through, and no route that changes anything; with
             --store it has vLLM follow weights, and is an engine like any other (docs/vllm.md)
 
-Off loopback a token is required, on every route: --token-file, or the environment variable RLLOOP_TOKEN.
+Off loopback a token is required, on every route: --token-file, or the environment variable RLLOOP_TOKEN. A trainer
+always has one: without either it makes KEY.token, beside its signing key.
 """
 
 
@@ -87,6 +90,18 @@ def _made(folder: Path, option: str) -> Path:
     except OSError as error:
         raise ConfigError(f"{option}: the folder {folder} cannot be made: {error.strerror}") from None
     return folder
+
+
+def _made_token(file: Path) -> Path:
+    """The file, which gets a new token where it is new."""
+    with contextlib.suppress(FileExistsError), open(file, "x", opener=_privately) as new:
+        new.write(secrets.token_hex(32) + "\n")
+    print(f"rlloop trainer: the fleet's token is in {file}: engines and relays take it by --token-file", flush=True)
+    return file
+
+
+def _privately(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _announce(kind: str) -> Callable[[str], None]:
@@ -231,16 +246,8 @@ class _Joining:
     EVERY = 3.0  # seconds
 
     def __init__(self, given: argparse.Namespace, token: str | None, address: list[str]) -> None:
-        from rlloop.rollout.remote import tls_context
-
         self._given, self._address = given, address
-        self._http = httpx.AsyncClient(
-            base_url=given.join,
-            headers=bearer(token),
-            verify=tls_context(given.ca_file),
-            timeout=5.0,
-            trust_env=False,
-        )
+        self._http = async_client(token=token, ca_file=given.ca_file, most=1 << 20, base_url=given.join, timeout=5.0)
 
     @asynccontextmanager
     async def lifespan(self, server: EngineServer) -> AsyncIterator[None]:
@@ -306,7 +313,6 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.sync.manifest import load_or_make_key
     from rlloop.sync.store import open_store
 
-    listen = _listen(given)
     engines: dict[str, list[str]] = {}
     for text in given.engine:
         region, _, url = text.partition("=")
@@ -316,6 +322,9 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
     ca_file = None if given.ca_file is None else str(given.ca_file)
     fleet = FleetConfig(FleetKind.regions, engines=engines, patience=given.patience, ca_file=ca_file)
     _made(given.signing_key.parent, f"--signing-key {given.signing_key}")
+    if read_token(given.token_file) is None:  # whoever publishes here has weights signed
+        given.token_file = _made_token(given.signing_key.with_name(given.signing_key.name + ".token"))
+    listen = _listen(given)
     if "://" not in given.store:
         _made(Path(given.store), f"--store {given.store}")
     store = open_store(given.store)
@@ -356,7 +365,7 @@ def _proxy(given: argparse.Namespace, stack: ExitStack) -> None:
     if source is None and given.join is not None:
         raise ConfigError("--join needs --store: only what follows the trainer's weights is an engine of its fleet")
     key = None if given.upstream_key_file is None else read_token(given.upstream_key_file)
-    through = httpx.AsyncClient(base_url=given.upstream, headers=bearer(key), timeout=given.timeout, trust_env=False)
+    through = async_client(token=key, most=None, base_url=given.upstream, timeout=given.timeout)
     if source is None:
         serve(proxy_app(through), listen, _announce("proxy"))
         return

@@ -10,11 +10,13 @@ from typing import Any
 import httpx
 import tenacity
 
+from rlloop.clients import async_client
 from rlloop.errors import ConfigError
 from rlloop.rewards.event_loop import OnThisLoop
 from rlloop.types import Example, RewardResult
 
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
+MAX_ANSWER = 1 << 20  # bytes
 
 
 def _worth_another_try(error: BaseException) -> bool:
@@ -46,7 +48,9 @@ class HttpReward:
             raise ConfigError(f"reward.token_env names {token_env!r}, and that environment variable is not set")
         self.url, self.timeout, self.retries, self.backoff = url, timeout, retries, backoff
         headers = {"authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
-        self._client = OnThisLoop(lambda: httpx.AsyncClient(timeout=timeout, headers=headers))
+        self._client = OnThisLoop(
+            lambda: async_client(most=MAX_ANSWER, timeout=timeout, headers=headers, trust_env=True)
+        )
 
     async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
         payload = {"prompt": prompt, "completion": completion, "example": {"id": example.id, "data": example.data}}

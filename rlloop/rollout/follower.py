@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
-import httpx
 import msgspec
 
-from rlloop.rollout.remote import tls_context
 from rlloop.rollout.service import EngineService
 from rlloop.rollout.wire import Progress
 from rlloop.sync.relay import Sources
 from rlloop.sync.replica import State
-from rlloop.sync.store import HttpStore, Store, bearer, open_store
+from rlloop.sync.store import HttpStore, Store, open_store
 
 WAITING = "the engine has no version of the weights yet"
 
@@ -43,9 +41,7 @@ def open_served(url: str, token: str | None, ca_file: str | Path | None) -> Stor
     """As `open_store`, with the fleet's token for what is a server."""
     if not url.startswith(("http://", "https://")):
         return open_store(url)
-    timeout = httpx.Timeout(30.0, connect=5.0)
-    client = httpx.Client(headers=bearer(token), timeout=timeout, verify=tls_context(ca_file), trust_env=False)
-    return HttpStore(url, client=client)
+    return HttpStore(url, token=token, ca_file=ca_file)
 
 
 class Followed(Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import ssl
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ import httpx
 import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from rlloop.clients import CONNECT_SECONDS, async_client
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.rollout.checks import one_for_each
 from rlloop.rollout.service import Busy, VersionUnavailable
@@ -35,11 +35,10 @@ from rlloop.rollout.wire import (
     reading,
     unpack,
 )
-from rlloop.sync.store import bearer
 from rlloop.types import Completion, SamplingParams
 
-CONNECT_SECONDS = 5.0
 PROMPTS_PER_CALL = 256
+MAX_ANSWER = 1 << 30  # bytes
 
 T = TypeVar("T")
 
@@ -76,13 +75,13 @@ class EngineClient:
         self.url, self._lease, self._attempts = url.rstrip("/"), Lease(holder, term), attempts
         self._timeout, self._vocabulary = timeout, vocabulary
         self._telling: set[asyncio.Task[None]] = set()  # the engine, that nobody waits for a request any more
-        self._http = httpx.AsyncClient(
+        self._http = async_client(
+            token=token,
+            ca_file=ca_file,
+            most=MAX_ANSWER,
             base_url=self.url,
-            headers={**bearer(token), "Accept-Encoding": "identity"},
-            verify=tls_context(ca_file),
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=64, max_keepalive_connections=16),
-            trust_env=False,
         )
 
     async def state(self, timeout: float | None = None) -> EngineState:
@@ -143,14 +142,8 @@ class EngineClient:
 
         async def once() -> httpx.Response:
             try:
-                async with (
-                    asyncio.timeout(timeout or self._timeout),  # however slowly it trickles
-                    self._http.stream(method, path, **request) as reply,
-                ):
-                    if reply.headers.get("content-encoding", "identity") != "identity":  # of any size, unpacked
-                        raise BadAnswer(f"{self.url} packs what it answers, unasked")
-                    await reply.aread()
-                    return reply
+                async with asyncio.timeout(timeout or self._timeout):  # however slowly it trickles
+                    return await self._http.request(method, path, **request)
             except TimeoutError:
                 raise httpx.ReadTimeout("the answer takes too long") from None
 
@@ -187,16 +180,6 @@ def _refusal(url: str, reply: httpx.Response) -> RlloopError:
     if reply.status_code < 500:
         return ConfigError(message) if error else BadAnswer(f"{message}, as no server of rlloop does")
     return EngineLost(message)
-
-
-def tls_context(ca_file: str | Path | None) -> ssl.SSLContext | bool:
-    """What verifies servers: the system's authorities, or those of `ca_file` alone."""
-    if ca_file is None:
-        return True
-    try:
-        return ssl.create_default_context(cafile=str(ca_file))
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the certificates {ca_file} cannot be read: {error}") from None
 
 
 class LoopThread:
@@ -289,8 +272,11 @@ class RemoteEngine:
             except VersionUnavailable as unavailable:
                 if unavailable.passed or version is None or clock() > deadline:
                     raise
-                state = await self._client.wake(version, wait=min(10.0, self._timeout))
-                if state.version != version:  # it may have answered at once
+                try:
+                    serves = (await self._client.wake(version, wait=min(10.0, self._timeout))).version == version
+                except Busy:  # others wait for weights there already
+                    serves = False
+                if not serves:  # it may have answered at once
                     await asyncio.sleep(0.5)
             except Busy:
                 if clock() > deadline:

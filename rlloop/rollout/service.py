@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from rlloop.errors import RlloopError
+from rlloop.errors import ConfigError, RlloopError
 from rlloop.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,8 @@ class EngineService:
     """
 
     def __init__(self, engine: SteppedEngine, *, max_waiting: int = 4096) -> None:
-        """`max_waiting`: requests (prompts) in flight or waiting above which `submit` raises `Busy`."""
+        """`max_waiting`: requests (prompts) in flight or waiting; `submit` raises `Busy` above it, `ConfigError` for
+        one call of more."""
         self._engine, self._max_waiting = engine, max_waiting
         self._changed = threading.Condition()
         self._inbox: list[_Job] = []
@@ -128,7 +129,12 @@ class EngineService:
         job.answer.set_running_or_notify_cancel()  # only `cancel` ends it early
         with self._changed:
             self._check_open()
-            if self._load + len(prompts) > self._max_waiting and self._load:
+            if len(prompts) > self._max_waiting:
+                raise ConfigError(
+                    f"one request has {len(prompts)} prompts, and {self._max_waiting} may wait here at all; send it in "
+                    "parts, or start the engine with a larger --max-waiting"
+                )
+            if self._load + len(prompts) > self._max_waiting:
                 raise Busy(f"{self._load} requests are waiting or in flight; at most {self._max_waiting} may be")
             self._load += len(prompts)
             self._inbox.append(job)

@@ -9,16 +9,17 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
-from rlloop.errors import RlloopError
+from rlloop.errors import UNREADABLE, RlloopError
 from rlloop.types import WHOLE, Completion, FinishReason, SamplingParams
 
 CONTENT_TYPE = "application/msgpack"
 LARGEST = 1e-3  # of a logprob: rounding may bring one a little above 0
+MOST_PROMPTS = 1 << 14  # of one request: a third of a second of a core, to check
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ T = TypeVar("T")
 class Ask(msgspec.Struct, forbid_unknown_fields=True):
     """Continue every prompt with weights of one version from `lowest` to `highest` (None: any)."""
 
-    prompts: list[list[int]]
+    prompts: Annotated[list[list[int]], msgspec.Meta(max_length=MOST_PROMPTS)]
     sampling: list[SamplingParams]  # one each
     lowest: int | None = None
     highest: int | None = None
@@ -199,7 +200,7 @@ def error_of(body: bytes) -> Mapping[str, Any]:
     """The error in a refusal's body; empty where it is not one of ours."""
     try:
         content = msgspec.json.decode(body)
-    except (ValueError, RecursionError):  # msgspec's own, and Python's for text that is no UTF-8
+    except UNREADABLE:
         return {}
     found = content.get("error") if isinstance(content, dict) else None
     return found if isinstance(found, dict) else {}
