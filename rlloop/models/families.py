@@ -155,7 +155,7 @@ def _sparse(keys: Keys, num_layers: int, own: Own, *, interleaved: bool, indexed
     if not own["latent"].interleaved:
         keys.refuse("rope_interleave", False, "true")
     keys.fixed("indexer_rope_interleave", interleaved)
-    keys.fixed("layer_types", ["indexed_attention"] * num_layers)
+    keys.names("layer_types", ("indexed_attention",), num_layers)
     keys.fixed("mlp_bias", False)
     if own["latent"].q_rank is None:
         keys.refuse("q_lora_rank", None, "a positive whole number: the indexer reads the queries' latents")

@@ -50,8 +50,8 @@ ASKED: Any = object()  # in place of a default: the key has to be there
 class Keys:
     """A JSON object of which every key has to be taken, known as inert, or null.
 
-    Values are checked here and nowhere else: what `count`, `number`, `flag`, `names` and `fixed` return has its type. A
-    null is no missing key: the first three refuse it unless `where_null` has said what it means to transformers.
+    What `count`, `number`, `flag` and `names` return has its type. A null is no missing key: the first three refuse it
+    unless `where_null` has said what it means to transformers.
     """
 
     def __init__(self, raw: Mapping[str, Any], prefix: str = "") -> None:

@@ -153,7 +153,7 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: 
     beside = _beside(config, stored)
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in beside}
     if (heads := [name for name in beside if math.prod(stored.tensors[name].shape)]) and dtype is not None:
-        log.warning("%s: heads that predict further tokens are left out: %s", folder, _some(heads))
+        log.warning("%s: heads that predict further tokens are left out: %s", folder, _some(sorted(heads)))
     _check(config, found, stored_shapes(shapes, config.architecture), str(folder))
     where = {name: place for name, place, _ in places(shapes, config.architecture)}
     state: dict[str, Tensor] = {}
@@ -175,16 +175,15 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: 
     return state
 
 
-def _beside(config: ModelConfig, stored: StoredWeights) -> list[str]:
+def _beside(config: ModelConfig, stored: StoredWeights) -> set[str]:
     """Stored tensors that are no part of the model: heads that predict further tokens, and tensors without numbers."""
-    further = {str(config.num_layers + layer) for layer in range(config.further_layers)}
-    return [
-        name
-        for name, tensor in stored.tensors.items()
-        if 0 in tensor.shape
-        or (further and name.startswith("mtp."))
-        or (name.startswith("model.layers.") and name.split(".")[2] in further)
-    ]
+    further = range(config.num_layers, config.num_layers + config.further_layers)
+
+    def is_further(name: str) -> bool:
+        layer = name.removeprefix("model.layers.").split(".")[0]
+        return (bool(further) and name.startswith("mtp.")) or (layer.isdecimal() and int(layer) in further)
+
+    return {name for name, tensor in stored.tensors.items() if 0 in tensor.shape or is_further(name)}
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -325,6 +325,13 @@ GPT_OSS = {
 }  # fmt: skip
 
 
+def test_layers_by_their_older_names() -> None:
+    kinds = ["deepseek_sparse_attention"] * GLM5["num_hidden_layers"]
+    assert parse_config({**GLM5, "layer_types": kinds}) == parse_config(GLM5)
+    with pytest.raises(ModelError, match=r"layer_types.*indexed_attention for each of 4 layers"):
+        parse_config({**GLM5, "layer_types": ["full_attention"] * 4})
+
+
 def test_gpt_oss_reads_as_it_was_released() -> None:
     config = parse_config(GPT_OSS)
     assert config.mixture is not None
