@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 POLL = 0.1  # seconds between two looks at whether the loop still answers
+GRACE = 0.5  # seconds that a coroutine has to end when it is cancelled
 
 
 # Whose a task is, and every task that it starts.
@@ -73,14 +74,17 @@ class EventLoop:
             future.cancel()  # what an interrupt leaves behind
 
     def stop(self) -> None:
-        """At once, or when it is no longer blocked. What still runs there is cancelled."""
-        self._loop.call_soon_threadsafe(self._end)
+        """At once, or when it is no longer blocked. What still runs there is cancelled, and has a while to end."""
+        asyncio.run_coroutine_threadsafe(self._finish(), self._loop)
 
-    def _end(self) -> None:
-        self._stopped = True
-        for task in asyncio.all_tasks(self._loop):
+    async def _finish(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
             task.cancel()
-        self._loop.call_later(POLL, self._loop.stop)  # they have that long to end
+        if others:
+            await asyncio.wait(others, timeout=GRACE)
+        self._stopped = True
+        self._loop.stop()
 
 
 class _Daemons(ThreadPoolExecutor):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlloop.errors import ConfigError
-from rlloop.rewards.event_loop import OWNER, EventLoop, LoopBlocked
+from rlloop.rewards.event_loop import GRACE, OWNER, EventLoop, LoopBlocked
 from rlloop.types import RewardResult
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ class RewardFailure:
 Outcome = RewardResult | RewardFailure
 TAKEN = "mean", "std", "solved", "groups_without_signal", "kl_ref"  # as reward/NAME, by metrics of every reward
 HOPELESS = 8  # samples of a batch that hang one after the other, and none before them ended
-GRACE = 0.5  # seconds that a coroutine has to end when it is cancelled
 Request = tuple[Any, ...]  # what the reward is called with: prompt, completion, example
 
 

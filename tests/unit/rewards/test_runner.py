@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import http.server
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 
 from rlloop.errors import ConfigError
 from rlloop.rewards import CodeReward, HttpReward, MathReward, Weighted
+from rlloop.rewards.event_loop import OnThisLoop
 from rlloop.rewards.runner import HOPELESS, RewardFailure, RewardRunner
 from rlloop.types import Example, RewardResult
 
@@ -83,14 +85,31 @@ async def wild(prompt, completion, example):
     if kind in RAISED:
         raise RAISED[kind]("of my own")
     if kind == "block":
-        time.sleep(20)
-    while kind == "deaf":
+        released.wait(30)
+    while kind == "deaf" and not released.is_set():
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(20)
+            await asyncio.sleep(0.05)
     if kind == "thread":
-        await asyncio.to_thread(time.sleep, 20)
+        await asyncio.to_thread(released.wait, 30)
     await asyncio.sleep(0.01)
     return 1.0
+
+
+released = threading.Event()
+
+
+@pytest.fixture
+def held():
+    """What hangs in `wild` goes on after the test, and leaves nothing behind."""
+    before = set(threading.enumerate())
+    yield
+    released.set()
+    left = set(threading.enumerate()) - before
+    for thread in left:
+        thread.join(20)
+    released.clear()
+    gc.collect()
+    assert not any(thread.is_alive() for thread in left)
 
 
 def tame(prompt, completion, example):
@@ -137,7 +156,7 @@ def test_exits_and_interrupts_of_a_reward_are_that_samples(reward, batched):
         ("thread", "took longer than 0.4 s"),
     ],
 )
-def test_a_time_out_holds_whatever_an_async_reward_does(kind, message):
+def test_a_time_out_holds_whatever_an_async_reward_does(held, kind, message):
     runner, began = RewardRunner(wild, timeout=0.4, concurrency=2), time.monotonic()
     outcomes = runner.score(requests("fine", "fine", kind, *["fine"] * 4))
     assert time.monotonic() - began < 10
@@ -149,7 +168,7 @@ def test_a_time_out_holds_whatever_an_async_reward_does(kind, message):
     assert time.monotonic() - began < 10
 
 
-def test_a_reward_that_always_blocks_is_given_up():
+def test_a_reward_that_always_blocks_is_given_up(held):
     runner = RewardRunner(wild, timeout=0.1)
     outcomes = runner.score(requests(*["block"] * 40))
     assert {outcome.kind for outcome in outcomes} == {"timeout"}
@@ -171,15 +190,25 @@ runner.close()
     assert time.monotonic() - began < 15
 
 
-def test_a_reward_that_belonged_to_a_blocked_loop_goes_on(judge):
-    url, _ = judge
-    parts = {"http": {"_target_": "rlloop.rewards.HttpReward", "url": url, "backoff": 0.01}}
-    parts["wild"] = {"_target_": f"{__name__}.wild"}
+def test_a_reward_that_belonged_to_a_blocked_loop_goes_on(held):
+    parts = {"bound": {"_target_": f"{__name__}.Bound"}, "wild": {"_target_": f"{__name__}.wild"}}
     runner = RewardRunner(Weighted(parts), timeout=1.0)
     outcomes = runner.score(requests("fine", "fine", "block"))
     assert [isinstance(outcome, RewardResult) for outcome in outcomes] == [True, True, False]
-    assert runner.score(requests("again"))[0] == RewardResult(6.0, True, {"http": 5.0, "wild": 1.0})
+    assert runner.score(requests("again", "and again")) == [RewardResult(2.0, True, {"bound": 1.0, "wild": 1.0})] * 2
     runner.close()
+
+
+class Bound:
+    """A semaphore of asyncio's belongs to the loop on which somebody first had to wait for it."""
+
+    def __init__(self):
+        self.turn = OnThisLoop(lambda: asyncio.Semaphore(1))
+
+    async def __call__(self, prompt, completion, example):
+        async with self.turn.get():
+            await asyncio.sleep(0.01)
+        return 1.0
 
 
 def test_what_an_interrupt_leaves_behind_is_cancelled():
