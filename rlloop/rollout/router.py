@@ -289,9 +289,9 @@ class Router:
         batch = chunk.batch
         if chunk.made:
             return  # the other of two calls was first
-        chunk.made = True
         for place, completion in zip(chunk.places, made, strict=True):
             batch.made[place] = dataclasses.replace(completion, origin=member.name)
+        chunk.made = True
         self._members.counts[f"{member.region}/completions"] += len(made)
         for other in self._members.all():
             for call, theirs in list(other.calls.items()):

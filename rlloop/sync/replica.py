@@ -206,13 +206,13 @@ class Replica:
                 live = self.target.read(name)
                 if live is None or digest(live.array) != staged.digests[name]:
                     raise SyncError(f"{name} does not hold what was written to it")
+            self.run_id = staged.applied.run_id  # before its number, which may be the former run's as well
             self.target.set_version(staged.applied.step)
             self.torn = False
             return time.perf_counter() - began
 
         paused = self.target.exclusively(change)
         self.applied, self.digests, self._staged = staged.applied, staged.digests, None
-        self.run_id = staged.applied.run_id
         waited = time.perf_counter() - asked - paused
         self.metrics = {**staged.metrics, "sync/pause_seconds": paused, "sync/drain_seconds": waited}
         self.state, self.error = State.idle, ""
