@@ -36,10 +36,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.links import LINKS, Delays, Link, Namespaces, sent_bytes, sh  # noqa: E402
 from benchmarks.results_schema import Figure, device_name, report, versions  # noqa: E402
+from rlloop.audit import Extent, verify  # noqa: E402
 from rlloop.metrics import is_timing  # noqa: E402
+from rlloop.parity.certificate import comparison_of  # noqa: E402
 from rlloop.records import read_records, read_rollouts, rollout_files  # noqa: E402
 from rlloop.sync.manifest import Head, new_key  # noqa: E402
-from rlloop.verify import verify  # noqa: E402
 
 TRAINER, RELAY, ENGINE = 7000, 7001, 7002  # ports
 HISTORY = Path(__file__).parent / "histories" / "regions.json"
@@ -192,7 +193,7 @@ def drive(world: World, faults: list[Fault], steps: int) -> list[str]:
 
 def check(run: Path, local: Path, steps: int) -> list[str]:
     """What the history says against the run; empty where nothing does."""
-    problems = [f"{found.name}: {each}" for found in verify(run, rescored=64) for each in found.problems]
+    problems = [f"{found.name}: {each}" for found in verify(run, Extent(rescored=64)) for each in found.problems]
     if outcome(run) != outcome(local):
         problems.append("the run is not the one without a fleet, bit for bit")
     for name in ("model.safetensors", "optimizer.safetensors"):
@@ -215,7 +216,7 @@ def outcome(run: Path) -> list[Any]:
         [{key: value for key, value in row.items() if key != "origin"} for row in read_rollouts(file)]
         for file in rollout_files(run)
     ]
-    return [metrics, rollouts, list(read_records(run / "parity.jsonl"))]
+    return [metrics, rollouts, [comparison_of(line) for line in read_records(run / "parity.jsonl")]]
 
 
 PARTS = ("fetch", "stage", "verify", "drain", "pause")

@@ -18,12 +18,14 @@ from rlloop.errors import ConfigError, RlloopError
 if TYPE_CHECKING:
     from rlloop.launch import Job
 
+SHOWN_PROBLEMS = 20  # of one check
+
 OVERVIEW = """\
 On-policy reinforcement learning for language models with zero train-inference KL, bit for bit.
 
 commands:
   train      run, resume or sweep a recipe
-  verify     check a run's records: ledger, certificate, checkpoints
+  verify     check a run's records against the certificate, and draw its tokens again
   compare    lay runs side by side: outcomes, verdicts, and the keys that differ
   dashboard  look at runs in a browser, live or finished
   delta      what a weight sync from one checkpoint to another weighs
@@ -195,23 +197,60 @@ def _listed_recipes() -> str:
 
 
 def _verify(arguments: list[str]) -> int:
-    parser = _parser("verify", "Check a run's records against each other. Exit code 1 where something does not hold.")
+    parser = _parser(
+        "verify",
+        "Check a run's records against each other, the certificate, and what they must come to. Exit code 1 where "
+        "something does not hold. docs/runs.md says what that proves.",
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument(
-        "--rescore", type=int, default=64, metavar="N",
-        help="completions to compute again under the checkpoints that sampled them, bit for bit; default 64, 0: none",
+        "--rescore", type=int, default=512, metavar="N",
+        help="completions to draw and score again under the weights that made them, bit for bit; default 512, 0: none",
     )  # fmt: skip
+    parser.add_argument(
+        "--rewards", type=_number_or_all, default=1000, metavar="N",
+        help="completions whose reward is given again: a number or all; default 1000, 0: none",
+    )  # fmt: skip
+    parser.add_argument("--all", action="store_true", help="every completion, in both")
+    parser.add_argument("--replay", action="store_true", help="train the run again beside, and compare every record")
+    parser.add_argument(
+        "--run-code", action="store_true",
+        help="call the task and the reward that the run names, though they are not rlloop's: that may be any code",
+    )  # fmt: skip
+    parser.add_argument("--public-key", type=Path, metavar="FILE", help="of certificate.key, PEM or hexadecimal")
+    parser.add_argument("--witness", type=Path, metavar="FILE", help="what certificate.witness wrote down")
     given = parser.parse_args(arguments)
 
-    from rlloop.verify import verify
+    from rich.console import Console
 
+    from rlloop.audit import Extent, verify
+
+    extent = Extent(
+        rescored=None if given.all else given.rescore,
+        rewarded=None if given.all else given.rewards,
+        run_code=given.run_code,
+        replay=given.replay,
+        public_key=given.public_key,
+        witness=given.witness,
+    )
     problems = 0
-    for check in verify(given.run, given.rescore):
-        print(f"{'ok ' if not check.problems else 'BAD'} {check.name}: {check.found}")
-        for problem in check.problems:
-            print(f"      {problem}")
-        problems += len(check.problems)
+    with Console(stderr=True).status("reading") as status:
+        for check in verify(given.run, extent, status.update):
+            print(f"{'ok ' if not check.problems else 'BAD'} {check.name}: {check.found}", flush=True)
+            for problem in check.problems[:SHOWN_PROBLEMS]:
+                print(f"      {problem}")
+            if (more := len(check.problems) - SHOWN_PROBLEMS) > 0:
+                print(f"      and {more} more")
+            problems += len(check.problems)
     return 1 if problems else 0
+
+
+def _number_or_all(text: str) -> int | None:
+    if text == "all":
+        return None
+    if not text.isdigit():
+        raise ValueError(text)
+    return int(text)
 
 
 def _compare(arguments: list[str]) -> int:

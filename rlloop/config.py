@@ -194,6 +194,14 @@ class ParityConfig:
 
 
 @dataclass
+class CertificateConfig:
+    """Who else knows the certificate's head, at each checkpoint: docs/runs.md."""
+
+    key: str | None = None  # PEM of an Ed25519 private key, which signs it
+    witness: str | None = None  # an http(s) address that it is posted to, or a file that it is appended to
+
+
+@dataclass
 class CheckpointConfig:
     every: int = 50  # steps; the last step is always saved. 0: only the last
     keep: int = 2
@@ -258,6 +266,7 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = MISSING
     parity: ParityConfig = field(default_factory=ParityConfig)
+    certificate: CertificateConfig = field(default_factory=CertificateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     sinks: dict[str, Any] = field(default_factory=dict)  # name -> options; see rlloop.sinks

@@ -35,6 +35,7 @@ from rlloop.numerics.profile import Drift
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.doctor import diagnose
 from rlloop.parity.monitor import ParityMonitor
+from rlloop.parity.witness import Attestor
 from rlloop.pipeline import PipelinedLoop
 from rlloop.protocols import Task
 from rlloop.records import RunFolder, read_records, summarize
@@ -46,6 +47,7 @@ from rlloop.sync.colocated import ColocatedSync
 from rlloop.sync.drifted import DriftedSync, drifted_copy
 from rlloop.targets import resolve
 from rlloop.trainer import CheckpointStore
+from rlloop.trainer.checkpoint import folder_digest
 from rlloop.workers import Colocated, Replica, load, make_engine, make_trainer, vocabulary_of
 
 INTERRUPTED = 130  # exit code
@@ -86,13 +88,16 @@ def train(job: Job, console: Console) -> int:
         prepared = prepare(job.config)
         stack.callback(prepared.scorer.close)
         folder = stack.enter_context(RunFolder(job.folder))
-        folder.adopt(job.plain)
+        config_digest = folder.adopt(job.plain)
+        attest = Attestor(job.config.certificate, folder.path, folder.log)
         if folder.is_finished(job.config.trainer.num_steps):
             say(f"{job.folder} is finished: nothing to do. Raise trainer.num_steps to go on, or choose another run.dir")
             return 0
         interrupts = stack.enter_context(Interrupts(say))
         try:
-            finished = _drive(job, prepared, folder, interrupts, console)
+            certificate = Certificate(folder.parity, attest)
+            certificate.note(config=config_digest)
+            finished = _drive(job, prepared, folder, certificate, interrupts, console)
         except KeyboardInterrupt:
             finished = False
         except RlloopError as error:
@@ -166,6 +171,7 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
         sync = ColocatedSync(*engines) if drift is None else DriftedSync(model, engine, eval_engine)
         yield Parts(
             task=prepared.task,
+            source=Path(path),
             engine=engine,
             eval_engine=eval_engine,
             trainer=trainer,
@@ -227,6 +233,7 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
         engine = FleetEngine(trainer, [place(Replica, bundle) for bundle in range(1, count)])
         yield Parts(
             task=prepared.task,
+            source=Path(path),
             engine=engine,
             eval_engine=engine,
             trainer=RemoteTrainer(trainer),
@@ -338,13 +345,20 @@ def _builder(config: RunConfig) -> Builder:
     return BUILDERS[config.launch]
 
 
-def _drive(job: Job, prepared: Prepared, folder: RunFolder, interrupts: Interrupts, console: Console) -> bool:
+def _drive(
+    job: Job,
+    prepared: Prepared,
+    folder: RunFolder,
+    certificate: Certificate,
+    interrupts: Interrupts,
+    console: Console,
+) -> bool:
     """Returns whether the last step was reached."""
     config = job.config
     with ExitStack() as stack:
         parts = stack.enter_context(_builder(config)(config, prepared, folder))
         engine, trainer = parts.engine.fingerprint(), parts.trainer.fingerprint()
-        monitor = ParityMonitor(config.parity, Certificate(folder.parity), engine, trainer)
+        monitor = ParityMonitor(config.parity, certificate, engine, trainer)
         folder.note_fingerprints({monitor.fingerprints["engine"]: engine, monitor.fingerprints["trainer"]: trainer})
         observers: list[Any] = make_sinks(config.sinks, folder.path, job.plain)
         for sink in observers:
@@ -353,6 +367,8 @@ def _drive(job: Job, prepared: Prepared, folder: RunFolder, interrupts: Interrup
         loop = kind(config, parts, folder, monitor, observers)
         stack.callback(loop.player.close)
         start = loop.restore()
+        if start == 0 and parts.source is not None:
+            certificate.note(model=folder_digest(parts.source))
         if config.parity.redraw and not config.redraws:
             folder.log("tokens are not drawn again: the engine draws them by another operation than the trainer's")
         folder.log(f"{job.recipe}: starting after step {start} of {config.trainer.num_steps}, process {os.getpid()}")

@@ -49,6 +49,7 @@ class Parts:
     loss: Callable[..., Any]
     checkpoints: Checkpoints
     vocabulary: Vocabulary
+    source: Path | None = None  # the folder that the first weights come from
     doctor: Callable[[Sample, TokenDifference], Finding | None] | None = None
     stateful: tuple[Stateful, ...] = ()  # parts beside the trainer whose state a checkpoint must hold
     history: Any = None  # with fleet.max_version_lag: logprobs under past versions (rlloop.pipeline.History)
@@ -305,6 +306,7 @@ class Loop:
 
         writers = [self.parts.trainer.save, *(part.save for part in self.parts.stateful), write_state]
         self.parts.checkpoints.save(step, writers)
+        self.monitor.certificate.attest(step, self.parts.checkpoints.digests(step))
 
     def restore(self) -> int:
         """Load the newest whole checkpoint and set later records aside. Returns its step; 0: start anew."""
@@ -326,6 +328,7 @@ class Loop:
         for part in (self.parts.trainer, *self.parts.stateful):
             part.restore(checkpoint.path)
         self._batches = state["batches"]
+        self.monitor.certificate.note(checkpoints=self.parts.checkpoints.digests(checkpoint.step))
         return checkpoint.step
 
     def _sync(self, version: int) -> dict[str, Any]:
@@ -348,9 +351,10 @@ class Loop:
             outcomes = ["trained"] * len(trained) + [why for _, why in rest]
             scored = [*recomputed.logprobs, *[None] * len(rest)]
             rows = rollout_rows(samples, outcomes, scored, self.monitor.fingerprints["engine"])
-            self.folder.write_rollouts(step, rows)
+            self.monitor.certificate.note(rollouts=self.folder.write_rollouts(step, rows))
         objection = self.monitor.objection(comparison)
         if objection is not None:
+            self.monitor.certificate.seal()
             raise self._parity_error(step, comparison, objection, trained)
         return {**comparison.metrics, **by_region(trained, recomputed.logprobs)}
 
@@ -368,7 +372,10 @@ class Loop:
     def _record(self, step: int, metrics: Mapping[str, Any]) -> None:
         whole = {**metrics, **{f"time/{phase}": seconds for phase, seconds in self._clock.items()}}
         self._clock = {}
-        self.folder.metrics.append({"step": step, **dict(sorted(whole.items()))})
+        self.monitor.certificate.cover(self.folder.metrics.append({"step": step, **dict(sorted(whole.items()))}))
+        if step > 0:
+            self.folder.confirm()
+            self.monitor.certificate.seal()
         for observer in self.observers:
             observer.log(step, whole)
 

@@ -115,6 +115,10 @@ class Checkpoints(Protocol):
 
     def latest(self) -> Checkpoint | None: ...
 
+    def digests(self, step: int) -> Mapping[str, str]:
+        """Of each that is kept, up to `step`, by its step."""
+        ...
+
 
 class Task(Protocol):
     """Where prompts come from. Everything is a function of the seed and the step, so a resumed run repeats it.

@@ -6,6 +6,7 @@
     rollouts/step_00000012.jsonl.zst every completion of a step, one JSON object each
     checkpoints/step_12/             complete or absent (rlloop.trainer.checkpoint)
     fingerprints.json                what decides the bits of engine and trainer, by digest
+    signatures.jsonl                 with certificate.key: the certificate's head, signed (rlloop.parity.witness)
     summary.json                     written at the end
     curve.png                        drawn at the end
     run.log                          what happened, with times
@@ -17,8 +18,10 @@ Records are only ever appended and flushed line by line, so a killed process lea
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -36,18 +39,37 @@ from rlloop.resuming import refuse_other_run
 from rlloop.types import Sample, SamplingParams
 
 REPORT = "parity_report.json"
+SIGNATURES = "signatures.jsonl"
+JOURNALS = ("metrics.jsonl", "parity.jsonl", SIGNATURES)  # a line a step, or fewer
 
 
 class Journal:
-    """An append-only JSONL file. Each line is with the operating system when `append` returns."""
+    """An append-only JSONL file of one writer. Each line is with the operating system when `append` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._end: int | None = None  # where our last line ends; None: nothing was written yet
+        self._writing = threading.Lock()
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Numbers that are not finite become null: JSON has none."""
-        with self.path.open("ab") as file:
-            file.write(msgspec.json.encode(record) + b"\n")
+    def append(self, record: Mapping[str, Any]) -> bytes:
+        """Returns the line. Numbers that are not finite become null: JSON has none.
+
+        Raises `RunError` where the file does not end as it was left: somebody else writes it, too.
+        """
+        line = msgspec.json.encode(record) + b"\n"
+        with self._writing, self.path.open("ab") as file:
+            if self._end is not None and file.tell() != self._end:
+                raise RunError(
+                    f"{self.path} is {file.tell()} bytes long, and this process left it at {self._end}: another "
+                    "process writes the same run, or the file was replaced. This one stops; resume with one alone"
+                )
+            file.write(line)
+            self._end = file.tell()
+        return line
+
+    def reopen(self) -> None:
+        """Go on where the file ends now."""
+        self._end = None
 
     def sync(self) -> None:
         """Force everything to the disk: before a checkpoint that counts on it."""
@@ -56,45 +78,72 @@ class Journal:
 
 
 class RunFolder:
-    """One run's folder, held by one process."""
+    """One run's folder, held by one process: by a lock on `.lock`, and on the folder itself, which stays held where
+    somebody deletes that file."""
 
     def __init__(self, path: Path) -> None:
         """Opens `path`, creating it where it is new. Raises `RunError` where it cannot be had."""
         self.path = path
+        self._locks: list[int] = []
         try:
             if (path / "config.json").exists():
                 raise RunError(f"{path} is a model's folder (it has a config.json); choose another run.dir")
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = (path / ".lock").open("w")
-        except OSError as error:
-            raise RunError(f"cannot write a run into {path}: {error.strerror}; choose another run.dir") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for place, flags in ((path, os.O_RDONLY), (path / ".lock", os.O_RDWR | os.O_CREAT)):
+                self._locks.append(os.open(place, flags, 0o666))
+                fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
+            self.__exit__()
             raise RunError(f"another process is running in {path}; wait for it, or choose another run.dir") from None
+        except OSError as error:
+            self.__exit__()
+            raise RunError(f"cannot write a run into {path}: {error.strerror}; choose another run.dir") from None
         self.metrics = Journal(path / "metrics.jsonl")
         self.parity = Journal(path / "parity.jsonl")
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
+        self._adopted: bytes | None = None
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._lock.close()
+        while self._locks:
+            os.close(self._locks.pop())
 
-    def adopt(self, config: Mapping[str, Any]) -> None:
-        """Write the configuration of a new run, or check that it is the one this folder's run was started with.
+    def check_held(self) -> None:
+        """Raises `RunError` where the folder was moved, or replaced by another, which another process may hold."""
+        held = os.fstat(self._locks[0])
+        try:
+            here = self.path.stat()
+        except OSError:
+            here = None
+        if here is None or (here.st_dev, here.st_ino) != (held.st_dev, held.st_ino):
+            raise RunError(f"{self.path} is not the folder that this process writes any more: it was moved or replaced")
 
-        Raises `RunError` naming every key that differs and would make another run of it. A run that failed before it
-        had recorded or published anything is none yet.
+    def adopt(self, config: Mapping[str, Any]) -> str:
+        """Take the configuration of a new run, or check that it is the one this folder's run was started with.
+
+        Returns the digest of its file, which is written at once for a new run and else when the run goes on
+        (`confirm`), so that it is always the one that the certificate speaks of. Raises `RunError` naming every key
+        that differs and would make another run of it. A run that failed before it had recorded or published anything
+        is none yet.
         """
         file, metrics = self.path / "config.yaml", self.metrics.path
         begun = (metrics.exists() and metrics.stat().st_size) or (self.path / "weights").exists()
+        content = yaml.safe_dump(dict(config), sort_keys=False).encode()
+        self._adopted = content
         if file.exists() and begun:
             refuse_other_run(self.path, read_config(self.path), config)
-        write_whole(file, yaml.safe_dump(dict(config), sort_keys=False).encode())
+        else:
+            self.confirm()
+        return hashlib.sha256(content).hexdigest()
+
+    def confirm(self) -> None:
+        """The run goes on with the configuration that was adopted."""
+        if self._adopted is not None:
+            write_whole(self.path / "config.yaml", self._adopted)
+            self._adopted = None
 
     def is_finished(self, num_steps: int) -> bool:
         """Whether the run's last step, of `num_steps`, is behind it."""
@@ -109,7 +158,7 @@ class RunFolder:
         keep = -1 if step is None else step
         aside = self.path / "orphaned" / str(1 + sum(1 for _ in (self.path / "orphaned").glob("*")))
         moved = 0
-        for name in ("metrics.jsonl", "parity.jsonl"):
+        for name in JOURNALS:
             file = self.path / name
             if not file.exists():
                 continue
@@ -119,6 +168,8 @@ class RunFolder:
                 write_whole(aside / name, rest)
                 os.truncate(file, len(kept))
                 moved += rest.count(b"\n") if name == "metrics.jsonl" else 0
+        self.metrics.reopen()
+        self.parity.reopen()
         for file in sorted(self.rollouts.glob("*")) if self.rollouts.exists() else ():
             if file.name.endswith(".tmp"):
                 file.unlink()
@@ -131,10 +182,13 @@ class RunFolder:
                 (self.path / name).rename(aside / name)
         return moved
 
-    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Returns the digest of the file."""
+        self.check_held()
         self.rollouts.mkdir(exist_ok=True)
-        lines = b"\n".join(map(msgspec.json.encode, rows)) + b"\n"
-        write_whole(self.rollouts / f"step_{step:08d}.jsonl.zst", zstandard.compress(lines, 1), durable=False)
+        content = zstandard.compress(b"\n".join(map(msgspec.json.encode, rows)) + b"\n", 1)
+        write_whole(self.rollouts / f"step_{step:08d}.jsonl.zst", content, durable=False)
+        return hashlib.sha256(content).hexdigest()
 
     def note_fingerprints(self, by_digest: Mapping[str, Mapping[str, Any]]) -> None:
         """Keep what the digests in the records stand for. A new one in an old run is logged: its bits may be others."""
@@ -147,12 +201,16 @@ class RunFolder:
             self.log(f"the numerics are not those that the run began with: see {', '.join(new)} in {file.name}")
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> Path:
-        write_whole(self.path / name, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+        write_whole(self.path / name, as_json_file(content))
         return self.path / name
 
     def log(self, text: str) -> None:
         with (self.path / "run.log").open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+
+def as_json_file(content: Mapping[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
 
 
 def write_whole(file: Path, content: bytes, *, durable: bool = True) -> None:

@@ -83,6 +83,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
         engine = RegionEngine(router, model.fingerprint())
         yield Parts(
             task=prepared.task,
+            source=Path(path),
             engine=engine,
             eval_engine=engine,
             trainer=trainer,
@@ -98,7 +99,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
         )
 
 
-def open_router(fleet: FleetConfig, record: Callable[[Mapping[str, Any]], None], **options: Any) -> Router:
+def open_router(fleet: FleetConfig, record: Callable[[Mapping[str, Any]], object], **options: Any) -> Router:
     """The router that `fleet` describes, with the engines that it names. `options`: see `Router`."""
     settings = RouterSettings(
         heartbeat=fleet.heartbeat,

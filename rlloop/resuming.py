@@ -18,6 +18,7 @@ RESUMABLE = (
     "launch",
     "ray.",
     "trainer.num_steps",
+    "certificate.",
     "checkpoint.every",
     "checkpoint.keep",
     "eval.every",

@@ -268,8 +268,15 @@ class FakeCheckpoints:
         return temporary.rename(final)
 
     def latest(self) -> FakeCheckpoint | None:
-        steps = sorted(int(path.name[5:]) for path in self.root.glob("step_*"))
+        steps = self._steps()
         return FakeCheckpoint(steps[-1], self.root / f"step_{steps[-1]}") if steps else None
+
+    def digests(self, step: int) -> dict[str, str]:
+        """Of nothing but their names."""
+        return {str(each): f"step_{each}" for each in self._steps() if each <= step}
+
+    def _steps(self) -> list[int]:
+        return sorted(int(path.name[5:]) for path in self.root.glob("step_*"))
 
 
 def centred(

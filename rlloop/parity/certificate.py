@@ -2,11 +2,17 @@
 
     {"step": 12, "version": 11, "tokens": 5632, "tokens_different": 0, "engine": "1f0c...", "trainer": "1f0c...",
      "fingerprints": {"engine": "9a41...", "trainer": "9a41..."}, "rung": "bitwise",
+     "rollouts": "c01d...", "metrics": "52e8...", "checkpoints": {"10": "aa3f..."},
      "previous": "77d2...", "hash": "03be..."}
 
 `engine` and `trainer` are digests of all logprob bits of the step, in sample order; at zero KLD they are equal. `rung`
 is where the run stands on the ladder of `parity.mode=fallback` (bitwise, replay, correction); the line of a step down
-has its `reason`. A line's `hash` covers the rest of it: a line that was changed, added or taken out breaks the chain.
+has its `reason`. `rollouts` is the digest of the step's file, `metrics` of what metrics.jsonl got since the last line:
+the step's own, and in the first line step 0's too. `checkpoints` stands in the line after one was saved, with the
+digest of each that was kept, and, like `config` (of config.yaml), in the first line that a process writes; `model`, of
+the folder that the weights come from, in the run's first. A step that broke the contract has no metrics.
+
+A line's `hash` covers the rest of it: a line that was changed, added or taken out breaks the chain.
 
     "certain": 12, "raw_different": 0, "raw": {"engine": "c5d0...", "trainer": "c5d0..."},
     "redrawn": 5632, "redrawn_different": 0, "faults": 0
@@ -19,14 +25,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from rlloop.errors import RunError
 from rlloop.records import Journal, read_records
 
 GENESIS = "0" * 64
+CHAINED = ("metrics", "rollouts", "config", "model", "checkpoints", "previous", "hash")  # differ with the clock
 
 
 def bits_digest(logprobs: Sequence[np.ndarray]) -> str:
@@ -42,28 +51,72 @@ def content_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-class Certificate:
-    """Appends lines to a run's `parity.jsonl`."""
+def comparison_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What two runs of the same bits share of a line."""
+    return {key: value for key, value in line.items() if key not in CHAINED}
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+
+class Certificate:
+    """Appends lines to a run's `parity.jsonl`: each is begun when its step was compared and sealed when it is over."""
+
+    def __init__(self, journal: Journal, attest: Callable[[Statement], None] = lambda statement: None) -> None:
+        """`attest` signs the head, or brings it to a witness: see `rlloop.parity.witness`."""
+        self._journal, self._attest = journal, attest
+        self._line: dict[str, Any] = {}
+        self._covered = hashlib.sha256()
         self.reload()
 
     def reload(self) -> None:
-        """Go on where the file ends; for when the run folder was rewound."""
-        self.previous, self.rung, self.replayed = GENESIS, "bitwise", False
+        """Go on where the file ends; for when the run folder was rewound. Raises `RunError` for a damaged file."""
+        self.previous, self.rung, self.replayed, self._run = GENESIS, "bitwise", False, ""
         for line in read_records(self._journal.path):
+            if not isinstance(line.get("hash"), str) or not isinstance(line.get("rung"), str):
+                raise RunError(
+                    f"{self._journal.path} is damaged: the line of step {line.get('step')} is no certificate's"
+                )
             self.previous = line["hash"]
+            self._run = self._run or self.previous
             self.step_down(line["rung"])
 
     def step_down(self, rung: str) -> None:
         self.rung = rung
         self.replayed = self.replayed or rung == "replay"  # from there on, on lower rungs too
 
-    def append(self, line: Mapping[str, Any]) -> None:
-        chained = {**line, "rung": self.rung, "previous": self.previous}
+    def begin(self, line: Mapping[str, Any]) -> None:
+        """The next line, what was noted before in it."""
+        self._line = {**line, "rung": self.rung, **self._line}
+
+    def note(self, **facts: Any) -> None:
+        """What the next line holds besides."""
+        self._line |= facts
+
+    def cover(self, record: bytes) -> None:
+        """The next line speaks for what was appended to metrics.jsonl."""
+        self._covered.update(record)
+        self.note(metrics=self._covered.hexdigest())
+
+    def seal(self) -> None:
+        """Write the line that was begun."""
+        chained = {**self._line, "previous": self.previous}
         self.previous = content_digest(chained)
+        self._run = self._run or self.previous
         self._journal.append({**chained, "hash": self.previous})
+        self._line, self._covered = {}, hashlib.sha256()
+
+    def attest(self, step: int, checkpoints: Mapping[str, str]) -> None:
+        """Checkpoint `step` is saved: state the head, and let the next line hold the digests of all that are kept."""
+        self.note(checkpoints=dict(checkpoints))
+        self._attest(Statement(self._run, step, self.previous, checkpoints.get(str(step), "")))
+
+
+@dataclass(frozen=True)
+class Statement:
+    """That a run had come so far: what is signed, or told to a witness."""
+
+    run: str  # the hash of its first line
+    step: int
+    head: str  # the hash of that step's line
+    checkpoint: str  # the digest of that step's checkpoint
 
 
 def find_breaks(lines: Iterable[Mapping[str, Any]]) -> list[str]:

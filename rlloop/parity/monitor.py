@@ -213,7 +213,8 @@ class ParityMonitor:
         routing: Mapping[str, float] | None = None,
         rest: Sequence[Sample] = (),
     ) -> Comparison:
-        """Compare, step down the ladder where that is due, and certify. Whether to go on is `objection`'s to say.
+        """Compare, step down the ladder where that is due, and begin the certificate's line. Whether to go on is
+        `objection`'s to say.
 
         `routing`: the trainer's comparison of choices, beside that of logprobs. `rest`: samples that are not trained,
         which are held against what was asked for, too.
@@ -232,7 +233,7 @@ class ParityMonitor:
             rung, reason = down
             comparison = replace(comparison, step_down=f"stepped down from {self.rung} to {rung}: {reason}")
             self.certificate.step_down(rung)
-        self.certificate.append(
+        self.certificate.begin(
             {
                 "step": step,
                 "version": version,

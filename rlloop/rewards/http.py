@@ -32,6 +32,8 @@ class HttpReward:
     value is sent as a bearer token; it never stands in a configuration or a record.
     """
 
+    reproducible = False  # `rlloop verify` does not ask again
+
     def __init__(
         self, url: str, *, timeout: float = 30.0, retries: int = 3, backoff: float = 0.2, token_env: str | None = None
     ) -> None:

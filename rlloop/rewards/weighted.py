@@ -53,6 +53,7 @@ class Weighted:
         batched = [name for name, reward in self.rewards.items() if getattr(reward, "batched", False)]
         if batched:
             raise ConfigError(f"reward.parts.{batched[0]} is a batched reward; a weighted sum takes per-sample rewards")
+        self.reproducible = all(getattr(reward, "reproducible", True) for reward in self.rewards.values())
         limits = [getattr(reward, "concurrency", None) for reward in self.rewards.values()]
         self.concurrency = min((limit for limit in limits if limit), default=None)
 

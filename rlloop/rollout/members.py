@@ -24,7 +24,7 @@ from rlloop.rollout.wire import BadAnswer, EngineState
 from rlloop.types import Completion, SamplingParams
 
 Status = Literal["joining", "behind", "serving", "quarantined", "lost"]
-Record = Callable[[Mapping[str, Any]], None]
+Record = Callable[[Mapping[str, Any]], object]
 CANARY_SECONDS = 30.0  # for a few short completions
 
 

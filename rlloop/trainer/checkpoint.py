@@ -9,6 +9,7 @@ A kill at any moment leaves each `step_N` whole or not there; what storage damag
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -90,6 +91,11 @@ class CheckpointStore:
             )
         return None
 
+    def digests(self, step: int) -> dict[str, str]:
+        """Of each that is kept, up to `step`, by its step: the digest of its manifest, which has those of its files."""
+        kept = {str(each): manifest_digest(self.root / f"step_{each}") for each in self.steps() if each <= step}
+        return {name: digest for name, digest in kept.items() if digest is not None}
+
     def _remove(self, folder: Path) -> None:
         """Delete through a temporary name, so that a kill on the way leaves no half `step_N`."""
         doomed = folder.rename(self.root / f"tmp_old_{folder.name}")
@@ -116,16 +122,33 @@ def find_damage(folder: Path) -> str | None:
     return None
 
 
+def manifest_digest(folder: Path) -> str | None:
+    """None where there is none."""
+    file = folder / MANIFEST
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
+
+def folder_digest(folder: Path) -> str:
+    """Of the files that make a model what it is: tensors, configuration, tokenizer."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
+    return blake3("".join(f"{path.name} {_digest(path)}\n" for path in files).encode()).hexdigest()
+
+
 def _seal(folder: Path, step: int) -> None:
     """Write the manifest, then force every file and folder to the disk."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    manifest = folder / MANIFEST
+    manifest.write_text(manifest_of(folder, step))
+    for path in [*folder.rglob("*"), folder]:
+        _fsync(path)
+
+
+def manifest_of(folder: Path, step: int) -> str:
+    """The text of the manifest that seals what is there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     entries = {
         path.relative_to(folder).as_posix(): {"blake3": _digest(path), "bytes": path.stat().st_size} for path in files
     }
-    manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": entries}, indent=1) + "\n")
-    for path in [*files, manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        _fsync(path)
+    return json.dumps({"format": FORMAT, "step": step, "files": entries}, indent=1) + "\n"
 
 
 def _digest(path: Path) -> str:

@@ -11,10 +11,10 @@ import httpx
 import openai
 import pytest
 
+from rlloop.audit import Extent, verify
 from rlloop.rollout.remote import RemoteEngine
 from rlloop.sync.store import FolderStore
 from rlloop.types import SamplingParams
-from rlloop.verify import verify
 from tests.fault.fleet_run import TOKEN, Fleet, events, outcome, steps, until
 from tests.fault.tiny_run import train
 
@@ -76,7 +76,7 @@ def test_killed_stopped_damaged_and_restarted_it_is_the_run_without_faults(fleet
     for name in ("model.safetensors", "optimizer.safetensors"):
         files = [folder / "checkpoints/step_9" / name for folder in (run, tmp_path / "local")]
         assert files[0].read_bytes() == files[1].read_bytes()
-    checks = {check.name: check for check in verify(run, rescored=32)}
+    checks = {check.name: check for check in verify(run, Extent(rescored=32))}
     assert all(not check.problems for check in checks.values()), checks
     assert checks["re-scored"].found.startswith("16 completions")
     made = {origin for event in events(run, "serving") if (origin := event["engine"])}
@@ -95,7 +95,7 @@ def test_one_step_ahead_it_repeats_itself_after_a_crash(fleet, tmp_path):
     finish(train(run, *ahead))
     lags = [json.loads(line)["rollout/version_lag"] for line in (run / "metrics.jsonl").read_text().splitlines()[1:]]
     assert lags == [0, 1, 1, 1, 1, 1]
-    checks = {check.name: check for check in verify(run, rescored=32)}
+    checks = {check.name: check for check in verify(run, Extent(rescored=32))}
     assert all(not check.problems for check in checks.values()), checks
     assert not checks["orphaned"].found.startswith("0 ")
     assert checks["re-scored"].found.startswith("16 completions")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlloop.audit import Extent, verify
 from rlloop.records import read_records, read_rollouts, rollout_files
 from tests.fault.tiny_run import history, train
 
@@ -23,6 +24,7 @@ from rlloop.config import *
 from rlloop.loop import Loop
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.monitor import ParityMonitor
+from rlloop.audit import Extent, verify
 from rlloop.records import RunFolder
 from rlloop.testing import fake_parts
 
@@ -104,8 +106,11 @@ def test_the_real_parts_resume_bit_for_bit(tmp_path, whole):
     assert process.returncode == 0, output
     assert "resuming after step" in output
     assert history(broken) == history(whole)
+    assert [
+        problem for run in (whole, broken) for check in verify(run, Extent(None)) for problem in check.problems
+    ] == []
     assert any(row["advantage"] for row in read_rollouts(rollout_files(whole)[-1])), "nothing was learned from"
-    for name in ("model.safetensors", "optimizer.safetensors", "trainer.json", "loop.json"):
+    for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
         files = [folder / "checkpoints" / "step_6" / name for folder in (whole, broken)]
         assert files[0].read_bytes() == files[1].read_bytes(), name
     assert sorted(path.name for path in (broken / "checkpoints").iterdir()) == ["step_4", "step_6"]

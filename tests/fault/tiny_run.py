@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlloop.metrics import is_timing
 from rlloop.models import new_model, save_model
+from rlloop.parity.certificate import comparison_of
 from rlloop.records import read_records, read_rollouts, rollout_files
 
 LEARNABLE = "def reward(prompt, completion, example):\n    return len(completion) % 7\n"  # as learnable.py
@@ -18,7 +19,7 @@ def history(folder: Path) -> list[object]:
     ]
     return [
         metrics,
-        list(read_records(folder / "parity.jsonl")),
+        [comparison_of(line) for line in read_records(folder / "parity.jsonl")],
         [read_rollouts(file) for file in rollout_files(folder)],
     ]
 

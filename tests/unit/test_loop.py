@@ -24,7 +24,7 @@ from rlloop.config import (
 from rlloop.errors import ParityError, RunError
 from rlloop.loop import Loop, Parts, RewardsFailed
 from rlloop.metrics import is_timing
-from rlloop.parity.certificate import Certificate, find_breaks
+from rlloop.parity.certificate import Certificate, comparison_of, find_breaks
 from rlloop.parity.monitor import Finding, ParityMonitor
 from rlloop.records import RunFolder, read_records, read_rollouts, rollout_files
 from rlloop.testing import FakeEngine, FakePolicy, FakeScorer, FakeSync, FakeTrainer, fake_parts, fake_reward
@@ -286,7 +286,7 @@ def unbroken(path: Path) -> Run:
 def same_history(a: Run, b: Run) -> bool:
     files = ("metrics", "parity")
     logs = all(getattr(a.folder, name).path.exists() == getattr(b.folder, name).path.exists() for name in files)
-    certificates = [list(read_records(run.folder.parity.path)) for run in (a, b)]
+    certificates = [[comparison_of(line) for line in read_records(run.folder.parity.path)] for run in (a, b)]
     weights = [run.parts.trainer.policy.logits.tolist() for run in (a, b)]  # pyright: ignore[reportAttributeAccessIssue]
     return (
         logs

@@ -1,3 +1,4 @@
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,49 @@ def test_two_processes_cannot_hold_one_folder_nor_one_a_models(tmp_path):
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(RunError, match="model is a model's folder"):
         RunFolder(tmp_path / "model")
+
+
+def test_nor_after_somebody_deleted_the_lock(tmp_path):
+    with RunFolder(tmp_path / "run"):
+        (tmp_path / "run" / ".lock").unlink()
+        with pytest.raises(RunError, match="another process"):
+            RunFolder(tmp_path / "run")
+    RunFolder(tmp_path / "run").__exit__()
+
+
+def test_a_process_whose_folder_was_replaced_does_not_write_into_the_other(tmp_path):
+    with filled(tmp_path, last=2) as first:
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        with filled(tmp_path, last=1) as second:
+            with pytest.raises(RunError, match="moved or replaced"):
+                first.write_rollouts(3, [])
+            with pytest.raises(RunError, match="another process writes the same run"):
+                first.metrics.append({"step": 3})
+            assert steps(second.metrics.path) == [0, 1]
+            assert [file.name for file in rollout_files(second.path)] == ["step_00000001.jsonl.zst"]
+
+
+def test_another_writer_is_noticed_before_the_next_line(tmp_path):
+    ours, theirs = (Journal(tmp_path / "metrics.jsonl") for _ in range(2))
+    ours.append({"step": 0})
+    theirs.append({"step": 1})
+    with pytest.raises(RunError, match="another process writes the same run"):
+        ours.append({"step": 1})
+    assert steps(ours.path) == [0, 1]
+
+
+def test_a_resumed_run_s_configuration_is_written_when_it_goes_on(tmp_path):
+    """Until then config.yaml is the one that the certificate speaks of."""
+    with RunFolder(tmp_path / "run") as folder:
+        first = folder.adopt(CONFIG)
+        folder.metrics.append({"step": 0})
+    before = (tmp_path / "run" / "config.yaml").read_bytes()
+    with RunFolder(tmp_path / "run") as folder:
+        longer = folder.adopt(changed(trainer={"num_steps": 9}))
+        assert longer != first
+        assert (tmp_path / "run" / "config.yaml").read_bytes() == before
+        folder.confirm()
+        assert hashlib.sha256((tmp_path / "run" / "config.yaml").read_bytes()).hexdigest() == longer
 
 
 def changed(**sections) -> dict:

@@ -2,10 +2,10 @@
 
 import threading
 
+from rlloop.audit import verify
 from rlloop.dashboard.demo import BEGIN, LIVE, Replay, recorded_runs, unpack
 from rlloop.dashboard.runs import Run, find_runs
 from rlloop.records import read_records
-from rlloop.verify import verify
 
 
 def problems(run) -> list[str]:

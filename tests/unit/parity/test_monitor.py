@@ -97,14 +97,21 @@ def monitor(tmp_path, mode: ParityMode, **options) -> ParityMonitor:
     return ParityMonitor(ParityConfig(mode=mode, **options), certificate, {"cpu": "x"}, {"cpu": "x"})
 
 
+def certified(judge: ParityMonitor, *step):
+    """A step compared, and its line written."""
+    found = judge.compare(*step)
+    judge.certificate.seal()
+    return found
+
+
 def test_modes_judge_the_same_difference_differently(tmp_path):
     for index, (mode, stops) in enumerate([("require", True), ("fallback", False), ("observe", False)]):
         folder = tmp_path / str(index)
         folder.mkdir()
         judge = monitor(folder, ParityMode(mode))
-        same = judge.compare(1, 0, [sample("a", [-1.0])], Recomputed([floats(-1.0)]))
+        same = certified(judge, 1, 0, [sample("a", [-1.0])], Recomputed([floats(-1.0)]))
         assert judge.objection(same) is None
-        other = judge.compare(2, 1, [sample("a", [-1.0])], Recomputed([floats(-1.001)]))
+        other = certified(judge, 2, 1, [sample("a", [-1.0])], Recomputed([floats(-1.001)]))
         assert (judge.objection(other) is not None) is stops
 
 
@@ -112,14 +119,14 @@ def test_fallback_steps_down_once_stays_there_and_stops_above_its_limit(tmp_path
     judge = monitor(tmp_path, ParityMode.fallback, max_k3=0.01)
     rungs = []
     for step, theirs in enumerate([-1.0, -1.001, -1.0], start=1):
-        result = judge.compare(step, step - 1, [sample("a", [-1.0])], Recomputed([floats(theirs)]))
+        result = certified(judge, step, step - 1, [sample("a", [-1.0])], Recomputed([floats(theirs)]))
         assert judge.objection(result) is None
         rungs.append(judge.rung)
     assert rungs == ["bitwise", "correction", "correction"]
     assert [line["rung"] for line in read_records(tmp_path / "parity.jsonl")] == rungs
-    far = judge.compare(4, 3, [sample("a", [-1.0])], Recomputed([floats(-2.0)]))
+    far = certified(judge, 4, 3, [sample("a", [-1.0])], Recomputed([floats(-2.0)]))
     assert "max_k3=0.01" in (judge.objection(far) or "")
-    nothing = judge.compare(5, 4, [sample("a", [-1.0])], Recomputed([floats(np.nan)]))
+    nothing = certified(judge, 5, 4, [sample("a", [-1.0])], Recomputed([floats(np.nan)]))
     assert judge.objection(nothing) is not None  # not a number is not below the limit
 
 
@@ -133,7 +140,7 @@ def test_differing_fingerprints_are_refused_by_require_only(tmp_path):
 
 def test_a_step_without_tokens_is_certified_too(tmp_path):
     judge = monitor(tmp_path, ParityMode.require)
-    result = judge.compare(1, 0, [], Recomputed([]))
+    result = certified(judge, 1, 0, [], Recomputed([]))
     assert result.equal
     assert result.metrics == {}  # absent, never 0
     assert find_breaks(read_records(tmp_path / "parity.jsonl")) == []
@@ -152,7 +159,7 @@ def test_a_step_without_tokens_is_certified_too(tmp_path):
 def test_the_chain_shows_tampering(tmp_path, tamper):
     judge = monitor(tmp_path, ParityMode.observe)
     for step in (1, 2, 3):
-        judge.compare(step, step - 1, [sample("a", [-1.0])], Recomputed([floats(-1.0 - step)]))
+        certified(judge, step, step - 1, [sample("a", [-1.0])], Recomputed([floats(-1.0 - step)]))
     lines = list(read_records(tmp_path / "parity.jsonl"))
     assert find_breaks(lines) == []
     assert find_breaks(tamper(lines)) != []
@@ -161,7 +168,7 @@ def test_the_chain_shows_tampering(tmp_path, tamper):
 def test_a_reopened_certificate_goes_on_with_the_chain(tmp_path):
     for step in (1, 2):
         judge = monitor(tmp_path, ParityMode.observe)
-        judge.compare(step, step - 1, [sample("a", [-1.0])], Recomputed([floats(-1.0)]))
+        certified(judge, step, step - 1, [sample("a", [-1.0])], Recomputed([floats(-1.0)]))
     assert find_breaks(read_records(tmp_path / "parity.jsonl")) == []
 
 
@@ -177,7 +184,7 @@ def test_replay_is_the_rung_between_where_expert_choices_differ(tmp_path):
     reasons = []
     for step, (logprobs, flips) in enumerate([(None, 0.0), (other, 0.25), (None, 0.0), (other, 0.0), (other, 0.0)], 1):
         own = [samples[0].completion.logprobs] if logprobs is None else logprobs
-        found = judge.compare(step, step - 1, samples, Recomputed(own), {"parity/router_different": flips})
+        found = certified(judge, step, step - 1, samples, Recomputed(own), {"parity/router_different": flips})
         assert found.metrics["parity/router_different"] == flips
         assert judge.objection(found) is None
         reasons.append((judge.rung, judge.replays, found.step_down))
@@ -198,8 +205,8 @@ def test_replay_comes_first_where_there_are_experts_though_none_differs_yet(tmp_
     other = [np.array([-1.5, -2.0], np.float32)]
     rungs = []
     for step in (1, 2):
-        found = judge.compare(
-            step, step - 1, [sample("1/0/0", [-1.0, -2.0])], Recomputed(other), {"parity/router_different": 0.0}
+        found = certified(
+            judge, step, step - 1, [sample("1/0/0", [-1.0, -2.0])], Recomputed(other), {"parity/router_different": 0.0}
         )
         rungs.append((judge.rung, judge.replays))
         assert found.step_down is not None
@@ -224,6 +231,7 @@ def test_raw_logprobs_are_compared_where_the_others_say_nothing(tmp_path):
     said = judge.objection(found) or ""
     assert "1 of 2 trained tokens, in 1 sequences, have other raw bits" in said
     assert "sequence 1/0/0, token 0 of the completion (id 3): raw, engine -1 (0xbf800000), trainer -1.5" in said
+    judge.certificate.seal()
     (line,) = read_records(tmp_path / "parity.jsonl")
     assert (line["certain"], line["raw_different"], line["tokens_different"]) == (1, 1, 0)
     assert line["raw"]["engine"] != line["raw"]["trainer"]
@@ -262,5 +270,6 @@ def test_what_was_not_asked_for_is_judged_though_it_is_not_trained(tmp_path, mod
     other = dataclasses.replace(told(-1.0, -3.0), uid="1/0/7", fault="its prompt is [1], and was asked for as [2]")
     found = judge.compare(1, 0, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 3]), None, [other])
     assert ("sequence 1/0/7: its prompt is [1]" in (judge.objection(found) or "")) == stops
+    judge.certificate.seal()
     (line,) = read_records(tmp_path / "parity.jsonl")
     assert line["faults"] == 1

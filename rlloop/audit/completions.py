@@ -1,0 +1,381 @@
+"""Checks that go through every completion, a step at a time: what was asked for, what came back, what it came to."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlloop.algorithms import advantages_for
+from rlloop.audit.history import History, Rollouts, Row
+from rlloop.audit.parts import Parts
+from rlloop.batches import completion_seed, reward_metrics, rollout_metrics
+from rlloop.config import RunConfig
+from rlloop.parity.asked import ending_fault, fault_of
+from rlloop.parity.certificate import bits_digest
+from rlloop.parity.monitor import compare
+from rlloop.records import read_records, read_rollouts, step_of
+from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams, stop_ids
+
+CLOSE = {"rel_tol": 1e-9, "abs_tol": 1e-12}  # another machine's libraries may add in another order
+
+
+class Look(Protocol):
+    """One check: looks at each step's completions, then tells."""
+
+    name: str
+
+    def at(self, step: Rollouts) -> list[str]:
+        """Problems of this step. May raise whatever damaged records make of it; that is a problem, too."""
+        ...
+
+    def found(self) -> str: ...
+
+
+def floats(values: Sequence[float | None]) -> np.ndarray:
+    """float32, as they were: null is −inf."""
+    return np.array([-np.inf if value is None else value for value in values], dtype=np.float32)
+
+
+class Files:
+    """Each file against the certificate: its digest, and the stored logprobs bit by bit; and against the ledger."""
+
+    name = "rollouts"
+
+    def __init__(self, run: History) -> None:
+        self.run, self.completions, self.steps = run, 0, 0
+        self.seen: set[str] = set()
+
+    def at(self, step: Rollouts) -> list[str]:
+        rows, line, problems = step.rows, step.line, list[str]()
+        self.completions, self.steps = self.completions + len(rows), self.steps + 1
+        problems += [f"{row.uid} stands twice in the records" for row in rows if row.uid in self.seen]
+        self.seen.update(row.uid for row in rows)
+        trained = [row for row in rows if row.trained]
+        if step.record is not None:
+            counts = {"sampled": len(rows), "trained": len(trained), "rejected": sum(row.rejected for row in rows)}
+            problems += [
+                f"{step.name}: {count} {name}, {step.record.get(f'ledger/{name}')} in the ledger"
+                for name, count in counts.items()
+                if step.record.get(f"ledger/{name}") != count
+            ]
+        if line is None:
+            return problems
+        if line.rollouts is not None and line.rollouts != step.digest:
+            problems.append(f"{step.name} is not the file that the certificate covers")
+        sides = {
+            "engine": [row.logprobs for row in trained],
+            "trainer": [row.logprobs if row.trainer_logprobs is None else row.trainer_logprobs for row in trained],
+        }
+        for side, stored in sides.items():
+            if bits_digest(list(map(floats, stored))) != getattr(line, side):
+                problems.append(f"{step.name}: its logprobs are not those certified ({side})")
+        raw = [row.logprobs if row.raw_logprobs is None else row.raw_logprobs for row in trained]
+        if line.raw is not None and bits_digest(list(map(floats, raw))) != line.raw.get("engine"):
+            problems.append(f"{step.name}: its raw logprobs are not those certified (engine)")
+        engine = line.fingerprints.get("engine")
+        if engine is not None and any(row.engine != engine for row in rows):
+            problems.append(f"{step.name}: its engine is not the one certified")
+        if wrong := [row.uid for row in trained if row.policy_version != line.version]:
+            problems.append(f"{wrong[0]} is of another version than the certificate says ({line.version})")
+        return problems
+
+    def found(self) -> str:
+        return f"{self.completions} completions of {self.steps} steps"
+
+
+class Outcomes:
+    """The ledger, completion by completion: each ends once, and says why where it was not trained."""
+
+    name = "outcomes"
+
+    def __init__(self, run: History) -> None:
+        fleet, rollout = (run.config.get(name) or {} for name in ("fleet", "rollout"))
+        self.allowed = fleet.get("max_version_lag", 0) + (rollout.get("drift") or {}).get("stale_steps", 0)
+        self.outcomes = Counter[str]()
+
+    def at(self, step: Rollouts) -> list[str]:
+        problems = []
+        for row in step.rows:
+            kind, _, why = row.outcome.partition(": ")
+            self.outcomes[kind] += 1
+            if kind not in ("trained", "rejected", "dropped") or bool(why) != (kind != "trained"):
+                problems.append(f"{row.uid} ended as {row.outcome!r}")
+            if not row.uid.startswith(f"{step.step}/"):
+                problems.append(f"{row.uid} stands among the completions of step {step.step}")
+            age = step.step - 1 - row.policy_version
+            if kind == "trained" and not 0 <= age <= self.allowed:
+                problems.append(f"{row.uid} was trained with weights {age} steps old; the run allows {self.allowed}")
+            if kind == "trained" and row.finish_reason == "abort":
+                problems.append(f"{row.uid} was trained, though it was aborted")
+        return problems
+
+    def found(self) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in self.outcomes.items()) or "none"
+
+
+class Fleet:
+    """The fleet's own history against the completions: each was made by an engine that served its version."""
+
+    name = "fleet"
+
+    def __init__(self, run: History) -> None:
+        self.made, self.problems = 0, list[str]()
+        events = list(read_records(run.path / "fleet.jsonl"))
+        self.served = {(event["engine"], event["version"]) for event in events if event["event"] == "serving"}
+        self.count = Counter(event["event"] for event in events)
+
+    def at(self, step: Rollouts) -> list[str]:
+        self.made += len(step.rows)
+        return [
+            f"{row.uid} is of {row.origin}, which never served {row.policy_version}"
+            for row in step.rows
+            if (row.origin, row.policy_version) not in self.served
+        ]
+
+    def found(self) -> str:
+        events = ", ".join(f"{number} {event}" for event, number in sorted(self.count.items()))
+        return f"{self.made} completions of {len({engine for engine, _ in self.served})} engines; {events}"
+
+
+class Orphaned:
+    """What a crash undid was sampled again: under the contract, the same bits, so that nothing was chosen by luck."""
+
+    name = "orphaned"
+
+    def __init__(self, run: History) -> None:
+        self.promised, self.compared = run.mode == "require", 0
+        self.files: dict[int, list[Path]] = {}
+        for file in sorted((run.path / "orphaned").glob("*/rollouts/step_*.jsonl.zst")):
+            self.files.setdefault(step_of(file), []).append(file)
+
+    def at(self, step: Rollouts) -> list[str]:
+        problems, now = [], {row.uid: row for row in step.rows}
+        for file in self.files.get(step.step, []) if self.promised else []:
+            for row in read_rollouts(file):
+                again = now.get(row["uid"])
+                if again is None or row["engine"] != again.engine:
+                    continue  # not sampled again yet, or on another machine
+                self.compared += 1
+                if any(row[key] != getattr(again, key) for key in ("token_ids", "logprobs", "policy_version")):
+                    problems.append(f"{row['uid']}, sampled again after a crash, is another completion")
+        return problems
+
+    def found(self) -> str:
+        if not self.promised:
+            return "kept beside; the mode does not promise that they are repeated bit for bit"
+        return f"{self.compared} completions were sampled again, bit for bit"
+
+
+class Requests:
+    """What was asked for: the task's prompts in their order, the configuration's sampling, each completion's own seed;
+    and that what came back ends where it says."""
+
+    name = "requests"
+
+    def __init__(self, config: RunConfig, parts: Parts) -> None:
+        self.config, self.parts = config, parts
+        self.batches, self.checked, self.examples = 0, 0, 0
+        self.expected_step = 1
+
+    def at(self, step: Rollouts) -> list[str]:
+        config = self.config.rollout
+        places = {row.place[1:]: row for row in step.rows}
+        batches = -(-(1 + max((prompt for prompt, _ in places), default=0)) // config.num_prompts)
+        whole = {(p, g) for p in range(batches * config.num_prompts) for g in range(config.group_size)}
+        problems = [f"{step.step}/{p}/{g} is missing" for p, g in sorted(whole - places.keys())]
+        problems += [f"{places[place].uid} was never asked for" for place in sorted(places.keys() - whole)]
+        if batches > 1 + self.config.algorithm.max_refills:
+            problems.append(f"step {step.step} has completions of {batches} batches of prompts")
+        trained = [row.place for row in step.rows if row.trained]
+        if trained != sorted(trained):
+            problems.append(f"step {step.step}: what was trained does not stand in the order of its prompts")
+        problems += self._against_task(step, batches, places)
+        for (prompt, place), row in places.items():
+            if row.group != prompt:
+                problems.append(f"{row.uid} stands in group {row.group}")
+            fault = self._fault(row, self._asked(step.step, prompt, place))
+            problems += [] if fault is None else [f"{row.uid}: {fault}"]
+        self.checked += len(places)
+        return problems
+
+    def found(self) -> str:
+        why = self.parts.no_task
+        prompts = f"{self.examples} prompts against the task" if why is None else f"prompts not checked: {why}"
+        ends = "seeds and ends" if self.parts.known is not None else "seeds (no weights are stored, so no stop tokens)"
+        return f"{self.checked} {ends}; {prompts}"
+
+    def _asked(self, step: int, prompt: int, place: int) -> SamplingParams:
+        config = self.config.rollout
+        return SamplingParams(
+            max_tokens=config.max_tokens,
+            min_tokens=config.min_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            seed=completion_seed(self.config.seed, "train", step, prompt, place),
+        )
+
+    def _against_task(self, step: Rollouts, batches: int, places: dict[tuple[int, int], Row]) -> list[str]:
+        """The task's batches are taken in order, so a missing step leaves those after it without a place."""
+        first, self.batches = self.batches + 1, self.batches + batches
+        if self.parts.task is None or step.step != self.expected_step:
+            return []
+        self.expected_step += 1
+        size, problems = self.config.rollout.num_prompts, []
+        for batch in range(batches):
+            examples = self.parts.task.train_examples(first + batch, size)
+            for (prompt, _), row in places.items():
+                if prompt // size != batch:
+                    continue
+                example = examples[prompt % size]
+                self.examples += 1
+                self.parts.examples[row.uid] = example
+                if (row.example, row.prompt, row.prompt_ids) != (example.id, example.prompt, list(example.prompt_ids)):
+                    problems.append(f"{row.uid}: its prompt is not the task's ({example.id})")
+        return problems
+
+    def _fault(self, row: Row, asked: SamplingParams) -> str | None:
+        """In what it is not what was asked for; each turn of a conversation ends by itself."""
+        made, known = as_sample(row).completion, self.parts.known
+        if (known is None or made.turns is not None) and made.sampling != asked:
+            return f"it was made with {made.sampling}, and asked for with {asked}"
+        if known is None:
+            return None
+        if made.turns is None:
+            return fault_of(made, row.prompt_ids, asked, known)
+        for start, end in made.turns:
+            turn = made.token_ids[start:end]
+            ended = bool(turn) and turn[-1] in stop_ids(asked, known.eos_token_ids)
+            fault = ending_fault(turn, "stop" if ended else "length", asked, known.eos_token_ids)
+            if fault is not None and made.finish_reason != "abort":
+                return fault
+        return None
+
+
+class Advantages:
+    """Advantages from the stored rewards, and who is trained for them."""
+
+    name = "advantages"
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.checked = config, 0
+        rollout = config.rollout
+        self.estimate = advantages_for(config.algorithm, rollout.max_tokens, rollout.group_size)
+
+    def at(self, step: Rollouts) -> list[str]:
+        if self.config.algorithm.reward_kl_coef:
+            return []
+        accepted = sorted((row for row in step.rows if not row.rejected), key=lambda row: row.place)
+        problems = [
+            f"{row.uid} was rejected, and has an advantage" for row in step.rows if row.rejected and row.advantage
+        ]
+        advantages, keep = self.estimate(
+            [row.reward for row in accepted],
+            [row.group for row in accepted],
+            [
+                max((end - start for start, end in row.turns or [(0, len(row.token_ids))]), default=0)
+                for row in accepted
+            ],
+            None,
+        )
+        kept = list(dict.fromkeys(row.group for row, good in zip(accepted, keep, strict=True) if good))
+        full = set(kept[: self.config.rollout.num_prompts])
+        for row, advantage, good in zip(accepted, advantages, keep, strict=True):
+            self.checked += 1
+            if not math.isclose(row.advantage, advantage, **CLOSE):
+                problems.append(
+                    f"{row.uid}: its advantage is {row.advantage:.9g}; its group's rewards give {advantage:.9g}"
+                )
+            if row.trained != (good and row.group in full):
+                problems.append(
+                    f"{row.uid} is {row.outcome}; by the rewards it is "
+                    + ("not to be" if row.trained else "to be trained")
+                )
+        return problems
+
+    def found(self) -> str:
+        if self.config.algorithm.reward_kl_coef:
+            return "not recomputed: algorithm.reward_kl_coef takes the reference's KL from rewards"
+        return f"{self.checked} from the stored rewards"
+
+
+class Aggregates:
+    """The step's metrics from its completions: lengths, rewards, ledger, and all that compares engine and trainer."""
+
+    name = "aggregates"
+
+    def __init__(self) -> None:
+        self.numbers = 0
+
+    def at(self, step: Rollouts) -> list[str]:
+        if step.record is None:
+            return []
+        samples = [as_sample(row) for row in step.rows]
+        accepted = [sample for sample, row in zip(samples, step.rows, strict=True) if not row.rejected]
+        trained = [sample for sample, row in zip(samples, step.rows, strict=True) if row.trained]
+        scored = [
+            sample.completion.logprobs if row.trainer_logprobs is None else floats(row.trainer_logprobs)
+            for sample, row in zip(samples, step.rows, strict=True)
+            if row.trained
+        ]
+        compared = compare(trained, scored)
+        expected: dict[str, Any] = {
+            **rollout_metrics(samples, step.step - 1),
+            **reward_metrics(accepted),
+            **compared.metrics,
+            "ledger/sampled": len(samples),
+            "ledger/accepted": len(accepted),
+            "ledger/rejected": len(samples) - len(accepted),
+            "ledger/trained": len(trained),
+            "ledger/dropped": len(accepted) - len(trained),
+        }
+        self.numbers += len(expected)
+        if step.line is not None and step.line.rollouts is None:  # an older version knew fewer
+            expected = {name: value for name, value in expected.items() if name in step.record}
+        problems = [
+            f"step {step.step}: {name} is {step.record.get(name)!r:.40}; its completions give {value!r:.40}"
+            for name, value in expected.items()
+            if not _same(step.record.get(name), value)
+        ]
+        differ = compared.tokens_different
+        if step.line is not None and step.line.tokens_different != differ:
+            problems.append(
+                f"step {step.step}: {step.line.tokens_different} different tokens certified, {differ} stored"
+            )
+        return problems
+
+    def found(self) -> str:
+        return f"{self.numbers} numbers of metrics.jsonl from the completions"
+
+
+def _same(stored: Any, value: Any) -> bool:
+    if isinstance(value, float) and not math.isfinite(value):
+        return stored is None
+    if isinstance(value, int | float):
+        return isinstance(stored, int | float) and math.isclose(stored, value, **CLOSE)
+    return stored == value
+
+
+def as_sample(row: Row) -> Sample:
+    logprobs = floats(row.logprobs)
+    made = Completion(
+        prompt_ids=row.prompt_ids,
+        token_ids=row.token_ids,
+        logprobs=logprobs,
+        raw_logprobs=logprobs if row.raw_logprobs is None else floats(row.raw_logprobs),
+        policy_version=row.policy_version,
+        finish_reason=row.finish_reason,
+        sampling=SamplingParams(**{"max_tokens": 1, **row.sampling}),
+        turns=None if row.turns is None else tuple(row.turns),
+    )
+    if len(made.logprobs) != len(made.written) or (made.written and made.written[-1] >= len(made.token_ids)):
+        raise ValueError(f"{row.uid} has {len(made.token_ids)} tokens and {len(made.logprobs)} logprobs")
+    result = RewardResult(row.reward, row.solved, row.components)
+    example = Example(row.example, row.prompt_ids, row.prompt, {})
+    return Sample(row.uid, example, made, row.text, result, row.group, row.advantage)

@@ -1,0 +1,270 @@
+"""A run's records as they lie there, damaged or not: what can be read of them, and what cannot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+import zstandard
+from msgspec import Meta
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlloop.compose import build
+from rlloop.config import RunConfig
+from rlloop.errors import RlloopError
+from rlloop.parity.certificate import Statement
+from rlloop.records import SIGNATURES, read_config, rollout_files, step_of
+
+Id = Annotated[int, Meta(ge=0, lt=2**31)]
+Step = Annotated[int, Meta(ge=0, lt=2**53)]
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    found: str  # what was looked at, and how much of it
+    problems: list[str] = field(default_factory=list)
+
+
+class Row(msgspec.Struct):
+    """One completion, as rollout files have it: see `rlloop.records.rollout_rows`."""
+
+    uid: str
+    example: str
+    group: Id
+    policy_version: Step
+    engine: str
+    outcome: str
+    reward: float
+    solved: bool
+    components: dict[str, float]
+    advantage: float
+    prompt: str
+    text: str
+    finish_reason: Literal["stop", "length", "abort"]
+    sampling: dict[str, Any]
+    prompt_ids: list[Id]
+    token_ids: list[Id]
+    logprobs: list[float | None]
+    raw_logprobs: list[float | None] | None = None
+    trainer_logprobs: list[float | None] | None = None
+    origin: str | None = None
+    turns: list[tuple[Id, Id]] | None = None
+    routed_experts: Any = None
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Step, prompt, place in the group. Raises `ValueError` where the name has no such form."""
+        step, prompt, place = self.uid.split("/")
+        return int(step), int(prompt), int(place)
+
+    @property
+    def trained(self) -> bool:
+        return self.outcome == "trained"
+
+    @property
+    def rejected(self) -> bool:
+        return self.outcome.startswith("rejected")
+
+    @property
+    def written(self) -> list[int]:
+        """Where in `token_ids` the policy's own tokens stand."""
+        turns = [(0, len(self.token_ids))] if self.turns is None else self.turns
+        return [at for start, end in turns for at in range(start, end)]
+
+
+_ROW = msgspec.json.Decoder(Row)
+
+
+class Line(msgspec.Struct):
+    """One line of the certificate. Those of versions whose chain did not cover the records have no `rollouts`."""
+
+    step: Step
+    version: Step
+    tokens: Step
+    tokens_different: Step
+    engine: str
+    trainer: str
+    rung: str
+    previous: str
+    hash: str
+    fingerprints: dict[str, str] = {}
+    rollouts: str | None = None
+    metrics: str | None = None
+    config: str | None = None
+    model: str | None = None
+    checkpoints: dict[str, str] | None = None
+    raw: dict[str, str] | None = None
+
+
+class Signature(msgspec.Struct):
+    run: str
+    step: Step
+    head: str
+    checkpoint: str
+    signature: str = ""
+
+    @property
+    def statement(self) -> Statement:
+        return Statement(self.run, self.step, self.head, self.checkpoint)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """One step's file, with what else is recorded of the step."""
+
+    step: int
+    name: str
+    digest: str
+    rows: list[Row]
+    record: dict[str, Any] | None  # its metrics
+    line: Line | None
+
+
+class History:
+    """Of one run. Reading never raises for damage: what cannot be read is in `problems`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problems: list[str] = []
+        self.torn: dict[str, int] = {}  # bytes after the last line of a journal
+        self.written_lines = self._lines("parity.jsonl")
+        self.raw_lines = self._objects(self.written_lines, "parity.jsonl")
+        self.lines = [line for line in (self._as_line(raw) for raw in self.raw_lines) if line is not None]
+        self.by_step = {line.step: line for line in self.lines}
+        self.metrics_lines = self._lines("metrics.jsonl")
+        self.metrics = [
+            record
+            for record in self._objects(self.metrics_lines, "metrics.jsonl")
+            if self._is_step(record.get("step"), "metrics.jsonl")
+        ]
+        self.records = {record["step"]: record for record in self.metrics}
+        self.files = self._rollout_files()
+        self.summary = self._summary()
+        self.config: dict[str, Any] = self._try(lambda: read_config(path)) or {}
+        self.built = _built(self.config)
+        self.last = max(self.by_step, default=0)  # the certified step that all else must reach
+        # A run that goes on may have written more while we read: nothing is far ahead of the certificate as it is now.
+        self.latest = max([self.last, *(_step_in(line) for line in self._lines("parity.jsonl")[-1:])])
+
+    @property
+    def is_old(self) -> bool:
+        """Whether some steps were recorded by a version whose certificate covered logprobs only."""
+        return any(line.rollouts is None for line in self.lines)
+
+    @property
+    def mode(self) -> Any:
+        """`parity.mode`."""
+        section = self.config.get("parity")
+        return section.get("mode") if isinstance(section, dict) else None
+
+    @property
+    def status(self) -> str | None:
+        """How the run ended; None where it goes on, was killed, or went on after an end."""
+        whole = self.summary is not None and self.summary.get("step") == max(self.records, default=0)
+        return str(self.summary.get("status")) if whole and self.summary is not None else None
+
+    def rollouts_of(self, step: int) -> Rollouts | str:
+        """A step's file; or what is wrong with it."""
+        file = self.files[step]
+        try:
+            content = file.read_bytes()
+            rows = [_ROW.decode(line) for line in zstandard.decompress(content).splitlines()]
+        except (OSError, zstandard.ZstdError, msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
+            return f"{file.name} is damaged: {error}"
+        digest = hashlib.sha256(content).hexdigest()
+        return Rollouts(step, file.name, digest, rows, self.records.get(step), self.by_step.get(step))
+
+    def signatures(self, file: Path | None = None) -> list[Signature]:
+        """Of the run, or of a witness's file. Those of a history that a resume set aside are left out."""
+        kept: list[Signature] = []
+        for line in self._lines(SIGNATURES, file):
+            try:
+                each = msgspec.json.decode(line, type=Signature)
+            except msgspec.MsgspecError as error:
+                self.problems.append(f"{file or SIGNATURES} has a damaged line: {error}")
+                continue
+            if file is None or (self.lines and each.run == self.lines[0].hash):
+                kept = [*(other for other in kept if other.step < each.step), each]
+        return kept
+
+    def _lines(self, name: str, file: Path | None = None) -> list[bytes]:
+        """A journal's lines with their ends; one that is torn at the end of the file is not yet one."""
+        try:
+            lines = (file or self.path / name).read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self.problems.append(f"{name} cannot be read: {error.strerror}")
+            return []
+        if lines and not lines[-1].endswith(b"\n"):
+            self.torn[name] = len(lines.pop())
+        return lines
+
+    def _objects(self, lines: list[bytes], name: str) -> list[dict[str, Any]]:
+        found = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                found.append(msgspec.json.decode(line, type=dict[str, Any]))
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                self.problems.append(f"{name}, line {number}, is damaged: {error}")
+        return found
+
+    def _as_line(self, raw: dict[str, Any]) -> Line | None:
+        try:
+            return msgspec.convert(raw, Line)
+        except msgspec.ValidationError as error:
+            self.problems.append(f"parity.jsonl: the line of step {raw.get('step')!r:.20} is none: {error}")
+            return None
+
+    def _is_step(self, step: Any, name: str) -> bool:
+        good = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53
+        if not good:
+            self.problems.append(f"{name} has a record of step {step!r:.20}")
+        return good
+
+    def _rollout_files(self) -> dict[int, Path]:
+        files: dict[int, Path] = {}
+        for file in rollout_files(self.path):
+            try:
+                files[step_of(file)] = file
+            except ValueError:
+                self.problems.append(f"rollouts/{file.name} is no file of a step")
+        return files
+
+    def _summary(self) -> dict[str, Any] | None:
+        file = self.path / "summary.json"
+        if not file.exists():
+            return None
+        found = self._try(lambda: json.loads(file.read_text()))
+        if found is not None and not isinstance(found, dict):
+            self.problems.append("summary.json is no summary")
+        return found if isinstance(found, dict) else None
+
+    def _try(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except (RlloopError, OSError, ValueError, RecursionError) as error:
+            self.problems.append(str(error) or type(error).__name__)
+            return None
+
+
+def _built(config: dict[str, Any]) -> RunConfig | str:
+    """The configuration, checked; or why it is none of this version."""
+    try:
+        return build(cast(DictConfig, OmegaConf.merge(OmegaConf.structured(RunConfig), config)))
+    except (RlloopError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+
+
+def _step_in(line: bytes) -> int:
+    try:
+        return msgspec.json.decode(line, type=Line).step
+    except msgspec.MsgspecError:
+        return 0

@@ -1,0 +1,141 @@
+"""The run's own task and reward, for checks that call them. A run's folder names code, so whose it is matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlloop.audit.history import History
+from rlloop.errors import RlloopError
+from rlloop.parity.asked import Vocabulary
+from rlloop.protocols import Task
+from rlloop.rewards import resolve_reward
+from rlloop.rewards.runner import RewardRunner
+from rlloop.targets import locate, resolve
+from rlloop.trainer.checkpoint import CheckpointStore, folder_digest
+from rlloop.types import Example
+
+
+@dataclass
+class Parts:
+    """What could be had of them; for the rest, why not."""
+
+    task: Task | None = None
+    no_task: str | None = None
+    reward: RewardRunner | None = None
+    no_reward: str | None = None
+    known: Vocabulary | None = None
+    model: Path | None = None  # the weights that the run began with
+    no_model: str | None = None
+    examples: dict[str, Example] = field(default_factory=dict)  # uid -> the task's example, as they are found
+
+    def close(self) -> None:
+        if self.reward is not None:
+            self.reward.close()
+
+
+OURS = ("rlloop.rewards.", "rlloop.recipes.")
+
+
+def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
+    """`run_code`: also call tasks and rewards that are not rlloop's own, which else are not imported: a stranger's
+    folder may name any code of this machine. `make_model`: have the task make its own model, which may take minutes."""
+    parts = Parts()
+    if isinstance(run.built, str):
+        parts.no_task = parts.no_reward = parts.no_model = f"config.yaml is none of this version's: {run.built}"
+        return parts
+    config = run.built
+    parts.no_model = _no_model(run, config.model.path)
+    parts.no_task = parts.no_model if config.model.path is not None else None
+    parts.no_task = parts.no_task or _refused(config.task, "task", run_code)
+    if parts.no_task is None:
+        try:
+            parts.task = resolve({"seed": config.seed, "model_path": config.model.path, **config.task}, "task")
+        except (RlloopError, OSError) as error:
+            parts.no_task = f"the task cannot be made here: {error}"
+    if parts.no_model is None and config.model.path is not None:
+        parts.model = Path(config.model.path)
+    elif parts.task is None:
+        parts.no_model = parts.no_model or parts.no_task
+    elif make_model:
+        parts.model, parts.no_model = _own_model(run, parts.task)
+    else:
+        parts.no_model = "the run began with the task's own model, which --all makes again"
+    parts.no_reward = _refused(config.reward, "reward", run_code)
+    if parts.no_reward is None:
+        try:
+            reward = resolve_reward(config.reward)
+            if getattr(reward, "reproducible", True):
+                parts.reward = RewardRunner(
+                    reward, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency
+                )
+            else:
+                parts.no_reward = f"{config.reward['_target_']} does not promise the same answer twice"
+        except (RlloopError, OSError) as error:
+            parts.no_reward = f"the reward cannot be made here: {error}"
+    parts.known = _vocabulary(run, parts.model)
+    return parts
+
+
+def _refused(section: dict[str, Any], name: str, run_code: bool) -> str | None:
+    """Why its target is not called; None where it may be. Looks through the parts of a weighted sum."""
+    target = section.get("_target_")
+    if not run_code:
+        inner = section.get("parts") if isinstance(section.get("parts"), dict) else {}
+        environment = section.get("environment")
+        named = [target, *(part.get("_target_") for part in (inner or {}).values() if isinstance(part, dict))]
+        if isinstance(environment, dict) and environment:
+            named.append(environment.get("_target_"))
+        for each in named:
+            if not str(each).startswith(OURS) or not _is_ours(str(each), name):
+                return f"{each} is not rlloop's own code; --run-code calls it"
+    return None
+
+
+def _is_ours(target: str, name: str) -> bool:
+    """Whether it is defined in rlloop, not only to be had through one of its modules."""
+    try:
+        return str(getattr(locate(target, name), "__module__", "")).startswith(OURS)
+    except RlloopError:
+        return False
+
+
+def _no_model(run: History, path: str | None) -> str | None:
+    """Why the folder that the run began with cannot be used; None where it can, or the task is to make it."""
+    if path is None:
+        return None
+    if not (Path(path) / "config.json").is_file():
+        return f"the model's folder {path} is not here"
+    recorded = run.lines[0].model if run.lines else None
+    if recorded is not None and folder_digest(Path(path)) != recorded:
+        return f"the model's folder {path} is not the one that the run began with"
+    return None
+
+
+def _own_model(run: History, task: Task) -> tuple[Path | None, str | None]:
+    """A task's own model where it is there already, or is soon made."""
+    recorded = run.lines[0].model if run.lines else None
+    if recorded is None:
+        return None, "the certificate does not name the weights that the run began with"
+    try:
+        folder = Path(task.model_folder())
+    except (RlloopError, OSError) as error:
+        return None, f"the task's model cannot be made here: {error}"
+    if folder_digest(folder) != recorded:
+        return None, "the task's model, made here, is not the one that the run began with"
+    return folder, None
+
+
+def _vocabulary(run: History, model: Path | None) -> Vocabulary | None:
+    from rlloop.models.config import read_config
+
+    saved = CheckpointStore(run.path / "checkpoints")
+    for folder in (*(saved.root / f"step_{step}" for step in reversed(saved.steps())), model):
+        try:
+            if folder is not None:
+                config = read_config(folder)
+                return Vocabulary(config.vocab_size, tuple(config.eos_token_ids))
+        except (RlloopError, OSError, ValueError, KeyError, TypeError):
+            continue  # a damaged checkpoint, which its own check names
+    return None

@@ -1,0 +1,141 @@
+"""Completions computed again under the stored weights that made them: each token drawn by its seed, each logprob."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlloop.audit.history import History, Rollouts, Row
+from rlloop.audit.parts import Parts
+from rlloop.config import ParityMode
+from rlloop.errors import RlloopError
+from rlloop.parity.certificate import content_digest
+from rlloop.trainer.checkpoint import CheckpointStore, find_damage
+
+if TYPE_CHECKING:
+    from rlloop.models import Model
+
+BATCH_TOKENS = 8192  # of one forward
+
+
+class Rescored:
+    """For runs whose `parity.mode` is `require`: others do not promise equal bits."""
+
+    name = "re-scored"
+
+    def __init__(self, run: History, parts: Parts, most: int | None) -> None:
+        """`most` completions of those whose weights are stored, a sample that nobody could foresee; None: all."""
+        self.run, self.most = run, most
+        store = CheckpointStore(run.path / "checkpoints")
+        self.weights: dict[int, Path] = {step: store.root / f"step_{step}" for step in store.steps()}
+        if parts.model is not None:
+            self.weights[0] = parts.model
+        self.no_model = parts.no_model
+        self.kept, self.out_of_reach, self.seen = list[Row](), 0, 0
+        self.by_step, self.tokens = Counter[int](), 0
+        self.elsewhere: list[str] = []  # what differs, on numerics that are not the run's
+        self.unread: list[str] = []
+        self._random = random.SystemRandom()
+
+    def at(self, step: Rollouts) -> list[str]:
+        for row in step.rows:
+            if row.policy_version not in self.weights:
+                self.out_of_reach += 1
+                continue
+            self.seen += 1
+            if self.most is None or len(self.kept) < self.most:
+                self.kept.append(row)
+            elif (place := self._random.randrange(self.seen)) < self.most:
+                self.kept[place] = row
+        return []
+
+    def finish(self) -> list[str]:
+        config, problems = self.run.built, list[str]()
+        if isinstance(config, str) or config.parity.mode is not ParityMode.require:
+            return []
+        from rlloop.models import load_model
+        from rlloop.numerics.profile import NumericsProfile
+
+        certified = {line.fingerprints.get("trainer") for line in self.run.lines} - {None}
+        for version in sorted({row.policy_version for row in self.kept}):
+            folder, rows = self.weights[version], [row for row in self.kept if row.policy_version == version]
+            try:
+                if version and (damage := find_damage(folder)) is not None:
+                    raise ValueError(damage)
+                profile = NumericsProfile(**vars(config.model.profile))
+                model = load_model(folder, dtype=config.model.dtype, device=config.device, profile=profile)
+            except (RlloopError, OSError, ValueError) as error:
+                self.unread.append(f"{_name(version)} cannot be read: {error}")
+                continue
+            try:
+                found = _differences(model, rows)
+            except (RlloopError, ValueError, OverflowError) as error:
+                problems.append(f"completions of {_name(version)} cannot be computed: {error}")
+                continue
+            self.by_step[version] = len(rows)
+            self.tokens += sum(len(row.logprobs) for row in rows)
+            if certified and content_digest(model.fingerprint()) not in certified:
+                self.elsewhere += found
+            else:
+                problems += found
+        return problems
+
+    def found(self) -> str:
+        config = self.run.built
+        if isinstance(config, str):
+            return f"not done: config.yaml is none of this version's: {config}"
+        if config.parity.mode is not ParityMode.require:
+            return f"not done: parity.mode={config.parity.mode} does not promise equal bits"
+        done = sum(self.by_step.values())
+        where = ", ".join(_name(version) for version in sorted(self.by_step))
+        text = f"{done} completions, {self.tokens} tokens, drawn again under {where}" if done else "none"
+        beyond = self.out_of_reach + self.seen - done
+        text += f"; {beyond} not" if beyond else ""
+        if self.out_of_reach:
+            text += f", {self.out_of_reach} of them for want of their weights: --replay trains these again"
+        if self.no_model is not None:
+            text += f" ({self.no_model})"
+        for each in self.unread:
+            text += f"; {each}"
+        if self.elsewhere:
+            text += (
+                f"; {len(self.elsewhere)} differ, but this machine's numerics are not those that the run recorded "
+                f"(fingerprints.json), so that says nothing of the run. First: {self.elsewhere[0]}"
+            )
+        return text
+
+
+def _differences(model: Model, rows: list[Row]) -> list[str]:
+    """Every completion whose tokens or bits are others."""
+    from rlloop.audit.completions import as_sample
+    from rlloop.models import ScoreRow, redraw
+
+    problems = []
+    samples = [as_sample(row) for row in rows]
+    score_rows = []
+    for sample in samples:
+        made = sample.completion
+        ids = [*made.prompt_ids, *made.token_ids]
+        score_rows.append(ScoreRow(ids, [len(made.prompt_ids) + at for at in made.written], made.sampling))
+    for sample, drawn in zip(samples, redraw(model, score_rows, max_tokens=BATCH_TOKENS), strict=True):
+        made = sample.completion
+        tokens = np.array([made.token_ids[at] for at in made.written], np.int64)
+        version = _name(made.policy_version)
+        if differ := int((tokens != drawn.token_ids).sum()):
+            problems.append(
+                f"{sample.uid}: {differ} of {len(tokens)} tokens are not what its seed draws from {version}"
+            )
+        for name, stored, found in (
+            ("logprobs", made.logprobs, drawn.logprobs), ("raw_logprobs", made.raw_logprobs, drawn.raw_logprobs),
+        ):  # fmt: skip
+            if differ := int((stored.view(np.int32) != found.view(np.int32)).sum()):
+                problems.append(f"{sample.uid}: {differ} of {len(stored)} {name} are not the bits of {version}")
+    return problems
+
+
+def _name(version: int) -> str:
+    return f"step_{version}" if version else "the weights that it began with"

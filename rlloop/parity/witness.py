@@ -1,0 +1,103 @@
+"""Who else knows a run's certificate: its head signed, or told to a witness, at each checkpoint.
+
+A chain of hashes shows what was changed in it, not that all of it was written anew. A signature shows that too, to
+whoever has the public key, as long as the private one was not there to be used again. A witness knows besides how far
+the run had come, so a run that was cut short and finished otherwise shows as well.
+
+    signatures.jsonl, in the run's folder   {"run", "step", "head", "checkpoint", "signature": Ed25519, hexadecimal}
+    the witness's own                       {"run", "step", "head", "checkpoint"}, posted as JSON or appended as a line
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+from rlloop.config import CertificateConfig
+from rlloop.errors import ConfigError
+from rlloop.parity.certificate import Statement
+from rlloop.records import SIGNATURES, Journal
+from rlloop.sync.manifest import load_key, public_key
+
+TRIES = 3
+TIMEOUT = 10.0  # seconds of one
+
+
+class Attestor:
+    """Signs and tells what `certificate.key` and `certificate.witness` ask for."""
+
+    def __init__(self, config: CertificateConfig, folder: Path, log: Callable[[str], None]) -> None:
+        """Raises `ConfigError` where the key cannot be read or the witness's file cannot be there."""
+        self._key = None if config.key is None else load_key(Path(config.key))
+        self._signatures = Journal(folder / SIGNATURES)
+        self._witness, self._log = config.witness, log
+        if self._witness is not None and not _is_address(self._witness) and not Path(self._witness).parent.is_dir():
+            raise ConfigError(
+                f"certificate.witness is {self._witness!r}; it must be an http:// or https:// address, or a file in a "
+                "folder that is there"
+            )
+
+    def __call__(self, statement: Statement) -> None:
+        """A witness that does not answer is logged: the next checkpoint's statement covers this one's steps, too."""
+        if self._key is not None:
+            signature = self._key.sign(message(statement)).hex()
+            self._signatures.append({**asdict(statement), "signature": signature})
+        if self._witness is None:
+            return
+        try:
+            if _is_address(self._witness):
+                _post(self._witness, message(statement))
+            else:
+                with Path(self._witness).open("ab") as file:  # several runs may tell one
+                    file.write(message(statement) + b"\n")
+        except (OSError, ConnectionError) as error:
+            self._log(f"the witness {self._witness} was not told of step {statement.step}: {error}")
+
+
+def message(statement: Statement) -> bytes:
+    """What is signed, and what a witness gets."""
+    return msgspec.json.encode(asdict(statement), order="sorted")
+
+
+def is_signed(statement: Statement, signature: str, key: Ed25519PublicKey) -> bool:
+    try:
+        key.verify(bytes.fromhex(signature), message(statement))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def read_public_key(path: Path) -> Ed25519PublicKey:
+    """PEM, or the 64 hexadecimal digits of a .pub file. Raises `ConfigError`."""
+    try:
+        content = path.read_bytes()
+        key = load_pem_public_key(content) if b"BEGIN PUBLIC" in content else public_key(content.decode())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--public-key {path} cannot be read: {error}") from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise ConfigError(f"--public-key {path} is no Ed25519 key; openssl pkey -in KEY -pubout writes the public half")
+    return key
+
+
+def _is_address(witness: str) -> bool:
+    return witness.startswith(("http://", "https://"))
+
+
+def _post(address: str, content: bytes) -> None:
+    """Raises `ConnectionError` where it does not arrive."""
+    import httpx
+
+    for attempt in range(TRIES):
+        try:
+            answer = httpx.post(address, content=content, headers={"Content-Type": "application/json"}, timeout=TIMEOUT)
+            answer.raise_for_status()
+            return
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            if attempt == TRIES - 1:
+                raise ConnectionError(str(error)) from error
