@@ -12,13 +12,13 @@ the step's own, and in the first line step 0's too. `checkpoints` stands in the 
 digest of each that was kept, and, like `config` (of config.yaml), in the first line that a process writes; `model`, of
 the folder that the weights come from, in the run's first. A step that broke the contract has no metrics.
 
-A line's `hash` covers the rest of it: a line that was changed, added or taken out breaks the chain.
-
     "certain": 12, "raw_different": 0, "raw": {"engine": "c5d0...", "trainer": "c5d0..."},
     "redrawn": 5632, "redrawn_different": 0, "faults": 0
 
 Tokens of probability 1; raw logprobs, as above; tokens drawn again, and those that were others; completions that are
 not what was asked for, trained or not.
+
+A line's `hash` covers the rest of it: a line that was changed, added or taken out breaks the chain.
 """
 
 from __future__ import annotations
