@@ -369,6 +369,8 @@ def _drive(
         start = loop.restore()
         if start == 0 and parts.source is not None:
             certificate.note(model=folder_digest(parts.source))
+        if config.parity.redraw and not config.redraws:
+            folder.log("tokens are not drawn again: the engine draws them by another operation than the trainer's")
         folder.log(f"{job.recipe}: starting after step {start} of {config.trainer.num_steps}, process {os.getpid()}")
         progress = stack.enter_context(Progress(console, job.recipe, config.trainer.num_steps, start))
         progress.recall(read_records(folder.metrics.path) if start else ())

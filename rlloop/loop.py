@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlloop.batches import completion_seed, minibatches, new_sample, reward_metrics, rollout_metrics
-from rlloop.config import Anchor, RunConfig
+from rlloop.config import Anchor, ParityMode, RunConfig
 from rlloop.environments import player_for
 from rlloop.errors import ParityError, RlloopError, RunError
 from rlloop.metrics import Mean, Reduction, merge, values
@@ -100,6 +100,7 @@ class Loop:
         for first in range(0, self.config.max_prompts, self.config.rollout.num_prompts):
             with self._timed("rollout"):
                 samples = self.rollout(step, version, first)
+            self.check_asked(step, version, samples)
             with self._timed("reward"):
                 good, bad = self.judge(samples)
             accepted, rejected = accepted + good, rejected + bad
@@ -157,6 +158,12 @@ class Loop:
             samples.append(dataclasses.replace(new_sample(f"{step}/{p}/{g}", made, group=p), fault=fault))
         return samples
 
+    def check_asked(self, step: int, version: int, samples: Sequence[Sample]) -> None:
+        """Stops at completions that are not what was asked for; under `observe` they are rejected and counted."""
+        if self.config.parity.mode is not ParityMode.observe and any(sample.fault for sample in samples):
+            rest = [(sample, f"rejected: {sample.fault or 'nothing of this step is trained'}") for sample in samples]
+            self._compare(step, version, [], Recomputed([]), rest)  # raises
+
     def judge(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Failed]]:
         """Score every sample. One whose reward failed is rejected with the reason, never a silent 0."""
         accepted: list[Sample] = []
@@ -176,11 +183,11 @@ class Loop:
 
     def _score(self, samples: Sequence[Sample]) -> list[RewardResult | str]:
         """The result of each, or why it has none."""
-        whole = [sample for sample in samples if sample.broken is None]
+        whole = [sample for sample in samples if not (sample.fault or sample.broken)]
         outcomes = iter(self.parts.scorer.score([(made.example.prompt, made.text, made.example) for made in whole]))
         scored: list[RewardResult | str] = []
         for sample in samples:
-            outcome = sample.broken or next(outcomes)
+            outcome = sample.fault or sample.broken or next(outcomes)
             known = isinstance(outcome, RewardResult | str)
             scored.append(outcome if known else f"reward {outcome.kind}: {outcome.message}")
         return scored

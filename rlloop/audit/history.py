@@ -166,7 +166,7 @@ class History:
 
     @property
     def status(self) -> str | None:
-        """How the run ended; None where it goes on, was killed, or went on after an end."""
+        """Of the end: finished, interrupted, failed. None where the run goes on, was killed, or went on after an end."""
         whole = self.summary is not None and self.summary.get("step") == max(self.records, default=0)
         return str(self.summary.get("status")) if whole and self.summary is not None else None
 

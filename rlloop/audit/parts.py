@@ -19,7 +19,7 @@ from rlloop.types import Example
 
 @dataclass
 class Parts:
-    """What could be had of them; for the rest, why not."""
+    """Those that could be had; for the others, why not."""
 
     task: Task | None = None
     no_task: str | None = None

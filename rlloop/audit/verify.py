@@ -18,7 +18,7 @@ from rlloop.records import SIGNATURES, require_run
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is done. Numbers are of completions, None: all of them."""
+    """The amount of work. Numbers are of completions, None: all of them."""
 
     rescored: int | None = 0  # drawn and scored again; with None, a task's own model is made where it is not there
     rewarded: int | None = 1000  # whose reward is given again

@@ -64,8 +64,9 @@ SECTIONS: tuple[Section, ...] = (
         (
             _kl("KL, k3", "parity/k3", "Train-inference KL, mean of r − 1 − d. 0 means equal bits."),
             _kl("KL, k1", "parity/k1", "The same KL as mean of mu − pi: noisier, and it may be negative.", 1e-4),
-            Panel("Tokens different", ("parity/tokens_different",), "Fraction of trained tokens whose two logprobs "
-                  "differ in a bit.", scale=Scale.fraction, guides=(0.0,)),
+            Panel("Tokens different", ("parity/tokens_different", "parity/raw_different", "parity/redrawn_different"),
+                  "Fraction of trained tokens whose two logprobs, or raw logprobs, differ in a bit; and that are not "
+                  "what their seeds draw from the trainer's distribution.", scale=Scale.fraction, guides=(0.0,)),
             Panel("Largest difference", ("parity/logprob_diff_max",), "Largest |d| of a step.", scale=Scale.symlog,
                   unit="nats", guides=(0.0,)),
             Panel("Difference, p99.9", ("parity/logprob_diff_p999",), "One token in a thousand differs by more.",
@@ -118,6 +119,8 @@ SECTIONS: tuple[Section, ...] = (
         (
             Panel("Length", ("rollout/length_mean",), "Mean tokens of a completion.", scale=Scale.zero, unit="tokens"),
             Panel("Truncated", ("rollout/truncated",), "Fraction cut off by max_tokens.", scale=Scale.fraction),
+            Panel("Not as asked for", ("rollout/faults",), "Completions with another prompt, other parameters or an "
+                  "ending that contradicts them.", scale=Scale.zero),
             Panel("Turns", ("rollout/turns_mean",), "Mean turns of the policy.", scale=Scale.zero),
         ),
     ),
@@ -205,7 +208,10 @@ SECTIONS: tuple[Section, ...] = (
             Panel("Sampled and accepted", ("ledger/sampled", "ledger/accepted"), "Counts a step.", scale=Scale.zero),
             Panel("Held-out without a reward", ("eval/rejected",), "Held-out completions whose reward failed.",
                   scale=Scale.zero),
-            Panel("Tokens compared", ("parity/tokens",), "Every trained token of a step.", scale=Scale.zero),
+            Panel("Tokens compared", ("parity/tokens", "parity/redrawn"), "Every trained token of a step; and of "
+                  "these, those drawn again.", scale=Scale.zero),
+            Panel("Tokens certain", ("parity/tokens_certain",), "Fraction sampled with probability 1: their logprobs "
+                  "say nothing of who computed them, only raw ones do.", scale=Scale.fraction),
         ),
     ),
 )  # fmt: skip

@@ -33,6 +33,7 @@ class AskedEngine:
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         completions = self._engine.generate(prompts, each)
         for made, prompt, params in zip(completions, prompts, each, strict=True):
+            assert len(made.token_ids) == len(made.logprobs) == len(made.raw_logprobs), "a logprob for each token"
             if (fault := fault_of(made, prompt, params, self._known)) is not None:
                 self.faults.setdefault(params.seed, fault)
         return completions
@@ -53,16 +54,16 @@ def fault_of(made: Completion, prompt_ids: Sequence[int], sampling: SamplingPara
             return f"it was made with {name}={used!r}, and asked for with {name}={asked!r}"
     if wrong := [id for id in made.token_ids if not 0 <= id < known.size]:
         return f"token id {wrong[0]} is not in the vocabulary, whose ids are 0 to {known.size - 1}"
-    for name in ("logprobs", "raw_logprobs"):
-        if len(getattr(made, name)) != len(made.token_ids):
-            return f"it has {len(getattr(made, name))} {name} for {len(made.token_ids)} tokens"
     return ending_fault(made.token_ids, made.finish_reason, sampling, known.eos_token_ids)
 
 
 def ending_fault(
     token_ids: Sequence[int], finish_reason: FinishReason, sampling: SamplingParams, eos_token_ids: tuple[int, ...]
 ) -> str | None:
-    """In what the end of one turn's tokens contradicts its finish reason or its parameters; None: in nothing."""
+    """In what the end of one turn's tokens contradicts its finish reason or its parameters; None: in nothing.
+
+    A token that ends a completion may be its last possible one, too: both reasons are true then.
+    """
     stops, count = stop_ids(sampling, eos_token_ids), len(token_ids)
     at = next((place for place, id in enumerate(token_ids) if id in stops), None)
     if count > sampling.max_tokens:
@@ -74,8 +75,6 @@ def ending_fault(
     if finish_reason == "stop" and at is None:
         last = f"its last token is {token_ids[-1]}" if count else "it has no token"
         return f"its finish_reason is stop, and {last}; what ends it is {', '.join(map(str, stops)) or 'nothing'}"
-    if finish_reason == "length" and at is not None:
-        return f"its finish_reason is length, and its last token ({token_ids[at]}) ends a completion"
     if finish_reason == "length" and count < sampling.max_tokens:
         return f"its finish_reason is length after {count} tokens, and max_tokens is {sampling.max_tokens}"
     return None

@@ -46,7 +46,7 @@ def content_digest(content: Mapping[str, Any]) -> str:
 
 
 def comparison_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What two runs of the same bits share of a line."""
+    """The part of a line that two runs of the same bits share."""
     return {key: value for key, value in line.items() if key not in CHAINED}
 
 
@@ -81,7 +81,7 @@ class Certificate:
         self._line = {**line, "rung": self.rung, **self._line}
 
     def note(self, **facts: Any) -> None:
-        """What the next line holds besides."""
+        """Further facts for the next line."""
         self._line |= facts
 
     def cover(self, record: bytes) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from rlloop.algorithms import get_loss
 from rlloop.config import TrainerConfig
-from rlloop.models import new_model, token_logprobs
+from rlloop.models import ScoreRow, new_model, redraw, token_logprobs
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.rollout.engine import Engine
 from rlloop.trainer import Trainer
@@ -83,6 +83,16 @@ def test_the_trainer_recomputes_the_engines_bits(model, hidden_among_many):
             assert completion.raw_logprobs.tobytes() == r.detach().cpu().numpy().tobytes(), completion.sampling
 
 
+def test_the_trainer_draws_the_engines_tokens_again(model, hidden_among_many):
+    rows = [
+        ScoreRow(c.prompt_ids + c.token_ids, [len(c.prompt_ids) + at for at in c.written], c.sampling)
+        for c in hidden_among_many
+    ]
+    found = redraw(model, rows, max_tokens=3000)
+    assert [(f.token_ids.tolist(), f.logprobs.view(np.int32).tolist(), f.raw_logprobs.view(np.int32).tolist())
+            for f in found] == [bits(c) for c in hidden_among_many]  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_trainer_equals_engine_before_and_after_every_update(dtype):
     model = model_of(dtype)
@@ -95,6 +105,9 @@ def test_trainer_equals_engine_before_and_after_every_update(dtype):
         result = trainer.forward_backward(samples, get_loss("grpo"))
         assert sum(map(len, result.logprobs)) > 500
         assert different(samples, result.logprobs) == 0
+        assert [ids.tolist() for ids in result.recomputed.redrawn] == [each.token_ids for each in made]
+        raw = [array.tobytes() for array in result.recomputed.raw_logprobs]
+        assert raw == [each.raw_logprobs.tobytes() for each in made]
         assert trainer.optim_step()["loss/grad_norm"] > 0
         assert different(samples, trainer.logprobs(samples)) > 50  # the weights, and so the engine's, have moved
         engine.set_version(step + 1)

@@ -84,6 +84,11 @@ def test_trainer_equals_engine_before_and_after_every_update(folder: Path, dtype
         result = trainer.forward_backward(samples, get_loss("grpo"))
         assert sum(map(len, result.logprobs)) > 100
         assert different(samples, result.logprobs) == 0
+        raw, drawn = result.recomputed.raw_logprobs, result.recomputed.redrawn
+        assert raw is not None
+        assert drawn is not None
+        assert [each.tobytes() for each in raw] == [each.completion.raw_logprobs.tobytes() for each in samples]
+        assert [each.tolist() for each in drawn] == [each.completion.token_ids for each in samples]
         assert trainer.optim_step()["loss/grad_norm"] > 0
         assert different(samples, trainer.logprobs(samples)) > 50  # the weights, and so the engine's, have moved
         engine.set_version(step + 1)
