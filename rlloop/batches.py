@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlloop.environments import Played
+from rlloop.environments import Played, cut_short
 from rlloop.types import RewardResult, Sample
 
 
@@ -28,10 +28,11 @@ def minibatches(samples: Sequence[Sample], count: int) -> list[list[int]]:
 
 
 def new_sample(uid: str, played: Played, group: int) -> Sample:
-    """Its reward and advantage are still to come."""
-    return Sample(
-        uid, played.example, played.completion, played.text, RewardResult(0.0), group=group, broken=played.broken
-    )
+    """Its reward and advantage are still to come. Whatever engine made it, one that was cut short is broken."""
+    made, broken = played.completion, played.broken
+    if broken is None and not made.whole:
+        broken = cut_short(made)
+    return Sample(uid, played.example, made, played.text, RewardResult(0.0), group=group, broken=broken)
 
 
 def rollout_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:

@@ -76,6 +76,11 @@ class Played:
     broken: str | None = None  # why it did not come to an end
 
 
+def cut_short(completion: Completion) -> str:
+    """Why it is rejected."""
+    return f"its completion was cut short: finish_reason is {completion.finish_reason!r}"
+
+
 class SingleTurn:
     """One completion an example."""
 
@@ -112,9 +117,10 @@ class Conversations:
             turns = engine.generate([talk.ids for talk in going], [talk.sampling for talk in going])
             for talk, turn in zip(going, turns, strict=True):
                 talk.hear(turn)
-            spoken = [
-                (talk.environment, self.task.decode(turn.token_ids)) for talk, turn in zip(going, turns, strict=True)
-            ]
+            going = [talk for talk in going if talk.broken is None]
+            if not going:
+                break
+            spoken = [(talk.environment, self.task.decode(talk.turns[-1].token_ids)) for talk in going]
             going = [
                 talk
                 for talk, reply in zip(going, self._runner_for(going[0]).score(spoken), strict=True)
@@ -162,6 +168,7 @@ class _Talk:
     broken: str | None = None
 
     def hear(self, turn: Completion) -> None:
+        self.broken = None if turn.whole else cut_short(turn)  # no environment is to answer half a turn
         self.turns.append(turn)
         self.ids = [*turn.prompt_ids, *turn.token_ids]
 

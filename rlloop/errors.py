@@ -11,6 +11,12 @@ A user's mistake is a `ValueError` whose message says what was given, what is al
 any work starts. A broken invariant of rlloop's own is an `assert`.
 """
 
+import msgspec
+
+# What decoders raise for bytes that are not what they should be: text that is not UTF-8 and integers of thousands of
+# digits are ValueErrors, and what is nested too deeply ends in a RecursionError.
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+
 
 class RlloopError(Exception):
     """Base of every error that rlloop raises on purpose. `exit_code` is what the command line ends with."""

@@ -15,7 +15,6 @@ And, for trainers that are not rlloop's (`rlloop serve trainer`), which publish 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -34,7 +33,7 @@ from rlloop.rollout.router import Router
 from rlloop.rollout.service import VersionUnavailable
 from rlloop.sync.http import StoreRoutes
 from rlloop.sync.store import Store
-from rlloop.web import refusal
+from rlloop.web import body_of, parsed, refusal, whole_number
 
 Publish = Callable[[bytes, int], Mapping[str, float]]  # safetensors, step -> metrics; returns when it is served
 
@@ -55,17 +54,17 @@ def trainer_app(
         lambda: served.served_bytes
     )
     engines = Gauge("rlloop_engines", "engines by region and status", ["region", "status"], registry=registry)
-    publishing = threading.Lock()
+    publishing = asyncio.Lock()
 
     async def join(request: Request) -> Response:
-        joining = _decode(await request.body(), Joining)
+        joining = parsed(await body_of(request), Joining)
         if not is_address(joining.url) or not joining.region or "/" in joining.region:
             raise ConfigError("joining takes the engine's http(s) address and a region's name without /")
         await run_in_threadpool(router.join, joining.url, joining.region)
         return JSONResponse({})
 
     async def leave(request: Request) -> Response:
-        await run_in_threadpool(router.leave, _decode(await request.body(), Joining).url)
+        await run_in_threadpool(router.leave, parsed(await body_of(request), Joining).url)
         return JSONResponse({})
 
     async def listed(request: Request) -> Response:
@@ -81,27 +80,15 @@ def trainer_app(
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def publish_weights(request: Request) -> Response:
-        send = publish
-        assert send is not None
-        try:
-            step = int(request.query_params["step"])
-        except (KeyError, ValueError):
-            raise ConfigError("publishing takes the version's number, as in /fleet/publish?step=3") from None
-        content = await request.body()
-
-        def one_at_a_time() -> Mapping[str, float]:
-            with publishing:
-                return send(content, step)
-
-        return JSONResponse(dict(await run_in_threadpool(one_at_a_time)))
+        assert publish is not None
+        step = whole_number(request.query_params.get("step"), "step, as in /fleet/publish?step=3,")
+        async with publishing:  # before the body is read: it is as large as the model
+            return JSONResponse(dict(await run_in_threadpool(publish, await request.body(), step)))
 
     async def generate(request: Request) -> Response:
-        try:
-            ask = msgspec.msgpack.decode(await request.body(), type=wire.Ask)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise ConfigError(f"the body is no msgpack of rlloop.rollout.wire.Ask: {error}") from None
+        ask = parsed(await body_of(request), wire.Ask, packed=True)
         each = one_for_each(ask.prompts, ask.sampling)
-        have, lowest = router.version, ask.lowest or 0
+        have, lowest = router.version, max(ask.lowest or 0, 0)
         if have < lowest or (ask.highest is not None and have > ask.highest):
             raise VersionUnavailable(have, lowest, ask.highest)
         # In no thread of the pool: those are for the weights and the joining that it may have to wait for.
@@ -125,7 +112,6 @@ def trainer_app(
         ],
         exception_handlers={
             **served.handlers,
-            ConfigError: lambda _, error: refusal(400, "bad_request", str(error)),
             VersionUnavailable: _unavailable,
             RlloopError: lambda _, error: refusal(503, "fleet_failed", str(error)),
         },
@@ -135,10 +121,3 @@ def trainer_app(
 def _unavailable(_: Request, error: Exception) -> Response:
     assert isinstance(error, VersionUnavailable)
     return refusal(409, "version_passed" if error.passed else "version_behind", str(error), have=error.have)
-
-
-def _decode(body: bytes, kind: type[Joining]) -> Joining:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise ConfigError(f"the body must be JSON with url and region: {error}") from None

@@ -40,6 +40,7 @@ from rlloop.pipeline import PipelinedLoop
 from rlloop.protocols import Task
 from rlloop.records import RunFolder, read_records, summarize
 from rlloop.rewards import resolve_reward
+from rlloop.rewards.digest import note_reward, reward_digest
 from rlloop.rewards.runner import RewardRunner
 from rlloop.rollout import Engine
 from rlloop.sinks import check_sinks, make_sinks
@@ -249,9 +250,11 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
 
 def _import_ray(address: str | None) -> Any:
     if address is None and "ray" not in sys.modules:
-        # A Ray of our own answers only who knows its token. Ray reads these as it is imported.
+        # A Ray of our own answers only who knows its token, and nobody from outside: its metrics ask for none. Ray
+        # reads these as it is imported; without clusters, whatever the system, all of it listens on loopback.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
@@ -371,10 +374,14 @@ def _drive(
             certificate.note(model=folder_digest(parts.source))
         if config.parity.redraw and not config.redraws:
             folder.log("tokens are not drawn again: the engine draws them by another operation than the trainer's")
+        changed = note_reward(folder, prepared.scorer.reward, start)
+        certificate.note(reward=reward_digest(prepared.scorer.reward))
         folder.log(f"{job.recipe}: starting after step {start} of {config.trainer.num_steps}, process {os.getpid()}")
         progress = stack.enter_context(Progress(console, job.recipe, config.trainer.num_steps, start))
         progress.recall(read_records(folder.metrics.path) if start else ())
         progress.note(f"{folder.path}: " + (f"resuming after step {start}" if start else "a new run"))
+        if changed is not None:
+            progress.note(changed)
         if config.fleet.kind is FleetKind.regions:
             progress.note(f"engines join at {(folder.path / 'fleet_address').read_text().strip()}")
         observers.append(progress)

@@ -7,6 +7,7 @@
     checkpoints/step_12/             complete or absent (rlloop.trainer.checkpoint)
     fingerprints.json                what decides the bits of engine and trainer, by digest
     signatures.jsonl                 with certificate.key: the certificate's head, signed (rlloop.parity.witness)
+    reward.json                      the digests of the reward's source, and after which step it changed
     summary.json                     written at the end
     curve.png                        drawn at the end
     run.log                          what happened, with times
@@ -21,19 +22,20 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import yaml
 import zstandard
 
-from rlloop.errors import RunError
+from rlloop.errors import UNREADABLE, RunError
 from rlloop.parity.replay import pack_experts
 from rlloop.resuming import refuse_other_run
 from rlloop.types import Sample, SamplingParams
@@ -41,6 +43,9 @@ from rlloop.types import Sample, SamplingParams
 REPORT = "parity_report.json"
 SIGNATURES = "signatures.jsonl"
 JOURNALS = ("metrics.jsonl", "parity.jsonl", SIGNATURES)  # a line a step, or fewer
+ROLLOUTS = re.compile(r"step_(\d{8,18})\.jsonl\.zst")
+
+T = TypeVar("T")
 
 
 class Journal:
@@ -148,13 +153,17 @@ class RunFolder:
     def is_finished(self, num_steps: int) -> bool:
         """Whether the run's last step, of `num_steps`, is behind it."""
         summary = read_summary(self.path)
-        return summary is not None and summary["status"] == "finished" and summary["step"] >= num_steps
+        step = summary.get("step") if summary is not None and summary.get("status") == "finished" else None
+        return isinstance(step, int) and step >= num_steps
 
     def rewind(self, step: int | None) -> int:
         """Set aside every record past `step` (None: every record). Returns how many steps' metrics that were.
 
-        May itself be killed anywhere: what is to be set aside is copied before it is cut.
+        May itself be killed anywhere: what is to be set aside is copied before it is cut. Raises `RunError` for what is
+        damaged or not the run's.
         """
+        files = sorted(self.rollouts.glob("*")) if self.rollouts.exists() else []
+        steps = {file: step_of(file) for file in files if file.suffix != ".tmp"}  # before anything is moved
         keep = -1 if step is None else step
         aside = self.path / "orphaned" / str(1 + sum(1 for _ in (self.path / "orphaned").glob("*")))
         moved = 0
@@ -162,7 +171,7 @@ class RunFolder:
             file = self.path / name
             if not file.exists():
                 continue
-            kept, rest = _split_records(file.read_bytes(), keep)
+            kept, rest = _split_records(file, keep)
             if rest:
                 aside.mkdir(parents=True, exist_ok=True)
                 write_whole(aside / name, rest)
@@ -170,10 +179,10 @@ class RunFolder:
                 moved += rest.count(b"\n") if name == "metrics.jsonl" else 0
         self.metrics.reopen()
         self.parity.reopen()
-        for file in sorted(self.rollouts.glob("*")) if self.rollouts.exists() else ():
-            if file.name.endswith(".tmp"):
+        for file in files:
+            if file not in steps:
                 file.unlink()
-            elif step_of(file) > keep:
+            elif steps[file] > keep:
                 (aside / "rollouts").mkdir(parents=True, exist_ok=True)
                 file.rename(aside / "rollouts" / file.name)
         for name in ("summary.json", "curve.png", REPORT):
@@ -193,7 +202,7 @@ class RunFolder:
     def note_fingerprints(self, by_digest: Mapping[str, Mapping[str, Any]]) -> None:
         """Keep what the digests in the records stand for. A new one in an old run is logged: its bits may be others."""
         file = self.path / "fingerprints.json"
-        known = json.loads(file.read_text()) if file.exists() else {}
+        known = _decoded(file.read_bytes(), file, dict[str, dict[str, Any]]) if file.exists() else {}
         new = {digest: fingerprint for digest, fingerprint in by_digest.items() if digest not in known}
         if new:
             write_whole(file, json.dumps({**known, **new}, indent=1, sort_keys=True).encode())
@@ -324,32 +333,31 @@ def read_records(file: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 return
-            try:
-                yield msgspec.json.decode(line)
-            except msgspec.DecodeError as error:
-                raise RunError(f"{file}, line {number}, is damaged: {error}") from error
+            yield _decoded(line, f"{file}, line {number},", dict[str, Any])
 
 
 def read_rollouts(file: Path) -> list[dict[str, Any]]:
     try:  # whole, since a stream of it would end early without a word where the file does
         return [msgspec.json.decode(line) for line in zstandard.decompress(file.read_bytes()).splitlines()]
-    except (zstandard.ZstdError, msgspec.DecodeError) as error:
+    except (zstandard.ZstdError, *UNREADABLE) as error:
         raise RunError(f"{file} is damaged: {error}") from error
 
 
 def rollout_files(path: Path) -> list[Path]:
-    return sorted((path / "rollouts").glob("step_*.jsonl.zst"))
+    return sorted(file for file in (path / "rollouts").glob("step_*") if ROLLOUTS.fullmatch(file.name))
 
 
 def step_of(file: Path) -> int:
-    """Of a rollout file, by its name."""
-    return int(file.name.partition("_")[2].partition(".")[0])
+    """Of a rollout file, by its name. Raises `RunError`."""
+    if (found := ROLLOUTS.fullmatch(file.name)) is None:
+        raise RunError(f"{file} is none of the run's files; move it elsewhere")
+    return int(found[1])
 
 
 def read_config(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load((path / "config.yaml").read_text())
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, *UNREADABLE):
         config = None
     if not isinstance(config, dict):
         raise RunError(f"{path / 'config.yaml'} is no configuration of a run, or a damaged one")
@@ -358,14 +366,31 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def read_summary(path: Path) -> dict[str, Any] | None:
     file = path / "summary.json"
-    return json.loads(file.read_text()) if file.exists() else None
+    remedy = "delete it: it is made anew when the run ends"
+    return _decoded(file.read_bytes(), file, dict[str, Any], remedy) if file.exists() else None
 
 
-def _split_records(content: bytes, keep: int) -> tuple[bytes, bytes]:
+class _Step(msgspec.Struct):
+    """Of a record, what places it."""
+
+    step: int
+
+
+def _decoded(
+    content: bytes, where: str | Path, kind: type[T], remedy: str = "restore it from a copy, or choose another run.dir"
+) -> T:
+    """JSON that the run wrote. Raises `RunError`."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except UNREADABLE as error:
+        raise RunError(f"{where} is damaged: {error}; {remedy}") from None
+
+
+def _split_records(file: Path, keep: int) -> tuple[bytes, bytes]:
     """The lines up to step `keep`, and everything after them."""
-    end = 0
-    for line in content.splitlines(keepends=True):
-        if not line.endswith(b"\n") or msgspec.json.decode(line)["step"] > keep:
+    content, end = file.read_bytes(), 0
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n") or _decoded(line, f"{file}, line {number},", _Step).step > keep:
             break
         end += len(line)
     return content[:end], content[end:]

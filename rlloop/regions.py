@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -62,19 +63,20 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
     history = None
     if lag:
         history = WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.routers, redraws=config.redraws)
+    key = load_or_make_key(folder.path / "signing_key" if fleet.signing_key is None else Path(fleet.signing_key))
+    store = open_store(str(folder.path / "weights") if fleet.store is None else fleet.store)
+    publisher = Publisher(store, key, run_id_of(folder.path), anchor_every=fleet.anchor_every)
     with ExitStack() as stack:
         router = open_router(
             fleet,
             Journal(folder.path / "fleet.jsonl").append,
             token=token,
-            holder=str(folder.path.absolute()),
-            term=next_term(folder.path / "fleet.json"),
+            holder=publisher.run_id,
+            term=publisher.claim(),
+            vocabulary=model.config.vocab_size,
             objection=partial(_objection, model.fingerprint(), config.parity.mode),
         )
         stack.callback(router.close)
-        key = load_or_make_key(folder.path / "signing_key" if fleet.signing_key is None else Path(fleet.signing_key))
-        store = open_store(str(folder.path / "weights") if fleet.store is None else fleet.store)
-        publisher = Publisher(store, key, run_name(folder.path), anchor_every=fleet.anchor_every)
         server = BackgroundServer(trainer_app(store, router, publisher.squash_for), listen)
         stack.callback(server.close)
         note_address(folder, server.url)
@@ -203,15 +205,12 @@ def _objection(trainer: Mapping[str, Any], mode: ParityMode, state: EngineState)
     return f"its numerics are not the trainer's, which parity.mode=require asks for ({listed})"
 
 
-def next_term(file: Path) -> int:
-    """Counts this run's processes, so that an earlier one which still hangs on is fenced off."""
-    term = 1 + (json.loads(file.read_text())["term"] if file.exists() else 0)
-    write_whole(file, json.dumps({"term": term}).encode())
-    return term
-
-
-def run_name(path: Path) -> str:
-    return path.absolute().as_posix().strip("/").replace("/", "_")
+def run_id_of(path: Path) -> str:
+    """The run's name in its versions: the same wherever its folder is moved to, and no other run's."""
+    file = path / "fleet.json"
+    if not file.exists():
+        write_whole(file, json.dumps({"run_id": f"{path.absolute().name}-{secrets.token_hex(4)}"}).encode())
+    return json.loads(file.read_text())["run_id"]
 
 
 def note_address(folder: RunFolder, url: str) -> None:

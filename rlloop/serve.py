@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
+import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -15,10 +17,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from rlloop.clients import async_client
 from rlloop.engine_config import EngineKind
 from rlloop.errors import ConfigError
 from rlloop.fleet_config import is_address
-from rlloop.sync.store import bearer
 from rlloop.web import TOKEN_VARIABLE, Listen, is_loopback, read_token, serve
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ Servers of a fleet. Each prints its address as soon as it listens, and ends with
   proxy     in front of a `vllm serve` on loopback: lets completions through, and no route that changes anything; with
             --store it has vLLM follow weights, and is an engine like any other (docs/vllm.md)
 
-Off loopback a token is required, on every route: --token-file, or the environment variable RLLOOP_TOKEN.
+Off loopback a token is required, on every route: --token-file, or the environment variable RLLOOP_TOKEN. A trainer
+always has one: without either it makes KEY.token, beside its signing key.
 """
 
 
@@ -89,6 +92,18 @@ def _made(folder: Path, option: str) -> Path:
     return folder
 
 
+def _made_token(file: Path) -> Path:
+    """The file, which gets a new token where it is new."""
+    with contextlib.suppress(FileExistsError), open(file, "x", opener=_privately) as new:
+        new.write(secrets.token_hex(32) + "\n")
+    print(f"rlloop trainer: the fleet's token is in {file}: engines and relays take it by --token-file", flush=True)
+    return file
+
+
+def _privately(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _announce(kind: str) -> Callable[[str], None]:
     return lambda url: print(f"rlloop {kind}: {url}", flush=True)
 
@@ -117,6 +132,8 @@ def _member_options(options: argparse.ArgumentParser, name: str | None) -> None:
     options.add_argument("--store", metavar="URL", help="follow the weights of this store (a folder, http, s3, ...)")
     options.add_argument("--relay", metavar="URL", help="read that store through this relay; around it where it fails")
     options.add_argument("--public-key", metavar="HEX|FILE", help="whose versions are taken; needed with --store")
+    options.add_argument("--run-id", help="the only run whose versions are taken; default: the first that is met")
+    options.add_argument("--any-run", action="store_true", help="follow each run that comes, not one alone")
     options.add_argument("--interval", type=float, default=2.0, help="seconds between looks at the store")
     options.add_argument("--join", metavar="URL", help="announce itself to this trainer")
     options.add_argument("--region", default="home", help="its name there")
@@ -155,7 +172,7 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     follower = None
     if source is not None and store is not None:
         target = LiveTarget(named_weights(model).items(), engine.set_version, service.change_weights)
-        replica = Replica(store, public_key(source.public_key), target)
+        replica = Replica(store, public_key(source.public_key), target, run_id=source.run_id, any_run=source.any_run)
         follower = ReplicaFollower(replica, service, interval=given.interval)
         stack.callback(follower.close)
     stack.callback(service.close)  # before the follower's: a change of weights that waits in a pause ends with it
@@ -208,6 +225,8 @@ def _source(given: argparse.Namespace, token: str | None) -> Source | None:
     """What `--store` and its companions say. Raises `ConfigError`."""
     if (given.store is None) != (given.public_key is None):
         raise ConfigError("--store and --public-key belong together: versions are only taken from who signed them")
+    if given.run_id is not None and given.any_run:
+        raise ConfigError(f"--run-id {given.run_id} says one run and --any-run each that comes; leave one of them out")
     if given.store is None:
         if given.relay is not None:
             raise ConfigError("--relay needs --store: the store that the relay reads, for when the relay fails")
@@ -218,7 +237,7 @@ def _source(given: argparse.Namespace, token: str | None) -> Source | None:
     store = given.store if "://" in given.store else str(Path(given.store).absolute())
     key = Path(given.public_key).read_text() if Path(given.public_key).is_file() else given.public_key
     ca_file = None if given.ca_file is None else str(given.ca_file.absolute())
-    return Source(store, public_hex(public_key(key)), given.relay, token, ca_file)
+    return Source(store, public_hex(public_key(key)), given.relay, token, ca_file, given.run_id, given.any_run)
 
 
 class _Joining:
@@ -227,16 +246,8 @@ class _Joining:
     EVERY = 3.0  # seconds
 
     def __init__(self, given: argparse.Namespace, token: str | None, address: list[str]) -> None:
-        from rlloop.rollout.remote import tls_context
-
         self._given, self._address = given, address
-        self._http = httpx.AsyncClient(
-            base_url=given.join,
-            headers=bearer(token),
-            verify=tls_context(given.ca_file),
-            timeout=5.0,
-            trust_env=False,
-        )
+        self._http = async_client(token=token, ca_file=given.ca_file, most=1 << 20, base_url=given.join, timeout=5.0)
 
     @asynccontextmanager
     async def lifespan(self, server: EngineServer) -> AsyncIterator[None]:
@@ -302,7 +313,6 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.sync.manifest import load_or_make_key
     from rlloop.sync.store import open_store
 
-    listen = _listen(given)
     engines: dict[str, list[str]] = {}
     for text in given.engine:
         region, _, url = text.partition("=")
@@ -312,6 +322,9 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
     ca_file = None if given.ca_file is None else str(given.ca_file)
     fleet = FleetConfig(FleetKind.regions, engines=engines, patience=given.patience, ca_file=ca_file)
     _made(given.signing_key.parent, f"--signing-key {given.signing_key}")
+    if read_token(given.token_file) is None:  # whoever publishes here has weights signed
+        given.token_file = _made_token(given.signing_key.with_name(given.signing_key.name + ".token"))
+    listen = _listen(given)
     if "://" not in given.store:
         _made(Path(given.store), f"--store {given.store}")
     store = open_store(given.store)
@@ -323,7 +336,8 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
 
 
 def _print_event(event: Any) -> None:
-    print(f"rlloop trainer: {event['event']} {event['engine']}", flush=True)
+    why = f": {event['why']}" if event.get("why") else ""
+    print(f"rlloop trainer: {event['event']} {event['engine']}{why}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ proxy
@@ -351,7 +365,7 @@ def _proxy(given: argparse.Namespace, stack: ExitStack) -> None:
     if source is None and given.join is not None:
         raise ConfigError("--join needs --store: only what follows the trainer's weights is an engine of its fleet")
     key = None if given.upstream_key_file is None else read_token(given.upstream_key_file)
-    through = httpx.AsyncClient(base_url=given.upstream, headers=bearer(key), timeout=given.timeout, trust_env=False)
+    through = async_client(token=key, most=None, base_url=given.upstream, timeout=given.timeout)
     if source is None:
         serve(proxy_app(through), listen, _announce("proxy"))
         return

@@ -12,6 +12,7 @@ import numpy as np
 from rlloop.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "abort"]
+WHOLE: tuple[FinishReason, ...] = ("stop", "length")  # what ends a completion that may be trained
 
 
 def _whole(value: Any) -> bool:
@@ -31,6 +32,9 @@ class SamplingParams:
     The distribution sampled from is: logits, minus the stop tokens while fewer than `min_tokens` were made, divided by
     `temperature`, cut to `top_k`, then to `top_p` of what is left, then to tokens with at least `min_p` of the top
     token's probability, and renormalised. Ties are broken by the lower token id everywhere.
+
+    Temperature 0 takes the most probable token that is possible. Nothing is sampled then, and the logprobs are the raw
+    ones, at temperature 1 and untruncated, whatever `top_p`, `top_k`, `min_p` and `min_tokens` say, the trainer's too.
 
     Example: `SamplingParams(max_tokens=64, temperature=0.7, top_p=0.95, seed=1)`.
     """
@@ -84,7 +88,10 @@ def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[in
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine made of one prompt, with the probabilities that it really sampled with."""
+    """What an engine made of one prompt, with the probabilities that it really sampled with.
+
+    Of a greedy completion (temperature 0) `logprobs` and `raw_logprobs` are the same.
+    """
 
     prompt_ids: list[int]
     token_ids: list[int]  # [T], with the stop token where one ended it; in a conversation also what others said
@@ -105,6 +112,11 @@ class Completion:
         if self.turns is None:
             return range(len(self.token_ids))
         return [place for start, end in self.turns for place in range(start, end)]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it came to its own end, so that it is a sample of the policy. Nothing else is trained."""
+        return self.finish_reason in WHOLE
 
     @property
     def longest_turn(self) -> int:

@@ -98,6 +98,7 @@ class Line(msgspec.Struct):
     rollouts: str | None = None
     metrics: str | None = None
     config: str | None = None
+    reward: str | None = None
     model: str | None = None
     checkpoints: dict[str, str] | None = None
     raw: dict[str, str] | None = None
@@ -166,7 +167,7 @@ class History:
 
     @property
     def status(self) -> str | None:
-        """Of the end: finished, interrupted, failed. None where the run goes on, was killed, or went on after an end."""
+        """Of the end: finished, interrupted, failed. None where the run goes on, was killed, or went on after it."""
         whole = self.summary is not None and self.summary.get("step") == max(self.records, default=0)
         return str(self.summary.get("status")) if whole and self.summary is not None else None
 

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import secrets
 import signal
-import socket
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -87,52 +86,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(given: argparse.Namespace, note: str) -> int:
-    import uvicorn
-
-    from rlloop.dashboard.guard import LOOPBACK
     from rlloop.dashboard.live import Dashboard
     from rlloop.dashboard.server import make_app
+    from rlloop.web import Listen, is_loopback, serve
 
     token = given.token or secrets.token_urlsafe(24)
+    listen = Listen(given.host, given.port, token, browser=True, names=tuple(given.allow_host))
     dashboard = Dashboard(given.runs, note=note)
-    listener = _listen(given.host, given.port)
-    port = listener.getsockname()[1]
-    local = given.host in LOOPBACK
-    hosts = [*LOOPBACK, *map(str.lower, given.allow_host)] if local or given.allow_host else None
-    app = make_app(dashboard, token, port, hosts)
 
-    class Server(uvicorn.Server):
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            dashboard.close()  # else open event streams would keep it waiting
-            await super().shutdown(sockets)
+    def announce(url: str) -> None:
+        address, count = f"{url}/?token={token}", len(dashboard.runs.find())
+        found = "1 run" if count == 1 else f"{count} runs"
+        print(f"{found} in {given.runs}\n\n  {address}\n\nCtrl-C ends it.", flush=True)
+        if not is_loopback(given.host):
+            print(
+                f"It listens on {given.host}, without encryption: whoever can read the network can read the token. A "
+                "tunnel (ssh -L) or a proxy with TLS is safer.",
+                file=sys.stderr,
+            )
+        if given.open:
+            webbrowser.open(address)
 
-    host = f"[{given.host}]" if ":" in given.host else given.host
-    address = f"http://{host}:{port}/?token={token}"
-    count = len(dashboard.runs.find())
-    print(f"{'1 run' if count == 1 else f'{count} runs'} in {given.runs}\n\n  {address}\n\nCtrl-C ends it.", flush=True)
-    if not local:
-        print(
-            f"It listens on {given.host}, without encryption: whoever can read the network can read the token. A "
-            "tunnel (ssh -L) or a proxy with TLS is safer.",
-            file=sys.stderr,
-        )
-    if given.open:
-        webbrowser.open(address)
-    with listener, suppress(KeyboardInterrupt):
-        Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listener])
+    with suppress(KeyboardInterrupt):
+        serve(make_app(dashboard), listen, announce, dashboard.close)  # else open event streams would keep it waiting
     return 0
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(128)  # who opens the address as soon as it is printed waits, and is not refused
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}, port {port}: {error}; choose another --port (0: a free one)"
-        ) from None
-    return listener

@@ -1,4 +1,4 @@
-"""The dashboard's server: pages, data, live events and Prometheus. Everything is a GET behind a token."""
+"""The dashboard's server: pages, data, live events and Prometheus. Everything is a GET, to be served behind a token."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import yaml
 import zstandard
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
@@ -24,12 +22,13 @@ from starlette.staticfiles import StaticFiles
 
 from rlloop import __version__
 from rlloop.dashboard import panels
-from rlloop.dashboard.guard import LOOPBACK, Guard
 from rlloop.dashboard.live import Dashboard, to_json
 from rlloop.dashboard.rollouts import KINDS, ORDERS
 from rlloop.dashboard.runs import Run
 from rlloop.dashboard.tokens import explain, find_tokenizer, load_tokenizer
+from rlloop.errors import UNREADABLE, ConfigError
 from rlloop.study import repeats
+from rlloop.web import whole_number
 
 STATIC = Path(__file__).parent / "static"
 
@@ -56,13 +55,7 @@ def _reply(content: Any) -> Response:
 
 
 def _number(request: Request, key: str, default: int | None = None) -> int:
-    text = request.query_params.get(key)
-    if text is None and default is not None:
-        return default
-    try:
-        return int(text or "")
-    except ValueError:
-        raise HTTPException(400, f"{key} is {text!r}; it must be a whole number") from None
+    return whole_number(request.query_params.get(key), key, default)
 
 
 def _choice(request: Request, key: str, allowed: Any) -> str | None:
@@ -75,10 +68,7 @@ def _choice(request: Request, key: str, allowed: Any) -> str | None:
 # ------------------------------------------------------------------------------------------------ pages and data
 
 
-def make_app(dashboard: Dashboard, token: str, port: int = 0, hosts: Collection[str] | None = LOOPBACK) -> Starlette:
-    """`port` goes into the cookie's name, since a browser shares cookies between all ports of a host. `hosts`: names
-    under which it may be asked for; None: any."""
-
+def make_app(dashboard: Dashboard) -> Starlette:
     def page(request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
@@ -197,7 +187,7 @@ def make_app(dashboard: Dashboard, token: str, port: int = 0, hosts: Collection[
         run, step, line = _run(dashboard, request), _number(request, "step"), _number(request, "line")
         try:
             row = dashboard.index(run).row(step, line)
-        except (zstandard.ZstdError, msgspec.DecodeError) as error:
+        except (zstandard.ZstdError, *UNREADABLE) as error:
             raise HTTPException(422, f"the rollouts of step {step} are damaged: {error}") from error
         if row is None:
             raise HTTPException(404, f"step {step} of {run.id} has no completion {line}")
@@ -217,8 +207,8 @@ def make_app(dashboard: Dashboard, token: str, port: int = 0, hosts: Collection[
         return Response(_gauges(dashboard.runs.find()), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def failed(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return Response(to_json({"error": error.detail}), error.status_code, media_type="application/json")
+        status, message = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
+        return Response(to_json({"error": message}), status, media_type="application/json")
 
     routes: list[tuple[str, Callable[[Request], Any]]] = [
         ("/", page), ("/api/runs", runs), ("/api/panels", layout), ("/api/totals", totals), ("/api/series", series),
@@ -228,8 +218,7 @@ def make_app(dashboard: Dashboard, token: str, port: int = 0, hosts: Collection[
     ]  # fmt: skip
     return Starlette(
         routes=[*(Route(path, handler) for path, handler in routes), Mount("/static", StaticFiles(directory=STATIC))],
-        middleware=[Middleware(Guard, token=token, cookie=f"rlloop_{port}", hosts=hosts)],
-        exception_handlers={HTTPException: failed},
+        exception_handlers={HTTPException: failed, ConfigError: failed},
     )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlloop.errors import ModelError
-from rlloop.models.families import FAMILIES, IMAGE_ROPE, MISSING_ROPE, PARTIAL, Family
-from rlloop.models.keys import INERT, Keys, read_json
+from rlloop.models.families import FAMILIES, Family
+from rlloop.models.keys import ASKED, INERT, Keys, all_are, read_json
 from rlloop.models.ropes import read_rope
 from rlloop.models.shape import (
     IndexerConfig,
@@ -37,7 +37,6 @@ __all__ = [
 
 # Understood with this value only, which is also the one that a missing key means.
 FIXED: dict[str, Any] = {
-    "hidden_act": "silu",
     "attention_dropout": 0,
     "rope_interleaved": False,
     "use_mrope": False,
@@ -47,16 +46,23 @@ FIXED: dict[str, Any] = {
     "chunk_size_feed_forward": 0,
     "pruned_heads": {},
 }
+# Heads that predict further tokens, by what families call them: released files have them, the model leaves them out.
+FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 def read_config(folder: str | Path) -> ModelConfig:
     """The configuration of a Hugging Face folder; its generation_config.json, if any, says which tokens end a sequence.
 
-    Raises `ModelError` for a folder or file that is missing, and as `parse_config` does.
+    Raises `ModelError` for a folder or file that is missing, for an adapter in the folder, and as `parse_config` does.
     """
     path = Path(folder)
     if not path.is_dir():
         raise ModelError(f"model folder {path} does not exist; give a Hugging Face checkpoint folder")
+    if (path / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{path} holds an adapter (adapter_config.json), which would not be applied; merge it into the weights, or "
+            "move it to a folder of its own"
+        )
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json; give a Hugging Face checkpoint folder")
     generation = path / "generation_config.json"
@@ -71,7 +77,7 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
     """
     keys = Keys(raw)
     architecture, family = _family(keys)
-    if (quantized := keys.take("quantization_config", None)) is not None:
+    if (quantized := keys.take("quantization_config")) is not None:
         method = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
         raise ModelError(
             f"config.json has a quantization_config {method}: float32, bfloat16 and float16 weights are supported; "
@@ -79,12 +85,15 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
         )
     for name, allowed in FIXED.items():
         keys.fixed(name, allowed)
+    keys.fixed("hidden_act", "silu", "swish", null=False)
+    keys.fixed("is_causal", True, null=False)
     hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads")
-    blocks = raw.get("layers_block_type") or raw.get("hybrid_override_pattern") or ()  # Nemotron's count for themselves
-    num_layers, vocab_size = keys.count("num_hidden_layers", len(blocks) or None), keys.count("vocab_size")
+    blocks = raw.get("layers_block_type") or raw.get("hybrid_override_pattern")  # Nemotron's count for themselves
+    counted = len(blocks) if isinstance(blocks, list | str) and blocks else 1 if "layers_block_type" in raw else ASKED
+    num_layers, vocab_size = keys.count("num_hidden_layers", counted, most=10_000), keys.count("vocab_size")
     max_positions = keys.count("max_position_embeddings")
-    rope = read_rope(keys, max_positions, MISSING_ROPE.get(family, {}), IMAGE_ROPE.get(family, ()))
-    eos_in_config = keys.take("eos_token_id", None)
+    rope = read_rope(keys, max_positions, architecture)
+    eos_in_config = keys.take("eos_token_id")
     own = {"rope": rope, **family(keys, hidden_size, num_heads, num_layers, rope)}
     if "intermediate_size" not in own:
         own["intermediate_size"] = keys.count("intermediate_size")
@@ -92,8 +101,7 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
         own["tied"] = keys.flag("tie_word_embeddings", False)
     if "rms_norm_eps" not in own:
         own["rms_norm_eps"] = keys.number("rms_norm_eps", 1e-6)
-    if own["rope"].share != 1 and family not in PARTIAL:
-        keys.refuse("partial_rotary_factor", own["rope"].share, f"1 for {architecture}")
+    keys.where_null(**dict.fromkeys(FURTHER, 0))
     config = ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -102,6 +110,7 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
         num_heads=num_heads,
         **own,
         max_positions=max_positions,
+        further_layers=max(keys.count(name, 0, least=0) for name in FURTHER),
         initializer_range=keys.number("initializer_range", 0.02),
         eos_token_ids=_token_ids(eos_in_config if eos_token_id is None else eos_token_id, vocab_size),
         raw=dict(raw),
@@ -111,12 +120,15 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
         keys.refuse("num_key_value_heads", config.num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
     if config.rope_dim % 2:
         keys.refuse("head_dim" if config.latent is None else "qk_rope_head_dim", config.rope_dim, "an even number")
+    if config.rope_dim == 0 != config.rope.share:
+        keys.refuse("partial_rotary_factor", config.rope.share, f"2 or more of the {config.head_dim} numbers of a head")
     return config
 
 
 def _family(keys: Keys) -> tuple[str, Family]:
-    model_type, architectures = keys.take("model_type", None), keys.take("architectures", None)
+    model_type, architectures = keys.take("model_type"), keys.take("architectures")
     named = architectures or [name for name, (kinds, _) in FAMILIES.items() if model_type in kinds]
+    named = named if all_are(named, str) else []
     kinds, family = FAMILIES.get(named[0], ((), None)) if len(named) == 1 else ((), None)
     if family is None or model_type not in (*kinds, None):
         supported = [f"{name} ({' or '.join(kinds)})" for name, (kinds, _) in FAMILIES.items()]
@@ -130,6 +142,6 @@ def _family(keys: Keys) -> tuple[str, Family]:
 def _token_ids(given: Any, vocab_size: int) -> tuple[int, ...]:
     ids = () if given is None else tuple(given) if isinstance(given, list) else (given,)
     for id in ids:
-        if not isinstance(id, int) or not 0 <= id < vocab_size:
+        if type(id) is not int or not 0 <= id < vocab_size:
             raise ModelError(f"eos_token_id is {given!r}; ids are whole numbers from 0 to {vocab_size - 1}")
     return ids

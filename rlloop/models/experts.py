@@ -36,7 +36,7 @@ class Router(nn.Module):
         weights, chosen, scores = step.ops.route(logits, self.bias_of_choice, self.config.routing, given)
         if step.routes is not None:
             step.routes.record(self.place, chosen, scores)
-        return weights if exact else weights.to(x.dtype).float(), chosen
+        return weights if exact else weights.to(x.dtype).to(weights.dtype), chosen
 
 
 class Experts(nn.Module):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from rlloop.models.keys import Keys
+from rlloop.models.keys import Keys, all_are
 from rlloop.models.shape import (
     DeltaConfig,
     IndexerConfig,
@@ -23,6 +23,9 @@ Own = dict[str, Any]  # arguments of ModelConfig
 
 def _llama(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
     _full_attention(keys, num_layers)
+    if hidden_size % num_heads:
+        keys.refuse("num_attention_heads", num_heads, f"a divisor of hidden_size ({hidden_size})")
+    keys.where_null(num_key_value_heads=num_heads, head_dim=hidden_size // num_heads)
     bias = keys.flag("attention_bias", False)
     return {
         "num_kv_heads": keys.count("num_key_value_heads", num_heads),
@@ -36,6 +39,7 @@ def _llama(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: 
 
 def _qwen2(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
     _full_attention(keys, num_layers)
+    keys.where_null(num_key_value_heads=num_heads)
     return {
         "num_kv_heads": keys.count("num_key_value_heads"),
         "head_dim": keys.count("head_dim", hidden_size // num_heads),
@@ -48,6 +52,7 @@ def _qwen2(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: 
 
 def _qwen3(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
     _full_attention(keys, num_layers)
+    keys.where_null(num_key_value_heads=num_heads)
     bias = keys.flag("attention_bias", False)
     return {
         "num_kv_heads": keys.count("num_key_value_heads"),
@@ -60,10 +65,12 @@ def _qwen3(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: 
 
 
 def _qwen3_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
-    if keys.take("use_sliding_window", False):  # of every layer, whatever layer_types and max_window_layers say
+    if keys.flag("use_sliding_window", False):  # of every layer, whatever layer_types and max_window_layers say
         keys.fixed("sliding_window", None)
-    keys.take("sliding_window", None)
+    keys.take("sliding_window")
     step, dense = keys.count("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
+    if not all_are(dense, int):
+        keys.refuse("mlp_only_layers", dense, "a list of whole numbers")
     count = keys.count("num_experts" if keys.has("num_experts") else "num_local_experts")
     routing = Routing(top_k=keys.count("num_experts_per_tok"), normalise=keys.flag("norm_topk_prob", False))
     layers = tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
@@ -73,18 +80,29 @@ def _qwen3_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, ro
 
 
 def _deepseek(
-    keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig, groups: tuple[int, int] = (8, 4)
+    keys: Keys,
+    hidden_size: int,
+    num_heads: int,
+    num_layers: int,
+    rope: RopeConfig,
+    *,
+    sparse: bool = False,
+    groups: tuple[int, int] = (8, 4),
 ) -> Own:
-    """DeepSeek-V3 and what is built like it, Kimi K2 for one. `groups`: what missing n_group and topk_group mean."""
-    keys.take("auto_map", None)  # Kimi K2's names DeepSeek-V3's own code
+    """DeepSeek-V3 and what is built like it, Kimi K2 for one; `sparse`: with an indexer.
+
+    `groups`: what missing n_group and topk_group mean.
+    """
+    keys.take("auto_map")  # Kimi K2's names DeepSeek-V3's own code
     keys.fixed("topk_method", "noaux_tc")
     keys.fixed("scoring_func", "sigmoid")
     keys.fixed("moe_layer_freq", 1)
-    keys.take("num_key_value_heads", None)  # latent attention has one for each head
-    dense, kinds = keys.take("first_k_dense_replace", 3), keys.take("mlp_layer_types", None)
-    layers = tuple(range(dense, num_layers))
-    if kinds is not None:
-        layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    keys.fixed("num_key_value_heads", num_heads, null=not sparse)  # latent attention has one for each head
+    dense = keys.count("first_k_dense_replace", 3, least=0)
+    kinds = keys.names("mlp_layer_types", ("dense", "sparse"), num_layers) if sparse else None
+    if not sparse:
+        keys.where_null(norm_topk_prob=False, rope_interleave=False)
+    layers = tuple(i for i in range(num_layers) if (kinds[i] == "sparse" if kinds else i >= dense))
     experts, size = keys.count("n_routed_experts"), keys.count("moe_intermediate_size")
     mixture = MixtureConfig(
         num_experts=experts,
@@ -99,20 +117,20 @@ def _deepseek(
             scale=keys.number("routed_scaling_factor", 2.5),
         ),
         layers=layers,
-        shared_size=size * keys.count("n_shared_experts", 1),
+        shared_size=size * keys.count("n_shared_experts", 1, least=0),
         bias=True,
         exact_gate=True,
     )
     _check_routing(keys, mixture)
     nope, rotary = keys.count("qk_nope_head_dim"), keys.count("qk_rope_head_dim")
     keys.fixed("qk_head_dim", nope + rotary)
-    keys.take("head_dim", None)  # Hugging Face's name for the part that has a rope, or a leftover
+    keys.fixed("head_dim", rotary, null=False)  # transformers' name for the part that has a rope
     scale = (nope + rotary) ** -0.5
     if isinstance(rope.scaling, YarnScaling):
         scale *= rope.scaling.score_factor
-    bias, rank = keys.flag("attention_bias", False), keys.take("q_lora_rank", None)
+    bias = keys.flag("attention_bias", False)
     latent = LatentConfig(
-        q_rank=rank,
+        q_rank=keys.count("q_lora_rank") if keys.has("q_lora_rank") else None,
         kv_rank=keys.count("kv_lora_rank"),
         nope_dim=nope,
         rope_dim=rotary,
@@ -152,24 +170,23 @@ def _sparse(keys: Keys, num_layers: int, own: Own, *, interleaved: bool, indexed
 
 
 def _deepseek_sparse(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
-    own = _deepseek(keys, hidden_size, num_heads, num_layers, rope)
+    own = _deepseek(keys, hidden_size, num_heads, num_layers, rope, sparse=True)
     return _sparse(keys, num_layers, own, interleaved=False, indexed=tuple(range(num_layers)))
 
 
 def _glm_sparse(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
     """GLM-5: some layers may read what the indexer of a layer below them selected."""
     keys.fixed("moe_router_dtype", "float32")
-    keys.take("index_share_for_mtp_iteration", None)
-    own = _deepseek(keys, hidden_size, num_heads, num_layers, rope, groups=(1, 1))
+    keys.take("index_share_for_mtp_iteration")
+    own = _deepseek(keys, hidden_size, num_heads, num_layers, rope, sparse=True, groups=(1, 1))
     own["rms_norm_eps"] = keys.number("rms_norm_eps", 1e-5)
-    kinds, pattern = keys.take("indexer_types", None), keys.take("index_topk_pattern", None)
-    every, skipped = keys.take("index_topk_freq", 1), keys.take("index_skip_topk_offset", 2)
-    if kinds is None and pattern is not None:
-        kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
-    if kinds is None:
+    kinds = keys.names("indexer_types", ("full", "shared"), num_layers)
+    pattern = keys.names("index_topk_pattern", ("full", "shared"), num_layers, {"F": "full", "S": "shared"})
+    every, skipped = keys.count("index_topk_freq", 1, least=0), keys.count("index_skip_topk_offset", 2, least=0)
+    if (kinds := kinds or pattern) is None:
         kinds = ["shared" if max(i - skipped + 1, 0) % max(every, 1) else "full" for i in range(num_layers)]
-    if len(kinds) != num_layers or kinds[0] != "full" or not {*kinds} <= {"full", "shared"}:
-        keys.refuse("indexer_types", kinds, f"full or shared for each of {num_layers} layers, full for the first")
+    if kinds[0] != "full":
+        keys.refuse("indexer_types", kinds, "full for the first layer")
     indexed = tuple(layer for layer, kind in enumerate(kinds) if kind == "full")
     return _sparse(keys, num_layers, own, interleaved=True, indexed=indexed)
 
@@ -181,15 +198,10 @@ def _minimax(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
         ("shared_intermediate_size", 0), ("attn_type_list", [1] * num_layers),
     ):  # fmt: skip
         keys.fixed(name, allowed)
-    keys.take("router_jitter_noise", None)  # of transformers' own training; a policy that is noisy has no logprobs
+    keys.take("router_jitter_noise")  # of transformers' own training; a policy that is noisy has no logprobs
     for name in ("auto_map", "shared_moe_mode", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"):
-        keys.take(name, None)
+        keys.take(name)
     head_dim, size = keys.count("head_dim", 128), keys.count("intermediate_size")
-    if keys.has("rotary_dim"):  # what released checkpoints have in place of the share
-        share = keys.count("rotary_dim") / head_dim
-        if rope.share not in (1, share) or share > 1:
-            keys.refuse("rotary_dim", share * head_dim, f"{rope.share * head_dim:g}, as partial_rotary_factor says")
-        rope = dataclasses.replace(rope, share=share)
     routing = Routing(top_k=keys.count("num_experts_per_tok"), score="sigmoid", normalise=True)
     count = keys.count("num_experts" if keys.has("num_experts") else "num_local_experts")
     mixture = MixtureConfig(count, size, routing, tuple(range(num_layers)), bias=True, exact_gate=True)
@@ -211,13 +223,12 @@ def _minimax(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
 def _qwen35_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
     """Qwen3.5: three gated delta networks to one attention layer, and a gate on the shared expert."""
     keys.fixed("attn_output_gate", True)
-    for name in ("intermediate_size", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"):
-        keys.take(name, None)
-    every, kinds = keys.take("full_attention_interval", 4), keys.take("layer_types", None)
-    if kinds is None:
-        kinds = ["full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(num_layers)]
-    if len(kinds) != num_layers or not {*kinds} <= {"full_attention", "linear_attention"}:
-        keys.refuse("layer_types", kinds, f"full_attention or linear_attention for each of {num_layers} layers")
+    for name in ("intermediate_size", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"):
+        keys.take(name)
+    every = keys.count("full_attention_interval", 4)
+    kinds = keys.names("layer_types", ("full_attention", "linear_attention"), num_layers) or [
+        "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)
+    ]
     delta = DeltaConfig(
         num_heads=keys.count("linear_num_value_heads", 32),
         num_key_heads=keys.count("linear_num_key_heads", 16),
@@ -254,27 +265,27 @@ def _qwen35_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, r
 
 
 BLOCKS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
-OLDER_BLOCKS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def _nemotron(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
     """Nemotron 3: Mamba-2, attention without a rope, and experts without gates that may work on latents."""
     for name, allowed in (
-        ("attention_bias", False), ("hidden_dropout", 0), ("residual_in_fp32", False), ("mamba_hidden_act", "silu"),
-        ("mlp_hidden_act", "relu2"), ("sliding_window", None),
+        ("attention_bias", False), ("hidden_dropout", 0), ("residual_in_fp32", False), ("sliding_window", None),
     ):  # fmt: skip
         keys.fixed(name, allowed)
+    keys.fixed("mamba_hidden_act", "silu", "swish", null=False)
+    keys.fixed("mlp_hidden_act", "relu2", null=False)
     for name in (
         "auto_map", "num_logits_to_keep", "use_mamba_kernels", "expand", "time_step_max", "time_step_limit",
         "time_step_floor", "chunk_size", "mamba_proj_bias", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
         "n_shared_experts", "rescale_prenorm_residual", "mtp_layers_block_type", "mtp_hybrid_override_pattern",
         "tie_word_embeddings",
     ):  # fmt: skip
-        keys.take(name, None)
-    kinds, pattern = keys.take("layers_block_type", None), keys.take("hybrid_override_pattern", None)
-    kinds = [OLDER_BLOCKS.get(kind, kind) for kind in kinds or [BLOCKS.get(kind, kind) for kind in pattern or ""]]
-    if len(kinds) != num_layers or not {*kinds} <= {*BLOCKS.values()}:
-        keys.refuse("layers_block_type", kinds, f"one of {', '.join(BLOCKS.values())} for each of {num_layers} layers")
+        keys.take(name)
+    kinds = keys.names("layers_block_type", BLOCKS.values(), num_layers)
+    kinds = keys.names("hybrid_override_pattern", BLOCKS.values(), num_layers, BLOCKS) or kinds
+    if kinds is None:
+        keys.refuse("layers_block_type", None, f"{' or '.join(BLOCKS.values())} for each layer")
     bias, inner = keys.flag("use_bias", False), keys.flag("mlp_bias", False)
     mamba = MambaConfig(
         num_heads=keys.count("mamba_num_heads", 128),
@@ -306,7 +317,7 @@ def _nemotron(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rop
         bias=True,
         exact_gate=True,
         gated=False,
-        latent_size=keys.take("moe_latent_size", None),
+        latent_size=keys.count("moe_latent_size") if keys.has("moe_latent_size") else None,
     )
     _check_routing(keys, mixture)
     return {
@@ -328,11 +339,11 @@ def _nemotron(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rop
 def _gpt_oss(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
     """Sinks, every other layer within a window, and experts with biases whose activation is clamped."""
     for name in ("initial_context_length", "experts_per_token"):  # what released files say twice
-        keys.take(name, None)
-    kinds, bias = keys.take("layer_types", None), keys.flag("attention_bias", True)
-    kinds = kinds or ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
-    if len(kinds) != num_layers or not {*kinds} <= {"full_attention", "sliding_attention"}:
-        keys.refuse("layer_types", kinds, f"full_attention or sliding_attention for each of {num_layers} layers")
+        keys.take(name)
+    bias = keys.flag("attention_bias", True)
+    kinds = keys.names("layer_types", ("full_attention", "sliding_attention"), num_layers) or [
+        "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
+    ]
     count, size = keys.count("num_local_experts"), keys.count("intermediate_size")
     routing = Routing(top_k=keys.count("num_experts_per_tok", 4), normalise=True)  # of the chosen alone: the same
     clamp = (keys.number("swiglu_limit", 7.0), keys.number("swiglu_alpha", 1.702))
@@ -369,31 +380,14 @@ FAMILIES: dict[str, tuple[tuple[str, ...], Family]] = {  # architecture -> (mode
     "NemotronHForCausalLM": (("nemotron_h",), _nemotron),
     "GptOssForCausalLM": (("gpt_oss",), _gpt_oss),
 }
-PARTIAL: tuple[Family, ...] = (_minimax, _qwen35_moe, _nemotron)  # whose heads may have a rope in part
-# What a missing rope means, where it is not theta 10,000 over the whole head, unscaled.
-MISSING_ROPE: dict[Family, dict[str, Any]] = {
-    _minimax: {"rope_theta": 5e6},
-    _qwen35_moe: {"partial_rotary_factor": 0.25},
-    _gpt_oss: {
-        "rope_theta": 150000.0,
-        "rope_parameters": {
-            "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
-        },
-    },
-}  # fmt: skip
-# Of images: in a text all parts of a position are the same.
-IMAGE_ROPE: dict[Family, tuple[str, ...]] = {_qwen35_moe: ("mrope_section", "mrope_interleaved")}
 
 
 def _full_attention(keys: Keys, num_layers: int) -> None:
     """A window may be named where no layer uses it, as Qwen's files do."""
-    window, uses = keys.take("sliding_window", None), keys.take("use_sliding_window", None)
-    first, kinds = keys.take("max_window_layers", None), keys.take("layer_types", None)
-    if kinds is not None:
-        other = sorted({kind for kind in kinds if kind != "full_attention"})
-        if other or len(kinds) != num_layers:
-            keys.refuse("layer_types", other or kinds, f"full_attention, once for each of {num_layers} layers")
-    elif window is not None and uses is not False and (first is None or first < num_layers):
+    window, uses = keys.take("sliding_window"), keys.flag("use_sliding_window", True)
+    first = keys.count("max_window_layers", 0, least=0)
+    kinds = keys.names("layer_types", ("full_attention",), num_layers)
+    if kinds is None and window is not None and uses and first < num_layers:
         keys.refuse("sliding_window", window, "null, or any with use_sliding_window false: full attention only")
 
 

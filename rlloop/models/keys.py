@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,10 +22,10 @@ INERT = frozenset(
         # other heads than the language model's
         "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "num_labels",
         # tokens. (A pad token is a token like any other here: Hugging Face alone gives its embedding no gradient.)
-        "bos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix",
-        # training with other losses, or with other devices; heads that predict further tokens
-        "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "num_mtp_layers",
-        "num_nextn_predict_layers",
+        "bos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "cls_token_id", "mask_token_id",
+        "decoder_start_token_id", "prefix",
+        # training with other losses, or with other devices
+        "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "tf_legacy_loss",
         # generation settings, which older files keep here; `SamplingParams` is what rlloop samples with
         "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
         "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
@@ -36,45 +36,91 @@ INERT = frozenset(
 )  # fmt: skip
 
 
+# What older files call a kind of layer.
+OLDER_NAMES = {
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+}
+FLOAT32 = (2.0**-126, 2.0**127)
+MOST = 2**24  # of any count: more is a mistake, which would else end in an allocation that fails
+ASKED: Any = object()  # in place of a default: the key has to be there
+
+
 class Keys:
-    """A JSON object of which every key has to be taken, known as inert, or null."""
+    """A JSON object of which every key has to be taken, known as inert, or null.
+
+    Values are checked here and nowhere else: what `count`, `number`, `flag`, `names` and `fixed` return has its type. A
+    null is no missing key: the first three refuse it unless `where_null` has said what it means to transformers.
+    """
 
     def __init__(self, raw: Mapping[str, Any], prefix: str = "") -> None:
         self._left = dict(raw)
         self._prefix = prefix
 
-    def take(self, name: str, default: Any) -> Any:
-        given = self._left.pop(name, None)
-        return default if given is None else given
-
-    def count(self, name: str, default: int | None = None) -> int:
-        given = self._take_or(name, default)
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            self.refuse(name, given, "a positive whole number")
-        return given
-
-    def number(self, name: str, default: float | None = None) -> float:
-        given = self._take_or(name, default)
-        if not isinstance(given, int | float) or isinstance(given, bool) or given <= 0:
-            self.refuse(name, given, "a positive number")
-        return float(given)
-
-    def flag(self, name: str, default: bool) -> bool:
-        given = self.take(name, default)
-        if not isinstance(given, bool):
-            self.refuse(name, given, "true or false")
-        return given
+    def copy(self) -> Keys:
+        """To read a key from without taking it."""
+        return Keys(self._left, self._prefix)
 
     def has(self, name: str) -> bool:
         return self._left.get(name) is not None
 
-    def fixed(self, name: str, allowed: Any) -> None:
-        """Takes a key that is understood with one value only."""
-        if (given := self.take(name, None)) not in (allowed, None):
-            self.refuse(name, given, json.dumps(allowed))
+    def null(self, name: str) -> bool:
+        return name in self._left and self._left[name] is None
+
+    def where_null(self, **meanings: Any) -> None:
+        self._left.update({name: meaning for name, meaning in meanings.items() if self.null(name)})
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """A value of any type: of a key that changes nothing, or that the caller checks."""
+        given = self._left.pop(name, None)
+        return default if given is None else given
+
+    def count(self, name: str, default: int = ASKED, *, least: int = 1, most: int = MOST) -> int:
+        given = self._take_or(name, default)
+        if not isinstance(given, int) or isinstance(given, bool) or given < least:
+            self.refuse(name, given, "a positive whole number" if least else "a whole number, 0 or above")
+        if given > most:
+            self.refuse(name, given, f"at most {most}")
+        return given
+
+    def number(self, name: str, default: float = ASKED, *, zero: bool = False) -> float:
+        given = self._take_or(name, default)
+        typed = isinstance(given, int | float) and not isinstance(given, bool)
+        if not typed or not (FLOAT32[0] <= given <= FLOAT32[1] or (zero and given == 0)):  # so no NaN, no infinity
+            self.refuse(name, given, f"{'0 or ' if zero else ''}a positive number that float32 holds")
+        return float(given)
+
+    def flag(self, name: str, default: bool) -> bool:
+        given = self._take_or(name, default)
+        if not isinstance(given, bool):
+            self.refuse(name, given, "true or false")
+        return given
+
+    def names(
+        self, name: str, allowed: Collection[str], length: int, letters: Mapping[str, str] | None = None
+    ) -> list[str] | None:
+        """One of `allowed` for each of `length` layers, in a list or (`letters`) a string; None: there is none."""
+        if (given := self.take(name)) is None:
+            return None
+        kinds: list[str] = [OLDER_NAMES.get(kind) or kind for kind in given] if all_are(given, str) else []
+        if letters and isinstance(given, str):
+            kinds = [letters.get(letter, letter) for letter in given]
+        if len(kinds) != length or not {*kinds} <= {*allowed}:
+            spelled = f" (or a string of {' '.join(letters)})" if letters else ""
+            self.refuse(name, given, f"{' or '.join(allowed)} for each of {length} layers{spelled}")
+        return kinds
+
+    def fixed(self, name: str, *allowed: Any, null: bool = True) -> None:
+        """Takes a key that is understood with these values only, each of which means the same as no key."""
+        refused = self.null(name) and not null
+        given = self.take(name, allowed[0])
+        if refused or given not in allowed:
+            self.refuse(name, None if refused else given, " or ".join(json.dumps(value) for value in allowed))
 
     def refuse(self, name: str, given: Any, allowed: str) -> NoReturn:
-        raise ModelError(f"config.json: {self._prefix}{name} is {given!r}; supported is {allowed}")
+        shown = "null" if given is None else repr(given)
+        raise ModelError(f"config.json: {self._prefix}{name} is {shown}; supported is {allowed}")
 
     def refuse_the_rest(self) -> None:
         unknown = sorted(name for name, given in self._left.items() if given is not None and name not in INERT)
@@ -85,10 +131,13 @@ class Keys:
             )
 
     def _take_or(self, name: str, default: Any) -> Any:
-        given = self.take(name, default)
-        if given is None:
+        if name not in self._left and default is ASKED:
             raise ModelError(f"config.json has no {self._prefix}{name}")
-        return given
+        return self._left.pop(name, default)
+
+
+def all_are(given: Any, kind: type) -> bool:
+    return isinstance(given, list) and all(type(value) is kind for value in given)
 
 
 def read_json(file: Path) -> dict[str, Any]:

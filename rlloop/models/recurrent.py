@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rlloop.models.parts import Linear, Step, Weight
 from rlloop.models.shape import DeltaConfig, MambaConfig, ModelConfig
+from rlloop.numerics.cpu.parameters import each_row
 from rlloop.numerics.layout import Carried
 
 LENGTH_EPS = 1e-6  # of the lengths of queries and keys, whatever the model's norms have
@@ -55,7 +56,8 @@ class DeltaNet(nn.Module):
         q, k, v = mixed.split(self.widths, dim=-1)
         q, k = (self._unit(part.unflatten(-1, (-1, delta.key_dim)), step) for part in (q, k))
         decay, _ = ops.recurrent_gates(self.in_proj_a(x, ops), self.A_log, self.dt_bias)
-        b = self.in_proj_b(x, ops).float()
+        b = self.in_proj_b(x, ops)
+        b = b.to(torch.promote_types(b.dtype, torch.float32))
         beta = ops.sigmoid_mul(b, torch.ones_like(b))
         v, states = v.unflatten(-1, (-1, delta.value_dim)), _carried(step, self.layer, "state")
         read = ops.scan(q * delta.key_dim**-0.5, k, v, decay, beta, True, step.layout, states).to(x.dtype)
@@ -94,11 +96,11 @@ class Mamba(nn.Module):
         v, states = v.unflatten(-1, (mamba.num_heads, -1)), _carried(step, self.layer, "state")
         decay, beta = ops.recurrent_gates(dt, self.A_log, self.dt_bias, mamba.least_step)
         read = ops.scan(q, k, v, decay, beta, False, step.layout, states)
-        read = (read + self.D.to(read.dtype)[:, None] * v).flatten(1)
+        read = (read + each_row(self.D.to(read.dtype), len(v))[..., None] * v).flatten(1)
         gated = ops.silu_mul(gate.to(read.dtype), read).unflatten(-1, (mamba.num_groups, -1))
         ones = torch.ones(gated.shape[-1], dtype=gated.dtype, device=x.device)
         normed = ops.rms_norm(gated, ones, self.eps)[0].flatten(1).to(x.dtype)
-        return self.out_proj(normed * self.norm.weight, ops)
+        return self.out_proj(normed * each_row(self.norm.weight, len(x)), ops)
 
 
 def _carried(step: Step, layer: int, name: str) -> Carried | None:

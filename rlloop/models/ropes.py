@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -16,31 +16,52 @@ from rlloop.models.shape import Llama3Scaling, ModelConfig, RopeConfig, YarnScal
 ROPE_TYPES = ("default", "llama3", "yarn")
 
 
-def read_rope(keys: Keys, max_positions: int, missing: Mapping[str, Any], ignored: Iterable[str] = ()) -> RopeConfig:
-    """Either spelling: `rope_theta` beside `rope_scaling`, or both inside `rope_parameters` (transformers 5).
+# architecture -> what a missing key means, where it is not theta 10,000 over the whole head, unscaled.
+MISSING: dict[str, dict[str, Any]] = {
+    "MiniMaxM2ForCausalLM": {"rope_theta": 5e6},
+    "Qwen3_5MoeForCausalLM": {"partial_rotary_factor": 0.25},
+    "GptOssForCausalLM": {
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
+        },
+    },
+}  # fmt: skip
+PARTIAL = ("MiniMaxM2ForCausalLM", "Qwen3_5MoeForCausalLM", "NemotronHForCausalLM")  # a head may have a rope in part
+# Of images: in a text all parts of a position are the same.
+IMAGES = {"Qwen3_5MoeForCausalLM": ("mrope_section", "mrope_interleaved")}
 
-    `missing` says what a missing key means in this family, where that is not theta 10,000 over the whole head.
-    """
-    scaling, parameters = keys.take("rope_scaling", None), keys.take("rope_parameters", None)
+
+def read_rope(keys: Keys, max_positions: int, architecture: str) -> RopeConfig:
+    """Either spelling: `rope_theta` beside `rope_scaling`, or both inside `rope_parameters` (transformers 5)."""
+    missing = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **MISSING.get(architecture, {})}
+    scaling, parameters = keys.take("rope_scaling"), keys.take("rope_parameters")
     for name, given in (("rope_scaling", scaling), ("rope_parameters", parameters)):
         if given is not None and not isinstance(given, dict):
             keys.refuse(name, given, "null or an object")
     if scaling and parameters and scaling != parameters:
         raise ModelError("config.json has both rope_scaling and rope_parameters, and they differ; keep one")
-    theta = keys.number("rope_theta", missing.get("rope_theta", 10000.0))
-    name = "rope_scaling" if scaling else "rope_parameters"
-    rope = Keys(scaling or parameters or missing.get("rope_parameters", {}), f"{name}.")
-    theta = rope.number("rope_theta", theta)
+    name, given = "rope_scaling" if scaling else "rope_parameters", scaling or parameters
+    rope = Keys(missing.get("rope_parameters", {}) if given is None else given, f"{name}.")
+    if architecture == "MiniMaxM2ForCausalLM" and keys.has("rotary_dim"):  # in place of a missing share
+        width = keys.copy().count("head_dim", 128)
+        missing["partial_rotary_factor"] = keys.count("rotary_dim", most=width) / width
+    keys.where_null(partial_rotary_factor=1.0)
+    if rope.has("rope_theta"):  # it counts
+        keys.where_null(rope_theta=missing["rope_theta"])
+    theta, share = (
+        rope.number(name, keys.number(name, missing[name])) for name in ("rope_theta", "partial_rotary_factor")
+    )
     older_name = rope.take("type", "default")
-    kind = rope.take("rope_type", older_name)
+    kind = None if rope.null("rope_type") else rope.take("rope_type", older_name)
     if kind not in ROPE_TYPES:
         rope.refuse("rope_type", kind, " or ".join(ROPE_TYPES))
-    share = keys.number("partial_rotary_factor", missing.get("partial_rotary_factor", 1.0))
-    share = rope.number("partial_rotary_factor", share)
-    for name in ignored:
-        rope.take(name, None)
-    if share > 1:
-        rope.refuse("partial_rotary_factor", share, "at most 1")
+    for name in IMAGES.get(architecture, ()):
+        rope.take(name)
+    if share > 1 or (share < 1 and architecture not in PARTIAL):
+        rope.refuse("partial_rotary_factor", share, "at most 1" if architecture in PARTIAL else f"1 for {architecture}")
+    if kind == "yarn" and theta <= 1:
+        rope.refuse("rope_theta", theta, "above 1 under yarn")
     scaled = {"llama3": _llama3, "yarn": _yarn}[kind](rope, max_positions) if kind != "default" else None
     rope.refuse_the_rest()
     return RopeConfig(theta, scaled, share)
@@ -59,15 +80,22 @@ def _llama3(rope: Keys, max_positions: int) -> Llama3Scaling:
 
 
 def _yarn(rope: Keys, max_positions: int) -> YarnScaling:
-    original = rope.count("original_max_position_embeddings", max_positions)
-    factor = rope.number("factor", max_positions / original)
-    mscale, everywhere = rope.take("mscale", None), rope.take("mscale_all_dim", None)
+    original, factor = rope.count("original_max_position_embeddings", max_positions), rope.number("factor")
+    rope.where_null(beta_fast=32.0, beta_slow=1.0, mscale=0.0, mscale_all_dim=0.0, truncate=False)
+    fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
+    if fast < slow:
+        rope.refuse("beta_fast", fast, f"at least beta_slow ({slow:g})")
+    if original < 2 * math.pi * slow:
+        least = math.ceil(2 * math.pi * slow)
+        rope.refuse("original_max_position_embeddings", original, f"at least {least}, a context of beta_slow turns")
+    mscale, everywhere = rope.number("mscale", 0.0, zero=True), rope.number("mscale_all_dim", 0.0, zero=True)
     both = _mscale(factor, mscale) / _mscale(factor, everywhere) if mscale and everywhere else _mscale(factor, 1)
+    rope.where_null(attention_factor=both)
     return YarnScaling(
         factor=factor,
         original_positions=original,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
+        beta_fast=fast,
+        beta_slow=slow,
         attention_factor=rope.number("attention_factor", both),
         truncate=rope.flag("truncate", True),
         score_factor=_mscale(factor, everywhere) ** 2 if everywhere else 1.0,
@@ -136,7 +164,8 @@ def _stretched_yarn(theta: float, steps: Tensor, scaling: YarnScaling) -> Tensor
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
-    ramp = (torch.arange(len(steps), dtype=torch.float32, device=steps.device) - low) / (max(high - low, 0.001))
+    high += 0.001 if low == high else 0  # where low is above high the ramp falls, as transformers' does
+    ramp = (torch.arange(len(steps), dtype=torch.float32, device=steps.device) - low) / (high - low)
     kept = 1 - ramp.clamp(0, 1)
     power = theta**steps
     return 1.0 / (scaling.factor * power) * (1 - kept) + 1.0 / power * kept

@@ -141,6 +141,7 @@ class ModelConfig:
     windowed: tuple[int, ...] = ()
     output_gate: bool = False  # attention's output is gated by the hidden state
     centred_norms: bool = False  # a norm's weight is what is added to 1
+    further_layers: int = field(default=0, compare=False)  # of heads in the files that predict further tokens
     raw: Mapping[str, Any] = field(repr=False, compare=False)  # config.json as it was
 
     @property

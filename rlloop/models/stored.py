@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,12 +97,13 @@ class StoredWeights:
     def tensors(self) -> dict[str, StoredTensor]:
         return {name: tensor for file in self.files for name, tensor in file.tensors.items()}
 
-    def read(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, one at a time. Each is the file itself, mapped and perhaps unaligned: copy what is kept."""
+    def read(self, names: Container[str]) -> Iterator[tuple[str, Tensor]]:
+        """These tensors, one at a time. Each is the file itself, mapped and perhaps unaligned: copy what is kept."""
         for stored in self.files:
             with safe_open(self.folder / stored.name, framework="pt") as file:
                 for name in stored.tensors:
-                    yield name, file.get_tensor(name)
+                    if name in names:
+                        yield name, file.get_tensor(name)
 
     def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """The same files, index included, with the values of `state`."""

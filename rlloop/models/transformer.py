@@ -26,6 +26,7 @@ from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable, rope_table
 from rlloop.models.routes import Routes
 from rlloop.models.shape import ModelConfig
+from rlloop.numerics.cpu.parameters import embedding
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import NumericsProfile
@@ -230,7 +231,7 @@ class Model(nn.Module):
         """
         rope = (self.rope.table[0], self.rope.table[1])
         step = Step(positions, rope, layout, cache, self.ops, routes)
-        delta, stream = nn.functional.embedding(tokens, self.model.embed_tokens.weight), None
+        delta, stream = embedding(tokens, self.model.embed_tokens.weight), None
         for layer in self.model.layers:
             if self.checkpoint_layers and torch.is_grad_enabled():
                 delta, stream = checkpoint(layer, delta, stream, step, use_reentrant=False)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from rlloop.numerics.cpu.parameters import each_row
 from rlloop.numerics.reference import widen
 
 
@@ -35,4 +36,4 @@ def sum_over_ranks(
     sums = [exact(rows, share) for rows, share in shares]
     while len(sums) > 1:
         sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
-    return (sums[0] if bias is None else sums[0] + widen(bias)).to(x.dtype)
+    return (sums[0] if bias is None else sums[0] + each_row(widen(bias), len(x))).to(x.dtype)

@@ -8,7 +8,8 @@ import re
 from typing import Any
 
 from rlloop.errors import ConfigError
-from rlloop.rewards.sandbox import Limits, run_program
+from rlloop.rewards.event_loop import OnThisLoop
+from rlloop.rewards.sandbox import Limits, require_confinement, run_program, run_test
 from rlloop.types import Example, RewardResult
 
 FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -24,8 +25,14 @@ class CodeReward:
     """The fraction of `example.data[tests_key]` that the completion's program passes (`partial=False`: 1 or 0).
 
     A test is either `{"input": str, "output": str}` (standard input and output, compared without trailing white space)
-    or `{"assert": str}` (Python code run after the program). Components: `passed`, `timeouts`. A program that crashes,
-    loops or overflows fails its tests: that is the policy's doing, not a failure of the reward.
+    or `{"assert": str}`: Python statements, or one expression that must be true. These run in another process than the
+    program, whose functions they call with plain data and get plain data from (None, bool, int, float, complex, str,
+    bytes, list, tuple, dict, set, range); a name that a test neither defines nor imports is the program's. Objects of
+    the program can be called, iterated and asked for attributes, not compared. A test that gives the program something
+    else (a lambda, an iterator) cannot be run: the sample is then rejected with the reason.
+
+    Components: `passed`, `timeouts`. A program that crashes, loops or overflows fails its tests: that is the policy's
+    doing, not a failure of the reward. Raises ConfigError where this machine cannot confine programs.
     """
 
     def __init__(
@@ -40,23 +47,22 @@ class CodeReward:
     ) -> None:
         if processes is not None and processes < 1:
             raise ConfigError(f"reward.processes is {processes}; it must be at least 1 (or null: one a core)")
+        require_confinement()
         self.tests_key, self.partial = tests_key, partial
         self.limits = Limits(seconds, memory_mb, output_bytes)
         self.concurrency = processes or os.cpu_count() or 1  # samples at a time, and programs
-        self._places = asyncio.Semaphore(self.concurrency)
+        self._places = OnThisLoop(lambda: asyncio.Semaphore(self.concurrency))
 
     async def _passes(self, program: str, test: dict[str, Any]) -> tuple[bool, bool]:
-        async with self._places:
+        async with self._places.get():
             if "assert" in test:
-                # The marker is printed last: a program that exits early with status 0 has not passed.
-                marker = f"rlloop-passed-{os.urandom(8).hex()}"
-                source = f"{program}\n\n{test['assert']}\nprint({marker!r})"
-                result = await run_program(source, limits=self.limits)
-                good = result.status == "ok" and result.stdout.rstrip().endswith(marker)
-            else:
-                result = await run_program(program, test["input"], self.limits)
-                good = result.status == "ok" and result.stdout.rstrip() == str(test["output"]).rstrip()
-        return good, result.status == "timeout"
+                tested = await run_test(program, test["assert"], self.limits)
+                if tested.verdict == "unsupported":
+                    raise ValueError(f"the test {test['assert']!r:.200} cannot be run: {tested.why}")
+                return tested.verdict == "passed", tested.verdict == "timeout"
+            result = await run_program(program, test["input"], self.limits)
+            good = result.status == "ok" and result.stdout.rstrip() == str(test["output"]).rstrip()
+            return good, result.status == "timeout"
 
     async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
         tests = example.data.get(self.tests_key)

@@ -10,10 +10,13 @@ from typing import Any
 import httpx
 import tenacity
 
+from rlloop.clients import async_client
 from rlloop.errors import ConfigError
+from rlloop.rewards.event_loop import OnThisLoop
 from rlloop.types import Example, RewardResult
 
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
+MAX_ANSWER = 1 << 20  # bytes
 
 
 def _worth_another_try(error: BaseException) -> bool:
@@ -44,12 +47,12 @@ class HttpReward:
         if token_env is not None and token_env not in os.environ:
             raise ConfigError(f"reward.token_env names {token_env!r}, and that environment variable is not set")
         self.url, self.timeout, self.retries, self.backoff = url, timeout, retries, backoff
-        self._headers = {"authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
-        self._client: httpx.AsyncClient | None = None
+        headers = {"authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
+        self._client = OnThisLoop(
+            lambda: async_client(most=MAX_ANSWER, timeout=timeout, headers=headers, trust_env=True)
+        )
 
     async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
-        if self._client is None:
-            self._client = httpx.AsyncClient(timeout=self.timeout, headers=self._headers)
         payload = {"prompt": prompt, "completion": completion, "example": {"id": example.id, "data": example.data}}
         body = json.dumps(payload, sort_keys=True).encode()
         headers = {"content-type": "application/json", "idempotency-key": hashlib.sha256(body).hexdigest()}
@@ -59,7 +62,7 @@ class HttpReward:
             wait=tenacity.wait_random_exponential(multiplier=self.backoff, max=10.0),
             reraise=True,
         )
-        answer = await tries(self._post, self._client, body, headers)
+        answer = await tries(self._post, self._client.get(), body, headers)
         if not isinstance(answer, dict) or not isinstance(answer.get("reward"), int | float):
             raise ValueError(f"{self.url} answered {answer!r}; expected a JSON object with a number under 'reward'")
         reward = float(answer["reward"])
@@ -70,6 +73,6 @@ class HttpReward:
         return response.raise_for_status().json()
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+        client = self._client.pop()
+        if client is not None:
+            await client.aclose()

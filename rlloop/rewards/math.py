@@ -11,6 +11,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from rlloop.errors import ConfigError
+from rlloop.rewards.event_loop import OnThisLoop
 from rlloop.types import Example, RewardResult
 
 
@@ -57,13 +58,13 @@ class MathReward:
             raise ConfigError("reward MathReward needs math-verify: pip install 'rlloop[math]'") from None
         self.answer_key, self.seconds = answer_key, seconds
         self._pool: ProcessPoolExecutor | None = None
-        self._turn = asyncio.Semaphore(1)
+        self._turn = OnThisLoop(lambda: asyncio.Semaphore(1))
 
     async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
         if self.answer_key not in example.data:
             raise ValueError(f"example {example.id!r} has no {self.answer_key!r} in its data")
         limit = 2 * self.seconds + 20  # twice math-verify's own (reading and comparing), and the first call's imports
-        async with self._turn:
+        async with self._turn.get():
             work = self._submit(str(example.data[self.answer_key]), completion)
             try:
                 answered, equal = await asyncio.wait_for(asyncio.wrap_future(work), limit)

@@ -1,23 +1,26 @@
 """Runs a reward over a batch of completions: sync, async or batched, with a time limit, and never a silent 0.
 
-A reward that raises, hangs or returns something else than a number is a `RewardFailure` on that sample alone; the loop
-then rejects the sample with the reason and goes on with the rest.
+A reward that raises (SystemExit and KeyboardInterrupt, too), hangs or returns something else than a number is a
+`RewardFailure` on that sample alone; the loop then rejects the sample with the reason and goes on with the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
-import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlloop.errors import ConfigError
+from rlloop.rewards.event_loop import OWNER, EventLoop, LoopBlocked
 from rlloop.types import RewardResult
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class RewardFailure:
 Outcome = RewardResult | RewardFailure
 TAKEN = "mean", "std", "solved", "groups_without_signal", "kl_ref"  # as reward/NAME, by metrics of every reward
 HOPELESS = 8  # samples of a batch that hang one after the other, and none before them ended
+GRACE = 0.5  # seconds that a coroutine has to end when it is cancelled
 Request = tuple[Any, ...]  # what the reward is called with: prompt, completion, example
 
 
@@ -55,12 +59,12 @@ def _is_timeout(outcome: Any) -> bool:
     return isinstance(outcome, RewardFailure) and outcome.kind == "timeout"
 
 
-def _failure(error: Exception) -> RewardFailure:
+def _failure(error: BaseException) -> RewardFailure:
     return RewardFailure("error", f"{type(error).__name__}: {error}")
 
 
-def _late(error: TimeoutError, what: str) -> RewardFailure:
-    return RewardFailure("timeout", str(error) or what)
+def _not_tried(tried: int, timeout: float) -> RewardFailure:
+    return RewardFailure("timeout", f"not tried: the first {tried} took longer than {timeout:g} s")
 
 
 class RewardRunner:
@@ -68,9 +72,10 @@ class RewardRunner:
 
     A reward with the attribute `batched = True` is called once with three lists and returns a list. An async one runs
     at most `concurrency` at a time, or as its own attribute `concurrency` says where that is less; waiting for a turn
-    here is no part of a sample's time. A sync one runs in a worker thread; one that outlasts `timeout` seconds is left
-    behind there (Python cannot kill a thread), so a reward that may hang should be async or run its own process, as
-    the shipped code and math rewards do.
+    here is no part of a sample's time. Python can stop neither a thread nor a coroutine that does not want to be: a
+    sync reward that outlasts `timeout` seconds, or an async one that blocks its event loop or ignores that it is
+    cancelled, is left behind in a daemon thread, and the others go on in another. So a reward that may hang should
+    await, or run its own process, as the shipped code and math rewards do.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class RewardRunner:
         self.batched = bool(getattr(reward, "batched", False))
         target = getattr(reward, "func", reward)  # through functools.partial
         self.is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: EventLoop | None = None
 
     def score(self, requests: Sequence[Request]) -> list[Any]:
         """One outcome a request, in order."""
@@ -99,9 +104,7 @@ class RewardRunner:
             return []
         if self.batched:
             return self._score_batch(requests)
-        if self.is_async:
-            return self._run_async(self._score_async(requests))
-        return self._score_sync(requests)
+        return (self._score_async if self.is_async else self._score_sync)(requests, self.accept)
 
     def close(self) -> None:
         """Stops the event loop, after the reward's own async `close`, where it has one."""
@@ -109,60 +112,22 @@ class RewardRunner:
             return
         closer = getattr(self.reward, "close", None)
         if inspect.iscoroutinefunction(closer):
-            self._run_async(closer())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._loop = None
+            [outcome] = self._score_async([()], lambda value: value, closer)
+            if isinstance(outcome, RewardFailure):
+                log.warning("the reward's close: %s", outcome.message)
+        self._drop_loop()
 
-    def _run_async(self, work: Coroutine[Any, Any, Any]) -> Any:
-        # One loop for the runner's life, so that connection pools and process pools outlive a step.
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._run_loop, args=(self._loop,), daemon=True, name="rlloop-reward").start()
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()  # what an interrupt leaves behind
-
-    @staticmethod
-    def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-        loop.run_forever()
-        loop.close()
-
-    async def _score_async(self, requests: Sequence[Request]) -> list[Outcome]:
-        places = asyncio.Semaphore(self.concurrency)
-
-        async def one(request: Request) -> Outcome:
-            async with places:
-                try:
-                    return self.accept(await asyncio.wait_for(self.reward(*request), self.timeout))
-                except TimeoutError as error:
-                    return _late(error, f"took longer than {self.timeout:g} s")
-                except Exception as error:  # whatever the user's code raises is that sample's outcome
-                    return _failure(error)
-
-        return list(await asyncio.gather(*(one(request) for request in requests)))
+    def _drop_loop(self) -> None:
+        if self._loop is not None:
+            self._loop.stop()
+            self._loop = None
 
     def _score_batch(self, requests: Sequence[Request]) -> list[Outcome]:
-        prompts, completions, examples = (list(column) for column in zip(*requests, strict=True))
-        if self.is_async:
-
-            async def call() -> Any:
-                return await asyncio.wait_for(self.reward(prompts, completions, examples), self.timeout)
-
-            def work() -> Any:
-                return self._run_async(call())
-        else:
-
-            def work() -> Any:
-                return self._in_thread(lambda: self.reward(prompts, completions, examples))
-
-        try:
-            values = list(work())
-        except TimeoutError as error:
-            return [_late(error, f"the batch took longer than {self.timeout:g} s")] * len(requests)
-        except Exception as error:  # as above
-            return [_failure(error)] * len(requests)
+        columns = tuple(list(column) for column in zip(*requests, strict=True))
+        score = self._score_async if self.is_async else self._score_sync
+        [values] = score([columns], list)
+        if isinstance(values, RewardFailure):
+            return [values] * len(requests)
         if len(values) != len(requests):
             wrong = f"the batch has {len(requests)} samples and the reward returned {len(values)}"
             return [RewardFailure("invalid", wrong)] * len(requests)
@@ -171,43 +136,93 @@ class RewardRunner:
     def _accepted(self, value: Any) -> Outcome:
         try:
             return self.accept(value)
-        except Exception as error:  # as above
+        except Exception as error:  # whatever the user's code raises is that sample's outcome
             return _failure(error)
 
-    def _in_thread(self, work: Callable[[], Any]) -> Any:
-        box: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
-
-        def run() -> None:
+    def _score_async(
+        self, requests: Sequence[Request], accept: Callable[[Any], Any], function: Callable[..., Any] | None = None
+    ) -> list[Any]:
+        """All at a time on one event loop; where that is blocked, it is abandoned and another takes the rest."""
+        outcomes: dict[int, Any] = {}
+        while len(outcomes) < len(requests):
+            if len(outcomes) >= HOPELESS and all(map(_is_timeout, outcomes.values())):
+                rest = _not_tried(len(outcomes), self.timeout)
+                return [outcomes.get(place, rest) for place in range(len(requests))]
+            if self._loop is None:
+                self._loop = EventLoop()
+            going = _Round(function or self.reward, accept, self.timeout, self.concurrency)
+            left = {place: each for place, each in enumerate(requests) if place not in outcomes}
             try:
-                box.put((True, work()))
-            except Exception as error:  # carried to the caller
-                box.put((False, error))
+                self._loop.run(going.score(left), self.timeout)
+                outcomes |= going.outcomes
+            except LoopBlocked as error:
+                late = RewardFailure("timeout", f"blocked its event loop for longer than {self.timeout:g} s")
+                # Who is in neither begins again.
+                outcomes |= going.outcomes.copy() | dict.fromkeys(going.at_fault(error.owner), late)
+                self._drop_loop()
+            if going.unfinished():  # what ignores that it is cancelled is to block nobody later
+                self._drop_loop()
+        return [outcomes[place] for place in range(len(requests))]
 
-        threading.Thread(target=run, daemon=True, name="rlloop-reward").start()
-        try:
-            good, value = box.get(timeout=self.timeout)
-        except queue.Empty:
-            raise TimeoutError from None
-        if not good:
-            raise value
-        return value
-
-    def _score_sync(self, requests: Sequence[Request]) -> list[Outcome]:
+    def _score_sync(self, requests: Sequence[Request], accept: Callable[[Any], Any]) -> list[Any]:
         """One worker goes through the list; where it hangs, it is abandoned and another takes the rest.
 
         Where the first `HOPELESS` all hang, the others are not tried: at a minute each, a batch would fail after hours.
         """
-        outcomes: list[Outcome] = []
+        outcomes: list[Any] = []
         while len(outcomes) < len(requests):
             if len(outcomes) >= HOPELESS and all(map(_is_timeout, outcomes)):
-                rest = RewardFailure(
-                    "timeout", f"not tried: the first {len(outcomes)} took longer than {self.timeout:g} s"
-                )
-                return outcomes + [rest] * (len(requests) - len(outcomes))
-            worker = _Worker(self.reward, self.accept, requests[len(outcomes) :])
+                return outcomes + [_not_tried(len(outcomes), self.timeout)] * (len(requests) - len(outcomes))
+            worker = _Worker(self.reward, accept, requests[len(outcomes) :])
             threading.Thread(target=worker.run, daemon=True, name="rlloop-reward").start()
             outcomes += worker.wait(self.timeout)
         return outcomes
+
+
+class _Round:
+    """Requests on an event loop, until all have an outcome or the loop is abandoned."""
+
+    def __init__(
+        self, reward: Callable[..., Any], accept: Callable[[Any], Any], timeout: float, concurrency: int
+    ) -> None:
+        self.reward, self.accept, self.timeout = reward, accept, timeout
+        self.outcomes: dict[int, Any] = {}
+        self._places, self._tasks = asyncio.Semaphore(concurrency), dict[int, asyncio.Task[Any]]()
+
+    async def score(self, requests: Mapping[int, Request]) -> None:
+        await asyncio.gather(*(self._one(place, request) for place, request in requests.items()))
+
+    async def _one(self, place: int, request: Request) -> None:
+        async with self._places:
+            OWNER.set((self, place))
+            task = self._tasks[place] = asyncio.ensure_future(self._call(request))
+            try:
+                await asyncio.wait([task], timeout=self.timeout)
+                if task.done():
+                    self.outcomes[place] = task.result()
+                    return
+            finally:
+                task.cancel()  # also where an interrupt ended the waiting
+            await asyncio.wait([task], timeout=GRACE)
+            self.outcomes[place] = RewardFailure("timeout", f"took longer than {self.timeout:g} s")
+
+    async def _call(self, request: Request) -> Any:
+        try:
+            return self.accept(await self.reward(*request))
+        except TimeoutError as error:  # of the reward's own
+            return RewardFailure("timeout", str(error) or "raised TimeoutError")
+        except BaseException as error:  # whatever the user's code raises is that sample's outcome; SystemExit, too
+            return _failure(error)
+
+    def unfinished(self) -> list[int]:
+        """Whose coroutine still runs."""
+        return [place for place, task in self._tasks.items() if not task.done()]
+
+    def at_fault(self, owner: tuple[_Round, int] | None) -> list[int]:
+        """Who blocks the loop: a sample of this round, nobody in it, or, where that cannot be told, all that run."""
+        if owner is None:
+            return self.unfinished()
+        return [owner[1]] if owner[0] is self else []
 
 
 class _Worker:
@@ -223,7 +238,7 @@ class _Worker:
         for request in self.requests:
             try:
                 outcome = self.accept(self.reward(*request))
-            except Exception as error:  # as above
+            except BaseException as error:  # SystemExit would end this thread without a word
                 outcome = _failure(error)
             if self.abandoned:
                 return

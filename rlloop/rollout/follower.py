@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
-import httpx
 import msgspec
 
-from rlloop.rollout.remote import tls_context
 from rlloop.rollout.service import EngineService
 from rlloop.rollout.wire import Progress
 from rlloop.sync.relay import Sources
 from rlloop.sync.replica import State
-from rlloop.sync.store import HttpStore, Store, bearer, open_store
+from rlloop.sync.store import HttpStore, Store, open_store
 
 WAITING = "the engine has no version of the weights yet"
 
@@ -29,6 +27,8 @@ class Source(msgspec.Struct, frozen=True):
     relay: str | None = None  # asked first; the store, where it fails
     token: str | None = None  # for either, where it is a server
     ca_file: str | None = None
+    run_id: str | None = None  # the only run whose versions are taken; None: the first that is met,
+    any_run: bool = False  # or each
 
     def open(self) -> Store:
         origin = open_served(self.store, self.token, self.ca_file)
@@ -41,9 +41,7 @@ def open_served(url: str, token: str | None, ca_file: str | Path | None) -> Stor
     """As `open_store`, with the fleet's token for what is a server."""
     if not url.startswith(("http://", "https://")):
         return open_store(url)
-    timeout = httpx.Timeout(30.0, connect=5.0)
-    client = httpx.Client(headers=bearer(token), timeout=timeout, verify=tls_context(ca_file), trust_env=False)
-    return HttpStore(url, client=client)
+    return HttpStore(url, token=token, ca_file=ca_file)
 
 
 class Followed(Protocol):
@@ -63,6 +61,12 @@ class Followed(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]: ...
+
+    @property
+    def run_id(self) -> str | None: ...
+
+    @property
+    def any_run(self) -> bool: ...
 
     def poll(self) -> bool: ...
 
@@ -94,6 +98,14 @@ class ReplicaFollower:
     @property
     def progress(self) -> Progress | None:
         return self._progress
+
+    @property
+    def run_id(self) -> str:
+        return self._replica.run_id or ""
+
+    @property
+    def follows(self) -> str:
+        return "" if self._replica.any_run else self.run_id
 
     def wake(self) -> None:
         with self._changed:

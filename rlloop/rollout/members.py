@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from rlloop.errors import ConfigError, RlloopError
-from rlloop.rollout.remote import EngineClient, EngineLost, Fenced
+from rlloop.errors import RlloopError
+from rlloop.rollout.remote import EngineClient, EngineLost
 from rlloop.rollout.service import Busy, VersionUnavailable
 from rlloop.rollout.wire import BadAnswer, EngineState
 from rlloop.types import Completion, SamplingParams
@@ -71,6 +71,7 @@ class Member:
     kick: asyncio.Event = field(default_factory=asyncio.Event)
     caretaker: asyncio.Task[None] | None = None
     seen: float = 0.0
+    why: str = ""  # it is out of service
     last: EngineState | None = None
 
     @property
@@ -93,9 +94,10 @@ class Members:
         connect: Callable[[str], EngineClient],
         objection: Callable[[EngineState], str | None],
         came: Callable[[], None],
+        run_id: str = "",
     ) -> None:
         self.settings, self._record, self._connect, self._objection = settings, record, connect, objection
-        self._came = came
+        self._came, self._run_id = came, run_id
         self.version = -1
         self.counts: Counter[str] = Counter()
         self._all: dict[str, Member] = {}
@@ -105,6 +107,7 @@ class Members:
         self._changed = asyncio.Event()
         self._synced: dict[str, dict[str, float]] = {}  # member -> what its last sync took
         self._leaving: list[asyncio.Task[None]] = []
+        self._unwritten: Exception | None = None
 
     def all(self) -> Iterable[Member]:
         return self._all.values()
@@ -148,9 +151,8 @@ class Members:
             except (EngineLost, Busy, VersionUnavailable) as error:
                 if time.monotonic() - member.seen > settings.timeout or not member.boot:
                     self.out(member, "lost", str(error))
-            except (BadAnswer, ConfigError, Fenced) as error:
-                self.out(member, "quarantined", str(error))
-                member.condemned = self.version
+            except Exception as error:  # a bad answer, a refusal, or one that nobody thought of
+                self.condemn(member, reason(error))
             left = settings.heartbeat - (time.monotonic() - began)
             if left > 0:
                 await _at_most(left, member.kick)
@@ -167,13 +169,18 @@ class Members:
         if member.status == "quarantined" and member.condemned == self.version:
             return
         objection = self._objection(state) if state.status != "failed" else f"its weights failed: {state.error}"
+        if self._is_other(state.follows):
+            objection = f"it follows run {state.follows}, and this is {self._run_id}; start it anew, or with --any-run"
         if objection is not None:
-            self.out(member, "quarantined", objection)
-            member.condemned = self.version
-        elif self.version < 0 or state.version != self.version:
-            self.out(member, "behind", f"it has version {state.version} of {self.version}")
+            self.condemn(member, objection)
+        elif self.version < 0 or state.version != self.version or self._is_other(state.run_id):
+            what = f"{state.run_id}/{state.version}" if state.run_id else f"{state.version}"
+            self.out(member, "behind", f"it has version {what} of {self.version}: {state.error}".rstrip(": "))
         elif member.status != "serving":
             await self._admit(member)
+
+    def _is_other(self, run_id: str) -> bool:
+        return bool(run_id and self._run_id) and run_id != self._run_id
 
     async def _admit(self, member: Member) -> None:
         """Into service, if its canary has the right bits."""
@@ -188,10 +195,12 @@ class Members:
                 raise EngineLost(f"its canary took more than {CANARY_SECONDS:g} s") from None
             if version != self.version:
                 return
+            if not all(completion.whole for completion in made):
+                raise Busy("its canary was cut short by a pause")
             known = self._references.setdefault(member.hardware, made)
             if not all(same_bits(mine, theirs) for mine, theirs in zip(known, made, strict=True)):
                 raise BadAnswer(f"the bits of its canary at version {version} are not those of {member.hardware}")
-        member.status = "serving"
+        member.status, member.why = "serving", ""
         self.note("serving", member, boot=member.boot)
         self._synced[member.name] = self._sync_facts(member)
         self._came()
@@ -201,17 +210,32 @@ class Members:
         """Takes a member out of service. Its calls are made elsewhere."""
         if member.status == status:
             return
-        was, member.status = member.status, status
+        was, member.status, member.why = member.status, status, why[:500]
         if status in ("lost", "quarantined") and not (status == "lost" and was == "joining" and not member.boot):
             self.counts[status] += 1
-            self.note(status, member, why=why, calls=len(member.calls))
+            self.note(status, member, why=member.why, calls=len(member.calls))
         if status in ("lost", "quarantined", "joining"):
             for call in list(member.calls):
                 call.cancel()
         self._changed.set()
 
+    def condemn(self, member: Member, why: str) -> None:
+        """Quarantined until it is started anew, or until the next version."""
+        member.condemned = self.version
+        self.out(member, "quarantined", why)
+
     def note(self, event: str, member: Member, **facts: Any) -> None:
-        self._record({"event": event, "engine": member.name, "version": self.version, "time": time.time(), **facts})
+        """Never raises: it is no engine's fault that a disk is full. `check` does."""
+        try:
+            self._record({"event": event, "engine": member.name, "version": self.version, "time": time.time(), **facts})
+        except Exception as error:
+            self._unwritten = error
+            self._changed.set()
+
+    def check(self) -> None:
+        """Raises why the records cannot be written, where they cannot."""
+        if self._unwritten is not None:
+            raise self._unwritten
 
     def serving(self) -> list[Member]:
         return [member for member in self._all.values() if member.status == "serving"]
@@ -227,11 +251,12 @@ class Members:
                 self._references[canary.hardware] = canary.expected
             for member in self._all.values():
                 if member.status in ("serving", "behind"):
-                    member.status = "behind"
+                    member.status, member.why = "behind", "it was asked for the new version"
                 member.kick.set()
         one = None
         while True:
             self._changed.clear()
+            self.check()
             serving = self.serving()
             awaited = [member for member in self._all.values() if member.status in ("behind", "joining")]
             now = time.monotonic()
@@ -239,10 +264,10 @@ class Members:
             if serving and (not awaited or (one is not None and now - one > self.settings.settle)):
                 break
             if not serving and now - began > self.settings.patience:
-                listed = ", ".join(f"{member.name} is {member.status}" for member in self._all.values()) or "none"
+                listed = "; ".join(f"{member.name} is {member.status}: {member.why}" for member in self._all.values())
                 raise NoEngine(
                     f"no engine came to serve version {version} within fleet.patience={self.settings.patience:g} s "
-                    f"(engines: {listed})"
+                    f"(engines: {listed or 'none'})"
                 )
             await _at_most(0.2, self._changed)
         return {"sync/live_seconds": time.monotonic() - began}
@@ -251,9 +276,7 @@ class Members:
         facts = {"seconds": time.time() - self._published}
         weights = member.last.weights if member.last is not None else None
         if weights is not None and weights.version == self.version:
-            facts |= {"pause_seconds": weights.pause_seconds, "drain_seconds": weights.drain_seconds}
-            facts |= {"fetch_seconds": weights.fetch_seconds, "stage_seconds": weights.stage_seconds}
-            facts |= {"verify_seconds": weights.verify_seconds, "fetched_bytes": float(weights.wire_bytes)}
+            facts |= {**weights.seconds(), "fetched_bytes": float(weights.wire_bytes)}
         return facts
 
     def take_metrics(self) -> dict[str, float]:
@@ -290,6 +313,11 @@ async def _let_go(member: Member) -> None:
     """Its calls were cancelled: they tell the engine so before its client is gone."""
     await asyncio.gather(*member.calls, return_exceptions=True)
     await member.client.close()
+
+
+def reason(error: BaseException) -> str:
+    """Of an engine's being out of service: errors of ours speak for themselves."""
+    return str(error) if isinstance(error, RlloopError) else f"{type(error).__name__}: {error}"
 
 
 def same_bits(a: Completion, b: Completion) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from rlloop.errors import ConfigError
+from rlloop.errors import UNREADABLE, ConfigError
 from rlloop.types import Completion, SamplingParams
 
 MOST_CHOICES = 1 << 16  # of one request
@@ -77,7 +77,7 @@ def parse(body: bytes, tokenizer: Tokenizer | None) -> tuple[CompletionRequest, 
         request = msgspec.convert(given, CompletionRequest)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"the body is not JSON: {error}") from None
     _refuse(request)
     if request.min_version is not None and request.policy_version is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import ssl
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
@@ -20,15 +19,26 @@ import httpx
 import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from rlloop.clients import CONNECT_SECONDS, async_client
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.rollout.checks import one_for_each
 from rlloop.rollout.service import Busy, VersionUnavailable
-from rlloop.rollout.wire import CONTENT_TYPE, Answer, Ask, BadAnswer, EngineState, Lease, error_of, unpack
-from rlloop.sync.store import bearer
+from rlloop.rollout.wire import (
+    CONTENT_TYPE,
+    Answer,
+    Ask,
+    BadAnswer,
+    EngineState,
+    Lease,
+    decode,
+    error_of,
+    reading,
+    unpack,
+)
 from rlloop.types import Completion, SamplingParams
 
-CONNECT_SECONDS = 5.0
 PROMPTS_PER_CALL = 256
+MAX_ANSWER = 1 << 30  # bytes
 
 T = TypeVar("T")
 
@@ -57,22 +67,26 @@ class EngineClient:
         timeout: float = 600.0,
         holder: str = "",
         term: int = 0,
+        vocabulary: int | None = None,
         attempts: int = 3,
     ) -> None:
-        """`timeout`: seconds that one answer may take. `holder` and `term`: see `rlloop.rollout.wire.Lease`."""
+        """`timeout`: seconds that one answer may take. `holder` and `term`: see `rlloop.rollout.wire.Lease`.
+        `vocabulary`: tokens that the model has, where that is known."""
         self.url, self._lease, self._attempts = url.rstrip("/"), Lease(holder, term), attempts
+        self._timeout, self._vocabulary = timeout, vocabulary
         self._telling: set[asyncio.Task[None]] = set()  # the engine, that nobody waits for a request any more
-        self._http = httpx.AsyncClient(
+        self._http = async_client(
+            token=token,
+            ca_file=ca_file,
+            most=MAX_ANSWER,
             base_url=self.url,
-            headers=bearer(token),
-            verify=tls_context(ca_file),
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=64, max_keepalive_connections=16),
-            trust_env=False,
         )
 
     async def state(self, timeout: float | None = None) -> EngineState:
-        return _decode(await self._send("GET", "/rlloop/state", timeout=timeout), EngineState)
+        content = await self._send("GET", "/rlloop/state", timeout=timeout)
+        return decode(content, EngineState, f"the state of {self.url}")
 
     async def lease(self, timeout: float | None = None) -> None:
         """Drive the engine from now on. Raises `Fenced` where a later term does."""
@@ -81,8 +95,8 @@ class EngineClient:
     async def wake(self, version: int, wait: float) -> EngineState:
         """Have the engine look for new weights; its state once `version` serves, or after `wait` seconds."""
         params = {"version": version, "wait": wait}
-        reply = await self._send("POST", "/rlloop/weights/wake", params=params, timeout=wait + 10.0)
-        return _decode(reply, EngineState)
+        content = await self._send("POST", "/rlloop/weights/wake", params=params, timeout=wait + 10.0)
+        return decode(content, EngineState, f"the state of {self.url}")
 
     async def generate(
         self,
@@ -102,16 +116,16 @@ class EngineClient:
         key = secrets.token_hex(16)
         headers = {"Idempotency-Key": key, "Content-Type": CONTENT_TYPE}
         try:
-            reply = await self._send("POST", "/rlloop/generate", content=msgspec.msgpack.encode(ask), headers=headers)
+            content = await self._send("POST", "/rlloop/generate", content=msgspec.msgpack.encode(ask), headers=headers)
         except asyncio.CancelledError:
             task = asyncio.create_task(self._forget(key))
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
             raise
-        answer = _decode(reply, Answer)
+        answer = decode(content, Answer, f"the answer of {self.url}")
         if boot is not None and answer.boot != boot:
             raise EngineLost(f"{self.url} was restarted")
-        return unpack(ask, answer)
+        return unpack(ask, answer, self._vocabulary)
 
     async def close(self) -> None:
         await asyncio.gather(*self._telling)
@@ -121,37 +135,38 @@ class EngineClient:
         with contextlib.suppress(httpx.HTTPError):  # an engine that is gone has nothing to stop
             await self._http.delete(f"/rlloop/requests/{key}", timeout=2.0)
 
-    async def _send(self, method: str, path: str, *, timeout: float | None = None, **request: Any) -> httpx.Response:
+    async def _send(self, method: str, path: str, *, timeout: float | None = None, **request: Any) -> bytes:
+        """What it answers. Raises one of the errors of `generate`."""
         if timeout is not None:
             request["timeout"] = httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS))
-        try:
-            retrying = AsyncRetrying(
-                retry=retry_if_exception_type(httpx.TransportError),
-                stop=stop_after_attempt(self._attempts),
-                wait=wait_random_exponential(multiplier=0.1, max=1.0),
-                reraise=True,
-            )
-            reply: httpx.Response = await retrying(self._http.request, method, path, **request)
-        except httpx.TransportError as error:
-            raise EngineLost(f"{self.url} cannot be reached: {type(error).__name__} {error}") from None
-        except httpx.RequestError as error:
-            raise BadAnswer(f"{self.url} answered what cannot be read: {type(error).__name__} {error}") from None
+
+        async def once() -> httpx.Response:
+            try:
+                async with asyncio.timeout(timeout or self._timeout):  # however slowly it trickles
+                    return await self._http.request(method, path, **request)
+            except TimeoutError:
+                raise httpx.ReadTimeout("the answer takes too long") from None
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(httpx.TransportError),
+            stop=stop_after_attempt(self._attempts),
+            wait=wait_random_exponential(multiplier=0.1, max=1.0),
+            reraise=True,
+        )
+        with reading(f"the answer of {self.url}"):
+            try:
+                reply: httpx.Response = await retrying(once)
+            except httpx.TransportError as error:
+                raise EngineLost(f"{self.url} cannot be reached: {type(error).__name__} {error}") from None
         if reply.is_success:
-            return reply
+            return reply.content
         raise _refusal(self.url, reply)
-
-
-def _decode(reply: httpx.Response, kind: type[T]) -> T:
-    try:
-        return msgspec.msgpack.decode(reply.content, type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
-        raise BadAnswer(f"{reply.url} answered what is no {kind.__name__}: {error}") from None
 
 
 def _refusal(url: str, reply: httpx.Response) -> RlloopError:
     error = error_of(reply.content)
     code, have = error.get("code"), error.get("have")
-    message = f"{url}: {error.get('message', f'HTTP {reply.status_code}')}"
+    message = f"{url}: {error.get('message', f'HTTP {reply.status_code}')!s:.500}"
     if code in ("version_behind", "version_passed") and isinstance(have, int):
         unavailable = VersionUnavailable(have, None, None)
         unavailable.passed, unavailable.args = code == "version_passed", (message,)
@@ -165,16 +180,6 @@ def _refusal(url: str, reply: httpx.Response) -> RlloopError:
     if reply.status_code < 500:
         return ConfigError(message) if error else BadAnswer(f"{message}, as no server of rlloop does")
     return EngineLost(message)
-
-
-def tls_context(ca_file: str | Path | None) -> ssl.SSLContext | bool:
-    """What verifies servers: the system's authorities, or those of `ca_file` alone."""
-    if ca_file is None:
-        return True
-    try:
-        return ssl.create_default_context(cafile=str(ca_file))
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the certificates {ca_file} cannot be read: {error}") from None
 
 
 class LoopThread:
@@ -267,8 +272,11 @@ class RemoteEngine:
             except VersionUnavailable as unavailable:
                 if unavailable.passed or version is None or clock() > deadline:
                     raise
-                state = await self._client.wake(version, wait=min(10.0, self._timeout))
-                if state.version != version:  # it may have answered at once
+                try:
+                    serves = (await self._client.wake(version, wait=min(10.0, self._timeout))).version == version
+                except Busy:  # others wait for weights there already
+                    serves = False
+                if not serves:  # it may have answered at once
                     await asyncio.sleep(0.5)
             except Busy:
                 if clock() > deadline:

@@ -9,7 +9,6 @@ bits. Which engines may serve is `rlloop.rollout.members`' to say.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import hashlib
 import math
@@ -17,18 +16,21 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlloop.errors import RlloopError
-from rlloop.rollout.members import Canary, Member, Members, NoEngine, Record, RouterSettings
-from rlloop.rollout.remote import EngineClient, EngineLost, LoopThread, WrongToken
+from rlloop.errors import ConfigError, RlloopError
+from rlloop.rollout.members import Canary, Member, Members, NoEngine, Record, RouterSettings, reason
+from rlloop.rollout.remote import EngineClient, EngineLost, Fenced, LoopThread, WrongToken
 from rlloop.rollout.service import Busy, VersionUnavailable
-from rlloop.rollout.wire import BadAnswer, EngineState
+from rlloop.rollout.wire import EngineState
 from rlloop.types import Completion, SamplingParams
 
 T = TypeVar("T")
+TRIES = 10  # of a chunk at least, and `fleet.patience` seconds of them, before its batch fails
+PASSING = (Busy, EngineLost, VersionUnavailable)  # what says nothing against an engine
 
 
 @dataclass(eq=False)
@@ -52,6 +54,9 @@ class _Chunk:
     made: bool = False
     began: float = 0.0
     hedged: bool = False
+    tries: int = 0  # that failed,
+    since: float = 0.0  # the first of them when
+    refused: dict[Member, RlloopError] = field(default_factory=dict)  # by whom it was; it may be the request's fault
 
     def __len__(self) -> int:
         return len(self.places)
@@ -70,16 +75,18 @@ class Router:
         ca_file: str | Path | None = None,
         holder: str = "",
         term: int = 0,
+        vocabulary: int | None = None,
         objection: Callable[[EngineState], str | None] = lambda state: None,
     ) -> None:
         """`record` is told what happens. `objection` says why an engine must not serve, by its own account of itself.
-        `holder` and `term` fence off earlier processes of the same run (`rlloop.rollout.wire.Lease`)."""
+        `holder` is the run, and `term` fences off its earlier processes (`rlloop.rollout.wire.Lease`). `vocabulary`:
+        tokens that the model has, where that is known."""
 
         def connect(url: str) -> EngineClient:
-            return EngineClient(url, token=token, ca_file=ca_file, holder=holder, term=term)
+            return EngineClient(url, token=token, ca_file=ca_file, holder=holder, term=term, vocabulary=vocabulary)
 
         self.settings = settings
-        self._members = Members(settings, record, connect, objection, self._pump)
+        self._members = Members(settings, record, connect, objection, self._pump, holder)
         self._queue: list[_Chunk] = []
         self._batches: set[_Batch] = set()
         self._thread = LoopThread("router")
@@ -109,9 +116,9 @@ class Router:
     def generate(
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], version: int
     ) -> list[Completion]:
-        """Completions in order, made with the weights of `version`. Raises `NoEngine`; `VersionUnavailable` where the
-        fleet is to serve another, or comes to while this waits; `Fenced` where another process of the run has taken
-        over."""
+        """Completions in order, each whole, made with the weights of `version`. Raises `NoEngine`; `VersionUnavailable`
+        where the fleet is to serve another, or comes to while this waits; and what every engine refuses it for:
+        `ConfigError`, or `Fenced` where another process of the run has taken over."""
         return self._thread.run(self._generate(prompts, sampling, version))
 
     def begin(
@@ -156,6 +163,7 @@ class Router:
             idle = time.monotonic()
             while not batch.done.done():
                 await asyncio.wait({batch.done}, timeout=0.2)
+                self._members.check()
                 self._pump()
                 if self._members.serving():
                     idle = time.monotonic()
@@ -192,18 +200,31 @@ class Router:
 
     def _pump(self) -> None:
         """Give waiting chunks to engines with room."""
+        self._give_up_refused()
         while True:
             free = [member for member in self._members.serving() if len(member.calls) < self.settings.calls]
+            if free and not self._queue:
+                self._hedge(free)
+            free = [member for member in free if any(member not in chunk.refused for chunk in self._queue)]
             if not free:
                 return
-            if not self._queue:
-                self._hedge(free)
-                return
             member = min(free, key=lambda each: each.load)
-            mine = [chunk for chunk in self._queue if self._home(chunk) is member]
-            chunk = (mine or self._queue)[0]
+            may = [chunk for chunk in self._queue if member not in chunk.refused]
+            chunk = next((chunk for chunk in may if self._home(chunk) is member), may[0])
             self._queue.remove(chunk)
             self._start(member, chunk)
+
+    def _give_up_refused(self) -> None:
+        """One engine that refuses a request may be wrong, or smaller than others; where all do, the request is."""
+        for chunk in [chunk for chunk in self._queue if chunk.refused]:
+            hopes = [
+                member.status
+                for member in self._members.all()
+                if member.status in ("serving", "behind", "joining") and member not in chunk.refused
+            ]
+            late = time.monotonic() - chunk.since > self.settings.patience
+            if not hopes or (late and "serving" not in hopes):
+                self._fail(chunk.batch, list(chunk.refused.values())[-1])
 
     def _home(self, chunk: _Chunk) -> Member:
         """The engine that serves what begins like this, as long as the same engines serve."""
@@ -215,6 +236,7 @@ class Router:
         chunk.began = time.monotonic()
         task = asyncio.create_task(self._call(member, chunk))
         member.calls[task] = chunk
+        task.add_done_callback(partial(self._ended, member, chunk))  # comes even to a call that never began
 
     def _hedge(self, free: list[Member]) -> None:
         after, now = self.settings.hedge, time.monotonic()
@@ -222,7 +244,8 @@ class Router:
             return
         for member in self._members.serving():
             for chunk in list(member.calls.values()):
-                others = [each for each in free if each is not member and len(each.calls) < self.settings.calls]
+                others = [each for each in free if each is not member and each not in chunk.refused]
+                others = [each for each in others if len(each.calls) < self.settings.calls]
                 if others and not chunk.hedged and now - chunk.began > after:
                     chunk.hedged = True
                     self._members.counts["hedged"] += len(chunk.places)
@@ -230,10 +253,8 @@ class Router:
                     self._start(min(others, key=lambda each: each.load), chunk)
 
     async def _call(self, member: Member, chunk: _Chunk) -> None:
-        """One chunk at one engine. Whatever comes of it, the chunk is made, waits again, or its batch has failed."""
-        batch, task = chunk.batch, asyncio.current_task()
-        assert task is not None
-        why = None
+        """One chunk at one engine. Raises what kept it from being made."""
+        batch = chunk.batch
         try:
             made = await member.client.generate(
                 [batch.prompts[place] for place in chunk.places],
@@ -242,23 +263,27 @@ class Router:
                 highest=batch.version,
                 boot=member.boot,
             )
-            self._take(member, chunk, made)
-        except asyncio.CancelledError:
-            why = "its engine is out of service"
-        except Busy as error:
-            why = str(error)
-            with contextlib.suppress(asyncio.CancelledError):  # the engine goes meanwhile: its chunk must not
-                await asyncio.sleep(0.1)
-        except (EngineLost, VersionUnavailable, BadAnswer, WrongToken) as error:
-            why = str(error)
-        except RlloopError as error:  # the request's own fault, or another process of the run took over
-            if not batch.done.done():
-                batch.done.set_exception(error)
-        finally:
-            del member.calls[task]
-        if why is not None and not chunk.made and batch in self._batches:
-            self._again(member, chunk, why)
-        self._pump()
+            if not all(completion.whole for completion in made):
+                raise Busy("its completions were cut short by a pause")
+        except PASSING:
+            await asyncio.sleep(0.1)
+            raise
+        self._take(member, chunk, made)
+
+    def _ended(self, member: Member, chunk: _Chunk, call: asyncio.Task[None]) -> None:
+        """Whatever came of a call, its chunk is made, waits again, or its batch has failed."""
+        del member.calls[call]
+        failure = asyncio.CancelledError() if call.cancelled() else call.exception()
+        try:
+            if failure is not None and not chunk.made and chunk.batch in self._batches:
+                self._again(member, chunk, failure)
+            self._pump()
+        except Exception as error:  # a mistake of ours must not be waited for
+            self._fail(chunk.batch, error)
+
+    def _fail(self, batch: _Batch, error: Exception) -> None:
+        if not batch.done.done():
+            batch.done.set_exception(error)
 
     def _take(self, member: Member, chunk: _Chunk, made: list[Completion]) -> None:
         batch = chunk.batch
@@ -275,20 +300,32 @@ class Router:
         if not batch.done.done() and all(each is not None for each in batch.made):
             batch.done.set_result(None)
 
-    def _again(self, member: Member, chunk: _Chunk, why: str) -> None:
+    def _again(self, member: Member, chunk: _Chunk, failure: BaseException) -> None:
         have, version = self._members.version, chunk.batch.version
-        if have != version and not chunk.batch.done.done():  # no engine will make it any more
-            chunk.batch.done.set_exception(VersionUnavailable(have, version, version))
+        if have != version:  # no engine will make it any more
+            self._fail(chunk.batch, VersionUnavailable(have, version, version))
             return
-        still = any(theirs is chunk for other in self._members.all() for theirs in other.calls.values())
-        if not still:
-            chunk.hedged = False
-            self._queue.insert(0, chunk)
-            self._members.counts["reissued"] += len(chunk.places)
-            self._members.note("reissued", member, completions=len(chunk.places), why=why)
-        if member.status == "serving":  # seen before its caretaker did: it must show that it is in order
-            self._members.out(member, "behind", why)
+        why = reason(failure) if isinstance(failure, Exception) else "its engine is out of service"
+        chunk.since = chunk.since if chunk.tries else time.monotonic()
+        chunk.tries += 1
+        if isinstance(failure, ConfigError | Fenced) and not isinstance(failure, WrongToken):
+            chunk.refused[member] = failure
+        serves = member.status == "serving"  # its caretaker has not seen it yet
+        if serves and isinstance(failure, (asyncio.CancelledError, *PASSING)):
+            self._members.out(member, "behind", why)  # it must show that it is in order
             member.kick.set()
+        elif serves and (member not in chunk.refused or isinstance(failure, Fenced)):
+            self._members.condemn(member, why)
+        if any(theirs is chunk for other in self._members.all() for theirs in other.calls.values()):
+            return
+        if chunk.tries >= TRIES and time.monotonic() - chunk.since > self.settings.patience:
+            self._fail(
+                chunk.batch, NoEngine(f"{len(chunk)} prompts were not made in {chunk.tries} tries; the last: {why}")
+            )
+        chunk.hedged = False
+        self._queue.insert(0, chunk)
+        self._members.counts["reissued"] += len(chunk.places)
+        self._members.note("reissued", member, completions=len(chunk.places), why=why[:500])
 
 
 async def _run(work: Callable[[], T]) -> T:

@@ -26,9 +26,11 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
+from anyio import CapacityLimiter, to_thread
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -43,9 +45,10 @@ from rlloop.rollout import openai_api, wire
 from rlloop.rollout.checks import one_for_each
 from rlloop.rollout.service import Busy, EngineService, PauseMode, VersionUnavailable
 from rlloop.types import Completion
-from rlloop.web import gone, refusal
+from rlloop.web import gone, parsed, refusal, whole_number
 
 REMEMBERED = 1024  # completions in the answers that are kept for those who ask again
+WAITING = 64  # calls that may wait for weights; a client has as many connections
 PAUSE_MODES: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}
 
 
@@ -60,6 +63,12 @@ class Follower(Protocol):
 
     @property
     def progress(self) -> wire.Progress | None: ...
+
+    @property
+    def run_id(self) -> str: ...
+
+    @property
+    def follows(self) -> str: ...
 
     def wake(self) -> None: ...
 
@@ -93,6 +102,7 @@ class EngineServer:
         self._remembered: OrderedDict[str, tuple[bytes, Future[list[Completion]]]] = OrderedDict()
         self._refused = 0
         self._pausing = False  # a pause waits for what is in flight
+        self._waiting = CapacityLimiter(WAITING)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Numbers(self))
 
@@ -150,10 +160,7 @@ class EngineServer:
 
     async def _generate(self, request: Request) -> Response:
         body = await request.body()
-        try:
-            ask = msgspec.msgpack.decode(body, type=wire.Ask)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise ConfigError(f"the body is no msgpack of rlloop.rollout.wire.Ask: {error}") from None
+        ask = await run_in_threadpool(parsed, body, wire.Ask, packed=True)  # thousands of parameters are checked
         each = one_for_each(ask.prompts, ask.sampling)
         if ask.holder == self._lease.holder and ask.term < self._lease.term:
             return self._fenced(ask.term)
@@ -212,10 +219,7 @@ class EngineServer:
     # ---------------------------------------------------------------------------------------------- fencing
 
     async def _take_lease(self, request: Request) -> Response:
-        try:
-            lease = msgspec.msgpack.decode(await request.body(), type=wire.Lease)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise ConfigError(f"the body is no msgpack of rlloop.rollout.wire.Lease: {error}") from None
+        lease = parsed(await request.body(), wire.Lease, packed=True)
         if lease.holder == self._lease.holder and lease.term < self._lease.term:
             return self._fenced(lease.term)
         if lease != self._lease:  # what the former holder waited for, nobody does now
@@ -272,6 +276,8 @@ class EngineServer:
             None if follower is None else follower.progress,
             "" if follower is None else follower.error,
             self.service.paused,
+            "" if follower is None else follower.run_id,
+            "" if follower is None else follower.follows,
         )
 
     async def _unavailable(self, request: Request, error: Exception) -> Response:
@@ -292,15 +298,18 @@ class EngineServer:
         )  # fmt: skip
 
     async def _wake(self, request: Request) -> Response:
+        version = whole_number(request.query_params.get("version"), "version", -1)
         try:
-            version = int(request.query_params.get("version", "-1"))
             seconds = min(float(request.query_params.get("wait", "0")), 60.0)
         except ValueError:
-            raise ConfigError("version and wait must be numbers") from None
+            raise ConfigError("wait must be a number of seconds") from None
         if self.follower is not None:  # else its weights are what they are
             self.follower.wake()
             if seconds > 0:
-                await run_in_threadpool(self.follower.wait_for, version, seconds)
+                if self._waiting.available_tokens < 1:
+                    raise Busy(f"{WAITING} calls wait for weights; at most so many may")
+                wait = partial(self.follower.wait_for, version, seconds)
+                await to_thread.run_sync(wait, limiter=self._waiting)  # in no thread that others need
         return await self._state(request)
 
     async def _health(self, request: Request) -> Response:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from rlloop.errors import RlloopError
+from rlloop.errors import ConfigError, RlloopError
 from rlloop.types import Completion, SamplingParams
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PauseMode = Literal["wait", "abort", "keep"]
@@ -71,7 +74,8 @@ class EngineService:
     """
 
     def __init__(self, engine: SteppedEngine, *, max_waiting: int = 4096) -> None:
-        """`max_waiting`: requests (prompts) in flight or waiting above which `submit` raises `Busy`."""
+        """`max_waiting`: requests (prompts) in flight or waiting; `submit` raises `Busy` above it, `ConfigError` for
+        one call of more."""
         self._engine, self._max_waiting = engine, max_waiting
         self._changed = threading.Condition()
         self._inbox: list[_Job] = []
@@ -79,7 +83,8 @@ class EngineService:
         self._pause: tuple[Callable[[], Any], Future[Any]] | None = None
         self._halt: tuple[PauseMode, Future[None]] | None = None  # whoever waits in `pause`, and for what
         self._paused = False
-        self._closed = False
+        self._closed, self._why = False, SHUT
+        self._admitted: list[_Job] = []  # taken from the inbox, and on their way into the engine
         self._running: dict[int, _Job] = {}  # by request id
         self._load = 0
         self.halted: str | None = None  # why nothing may be served; written in the engine's thread
@@ -124,7 +129,12 @@ class EngineService:
         job.answer.set_running_or_notify_cancel()  # only `cancel` ends it early
         with self._changed:
             self._check_open()
-            if self._load + len(prompts) > self._max_waiting and self._load:
+            if len(prompts) > self._max_waiting:
+                raise ConfigError(
+                    f"one request has {len(prompts)} prompts, and {self._max_waiting} may wait here at all; send it in "
+                    "parts, or start the engine with a larger --max-waiting"
+                )
+            if self._load + len(prompts) > self._max_waiting:
                 raise Busy(f"{self._load} requests are waiting or in flight; at most {self._max_waiting} may be")
             self._load += len(prompts)
             self._inbox.append(job)
@@ -177,40 +187,51 @@ class EngineService:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Busy(SHUT)
+            raise Busy(self._why)
 
     # ---------------------------------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
+        why = SHUT
+        try:
+            self._serve()
+        except Exception as error:  # the engine cannot even be told to drop a request: nobody is to wait for it
+            why = self.halted = f"the engine failed: {type(error).__name__} {error}"
+            log.exception("the engine failed, and serves nothing any more")
+        with self._changed:
+            self._closed, self._why = True, why
+        for job in {id(job): job for job in [*self._running.values(), *self._admitted, *self._inbox]}.values():
+            if not job.answer.done():
+                job.answer.set_exception(Busy(why))
+        for waiting in (self._halt, self._pause):
+            if waiting is not None and not waiting[1].done():
+                waiting[1].set_exception(Busy(why))
+
+    def _serve(self) -> None:
         while True:
             with self._changed:
                 while not (self._closed or self._cancelled or self._halt or self._may_work()):
                     self._changed.wait()
                 if self._closed:
-                    break
+                    return
                 cancelled, self._cancelled = self._cancelled, set()
                 pause = self._pause
-                admitted: list[_Job] = []
                 halt = self._halt
                 if pause is None and halt is None and not self._paused:
-                    admitted, self._inbox = self._inbox, []
-            self._drop(cancelled, admitted)
+                    self._admitted, self._inbox = self._inbox, []
+            self._drop(cancelled)
             if halt is not None and (halt[0] != "wait" or not self._engine.has_work):
                 self._stop(*halt)
                 continue
-            for job in admitted:
+            for job in self._admitted:
                 if not job.answer.done():
                     self._admit(job)
+            self._admitted = []
             if self._engine.has_work:
                 if halt is not None or not self._paused:
                     self._step()
             elif pause is not None:
                 self._change(*pause)
-        for job in {id(job): job for job in [*self._running.values(), *self._inbox]}.values():
-            job.answer.set_exception(Busy(SHUT))
-        for waiting in (self._halt, self._pause):
-            if waiting is not None:
-                waiting[1].set_exception(Busy(SHUT))
 
     def _may_work(self) -> bool:
         if self._paused:  # a change of weights needs no computing, where nothing is in flight
@@ -243,7 +264,7 @@ class EngineService:
         try:
             for prompt, params in zip(job.prompts, job.sampling, strict=True):
                 job.ids.append(self._engine.add_request(prompt, params))
-        except RlloopError as error:  # the caller's mistake, by name
+        except Exception as error:  # the caller's mistake, by name, or the engine's: neither is anybody else's
             self._abort(job)
             self._finish(job, error=error)
             return
@@ -282,10 +303,10 @@ class EngineService:
         with self._changed:
             self._pause = None
 
-    def _drop(self, cancelled: set[Future[list[Completion]]], admitted: Sequence[_Job]) -> None:
+    def _drop(self, cancelled: set[Future[list[Completion]]]) -> None:
         if not cancelled:
             return
-        for job in {id(job): job for job in [*self._running.values(), *admitted]}.values():
+        for job in {id(job): job for job in [*self._running.values(), *self._admitted]}.values():
             if job.answer in cancelled:
                 self._abort(job)
                 self._finish(job, error=Busy("cancelled"))

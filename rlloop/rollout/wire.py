@@ -6,22 +6,28 @@ POST /rlloop/generate   Ask -> Answer
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
-from rlloop.errors import RlloopError
-from rlloop.types import Completion, FinishReason, SamplingParams
+from rlloop.errors import UNREADABLE, RlloopError
+from rlloop.types import WHOLE, Completion, FinishReason, SamplingParams
 
 CONTENT_TYPE = "application/msgpack"
+LARGEST = 1e-3  # of a logprob: rounding may bring one a little above 0
+MOST_PROMPTS = 1 << 14  # of one request: a third of a second of a core, to check
+
+T = TypeVar("T")
 
 
 class Ask(msgspec.Struct, forbid_unknown_fields=True):
     """Continue every prompt with weights of one version from `lowest` to `highest` (None: any)."""
 
-    prompts: list[list[int]]
+    prompts: Annotated[list[list[int]], msgspec.Meta(max_length=MOST_PROMPTS)]
     sampling: list[SamplingParams]  # one each
     lowest: int | None = None
     highest: int | None = None
@@ -68,6 +74,13 @@ class Progress(msgspec.Struct):
     drain_seconds: float = 0.0
     pause_seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not all(map(math.isfinite, self.seconds().values())):
+            raise ValueError("a time is no number")
+
+    def seconds(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_seconds")}
+
 
 class EngineState(msgspec.Struct):
     """What `GET /rlloop/state` says."""
@@ -82,10 +95,29 @@ class EngineState(msgspec.Struct):
     weights: Progress | None = None
     error: str = ""
     paused: bool = False
+    run_id: str = ""  # whose weights it has; "": nobody's that was published
+    follows: str = ""  # the only run whose weights it takes; "": any
 
 
 class BadAnswer(RlloopError):
     """An engine answered what no engine in order answers."""
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Whatever goes wrong inside is the answer's fault, and raised as `BadAnswer`."""
+    try:
+        yield
+    except RlloopError:
+        raise
+    except Exception as error:  # text that is no UTF-8, a number beyond 64 bits, arrays of odd types, ...
+        raise BadAnswer(f"{what} cannot be read: {type(error).__name__} {error}") from None
+
+
+def decode(content: bytes, kind: type[T], what: str) -> T:
+    """Raises `BadAnswer`."""
+    with reading(what):
+        return msgspec.msgpack.decode(content, type=kind)
 
 
 def pack(completion: Completion) -> Made:
@@ -107,33 +139,38 @@ def pack_array(array: np.ndarray | None) -> Array | None:
     return None if array is None else (array.shape, array.dtype.str, np.ascontiguousarray(array).tobytes())
 
 
-def unpack(ask: Ask, answer: Answer) -> list[Completion]:
-    """Raises `BadAnswer` where the answer is not one to `ask`."""
+def unpack(ask: Ask, answer: Answer, vocabulary: int | None = None) -> list[Completion]:
+    """Raises `BadAnswer` where the answer is not one to `ask`. `vocabulary`: tokens that the model has, where known."""
     if len(answer.completions) != len(ask.prompts):
         raise BadAnswer(f"{len(ask.prompts)} prompts were answered by {len(answer.completions)} completions")
     return [
-        _unpack(prompt, params, made, ask)
+        _unpack(prompt, params, made, ask, vocabulary or 1 << 31)
         for prompt, params, made in zip(ask.prompts, ask.sampling, answer.completions, strict=True)
     ]
 
 
-def _unpack(prompt: list[int], params: SamplingParams, made: Made, ask: Ask) -> Completion:
+def _unpack(prompt: list[int], params: SamplingParams, made: Made, ask: Ask, vocabulary: int) -> Completion:
     lowest = made.policy_version if ask.lowest is None else ask.lowest
     highest = made.policy_version if ask.highest is None else ask.highest
     if not lowest <= made.policy_version <= highest:
         raise BadAnswer(f"asked for version {lowest} to {highest}, answered from {made.policy_version}")
-    if params.seed is not None and made.seed != params.seed:
+    if made.seed != params.seed and (params.seed is not None or not 0 <= made.seed < 1 << 63):
         raise BadAnswer(f"asked with seed {params.seed}, answered with {made.seed}")
-    try:
+    with reading("an array of a completion"):
         tokens, logprobs, raw = (
             np.frombuffer(content, kind).astype(np.dtype(kind).newbyteorder("="))
             for content, kind in ((made.token_ids, "<i4"), (made.logprobs, "<f4"), (made.raw_logprobs, "<f4"))
         )
-    except ValueError as error:
-        raise BadAnswer(f"an array of a completion is damaged: {error}") from None
-    least = 0 if made.finish_reason == "abort" else 1  # of a request that ended before its turn, nothing is there
+    least = {"abort": 0, "stop": max(1, params.min_tokens), "length": params.max_tokens}[made.finish_reason]
     if not least <= len(tokens) == len(logprobs) == len(raw) <= params.max_tokens:
-        raise BadAnswer(f"{len(tokens)} tokens with {len(logprobs)} and {len(raw)} logprobs, of {params.max_tokens}")
+        raise BadAnswer(
+            f"{len(tokens)} tokens with {len(logprobs)} and {len(raw)} logprobs, of {least} to {params.max_tokens}"
+        )
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
+        raise BadAnswer(f"tokens {tokens.min()} to {tokens.max()}, of a vocabulary of {vocabulary}")
+    if not (logprobs <= LARGEST).all() or not (raw <= LARGEST).all():
+        raise BadAnswer("a logprob is above 0, or no number")
+    read = len(prompt) + len(tokens) - 1 if made.finish_reason in WHOLE else None
     return Completion(
         prompt_ids=prompt,
         token_ids=tokens.tolist(),
@@ -142,27 +179,28 @@ def _unpack(prompt: list[int], params: SamplingParams, made: Made, ask: Ask) -> 
         policy_version=made.policy_version,
         finish_reason=made.finish_reason,
         sampling=params if params.seed is not None else dataclasses.replace(params, seed=made.seed),
-        routed_experts=unpack_array(made.routed_experts),
-        selected=unpack_array(made.selected),
+        routed_experts=unpack_array(made.routed_experts, read),
+        selected=unpack_array(made.selected, read),
     )
 
 
-def unpack_array(packed: Array | None) -> np.ndarray | None:
-    """Raises `BadAnswer`."""
+def unpack_array(packed: Array | None, rows: int | None = None) -> np.ndarray | None:
+    """Raises `BadAnswer`. `rows`: how many it must have, where that is known."""
     if packed is None:
         return None
     shape, kind, content = packed
-    try:
-        return np.frombuffer(content, kind).reshape(shape).copy()
-    except (ValueError, TypeError) as error:
-        raise BadAnswer(f"what a model chose is damaged: {error}") from None
+    with reading("what a model chose"):
+        array = np.frombuffer(content, kind).reshape(shape).copy()
+    if array.dtype.kind not in "iu" or (rows is not None and array.shape[:1] != (rows,)):
+        raise BadAnswer(f"a model's choices for {rows} tokens are {array.dtype.str} of shape {array.shape}")
+    return array
 
 
 def error_of(body: bytes) -> Mapping[str, Any]:
     """The error in a refusal's body; empty where it is not one of ours."""
     try:
         content = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return {}
     found = content.get("error") if isinstance(content, dict) else None
     return found if isinstance(found, dict) else {}

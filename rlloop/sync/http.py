@@ -17,14 +17,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlloop.errors import SyncError
+from rlloop.errors import ConfigError, SyncError
 from rlloop.sync.manifest import hash_of
 from rlloop.sync.relay import CachingStore
 from rlloop.sync.store import Missing, Store
-from rlloop.web import refusal
+from rlloop.web import refusal, whole_number
 
 HASH = re.compile("[0-9a-f]{64}")
-RANGE = re.compile(r"bytes=(\d+)-")
+RANGE = re.compile(r"bytes=([0-9]{1,18})-")
 
 
 class StoreRoutes:
@@ -36,11 +36,12 @@ class StoreRoutes:
         self.routes = [
             Route("/latest", self._latest),
             Route("/blobs/{digest}", self._blob),
-            Route("/squash/{sequence:int}", self._squashed, methods=["POST"]),
+            Route("/squash/{sequence}", self._squashed, methods=["POST"]),
         ]
         self.handlers: Mapping[type[Exception], Callable[[Request, Exception], Response]] = {
             Missing: lambda _, error: refusal(404, "no_such_blob", str(error)),
             SyncError: lambda _, error: refusal(502, "store_failed", str(error)),
+            ConfigError: lambda _, error: refusal(400, "bad_request", str(error)),
         }
 
     async def _latest(self, request: Request) -> Response:
@@ -54,7 +55,8 @@ class StoreRoutes:
         return Response(head, headers={"ETag": tag, "Cache-Control": "no-cache"}, media_type="application/octet-stream")
 
     async def _squashed(self, request: Request) -> Response:
-        made = await run_in_threadpool(self._squash, request.path_params["sequence"])
+        sequence = whole_number(request.path_params["sequence"], "the version")
+        made = await run_in_threadpool(self._squash, sequence)
         return Response(status_code=201 if made else 204)
 
     async def _blob(self, request: Request) -> Response:

@@ -24,7 +24,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from rlloop.errors import ConfigError, SyncError
+from rlloop.errors import UNREADABLE, ConfigError, SyncError
 from rlloop.sync.bits import WIDTH, size_of
 
 FORMAT = 2
@@ -207,7 +207,7 @@ def _unpacked(content: bytes, kind: type[T], what: str) -> T:
             raise Refused(f"{what} is larger than {MAX_MANIFEST} bytes")
         plain = zstandard.ZstdDecompressor().decompress(content, max_output_size=MAX_MANIFEST)
         return msgspec.msgpack.decode(plain, type=kind)
-    except (zstandard.ZstdError, msgspec.MsgspecError) as error:
+    except (zstandard.ZstdError, *UNREADABLE) as error:
         raise Refused(f"{what} cannot be read: {error}") from None
 
 
@@ -232,6 +232,8 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chain: tuple[Link, ...]  # identities, ascending, without a gap; the last one is the newest version
     shortcuts: tuple[Link, ...] = ()  # anchors and squashed deltas to members of the chain
     format: int = FORMAT
+    term: int = 0  # how many publishers have claimed the store so far,
+    publisher: str = ""  # and the last of them, by a name of its process's own
 
     @property
     def newest(self) -> Link:
@@ -247,7 +249,7 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise Refused(f"the head is larger than {MAX_HEAD} bytes")
         try:
             head = msgspec.msgpack.decode(content, type=cls)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise Refused(f"the head cannot be read: {error}") from None
         if head.format != FORMAT or not head.chain:
             raise Refused(

@@ -6,6 +6,7 @@ that nobody names, and the old head.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -71,15 +72,31 @@ class Publisher:
         self._listing: Listing | None = None  # of the last version
         self._blobs: dict[bytes, tuple[bytes, ...]] = {}  # of manifests that `collect` has read
         self._manifests = Manifests(store, key.public_key())
+        self._term, self._name = 0, secrets.token_hex(8)
         if self.head is not None:
-            self._tensors, self._digests = state_at(store, key, self.head, self.head.newest.sequence)
+            self._term = self.head.term
             self._last = self._manifests.read(self.head.newest.manifest)
+            if self._last.run_id != run_id:
+                raise ConfigError(
+                    f"the store has the versions of run {self._last.run_id}, and this is run {run_id}: give it a store "
+                    "of its own"
+                )
+            self._tensors, self._digests = state_at(store, key, self.head, self.head.newest.sequence)
             self._listing = self._manifests.listing_of(self._last.listing)
 
     @property
     def last(self) -> Manifest | None:
         """The newest version's manifest."""
         return self._last
+
+    def claim(self) -> int:
+        """Fence off earlier publishers: they raise `Conflict` from now on. Returns this one's term, above all of
+        theirs. Raises `Conflict` where another claims the store at this moment."""
+        with self._publishing:
+            self._term += 1
+            if self.head is not None:
+                self._move_head(self.head)
+            return self._term
 
     def publish(self, tensors: Tensors, step: int, *, aliases: Mapping[str, str] | None = None) -> Published:
         """Make `tensors` the newest version, `run_id/step`. They are copied where they changed.
@@ -267,6 +284,7 @@ class Publisher:
         )
 
     def _move_head(self, head: Head) -> None:
+        head = msgspec.structs.replace(head, term=self._term, publisher=self._name)
         content = head.encode()
         try:
             self.store.swap_latest(self._head_bytes, content)

@@ -149,7 +149,13 @@ class Sources(_ReadOnly):
             self._again[digest] = digest in self._again
             while len(self._again) > 4096:
                 self._again.popitem(last=False)
-        return (self._origin if self._again.get(digest) else self._relay).get(digest, start)
+        if not self._again.get(digest):
+            try:
+                yield from self._relay.get(digest, start)
+                return
+            except Missing:  # says the relay
+                pass
+        yield from self._origin.get(digest, start)
 
     def has(self, digest: bytes) -> bool:
         return self._origin.has(digest)

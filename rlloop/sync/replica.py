@@ -86,7 +86,8 @@ class Manifests:
 class Replica:
     """Brings `target` from version to version. One caller at a time.
 
-    `run_id`: the only run whose versions are taken; None: any that the key signed. `threads` fetch and decode.
+    `run_id`: the only run whose versions are taken; None: the first that is met. `any_run`: another run may follow it,
+    beginning with a whole version. `threads` fetch and decode.
     `inject(state)` is called as each state is entered: tests raise in it.
     """
 
@@ -97,6 +98,7 @@ class Replica:
         target: Target,
         *,
         run_id: str | None = None,
+        any_run: bool = False,
         threads: int = 1,
         inject: Callable[[State], None] | None = None,
     ) -> None:
@@ -107,7 +109,8 @@ class Replica:
         self.applied: Applied | None = None
         self.metrics: Mapping[str, float] = {}  # sync/* of the last version applied
         self.digests: Mapping[str, bytes] = {}  # of the live tensors
-        self._run_id, self._threads, self._inject = run_id, threads, inject
+        self.run_id, self.any_run = run_id, any_run  # of what is live, or is to be
+        self._threads, self._inject = threads, inject
         self._manifests = Manifests(store, public_key)
         self._staged: Staged | None = None  # what is being committed
 
@@ -130,17 +133,20 @@ class Replica:
         """
         try:
             head = head or self._read_head()
+            self._check_run(head.run_id, f"the store has run {head.run_id}")
             sequence = head.newest.sequence if sequence is None else sequence
             if self.torn and self._staged is not None:
                 self.commit(self._staged)
-            if self.applied is not None and self.applied.sequence == sequence:
+            applied = self._applied_of(head.run_id)
+            if applied is not None and applied.sequence == sequence:
                 self.state = State.idle
                 return False
-            if self.applied is not None and self.applied.sequence > sequence:
-                raise Refused(f"sequence {sequence} is older than {self.applied.sequence}, which is applied")
-            if self.applied is None:
+            if applied is not None and applied.sequence > sequence:
+                raise Refused(f"sequence {sequence} is older than {applied.sequence}, which is applied")
+            if applied is None:
                 self._join(head)
-            standing = None if self.applied is None else (self.applied.sequence, self.applied.manifest)
+                applied = self._applied_of(head.run_id)
+            standing = None if applied is None else (applied.sequence, applied.manifest)
             if standing is None or standing[0] < sequence:
                 self.commit(self.stage(self._way(head, standing, sequence)))
         except BaseException as failure:
@@ -206,6 +212,7 @@ class Replica:
 
         paused = self.target.exclusively(change)
         self.applied, self.digests, self._staged = staged.applied, staged.digests, None
+        self.run_id = staged.applied.run_id
         waited = time.perf_counter() - asked - paused
         self.metrics = {**staged.metrics, "sync/pause_seconds": paused, "sync/drain_seconds": waited}
         self.state, self.error = State.idle, ""
@@ -265,13 +272,22 @@ class Replica:
         manifest = self._manifests.read(link.manifest)
         if manifest.sequence != link.sequence:
             raise Refused(f"a manifest of sequence {manifest.sequence} is offered as {link.sequence}: a replay")
-        if self._run_id not in (None, manifest.run_id):
-            raise Refused(f"version {manifest.version} is not of run {self._run_id}")
+        self._check_run(manifest.run_id, f"version {manifest.version} is offered")
         return manifest
+
+    def _check_run(self, run_id: str, what: str) -> None:
+        if not self.any_run and self.run_id not in (None, run_id):
+            raise Refused(f"{what}, and this engine follows run {self.run_id} alone until it is started anew")
+
+    def _applied_of(self, run_id: str) -> Applied | None:
+        """Where the replica stands in a run."""
+        return self.applied if self.applied is not None and self.applied.run_id == run_id else None
 
     def _follow(self, link: Link, standing: Applied | None) -> tuple[Manifest, Applied]:
         """The manifest of `link`, where it may follow `standing`; and where it leads."""
         manifest = self._manifest(link)
+        if standing is not None and standing.run_id != manifest.run_id:
+            standing = None  # runs have nothing in common but the key
         if standing is not None and manifest.sequence <= standing.sequence:
             raise Refused(f"version {manifest.version} is older than {standing.version}, or the same")
         if manifest.parent is not None and (standing is None or manifest.parent != standing.manifest):

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 
 import httpx
 
+from rlloop.clients import client
 from rlloop.errors import ConfigError, SyncError
-from rlloop.sync.manifest import MAX_HEAD, Refused, hash_of
+from rlloop.sync.manifest import MAX_HEAD, MAX_MANIFEST, Refused, hash_of
 
 BLOCK = 1 << 20  # bytes that are handed on at a time
 
@@ -281,9 +282,9 @@ def _translated(url: str) -> Iterator[None]:
 class HttpStore:
     """Reads `url`/latest and `url`/blobs/HASH; asks for a range where a transfer goes on."""
 
-    def __init__(self, url: str, *, client: httpx.Client | None = None, token: str | None = None) -> None:
+    def __init__(self, url: str, *, token: str | None = None, ca_file: str | Path | None = None) -> None:
         self.url = url.rstrip("/")
-        self._client = client or httpx.Client(headers=bearer(token), timeout=httpx.Timeout(30.0, connect=5.0))
+        self._client = client(token=token, ca_file=ca_file, most=MAX_MANIFEST)
         self._head: tuple[str, bytes] | None = None  # ETag, content
 
     def close(self) -> None:
@@ -308,12 +309,12 @@ class HttpStore:
                 content += part
                 if len(content) > MAX_HEAD:
                     raise Refused(f"the head at {self.url} is larger than {MAX_HEAD} bytes")
-            tag = response.headers.get("ETag")
-            self._head = (tag, bytes(content)) if tag else None
+            tag = response.headers.get("ETag", "")
+            self._head = (tag, bytes(content)) if tag and tag.isascii() else None  # else it cannot be sent back
             return bytes(content)
 
     def get(self, digest: bytes, start: int = 0) -> Iterator[bytes]:
-        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
+        headers = {"Range": f"bytes={start}-"} if start else {}
         place = f"{self.url}/blobs/{digest.hex()}"
         with self._translated(), self._client.stream("GET", place, headers=headers) as response:
             if response.status_code == 404:
@@ -352,19 +353,6 @@ class HttpStore:
             yield
         except httpx.HTTPError as error:
             raise StoreError(f"{self.url}: {error or type(error).__name__}") from error
-
-
-def bearer(token: str | None) -> dict[str, str]:
-    """The header that brings a server's token. Raises `ConfigError`, which does not repeat it, for what fits in none:
-    the error of an HTTP library would."""
-    if token is None:
-        return {}
-    if not token or token != token.strip() or not (token.isascii() and token.isprintable()):
-        raise ConfigError(
-            f"the token ({len(token)} characters) cannot stand in a header: it is empty, has more than one line, or is "
-            "not ASCII; give one line of letters and digits"
-        )
-    return {"Authorization": f"Bearer {token}"}
 
 
 def open_store(url: str, **options: Any) -> Store:

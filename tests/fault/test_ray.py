@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,11 @@ from tests.fault.tiny_run import history, make_model, train
 
 pytest.importorskip("ray")
 
+SUITE = uuid.uuid4().hex  # two suites on one machine do not see each other's processes
 
-def workers(owner: int) -> dict[int, str]:
-    """Ray's processes of one run: pid -> command line."""
+
+def workers(owner: str) -> dict[int, str]:
+    """Ray's processes of one run of this suite: pid -> command line."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -26,8 +30,31 @@ def workers(owner: int) -> dict[int, str]:
                 environment = (entry / "environ").read_bytes()
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue  # it ended while we looked
-            if f"RLLOOP_TEST_RUN={owner}".encode() in environment and "ray" in command:
+            if f"RLLOOP_TEST_RUN={SUITE}/{owner}\0".encode() in environment and "ray" in command:
                 found[int(entry.name)] = command
+    return found
+
+
+LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+
+
+def listening(pids: Iterable[int]) -> list[tuple[str, str]]:
+    """(address, port) in the kernel's digits, of each socket on which one of the processes listens."""
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                sockets[f"socket:[{fields[9]}]"] = tuple(fields[1].split(":"))
+    found = []
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                name = str(descriptor.readlink())
+            except OSError:
+                continue  # closed meanwhile
+            if name in sockets:
+                found.append(sockets[name])
     return found
 
 
@@ -52,18 +79,21 @@ def local(tmp_path_factory) -> Path:
 
 
 def test_one_engine_or_three_and_a_killed_one_give_the_bits_of_a_local_run(tmp_path, monkeypatch, local):
-    monkeypatch.setenv("RLLOOP_TEST_RUN", "alone")
+    monkeypatch.setenv("RLLOOP_TEST_RUN", f"{SUITE}/alone")
     finish(train(tmp_path / "alone", "launch=ray", "ray.replicas=0"))
     same(tmp_path / "alone", local)
     assert not workers("alone"), "processes were left behind"
 
-    monkeypatch.setenv("RLLOOP_TEST_RUN", "three")
+    monkeypatch.setenv("RLLOOP_TEST_RUN", f"{SUITE}/three")
     process = train(tmp_path / "three", "launch=ray", "ray.replicas=2", "ray.cpus_per_worker=0.5")
     metrics = tmp_path / "three" / "metrics.jsonl"
     while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 2):
         time.sleep(0.01)
     victims = [pid for pid, command in workers("three").items() if "ray::Replica" in command]
     assert victims, "no replica was there to be killed"
+    heard = listening(workers("three"))
+    assert len(heard) > 3
+    assert [each for each in heard if each[0] not in LOOPBACK] == []
     os.kill(victims[0], signal.SIGKILL)
     finish(process)
     same(tmp_path / "three", local)
@@ -76,7 +106,7 @@ def cluster(monkeypatch, tmp_path):
     """A cluster that somebody else started, which asks for a token. Its address."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "5" * 64)
-    monkeypatch.setenv("RLLOOP_TEST_RUN", "cluster")
+    monkeypatch.setenv("RLLOOP_TEST_RUN", f"{SUITE}/cluster")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

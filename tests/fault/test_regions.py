@@ -12,10 +12,12 @@ import openai
 import pytest
 
 from rlloop.audit import Extent, verify
+from rlloop.records import read_rollouts, rollout_files
 from rlloop.rollout.remote import RemoteEngine
+from rlloop.sync.manifest import Head
 from rlloop.sync.store import FolderStore
 from rlloop.types import SamplingParams
-from tests.fault.fleet_run import TOKEN, Fleet, events, outcome, steps, until
+from tests.fault.fleet_run import TOKEN, Fleet, Server, events, outcome, steps, until
 from tests.fault.tiny_run import train
 
 STEPS = ["trainer.num_steps=9", "scoring.timeout=240"]
@@ -45,6 +47,15 @@ def flip_bits(cache: Path) -> int:
     return len(files)
 
 
+def cut_short(run: Path, *engines: Server) -> bool:
+    """End what is in flight. Whether it was anything."""
+    for engine in engines:
+        for path in ("pause?mode=abort", "resume"):
+            token = {"Authorization": f"Bearer {TOKEN}"}
+            httpx.post(f"{engine.url}/rlloop/{path}", headers=token, timeout=60, trust_env=False).raise_for_status()
+    return any("cut short" in event["why"] or "a pause" in event["why"] for event in events(run, "reissued"))
+
+
 def test_killed_stopped_damaged_and_restarted_it_is_the_run_without_faults(fleet, tmp_path):
     local = train(tmp_path / "local", *STEPS)
     relays = {region: fleet.relay(region) for region in ("eu", "us")}
@@ -53,8 +64,10 @@ def test_killed_stopped_damaged_and_restarted_it_is_the_run_without_faults(fleet
 
     run = tmp_path / "run"
     process = train(run, *STEPS, *fleet.settings())
-    until(lambda: steps(run) >= 3, process)
+    until(lambda: steps(run) >= 1, process)
     assert len(events(run, "joined")) == 2
+    until(lambda: cut_short(run, eu, us), process)  # somebody ends what is in flight
+    until(lambda: steps(run) >= 3, process)
     eu.signal(signal.SIGKILL)  # an engine dies
     until(lambda: steps(run) >= 4, process)
     (tmp_path / "hold").touch()
@@ -79,9 +92,12 @@ def test_killed_stopped_damaged_and_restarted_it_is_the_run_without_faults(fleet
     checks = {check.name: check for check in verify(run, Extent(rescored=32))}
     assert all(not check.problems for check in checks.values()), checks
     assert checks["re-scored"].found.startswith("16 completions")
+    rows = [row for file in rollout_files(run) for row in read_rollouts(file)]
+    assert {row["finish_reason"] for row in rows if row["outcome"] == "trained"} <= {"stop", "length"}
+    assert events(run, "quarantined") == []
     made = {origin for event in events(run, "serving") if (origin := event["engine"])}
     assert len(made) == 3
-    assert json.loads((run / "fleet.json").read_text())["term"] == 2
+    assert Head.decode((run / "weights" / "latest").read_bytes()).term == 2
 
 
 def test_one_step_ahead_it_repeats_itself_after_a_crash(fleet, tmp_path):
@@ -103,8 +119,6 @@ def test_one_step_ahead_it_repeats_itself_after_a_crash(fleet, tmp_path):
 
 def test_a_server_that_stands_alone_and_who_may_ask_it(fleet, tmp_path):
     """`rlloop serve engine` without a store: OpenAI's client, the token, and what it does not do."""
-    from tests.fault.fleet_run import Server
-
     server = Server(tmp_path, "engine", "--model", "model", "--threads", "1", "--max-body", "4096")
     fleet.servers.append(server)
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0)
@@ -133,8 +147,6 @@ def test_a_run_says_where_engines_join(tmp_path):
 
 
 def test_what_cannot_work_is_said_before_anything_starts(fleet, tmp_path, monkeypatch):
-    from tests.fault.fleet_run import Server
-
     for arguments, message in (
         (["relay", "--upstream", "x", "--cache", "c", "--cache-bytes", "5"], "the relay's cache has 5 bytes"),
         (["engine", "--model", "model", "--store", "x"], "--store and --public-key belong together"),
@@ -151,7 +163,6 @@ def test_what_cannot_work_is_said_before_anything_starts(fleet, tmp_path, monkey
 
 def test_a_trainer_that_is_not_ours_publishes_and_samples(fleet, tmp_path):
     from examples.foreign_trainer import main
-    from tests.fault.fleet_run import Server
 
     trainer = Server(
         tmp_path, "trainer", "--store", "weights", "--signing-key", "key", "--run-id", "theirs",

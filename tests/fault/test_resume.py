@@ -12,7 +12,7 @@ import pytest
 
 from rlloop.audit import Extent, verify
 from rlloop.records import read_records, read_rollouts, rollout_files
-from tests.fault.tiny_run import history, train
+from tests.fault.tiny_run import LEARNABLE, history, train
 
 STEPS = 60
 
@@ -102,9 +102,11 @@ def whole(tmp_path_factory) -> Path:
 def test_the_real_parts_resume_bit_for_bit(tmp_path, whole):
     broken = tmp_path / "broken"
     kill_when(train(broken), broken, records=4)  # step 3 is written, and no checkpoint of it
+    (tmp_path / "learnable.py").write_text(f"{LEARNABLE}# no other rewards\n")
     output, _ = (process := train(broken)).communicate()
     assert process.returncode == 0, output
-    assert "resuming after step" in output
+    assert "resuming after step 2" in output
+    assert "the reward's source is not what it was up to step 2: learnable changed" in output
     assert history(broken) == history(whole)
     assert [
         problem for run in (whole, broken) for check in verify(run, Extent(None)) for problem in check.problems

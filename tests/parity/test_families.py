@@ -32,3 +32,4 @@ def test_the_trainer_recomputes_the_engines_bits(tmp_path: Path, family: str, dt
     ):
         assert completion.logprobs.tobytes() == sampled.detach().numpy().tobytes()
         assert completion.raw_logprobs.tobytes() == raw.detach().numpy().tobytes()
+    assert made[3].logprobs.tobytes() == made[3].raw_logprobs.tobytes()  # greedy

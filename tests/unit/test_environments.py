@@ -160,6 +160,36 @@ def test_a_broken_environment_breaks_its_conversation_alone(answer, reason):
     assert whole.broken is None
 
 
+def test_a_turn_that_was_cut_short_is_not_answered():
+    class Interrupted(FakeEngine):
+        def generate(self, prompts, sampling):
+            made = super().generate(prompts, sampling)
+            second = [len(prompt) > 3 for prompt in prompts]
+            return [
+                dataclasses.replace(each, finish_reason="abort") if late else each
+                for each, late in zip(made, second, strict=True)
+            ]
+
+    heard = []
+
+    class Heard(Countdown):
+        def step(self, message):
+            heard.append(message)
+            return super().step(message)
+
+    class HeardTask(TalkTask):
+        environment = Heard
+
+    sampling = [SamplingParams(max_tokens=6, seed=seed) for seed in (1, 2)]
+    conversations = Conversations(HeardTask(), timeout=0.5)
+    cut, whole = conversations.play(Interrupted(FakePolicy()), [example(3), example(1)], sampling)
+    conversations.close()
+    assert cut.broken == "its completion was cut short: finish_reason is 'abort'"
+    assert cut.completion.finish_reason == "abort"
+    assert whole.broken is None
+    assert len(heard) == 2  # the first turn of each
+
+
 def test_async_environments_step_together_under_a_time_limit():
     class Slow(Countdown):
         async def step(self, message):  # pyright: ignore[reportIncompatibleMethodOverride]

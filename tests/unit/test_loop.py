@@ -78,6 +78,19 @@ def test_one_record_a_step_with_evaluations_first_and_last(tmp_path):
     assert find_breaks(read_records(run.folder.parity.path)) == []
 
 
+def test_evaluation_draws_held_out_problems_alone(tmp_path):
+    run, drawn = Run(tmp_path), []
+    score = run.parts.scorer.score
+
+    def noted(requests):
+        drawn.append({example.id.split("-")[0] for _, _, example in requests})
+        return score(requests)
+
+    run.parts.scorer.score = noted
+    run()
+    assert drawn == [{"eval"}, {"train"}, {"train"}, {"train"}, {"train"}, {"eval"}]
+
+
 def test_the_policy_learns(tmp_path):
     run = Run(tmp_path, config(trainer=TrainerConfig(num_steps=40), rollout=RolloutConfig(16, 8, 6)))
     run()
@@ -129,6 +142,33 @@ def test_the_ledger_balances_and_failed_rewards_are_rejected_with_their_reason(t
         assert record["parity/tokens"] == sum(len(row["token_ids"]) for row in rows if row["outcome"] == "trained")
     assert "9 of 12" not in (log := (tmp_path / "run.log").read_text())
     assert "3 of 12 samples failed, first 1/1/0" in log
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "content_filter"])  # whatever it is called
+def test_what_did_not_come_to_its_own_end_is_rejected_and_never_trained(tmp_path, reason):
+    class Interrupted(FakeEngine):
+        def _complete(self, prompt, params):
+            made = super()._complete(prompt, params)
+            cut = params.seed % 3 == 0
+            return dataclasses.replace(made, finish_reason=reason) if cut else made
+
+    policy, trained = FakePolicy(), []
+
+    class Watched(FakeTrainer):
+        def forward_backward(self, batch, loss, *, old_logprobs=None):
+            trained.extend(sample.completion.finish_reason for sample in batch)
+            return super().forward_backward(batch, loss, old_logprobs=old_logprobs)
+
+    run = Run(tmp_path, policy=policy, engine=Interrupted(policy), trainer=Watched(policy))
+    run()
+    assert set(trained) <= {"stop", "length"}
+    cut = [row for rows in run.rollouts() for row in rows if row["finish_reason"] == reason]
+    assert cut
+    assert {row["outcome"] for row in cut} == {f"rejected: its completion was cut short: finish_reason is {reason!r}"}
+    for record in run.metrics()[1:]:
+        assert record["ledger/sampled"] == record["ledger/accepted"] + record["ledger/rejected"] == 12
+    assert sum(record["ledger/rejected"] for record in run.metrics()[1:]) == len(cut)
+    assert run.metrics()[0]["eval/draws"] + run.metrics()[0].get("eval/rejected", 0) == 8
 
 
 def test_a_reward_that_always_fails_stops_the_run(tmp_path):

@@ -1,4 +1,4 @@
-"""The README states no figure but the recorded ones, and those stay that a run did not measure anew."""
+"""docs/benchmarks.md states no figure but the recorded ones, and those stay that a run did not measure anew."""
 
 import importlib
 import json
@@ -11,9 +11,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_figures_are_those_of_the_recorded_results():
-    script = ROOT / "benchmarks" / "readme.py"
+    script = ROOT / "benchmarks" / "page.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_minimal_loop_learns_without_a_difference(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    rewards = importlib.import_module("minimal_loop").main(steps=20)
+    assert rewards[-1] > 0.15 > 0.05 > rewards[0]
+    assert capsys.readouterr().out.count(", 0 of 768 tokens differ") == 20
 
 
 def test_a_run_of_one_part_keeps_the_others_figures(tmp_path, monkeypatch):

@@ -53,6 +53,56 @@ def test_a_damaged_line_inside_is_named(tmp_path):
         list(read_records(tmp_path / "metrics.jsonl"))
 
 
+DAMAGE = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b'"\xff"',
+    b'{"a": ' + b"9" * 5000 + b"}",
+    b"[" * 100_000,
+    b"\0" * 20,
+    b'{"step": "1"}',
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=range(len(DAMAGE)))
+def test_what_is_damaged_at_a_resume_is_named_with_what_to_do(tmp_path, damage):
+    with filled(tmp_path, last=5) as folder:
+        file = folder.path / "summary.json"
+        file.write_bytes(damage)
+        if damage.startswith(b'{"step"'):  # which is JSON
+            assert not folder.is_finished(3)
+        else:
+            with pytest.raises(RunError, match=r"summary\.json is damaged: .*; delete it"):
+                folder.is_finished(3)
+        file = folder.path / "fingerprints.json"
+        file.write_bytes(damage)
+        with pytest.raises(RunError, match=r"fingerprints\.json is damaged: .*; restore it from a copy"):
+            folder.note_fingerprints({"digest": {}})
+        whole = folder.metrics.path.read_bytes()
+        lines = whole.splitlines(keepends=True)
+        folder.metrics.path.write_bytes(b"".join([*lines[:2], damage + b"\n", *lines[3:]]))
+        before = sorted(folder.path.rglob("*"))
+        with pytest.raises(RunError, match=r"metrics\.jsonl, line 3, is damaged: .*; restore it from a copy"):
+            folder.rewind(4)
+        assert sorted(folder.path.rglob("*")) == before  # nothing was moved
+        folder.metrics.path.write_bytes(whole)
+        assert folder.rewind(3) == 2
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "step_x.jsonl.zst", "step_00000002.jsonl", "step_00000002.jsonl.zst.gz"])
+def test_a_foreign_file_among_the_rollouts_is_named_before_anything_is_moved(tmp_path, name):
+    with filled(tmp_path, last=5) as folder:
+        (folder.rollouts / name).write_text("mine")
+        assert len(rollout_files(folder.path)) == 5
+        with pytest.raises(RunError, match=rf"{name} is none of the run's files; move it elsewhere"):
+            folder.rewind(3)
+        assert steps(folder.metrics.path) == [0, 1, 2, 3, 4, 5]
+        (folder.rollouts / name).unlink()
+        assert folder.rewind(3) == 2
+
+
 def test_numbers_that_are_not_finite_become_null(tmp_path):
     journal = Journal(tmp_path / "metrics.jsonl")
     journal.append({"step": 1, "loss": float("nan"), "k3": float("inf")})

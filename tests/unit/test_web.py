@@ -1,4 +1,4 @@
-"""Every route of every server: nothing without the token, nothing oversize."""
+"""Every route of every server: nothing for pages of other sites, nothing without the token, nothing oversize."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.responses import Response
 
-from rlloop import launch
+from rlloop import launch, serve
+from rlloop.cli import main
 from rlloop.config import AlgorithmConfig, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.fleet_config import FleetConfig, FleetKind
@@ -62,7 +64,7 @@ def server(request, tmp_path):
 
 def routes(app: Starlette, store: FolderStore) -> list[tuple[str, str]]:
     blob = next(store.blobs()).hex()
-    values = {"{digest}": blob, "{key}": "k", "{path:path}": "v1/models", "{sequence:int}": "3"}.items()
+    values = {"{digest}": blob, "{key}": "k", "{path:path}": "v1/models", "{sequence}": "3"}.items()
     return [
         (method, reduce(lambda path, value: path.replace(*value), values, route.path))  # type: ignore[attr-defined]
         for route in app.routes
@@ -99,6 +101,71 @@ def test_no_route_takes_more_than_it_may(server):
                     method,
                     path,
                 )
+
+
+def test_without_a_token_no_page_of_another_site_or_name_gets_anything(server):
+    """A page may send simple requests to any address (CSRF), and have its own name point to this one (rebinding)."""
+    app, _, store = server
+    changed = []
+
+    async def spy(scope, receive, send):
+        changed.append(scope["path"])
+        await Response()(scope, receive, send)
+
+    running = BackgroundServer(spy, Listen())
+    port = running.url.rpartition(":")[2]
+    own, body = f"http://127.0.0.1:{port}", {"content": b"{}"}
+    origins = [
+        "https://evil.example",
+        "null",
+        f"http://evil.example:{port}",
+        "http://127.0.0.1:1",
+        "",
+        own + ".evil",
+        "x",
+    ]
+    hosts = ["evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "", "[::2]", f"10.0.0.1:{port}"]
+    refused = [{"Origin": origin, "Content-Type": "text/plain"} for origin in origins] + [
+        {"Host": host} for host in hosts
+    ]
+    with httpx.Client(base_url=running.url, trust_env=False) as client:
+        for method, path in routes(app, store):
+            for headers in refused:
+                assert (client.request(method, path, headers=headers, **body).status_code, changed) == (403, [])
+            refused = [refused[0], refused[-1]]  # one of each will do for the other routes
+            for headers in ({}, {"Origin": own}, {"Host": f"localhost:{port}"}, {"Host": "[::1]"}):
+                reply = client.request(method, path, headers=headers, **body)
+                assert (reply.status_code, changed.pop()) == (200, path)
+            assert reply.headers["cross-origin-resource-policy"] == "same-origin"
+    running.close()
+
+
+def test_with_a_token_any_name_will_do_and_no_foreign_page(server):
+    _, url, _ = server
+    headers = {"Authorization": f"Bearer {TOKEN}", "Host": "engine-eu:7002"}
+    assert httpx.get(f"{url}/health", headers=headers, trust_env=False).status_code in (200, 502)
+    reply = httpx.get(f"{url}/health", headers={**headers, "Origin": "http://elsewhere"}, trust_env=False)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "foreign_origin")
+
+
+def test_a_trainer_to_publish_to_always_has_a_token(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("RLLOOP_TOKEN", raising=False)
+    listens: list[Listen] = []
+    monkeypatch.setattr(serve, "serve", lambda app, listen, announce: listens.append(listen))
+    arguments = ["serve", "trainer", "--store", str(tmp_path / "w"), "--signing-key", str(tmp_path / "key"), "--run-id"]
+    for run in ("one", "two"):
+        assert main([*arguments, run]) == 0
+    file = tmp_path / "key.token"
+    assert [listen.token for listen in listens] == [file.read_text().strip()] * 2  # the same, started anew
+    assert len(file.read_text()) > 60
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert f"the fleet's token is in {file}" in capsys.readouterr().out
+    monkeypatch.setenv("RLLOOP_TOKEN", TOKEN)
+    assert main([*arguments, "three"]) == 0
+    assert listens[-1].token == TOKEN
+    file.write_text("")
+    monkeypatch.delenv("RLLOOP_TOKEN")
+    assert main([*arguments, "four"]) == 2
 
 
 def test_a_fleet_without_the_extra_names_it(monkeypatch):

@@ -9,9 +9,12 @@ const digest = (text) => h("span", { class: "mono", title: text }, String(text).
 // One line of the certificate, for people.
 export function certificateFacts(line, mode) {
   const equal = line.engine === line.trainer;
+  const besides = [["raw_different", "raw logprobs differ"], ["redrawn_different", "tokens are other draws"], ["faults", "completions are not as asked for"]]
+    .filter(([key]) => line[key]).map(([key, what]) => `${number(line[key])} ${what}`);
   const rows = [
-    ["Verdict", h("b", { class: equal ? "good" : "warn" }, equal ? "equal bits, every token" : `${number(line.tokens_different)} of ${number(line.tokens)} tokens differ`)],
+    ["Verdict", h("b", { class: equal && !besides.length ? "good" : "warn" }, [equal ? "equal bits, every token" : `${number(line.tokens_different)} of ${number(line.tokens)} tokens differ`, ...besides].join("; "))],
     ["Tokens compared", number(line.tokens)],
+    ...(line.redrawn === undefined ? [] : [["Tokens drawn again", number(line.redrawn)]]),
     ["Weights", `version ${number(line.version)}`],
     ["Engine's bits", digest(line.engine)],
     ["Trainer's bits", digest(line.trainer)],

@@ -19,6 +19,7 @@ from rlloop.numerics.cpu import attention_backward as attention_backward_kernels
 from rlloop.numerics.cpu import elementwise
 from rlloop.numerics.cpu import linear as linear_kernels
 from rlloop.numerics.cpu.jit import flat, threads_for
+from rlloop.numerics.cpu.linear import FORWARD, GRADIENT
 from rlloop.numerics.layout import WHOLE, AttentionLayout, Reach
 
 _library = torch.library.Library("rlloop", "FRAGMENT")
@@ -47,18 +48,19 @@ def _operator(schema: str, cpu: Any, fake: Any, backward: Any = None, setup: Any
 
 
 def product_cpu(
-    rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype, bias: Tensor | None = None
-) -> Tensor:
+    rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype, bias: Tensor | None = None,
+    segment: np.int64 = GRADIENT,
+) -> Tensor:  # fmt: skip
     """Each row of `rows` times each row of `lanes`, or their columns where not by row. [M, K], [N, K] -> [M, N]."""
     (num_rows, width), columns = rows.shape if by_row else rows.T.shape, lanes.shape[0 if lanes_by_row else 1]
     if rows.numel() == 0:
         return torch.zeros(num_rows, columns, dtype=dtype)
     out, matrix = torch.empty(num_rows, columns, dtype=dtype), flat(lanes.contiguous())
     threads = threads_for(num_rows * columns * width)
-    tiles, chunk = linear_kernels.plan(num_rows, columns, width, threads, by_row)
+    tiles, chunk = linear_kernels.plan(num_rows, columns, width, threads, by_row, lanes_by_row)
     linear_kernels.product(
         threads, matrix, lanes_by_row, flat(rows.float().contiguous()), by_row, matrix if bias is None else flat(bias),
-        bias is not None, flat(out), num_rows, columns, width, tiles, chunk,
+        bias is not None, flat(out), num_rows, columns, width, segment, tiles, chunk,
     )  # fmt: skip
     return out
 
@@ -73,8 +75,8 @@ _product = _operator(
 
 
 def sum_of_rows(x: Tensor) -> Tensor:
-    """[T, N] float32 -> [N], one row after the other; PyTorch's own order depends on threads. For CPU tensors."""
-    return torch.from_numpy(np.add.reduce(x.detach().contiguous().numpy(), axis=0))
+    """[T, N] -> [N] float32, by the product with ones; PyTorch's own order depends on threads. For CPU tensors."""
+    return product_cpu(torch.ones(1, len(x)), True, x, False, torch.float32)[0]
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -93,14 +95,14 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _linear = _operator(
     "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    lambda x, weight, bias: product_cpu(x, True, weight, True, x.dtype, bias),
+    lambda x, weight, bias: product_cpu(x, True, weight, True, x.dtype, bias, FORWARD),
     lambda x, weight, bias: x.new_empty(len(x), len(weight)),
     _linear_backward,
     _linear_setup,
 )
 _linear_float32 = _operator(
     "linear_float32(Tensor x, Tensor weight) -> Tensor",
-    lambda x, weight: product_cpu(x, True, weight, True, torch.float32),
+    lambda x, weight: product_cpu(x, True, weight, True, torch.float32, None, FORWARD),
     lambda x, weight: x.new_empty(len(x), len(weight), dtype=torch.float32),
     _linear_backward,
     _linear_setup,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlloop.numerics.cpu.elementwise import get, mean_square, put, silu_times
 from rlloop.numerics.cpu.jit import flat, kernel, parallel_kernel, take, threads_for
-from rlloop.numerics.cpu.linear import NO, PACKED, YES, add_strip, finish, plan
+from rlloop.numerics.cpu.linear import FORWARD, NO, PACKED, YES, add_strip, finish, plan, room_for_sums
 from rlloop.numerics.simd import LANES, add, load, mul, splat, store, sub
 
 TOKENS = 8  # of a task of `_enter`
@@ -25,7 +25,7 @@ def _three_products(
     span = tiles * LANES
     ends = np.cumsum((columns + span - 1) // span)
     packed, starts, panel = np.empty(PACKED, np.float32), np.empty(span, np.int64), np.empty(0, np.float32)
-    sums = np.empty(chunk * span, np.float32)
+    sums = room_for_sums(chunk, tiles, width, FORWARD)
     task = take(counter)
     while task < ends[2] * ((num_rows + chunk - 1) // chunk):
         strip, row = task % ends[2], task // ends[2] * chunk
@@ -37,8 +37,8 @@ def _three_products(
             lanes, out, count, column = third, out_third, columns[2], (strip - ends[1]) * span
         some = min(chunk, num_rows - row)
         add_strip(
-            lanes, YES, rows, YES, column, count, row, some, num_rows, width, tiles, chunk, packed, panel, starts,
-            sums,
+            lanes, YES, rows, YES, column, count, row, some, num_rows, width, FORWARD, tiles, chunk, packed, panel,
+            starts, sums,
         )  # fmt: skip
         finish(sums, tiles, some, sums, NO, out, row * count, column, count)
         task = take(counter)
@@ -62,7 +62,7 @@ def _gated_product(counter, gate, up, rows, out, num_rows, columns, width, tiles
     span = tiles * LANES
     strips = (columns + span - 1) // span
     packed, starts, panel = np.empty(PACKED, np.float32), np.empty(span, np.int64), np.empty(0, np.float32)
-    gates, ups = np.empty(chunk * span, np.float32), np.empty(chunk * span, np.float32)
+    gates, ups = room_for_sums(chunk, tiles, width, FORWARD), room_for_sums(chunk, tiles, width, FORWARD)
     rounded = np.empty(2 * LANES, out.dtype)
     task = take(counter)
     while task < strips * ((num_rows + chunk - 1) // chunk):
@@ -70,8 +70,8 @@ def _gated_product(counter, gate, up, rows, out, num_rows, columns, width, tiles
         count = min(chunk, num_rows - first)
         for lanes, sums in ((gate, gates), (up, ups)):
             add_strip(
-                lanes, YES, rows, YES, column, columns, first, count, num_rows, width, tiles, chunk, packed, panel,
-                starts, sums,
+                lanes, YES, rows, YES, column, columns, first, count, num_rows, width, FORWARD, tiles, chunk, packed,
+                panel, starts, sums,
             )  # fmt: skip
         for row in range(count):
             for n in range(0, min(span, columns - column), LANES):

@@ -1,7 +1,7 @@
 """Many matrix products at once, one a group: the experts of a layer, or the heads of a projection.
 
-Each output is the chain of `linear`: fused multiply-adds over ascending k, one rounding. How many rows a group has
-decides how the work is cut and nothing else, so an expert's row has the bits that a dense layer of its weights gives.
+Each output is that of `linear`: the same chains, the same tree, one rounding. How many rows a group has decides how the
+work is cut and nothing else, so an expert's row has the bits that a dense layer of its weights gives.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlloop.numerics.cpu.jit import kernel, parallel_kernel, take
-from rlloop.numerics.cpu.linear import NO, PACKED, add_strip, finish
+from rlloop.numerics.cpu.linear import NO, PACKED, add_strip, finish, room_for_sums
 from rlloop.numerics.cpu.tiles import MAIN
 from rlloop.numerics.simd import LANES
 
@@ -29,7 +29,7 @@ def _group_of(first_task, task):
 @parallel_kernel
 def grouped_product(
     counter, lanes, lanes_at, by_row, rows, rows_at, rows_by_row, out, out_at, counts, widths, first_task, columns,
-    tiles, chunk,
+    segment, tiles, chunk,
 ):  # fmt: skip
     """Per group g: out_g[m, n] = sum over k of R_g[m, k] * L_g[n, k], counts[g] x columns sums of widths[g] terms.
 
@@ -39,7 +39,7 @@ def grouped_product(
     strips, depth = (columns + tiles * LANES - 1) // (tiles * LANES), PACKED // (tiles * LANES)
     packed = np.empty(PACKED, np.float32)
     panel = np.empty(0 if rows_by_row else depth * chunk, np.float32)
-    sums, starts = np.empty(chunk * tiles * LANES, np.float32), np.empty(tiles * LANES, np.int64)
+    sums, starts = room_for_sums(chunk, tiles, widths.max(), segment), np.empty(tiles * LANES, np.int64)
     tasks = first_task[-1]
     task = take(counter)
     while task < tasks:
@@ -51,8 +51,8 @@ def grouped_product(
         if width == 0:
             sums[:] = np.float32(0)
         add_strip(
-            matrix, by_row, vectors, rows_by_row, column, columns, first, count, num_rows, width, tiles, chunk, packed,
-            panel, starts, sums,
+            matrix, by_row, vectors, rows_by_row, column, columns, first, count, num_rows, width, segment, tiles, chunk,
+            packed, panel, starts, sums,
         )  # fmt: skip
         finish(sums, tiles, count, sums, NO, out, out_at[group] + first * columns, column, columns)
         task = take(counter)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,24 +23,22 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
+from rlloop.numerics.folders import kernel_folder
 from rlloop.numerics.simd import intrinsic
 
 GRAIN = 1 << 20  # multiply-adds that are worth waking another thread for: it takes some 50 us to come
 
 
-def _cache_folder() -> Path:
+def _sources() -> str:
     # Numba compiles a cached kernel again when its own file changes, and not when one does that it calls into. So a
     # change to any of them leads to another cache.
     digest, folder = hashlib.sha256(), Path(__file__).parent
     for file in (folder.parent / "simd.py", folder.parent / "random.py", *sorted(folder.glob("*.py"))):
         digest.update(file.read_bytes())
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    if not os.access(home if home.exists() else home.parent, os.W_OK):
-        home = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
-    return Path(os.environ.get("RLLOOP_CACHE") or home / "rlloop") / "kernels" / digest.hexdigest()[:16]
+    return digest.hexdigest()[:16]
 
 
-CACHE = os.environ.get("NUMBA_CACHE_DIR") or str(_cache_folder())
+CACHE = str(kernel_folder(_sources()))
 
 
 def kernel(function: Callable[..., Any]) -> Any:

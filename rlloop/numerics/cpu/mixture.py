@@ -15,6 +15,7 @@ from rlloop.numerics.cpu import routing as kernels
 from rlloop.numerics.cpu.contract import _operator, linear, linear_out_float32, sigmoid_mul, silu_mul
 from rlloop.numerics.cpu.grouped import grouped_product, plan
 from rlloop.numerics.cpu.jit import flat, threads_for
+from rlloop.numerics.cpu.linear import FORWARD, GRADIENT
 from rlloop.numerics.routing import Clamped, Routing
 
 NO_BIAS = torch.zeros(0)
@@ -114,7 +115,7 @@ def _whole_matrices(weight: Tensor) -> Tensor:
     return weight if whole else weight.contiguous()
 
 
-def _rows_times(rows: Tensor, weight: Tensor, by_row: bool, offsets: np.ndarray) -> Tensor:
+def _rows_times(rows: Tensor, weight: Tensor, by_row: bool, offsets: np.ndarray, segment: np.int64) -> Tensor:
     """Each group's rows times each row of its matrix, or each column. rows [R, K], weight [G, N, K] -> [R, N]."""
     weight, columns = _whole_matrices(weight), weight.shape[1 if by_row else 2]
     out, width, counts = rows.new_empty(len(rows), columns), rows.shape[1], np.diff(offsets)
@@ -123,12 +124,12 @@ def _rows_times(rows: Tensor, weight: Tensor, by_row: bool, offsets: np.ndarray)
         grouped_product(
             threads_for(out.numel() * width), _flat_span(weight), np.arange(len(weight)) * weight.stride(0), by_row,
             flat(rows.float().contiguous()), offsets[:-1] * width, True, flat(out), offsets[:-1] * columns, counts,
-            np.full(len(counts), width), first_task, columns, tiles, chunk,
+            np.full(len(counts), width), first_task, columns, segment, tiles, chunk,
         )  # fmt: skip
     return out
 
 
-def _rows_by_rows(left: Tensor, right: Tensor, offsets: np.ndarray, dtype: torch.dtype) -> Tensor:
+def rows_by_rows(left: Tensor, right: Tensor, offsets: np.ndarray, dtype: torch.dtype) -> Tensor:
     """Sum over each group's rows of left times right: [R, N], [R, K] -> [G, N, K]. Zero where there are no rows."""
     (_, outputs), (_, columns), widths = left.shape, right.shape, np.diff(offsets)
     out = left.new_empty(len(widths), outputs, columns, dtype=dtype)
@@ -137,14 +138,14 @@ def _rows_by_rows(left: Tensor, right: Tensor, offsets: np.ndarray, dtype: torch
     grouped_product(
         threads_for(len(left) * outputs * columns), flat(right.contiguous()), offsets[:-1] * columns, False,
         flat(left.float().contiguous()), offsets[:-1] * outputs, False, flat(out),
-        np.arange(len(widths)) * outputs * columns, counts, widths, first_task, columns, tiles, chunk,
+        np.arange(len(widths)) * outputs * columns, counts, widths, first_task, columns, GRADIENT, tiles, chunk,
     )  # fmt: skip
     return out
 
 
 _rows_by_rows_op = _operator(
     "grouped_weight_gradient(Tensor left, Tensor right, Tensor offsets, ScalarType dtype) -> Tensor",
-    lambda left, right, offsets, dtype: _rows_by_rows(left, right, flat(offsets), dtype),
+    lambda left, right, offsets, dtype: rows_by_rows(left, right, flat(offsets), dtype),
     lambda left, right, offsets, dtype: left.new_empty(len(offsets) - 1, left.shape[1], right.shape[1], dtype=dtype),
 )
 
@@ -156,16 +157,25 @@ def _grouped_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (rows, weight, offsets), needs = ctx.saved_tensors, ctx.needs_input_grad
-    grad_rows = _grouped_linear(grad, weight, not ctx.by_row, offsets) if needs[0] else None
+    grad_rows = _grouped_rows_gradient(grad, weight, not ctx.by_row, offsets) if needs[0] else None
     left, right = (grad, rows) if ctx.by_row else (rows, grad)
     grad_weight = _rows_by_rows_op(left, right, offsets, weight.dtype) if needs[1] else None
     return grad_rows, grad_weight, None, None
 
 
+def _rows_shape(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
+    return rows.new_empty(len(rows), weight.shape[1 if by_row else 2])
+
+
+_grouped_rows_gradient = _operator(
+    "grouped_rows_gradient(Tensor rows, Tensor weight, bool by_row, Tensor offsets) -> Tensor",
+    lambda rows, weight, by_row, offsets: _rows_times(rows, weight, by_row, flat(offsets), GRADIENT),
+    _rows_shape,
+)
 _grouped_linear = _operator(
     "grouped_linear(Tensor rows, Tensor weight, bool by_row, Tensor offsets) -> Tensor",
-    lambda rows, weight, by_row, offsets: _rows_times(rows, weight, by_row, flat(offsets)),
-    lambda rows, weight, by_row, offsets: rows.new_empty(len(rows), weight.shape[1 if by_row else 2]),
+    lambda rows, weight, by_row, offsets: _rows_times(rows, weight, by_row, flat(offsets), FORWARD),
+    _rows_shape,
     _grouped_backward,
     _grouped_setup,
 )

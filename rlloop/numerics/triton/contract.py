@@ -32,6 +32,7 @@ __all__ = [
     "enter",
     "gated_linear",
     "grouped_linear",
+    "grouped_rows_gradient",
     "grouped_weight_gradient",
     "linear",
     "linear_float32",
@@ -74,6 +75,9 @@ def product(rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype
 
 def grouped_linear(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
     return grouped_product(rows, weight, groups_of(offsets, len(rows), rows.dtype), len(rows), by_row=by_row)
+
+
+grouped_rows_gradient = grouped_linear
 
 
 def _chunks(

@@ -97,7 +97,13 @@ class WorkerReplica:
         """`renew` makes what the model makes of its weights."""
         self.source, self._renew = source, renew
         tied = {HEAD: EMBEDDING} if HEAD not in live else {}
-        self._replica = Replica(source.open(), public_key(source.public_key), self._target(live, tied))
+        self._replica = Replica(
+            source.open(),
+            public_key(source.public_key),
+            self._target(live, tied),
+            run_id=source.run_id,
+            any_run=source.any_run,
+        )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="replica")
         self._polling: Future[bool] | None = None
         self._lock = threading.Lock()
@@ -125,6 +131,7 @@ class WorkerReplica:
             step=self._step,
             label=f"{self._boot}/{self._changes}",
             metrics=dict(replica.metrics),
+            run_id=replica.run_id,
         )
 
     def commit(self) -> None:

@@ -23,10 +23,11 @@ import httpx
 import msgspec
 import numpy as np
 
+from rlloop.clients import CONNECT_SECONDS, async_client
 from rlloop.errors import ConfigError, RlloopError, SyncError
 from rlloop.rollout.checks import check_request, drawn_seed
 from rlloop.rollout.follower import Source
-from rlloop.rollout.remote import LoopThread
+from rlloop.rollout.remote import MAX_ANSWER, LoopThread
 from rlloop.rollout.scheduler import EngineStats
 from rlloop.rollout.service import EngineService, PauseMode, VersionUnavailable
 from rlloop.rollout.vllm.requests import RAW_ID, check_sampling, raw_of_stock, vllm_params
@@ -90,12 +91,12 @@ class Upstream:
         """`key`: what vLLM was started with (--api-key). `timeout`: seconds that one answer may take."""
         self.url = url.rstrip("/")
         self._thread = LoopThread(f"client of {url}")
-        self._http = httpx.AsyncClient(
+        self._http = async_client(
+            token=key,
+            most=MAX_ANSWER,
             base_url=self.url,
-            headers={} if key is None else {"Authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(timeout, connect=5.0),
+            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,
         )
 
     def start(self, path: str, body: Any) -> Future[bytes]:
@@ -334,7 +335,7 @@ class ServedReplica:
     ) -> None:
         """`exclusively` runs a change with nothing in flight, as `EngineService.change_weights` does."""
         self._upstream, self._engine, self._exclusively = upstream, engine, exclusively
-        self._source = msgspec.json.encode(source).decode()
+        self._source, self.any_run = msgspec.json.encode(source).decode(), source.any_run
         self._standing: Standing | None = None
         self._lost = ""  # why vLLM could not be asked
         self._paused = 0.0
@@ -342,6 +343,10 @@ class ServedReplica:
     @property
     def state(self) -> State:
         return State.error if self._lost or self._standing is None else self._standing.state
+
+    @property
+    def run_id(self) -> str | None:
+        return None if self._standing is None else self._standing.run_id
 
     @property
     def error(self) -> str:

@@ -36,6 +36,7 @@ class Standing(msgspec.Struct, frozen=True):
     step: int  # of the weights that serve; TORN: of none
     label: str  # names these very weights in this very process
     metrics: dict[str, float]
+    run_id: str | None = None  # whose weights they are
 
 
 class Chosen(msgspec.Struct, frozen=True):

@@ -65,6 +65,23 @@ def test_dual_clip_bounds_what_a_bad_likely_token_can_do(batch):
     assert gradient(batch, dapo)[2] != 0
 
 
+@pytest.mark.parametrize("loss", [grpo, dr_grpo, dapo, ppo, reinforce_pp])
+def test_each_side_is_clipped_at_its_own_bound(loss):
+    ratios, advantages = [[1.35, 0.65], [1.35, 0.65]], [[1.0, 1.0], [-1.0, -1.0]]
+    old = [[-1.0, -1.0], [-1.0, -1.0]]
+    logprobs = [[o + math.log(r) for o, r in zip(*rows, strict=True)] for rows in zip(old, ratios, strict=True)]
+    batch = make_batch(logprobs, old=old, rollout=old, advantages=advantages)
+    kept = gradient(batch, lambda b: loss(b, clip_low=0.4, clip_high=0.4)) != 0
+    assert kept.tolist() == [True, True, True, True]
+    only_high = gradient(batch, lambda b: loss(b, clip_low=0.4, clip_high=0.3)) != 0
+    assert only_high.tolist() == [False, True, True, True]
+    only_low = gradient(batch, lambda b: loss(b, clip_low=0.3, clip_high=0.4)) != 0
+    assert only_low.tolist() == [True, True, True, False]
+    bounded = value(loss(batch, clip_low=0.3, clip_high=0.4)) - value(loss(batch, clip_low=0.4, clip_high=0.4))
+    denominator = 2 if loss is dr_grpo else 4  # sequences of two tokens each: a mean of means is the mean over tokens
+    assert bounded == pytest.approx((0.7 - 0.65) / denominator)
+
+
 @pytest.mark.parametrize("loss", [ppo, reinforce_pp])
 def test_ppo_and_reinforce_pp(batch, loss):
     assert value(loss(batch)) == pytest.approx(-((1.2 + 0.5) + (-3.0 - 1.6 - 2.0)) / 5)

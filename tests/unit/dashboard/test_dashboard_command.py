@@ -55,10 +55,11 @@ from pathlib import Path
 from rlloop.dashboard import command, demo, workspace
 from rlloop.dashboard.live import Dashboard
 from rlloop.dashboard.server import make_app
+from rlloop.web import Guard, Listen
 async def main():
     dashboard = Dashboard(Path({str(tmp_path / "runs")!r}))
-    headers = {{"authorization": "Bearer t"}}
-    transport = ASGITransport(make_app(dashboard, "t"))
+    headers = {{"authorization": "Bearer " + 16 * "t"}}
+    transport = ASGITransport(Guard(make_app(dashboard), Listen(token=16 * "t", browser=True)))
     async with AsyncClient(transport=transport, base_url="http://localhost") as client:
         for path in ("runs", "totals?run=a", "rollouts?run=a&step=1", "rollout?run=a&step=1&line=0", "log?run=a"):
             assert (await client.get("/api/" + path, headers=headers)).status_code == 200, path
@@ -77,7 +78,8 @@ print([name for name in ("torch", "ray", "transformers", "numba", "wandb") if na
         ([], "name a folder of runs"),
         (["runs", "--demo"], "--demo shows recorded runs, and runs would be others; give one of the two"),
         (["no/such/folder"], "no/such/folder does not exist; name the folder"),
-        ([".", "--port", "70000"], "cannot listen on 127.0.0.1, port 70000"),
+        ([".", "--port", "70000"], "the port is 70000; it must be 0 (any free one) to 65535"),
+        ([".", "--token", "short"], "the token has 5 characters; it must have at least 16"),
         (["--wandb", "mine"], "it must be ENTITY/PROJECT"),
     ],
 )

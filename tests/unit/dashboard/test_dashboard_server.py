@@ -13,8 +13,9 @@ from dashboard_runs import write_run
 
 from rlloop.dashboard.live import Dashboard
 from rlloop.dashboard.server import make_app
+from rlloop.web import Guard, Listen
 
-TOKEN = "a-token"
+TOKEN = "a-token-of-some-length"
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def dashboard(root):
 @pytest.fixture
 def ask(dashboard):
     """ask(path, key=value, ...) -> the response, with the token unless `headers` say otherwise."""
-    app = make_app(dashboard, TOKEN, port=1)
+    app = Guard(make_app(dashboard), Listen(port=1, token=TOKEN, browser=True))
 
     def send(path, method="GET", headers=None, cookies=None, **parameters) -> httpx.Response:
         async def go() -> httpx.Response:
@@ -82,6 +83,14 @@ def test_no_page_of_another_name(ask, host):
     answer = ask("/api/runs", headers={"authorization": f"Bearer {TOKEN}", "host": host})
     assert answer.status_code == 403
     assert "--allow-host" in answer.text
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:2", "http://localhost:1.evil"])
+def test_no_page_of_another_site(ask, origin):
+    answer = ask("/api/runs", headers={"authorization": f"Bearer {TOKEN}", "origin": origin})
+    assert answer.status_code == 403
+    own = {"authorization": f"Bearer {TOKEN}", "origin": "http://localhost:1"}
+    assert ask("/api/runs", headers=own).status_code == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlloop.errors import ModelError
 from rlloop.models.config import Llama3Scaling, RopeConfig, parse_config, read_config
-from tests.checkpoints import EVERY, FAMILIES, SIZES
+from rlloop.models.ropes import rope_table
+from tests.checkpoints import EVERY, SIZES
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def raw(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
     """A config.json as transformers writes it; a change to `...` leaves the key out."""
-    make, own = FAMILIES[family]
-    written = json.loads(
-        make(**{**SIZES, **own, "architectures": [make.__name__[:-6] + "ForCausalLM"]}).to_json_string()
-    )
+    make, own = EVERY[family]
+    made = make(**{**SIZES, **own})
+    written = {
+        **json.loads(made.to_json_string()),
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[made.model_type]],
+    }
     return {name: value for name, value in {**written, **changes}.items() if value is not ...}
 
 
@@ -75,6 +82,19 @@ PUBLISHED = {
         },
         (128, False, (128001, 128008, 128009), RopeConfig(5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192))),
     ),
+    "SmolLM2-135M-Instruct": (
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+            "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+            "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False,
+            "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+            "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False,
+            "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+            "transformers_version": "4.42.3", "unk_token_id": 0, "use_cache": True, "vocab_size": 49152,
+        },
+        (64, True, (2,), RopeConfig(1e5)),
+    ),
 }  # fmt: skip
 
 
@@ -103,6 +123,8 @@ def test_both_spellings_of_rope_say_the_same(rope):
 def test_keys_of_older_files_that_change_nothing():
     older = raw(torch_dtype="bfloat16", _name_or_path="x", top_p=0.9, quantization_config=None, something_new=None)
     assert parse_config(older) == parse_config(raw())
+    tokens = {"unk_token_id": 0, "cls_token_id": 1, "mask_token_id": 4}
+    assert parse_config(raw(**tokens, tf_legacy_loss=False, is_causal=True, hidden_act="swish")) == parse_config(raw())
 
 
 @pytest.mark.parametrize(
@@ -112,7 +134,9 @@ def test_keys_of_older_files_that_change_nothing():
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification"),
         ({"architectures": ..., "model_type": "gpt2"}, "gpt2"),
         ({"model_type": "llama"}, "'llama'"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is \"silu\""),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is \"silu\" or \"swish\""),
+        ({"is_causal": False}, "is_causal is False; supported is true"),
+        ({"is_causal": None}, "is_causal is null; supported is true"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config mxfp4.*bfloat16.*dequantized"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": ...}, "window is 1"),
@@ -134,8 +158,11 @@ def test_keys_of_older_files_that_change_nothing():
         ({"head_dim": ...}, "no head_dim"),
         ({"vocab_size": "97"}, "vocab_size is '97'"),
         ({"num_hidden_layers": 0, "layer_types": ...}, "num_hidden_layers is 0"),
-        ({"rms_norm_eps": None}, None),
+        ({"rms_norm_eps": None}, "rms_norm_eps is null; supported is a positive number"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan; supported is a positive number"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps is inf"),
+        ({"hidden_size": 10**30}, "hidden_size is 1000.*; supported is at most"),
         ({"attention_bias": 1}, "attention_bias is 1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
         ({"head_dim": 15}, "head_dim is 15"),
@@ -143,11 +170,79 @@ def test_keys_of_older_files_that_change_nothing():
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(changes, named):
-    if named is None:
-        assert parse_config(raw(**changes)) == parse_config(raw())
-        return
     with pytest.raises(ModelError, match=named):
         parse_config(raw(**changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("llama", {"num_attention_heads": 5}, "num_attention_heads is 5; supported is a divisor of hidden_size"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers is 1"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("deepseek_v3", {"first_k_dense_replace": 1.0}, "first_k_dense_replace is 1.0; supported is a whole number"),
+        ("deepseek_v3", {"first_k_dense_replace": "1"}, "first_k_dense_replace is '1'"),
+        ("deepseek_v3", {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types"),  # transformers passes it over
+        ("deepseek_v3", {"q_lora_rank": -1}, "q_lora_rank is -1; supported is a positive whole number"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2; supported is 4"),
+        ("deepseek_v32", {"num_key_value_heads": None}, "num_key_value_heads is null"),
+        ("deepseek_v3", {"head_dim": 20}, "head_dim is 20; supported is 8"),
+        ("deepseek_v3", {"n_group": None}, "n_group is null"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "none", "full"]}, "indexer_types.*full or shared for each of 3"),
+        ("glm_moe_dsa", {"indexer_types": ..., "index_topk_pattern": "SFF"}, "full for the first"),
+        ("glm_moe_dsa", {"indexer_types": ..., "index_topk_freq": "2"}, "index_topk_freq is '2'"),
+        ("minimax_m2", {"rotary_dim": 17, "rope_parameters": ...}, "rotary_dim is 17; supported is at most 16"),
+        ("qwen3_5_moe", {"full_attention_interval": 0}, "full_attention_interval is 0"),
+        ("nemotron_h", {"moe_latent_size": -1}, "moe_latent_size is -1; supported is a positive whole number"),
+        ("nemotron_h", {"layers_block_type": 3}, "layers_block_type is 3"),
+        ("gpt_oss", {"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
+    ],
+)  # fmt: skip
+def test_what_a_family_does_not_have_is_refused_by_name(family, changes, named):
+    parse_config(raw(family))
+    with pytest.raises(ModelError, match=named):
+        parse_config(raw(family, **changes))
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"beta_fast": 1.0, "beta_slow": 2.0}, "beta_fast is 1.0; supported is at least beta_slow"),
+        ({"original_max_position_embeddings": 6}, "original_max_position_embeddings is 6; supported is at least 7"),
+        ({"beta_slow": 11.0}, "original_max_position_embeddings is 64; supported is at least 70"),
+        ({"rope_theta": 1}, "rope_theta is 1.0; supported is above 1 under yarn"),
+        ({"factor": None}, "factor is null"),
+        ({"factor": ...}, "no rope_parameters.factor"),
+        ({"beta_fast": "32"}, "beta_fast is '32'"),
+        ({"mscale": True}, "mscale is True"),
+        ({"rope_type": None}, "rope_type is null; supported is default or llama3 or yarn"),
+    ],
+)  # fmt: skip
+def test_yarn_that_no_table_follows_from_is_refused_by_name(changes, named):
+    rope = {name: value for name, value in {**YARN, **changes}.items() if value is not ...}
+    with pytest.raises(ModelError, match=named):
+        parse_config(raw(rope_parameters=rope))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"beta_fast": 1.0}, {"original_max_position_embeddings": 7}, {"beta_fast": 9.0, "beta_slow": 8.0},
+        {"truncate": False, "beta_fast": 2.0, "beta_slow": 2.0}, {"rope_theta": 2.0}, {"beta_fast": None},
+        {"rope_theta": 1.5, "original_max_position_embeddings": 4096},  # all frequencies beyond the ramp
+        {"truncate": None}, {"mscale": None, "mscale_all_dim": 0}, {"attention_factor": None},
+    ],
+)  # fmt: skip
+def test_yarn_has_transformers_bits_to_the_edges(changes):
+    written = raw(rope_parameters={**YARN, **changes})
+    frequency, factor = ROPE_INIT_FUNCTIONS["yarn"](Qwen3Config(**written), "cpu")
+    config = parse_config(written)
+    angle = torch.outer(torch.arange(256.0), frequency)
+    table = torch.stack(rope_table(config.rope, config.rope_dim, 256))
+    assert torch.equal(table, torch.stack((angle.cos() * factor, angle.sin() * factor)))
 
 
 # Which tokens end a sequence is the generation's business; without a rank of queries the tensors are others.
@@ -274,4 +369,11 @@ def test_a_folder_that_is_none(tmp_path: Path):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json is not JSON"):
+        read_config(tmp_path)
+
+
+def test_an_adapter_beside_the_model_is_not_passed_over(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(raw()))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"adapter \(adapter_config\.json\), which would not be applied; merge it"):
         read_config(tmp_path)

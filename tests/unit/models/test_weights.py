@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlloop.errors import ConfigError, ModelError
-from rlloop.models import load_model, new_model, read_state, save_model
+from rlloop.models import load_model, new_model, read_state, save_model, token_logprobs
+from rlloop.models.stored import StoredWeights
 from rlloop.numerics.profile import NumericsProfile
 from tests.checkpoints import EVERY, by_our_names, make_checkpoint
 
@@ -161,6 +162,105 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, tensors: di
     change(tmp_path, **tensors)
     with pytest.raises(ModelError, match=named):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_no_number_is_refused_by_name(tmp_path: Path, number: float, dtype: torch.dtype):
+    """In a tensor of its own, in one expert's part of a larger one, and read as masters."""
+    make_checkpoint(tmp_path / "dense", dtype=dtype)
+    norm = torch.ones(48, dtype=dtype)
+    norm[47] = number
+    change(tmp_path / "dense", **{NORM: norm})
+    for read in (load_model, read_state):
+        with pytest.raises(ModelError, match=r"model\.norm\.weight holds NaN or infinity"):
+            read(tmp_path / "dense")
+    make_checkpoint(tmp_path / "experts", "qwen3_moe", dtype=dtype)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    up = load_file(tmp_path / "experts" / "model.safetensors")[name]
+    up[5, 7] = number
+    change(tmp_path / "experts", **{name.replace(".", "__"): up})
+    with pytest.raises(ModelError, match=rf"{name} holds NaN or infinity"):
+        load_model(tmp_path / "experts")
+
+
+def test_a_weight_that_the_compute_type_does_not_hold_is_refused_by_name(tmp_path: Path):
+    make_checkpoint(tmp_path)
+    change(tmp_path, **{NORM: torch.full((48,), 1e5)})
+    load_model(tmp_path, dtype="bfloat16")
+    with pytest.raises(ModelError, match=r"model\.norm\.weight holds NaN or infinity \(as torch\.float16\)"):
+        load_model(tmp_path, dtype="float16")
+
+
+# family -> (what its config says of heads that predict further tokens, names of tensors of theirs)
+FURTHER = {
+    "deepseek_v3": (
+        "num_nextn_predict_layers",
+        ["model.layers.2.eh_proj.weight", "model.layers.2.shared_head.norm.weight"],
+    ),
+    "glm_moe_dsa": ("num_nextn_predict_layers", ["model.layers.3.embed_tokens.weight"]),
+    "qwen3_5_moe": ("mtp_num_hidden_layers", ["mtp.layers.0.mlp.gate.weight", "mtp.norm.weight"]),
+    "nemotron_h": ("num_nextn_predict_layers", ["mtp.layers.0.mixer.gate.weight"]),
+}
+
+
+@pytest.mark.parametrize("family", FURTHER)
+@pytest.mark.parametrize("shards", [None, "30KB"])
+def test_heads_that_predict_further_tokens_are_left_out_and_kept_in_the_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, shards: str | None
+):
+    key, names = FURTHER[family]
+    make_checkpoint(tmp_path / "a", family, dtype=torch.bfloat16, max_shard_size=shards)
+    wanted, config = load_model(tmp_path / "a").state_dict(), tmp_path / "a" / "config.json"
+    assert not caplog.records
+    config.write_text(json.dumps({**json.loads(config.read_text()), key: 0}))
+    add(tmp_path / "a", {name: torch.randn(3, 2).bfloat16() for name in names})
+    with pytest.raises(ModelError, match=f"does not know: {names[0]}"):
+        load_model(tmp_path / "a")
+    config.write_text(json.dumps({**json.loads(config.read_text()), key: 1}))
+    model = load_model(tmp_path / "a")
+    assert f"heads that predict further tokens are left out: {', '.join(sorted(names))}" in caplog.text
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in wanted.items())
+    save_model(load_model(tmp_path / "a", dtype="bfloat16"), tmp_path / "b")
+    assert files(tmp_path / "b") == files(tmp_path / "a")
+    save_model(
+        {name: tensor.float() + 1 for name, tensor in read_state(tmp_path / "a").items()},
+        tmp_path / "a",
+        tmp_path / "a",
+    )
+    again = load_model(tmp_path / "a").state_dict()
+    assert all(torch.equal(again[name], tensor + 1) for name, tensor in wanted.items())
+    for name in names:  # as they were, beside weights of another type
+        before, after = (StoredWeights.open(tmp_path / folder).read([name]) for folder in "ba")
+        assert [tensor.tolist() for _, tensor in before] == [tensor.tolist() for _, tensor in after]
+
+
+def add(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """To the only file, or as one more shard."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        change(folder, **{name.replace(".", "__"): tensor for name, tensor in tensors.items()})
+        return
+    save_file(tensors, folder / "model-further.safetensors", metadata={"format": "pt"})
+    placed = json.loads(index.read_text())
+    placed["weight_map"].update(dict.fromkeys(tensors, "model-further.safetensors"))
+    placed["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
+    index.write_text(json.dumps(placed))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_no_shared_experts(tmp_path: Path):
+    """transformers stores tensors without numbers for them; rlloop has none, and writes what was there."""
+    theirs = make_checkpoint(tmp_path / "a", "deepseek_v3", n_shared_experts=0)
+    model = load_model(tmp_path / "a")
+    assert not [name for name, _ in model.named_parameters() if "shared" in name]
+    ids = list(range(3, 60))
+    with torch.no_grad():
+        logits = theirs(torch.tensor([ids])).logits[0, :-1]
+    wanted = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert (token_logprobs(model, [(ids[:1], ids[1:])])[0] - wanted).abs().max() < 3e-5
+    save_model(model, tmp_path / "b")
+    assert files(tmp_path / "b") == files(tmp_path / "a")
 
 
 def test_weights_that_are_missing_damaged_or_misplaced(tmp_path: Path):

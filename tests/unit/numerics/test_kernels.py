@@ -87,7 +87,21 @@ def test_how_many_sums_the_registers_hold_changes_no_bit(wide):
 def test_how_the_work_is_cut_changes_no_bit(tile_count, chunk):
     x, weight = randn(50, 290), randn(70, 290, seed=1)
     out = torch.empty(50, 70)
-    args = flat(weight), True, flat(x), True, flat(weight), False, flat(out), 50, 70, 290, tile_count, chunk
+    args = (
+        flat(weight),
+        True,
+        flat(x),
+        True,
+        flat(weight),
+        False,
+        flat(out),
+        50,
+        70,
+        290,
+        linear.FORWARD,
+        tile_count,
+        chunk,
+    )
     for threads in (1, 3):
         linear.product(threads, *args)
         assert same_bits(out, OURS.linear(x, weight))

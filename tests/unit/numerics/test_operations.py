@@ -79,7 +79,7 @@ def test_threads_do_not_change_bits():
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("width", [1, 2, 15, 16, 17, 100])
+@pytest.mark.parametrize("width", [1, 2, 15, 16, 17, 100, 2048])
 @pytest.mark.parametrize("outputs", [1, 3, 4, 5, 6, 7, 8, 9, 16, 17])
 def test_linear_is_one_chain_of_fused_multiply_adds(width, outputs):
     x, weight = randn(3, width), randn(outputs, width, seed=1)

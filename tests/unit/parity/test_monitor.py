@@ -8,7 +8,7 @@ from rlloop.config import ParityConfig, ParityMode
 from rlloop.errors import ConfigError
 from rlloop.metrics import LOG_RATIO_EDGES
 from rlloop.parity.certificate import Certificate, find_breaks
-from rlloop.parity.monitor import ParityMonitor, compare
+from rlloop.parity.monitor import ParityMonitor, compare, report
 from rlloop.records import Journal, read_records
 from rlloop.types import Completion, Example, Recomputed, RewardResult, Sample, SamplingParams
 
@@ -211,3 +211,63 @@ def test_replay_comes_first_where_there_are_experts_though_none_differs_yet(tmp_
         rungs.append((judge.rung, judge.replays))
         assert found.step_down is not None
     assert rungs == [("replay", True), ("correction", True)]
+
+
+def witnessed(raw: list[float], drawn: list[int], logprobs: tuple[float, ...] = (0.0, -2.0)) -> Recomputed:
+    return Recomputed([floats(*logprobs)], [floats(*raw)], [np.array(drawn)])
+
+
+def told(*raw: float) -> Sample:
+    """Two tokens of id 3, the first of probability 1."""
+    plain = sample("1/0/0", [0.0, -2.0])
+    return dataclasses.replace(plain, completion=dataclasses.replace(plain.completion, raw_logprobs=floats(*raw)))
+
+
+def test_raw_logprobs_are_compared_where_the_others_say_nothing(tmp_path):
+    judge = monitor(tmp_path, ParityMode.require)
+    found = certified(judge, 1, 0, [told(-1.0, -3.0)], witnessed([-1.5, -3.0], [3, 3]))
+    assert (found.tokens_different, found.raw_different, found.certain, found.equal) == (0, 1, 1, False)
+    assert (found.metrics["parity/raw_different"], found.metrics["parity/tokens_certain"]) == (0.5, 0.5)
+    said = judge.objection(found) or ""
+    assert "1 of 2 trained tokens, in 1 sequences, have other raw bits" in said
+    assert "sequence 1/0/0, token 0 of the completion (id 3): raw, engine -1 (0xbf800000), trainer -1.5" in said
+    (line,) = read_records(tmp_path / "parity.jsonl")
+    assert (line["certain"], line["raw_different"], line["tokens_different"]) == (1, 1, 0)
+    assert line["raw"]["engine"] != line["raw"]["trainer"]
+    assert line["engine"] == line["trainer"]
+
+
+def test_an_engine_that_tells_no_raw_logprobs_is_found_by_require_alone(tmp_path):
+    for mode, different in ((ParityMode.require, 2), (ParityMode.observe, 0)):
+        found = monitor(tmp_path, mode).compare(1, 0, [told(np.nan, np.nan)], witnessed([-1.0, -3.0], [3, 3]))
+        assert found.raw_different == different
+        assert ("parity/raw_different" in found.metrics) == (mode is ParityMode.require)
+
+
+def test_a_token_that_its_seed_does_not_draw_is_named_with_the_one_that_it_draws(tmp_path):
+    judge = monitor(tmp_path, ParityMode.require)
+    found = certified(judge, 1, 0, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 5]))
+    assert (found.draws.tokens, found.draws.different, found.equal) == (2, 1, True)
+    assert found.metrics["parity/redrawn_different"] == 0.5
+    assert "token 1 of the completion: its id is 3, and seed 0 draws 5" in (judge.objection(found) or "")
+    json.dumps(report(1, "", found, None))
+    none = certified(judge, 2, 1, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, -1]))
+    assert (none.draws.tokens, judge.objection(none)) == (1, None)
+
+
+def test_fallback_stops_at_a_draw_that_no_arithmetic_explains(tmp_path):
+    judge = monitor(tmp_path, ParityMode.fallback, max_k3=1.0)
+    drifted = certified(judge, 1, 0, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 5], (0.0, -2.01)))
+    assert judge.objection(drifted) is None
+    same = certified(judge, 2, 1, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 5]))
+    assert "draws 5" in (judge.objection(same) or "")
+
+
+@pytest.mark.parametrize(("mode", "stops"), [("require", True), ("fallback", True), ("observe", False)])
+def test_what_was_not_asked_for_is_judged_though_it_is_not_trained(tmp_path, mode, stops):
+    judge = monitor(tmp_path, ParityMode(mode))
+    other = dataclasses.replace(told(-1.0, -3.0), uid="1/0/7", fault="its prompt is [1], and was asked for as [2]")
+    found = certified(judge, 1, 0, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 3]), None, [other])
+    assert ("sequence 1/0/7: its prompt is [1]" in (judge.objection(found) or "")) == stops
+    (line,) = read_records(tmp_path / "parity.jsonl")
+    assert line["faults"] == 1

@@ -1,12 +1,16 @@
 """A failing, hanging or senseless reward is that sample's explicit outcome, and the others keep theirs."""
 
 import asyncio
+import contextlib
 import http.server
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,6 +69,119 @@ def test_a_reward_that_always_hangs_is_given_up_before_the_batch_has_taken_hours
     assert outcomes[-1].message == f"not tried: the first {HOPELESS} took longer than 0.1 s"
 
 
+class Stop(BaseException):
+    pass
+
+
+RAISED = {"exit": SystemExit, "interrupt": KeyboardInterrupt, "cancelled": asyncio.CancelledError, "stop": Stop}
+
+
+async def wild(prompt, completion, example):
+    kind, _, nested = completion.partition(" ")
+    if nested:
+        return await asyncio.create_task(wild(prompt, kind, example))
+    if kind in RAISED:
+        raise RAISED[kind]("of my own")
+    if kind == "block":
+        time.sleep(20)
+    while kind == "deaf":
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(20)
+    if kind == "thread":
+        await asyncio.to_thread(time.sleep, 20)
+    await asyncio.sleep(0.01)
+    return 1.0
+
+
+def tame(prompt, completion, example):
+    if completion in RAISED:
+        raise RAISED[completion]("of my own")
+    return 1.0
+
+
+@pytest.mark.parametrize("reward", [tame, wild])
+@pytest.mark.parametrize("batched", [False, True])
+def test_exits_and_interrupts_of_a_reward_are_that_samples(reward, batched):
+    class Batched:
+        batched = True
+
+        def __call__(self, prompts, completions, examples):
+            return [tame(*request) for request in zip(prompts, completions, examples, strict=True)]
+
+    class BatchedAsync:
+        batched = True
+
+        async def __call__(self, prompts, completions, examples):
+            return await asyncio.gather(*map(wild, prompts, completions, examples))
+
+    whole = BatchedAsync() if reward is wild else Batched()
+    runner = RewardRunner(whole if batched else reward, timeout=20)
+    for kind, error in RAISED.items():
+        nested = [f"{kind} nested"] if reward is wild else []
+        *bad, good = runner.score(requests(kind, *nested, "fine"))
+        assert {each.kind for each in bad} == {"error"}
+        assert bad[0].message.startswith(error.__name__)
+        if not batched:
+            assert good == RewardResult(1.0, True)
+        assert runner.score(requests("fine")) == [RewardResult(1.0, True)]
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("block", "blocked its event loop for longer than 0.4 s"),
+        ("block nested", "blocked its event loop for longer than 0.4 s"),
+        ("deaf", "took longer than 0.4 s"),
+        ("deaf nested", "took longer than 0.4 s"),
+        ("thread", "took longer than 0.4 s"),
+    ],
+)
+def test_a_time_out_holds_whatever_an_async_reward_does(kind, message):
+    runner, began = RewardRunner(wild, timeout=0.4, concurrency=2), time.monotonic()
+    outcomes = runner.score(requests("fine", "fine", kind, *["fine"] * 4))
+    assert time.monotonic() - began < 10
+    late = [place for place, outcome in enumerate(outcomes) if isinstance(outcome, RewardFailure)]
+    assert late == [2]
+    assert (outcomes[2].kind, outcomes[2].message) == ("timeout", message)
+    assert runner.score(requests("fine")) == [RewardResult(1.0, True)]
+    runner.close()
+    assert time.monotonic() - began < 10
+
+
+def test_a_reward_that_always_blocks_is_given_up():
+    runner = RewardRunner(wild, timeout=0.1)
+    outcomes = runner.score(requests(*["block"] * 40))
+    assert {outcome.kind for outcome in outcomes} == {"timeout"}
+    assert sum("not tried" in outcome.message for outcome in outcomes) == 40 - HOPELESS
+    runner.close()
+
+
+def test_what_never_ends_does_not_keep_the_process():
+    script = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.unit.rewards.test_runner import RewardRunner, requests, wild
+runner = RewardRunner(wild, timeout=0.2)
+print([outcome.kind for outcome in runner.score(requests("block", "deaf", "thread"))])
+runner.close()
+"""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "['timeout', 'timeout', 'timeout']\n"), done.stderr
+    assert time.monotonic() - began < 15
+
+
+def test_a_reward_that_belonged_to_a_blocked_loop_goes_on(judge):
+    url, _ = judge
+    parts = {"http": {"_target_": "rlloop.rewards.HttpReward", "url": url, "backoff": 0.01}}
+    parts["wild"] = {"_target_": f"{__name__}.wild"}
+    runner = RewardRunner(Weighted(parts), timeout=1.0)
+    outcomes = runner.score(requests("fine", "fine", "block"))
+    assert [isinstance(outcome, RewardResult) for outcome in outcomes] == [True, True, False]
+    assert runner.score(requests("again"))[0] == RewardResult(6.0, True, {"http": 5.0, "wild": 1.0})
+    runner.close()
+
+
 def test_what_an_interrupt_leaves_behind_is_cancelled():
     async def endless(prompt, completion, example):
         try:
@@ -83,7 +200,8 @@ def test_what_an_interrupt_leaves_behind_is_cancelled():
     with pytest.raises(KeyboardInterrupt):
         runner.score(requests("a", "b"))
     signal.signal(signal.SIGUSR1, before)
-    assert runner._run_async(asyncio.sleep(0.05, "done")) == "done"
+    assert runner._loop is not None
+    assert runner._loop.run(asyncio.sleep(0.05, "done"), 30) == "done"
     assert ended == ["a", "b"]
     runner.close()
 

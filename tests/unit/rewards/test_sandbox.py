@@ -1,12 +1,18 @@
 """What a program may not do, and that the sandbox outlives every attempt."""
 
 import asyncio
+import ctypes
+import dataclasses
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from rlloop.errors import ConfigError
+from rlloop.rewards import sandbox
 from rlloop.rewards.code import CodeReward, extract_code
 from rlloop.rewards.sandbox import Limits, run_program
 from rlloop.types import Example
@@ -52,7 +58,8 @@ def test_standard_input_comes_however_a_program_reads_it(source):
 )
 def test_what_ends_a_program(source, status):
     start = time.monotonic()
-    assert run(source).status == status
+    limits = dataclasses.replace(LIMITS, seconds=0.5) if status == "timeout" else LIMITS
+    assert run(source, limits=limits).status == status
     assert time.monotonic() - start < LIMITS.seconds + 5
 
 
@@ -75,6 +82,73 @@ def test_what_is_denied(source):
     assert not os.path.exists("/tmp/rlloop-escape")  # noqa: PTH110
 
 
+def test_a_program_has_64_threads_at_most_and_may_have_so_many():
+    tasks = "import threading, time\nthreading.stack_size(65536)\nend = threading.Event()\n"
+    some = f"{tasks}for _ in range(60): threading.Thread(target=end.wait).start()\nend.set(); print('done')"
+    assert run(some).stdout == "done\n"
+    more = """
+import ctypes
+libc = ctypes.CDLL(None)
+stack = ctypes.create_string_buffer(1 << 16)
+started = 0
+while started < 1000 and libc.clone(libc.pause, ctypes.byref(stack, 60000), 0x10f00, None) > 0:
+    started += 1
+print(started, flush=True)
+__import__('os')._exit(0)
+"""
+    assert int(run(more).stdout) < 64
+
+
+def test_a_program_ends_with_a_killed_trainer_whatever_it_tries():
+    """It resets its signal of a parent's death, ignores every signal, and ends its first thread."""
+    program = """
+import ctypes, signal, threading, time
+libc = ctypes.CDLL(None)
+libc.prctl(1, 0, 0, 0, 0)
+for number in range(1, 65):
+    try: signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+threading.Thread(target=time.sleep, args=(100,)).start()
+libc.syscall(60 if __import__('os').uname().machine == 'x86_64' else 93, 0)
+"""
+    trainer = "import asyncio, sys\nfrom rlloop.rewards.sandbox import *\n"
+    trainer += "asyncio.run(run_program(sys.argv[1], limits=Limits(seconds=60.0)))"
+    with subprocess.Popen([sys.executable, "-c", trainer, program]) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not (found := children.read_text().split()) or state(found[0]) != "Z":  # its first thread has ended
+            time.sleep(0.01)
+        process.kill()
+    until = time.monotonic() + 30
+    while (left := state(found[0])) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert left is None
+
+
+def state(pid):
+    """Of the first thread of a process that has others, too; None: all of it is gone."""
+    tasks = Path(f"/proc/{pid}/task")
+    try:
+        alive = len(list(tasks.iterdir()))
+        first = (tasks / pid / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if first == "Z" and alive == 1 else first
+
+
+def test_a_program_reads_the_interpreters_files_and_no_others(tmp_path):
+    (tmp_path / "answers").write_text("hush")
+    result = run(f"import colorsys, datetime, sqlite3, zoneinfo\nprint(open({str(tmp_path / 'answers')!r}).read())")
+    if landlock():
+        assert (result.status, result.stdout) == ("error", "")
+        assert "PermissionError" in result.stderr
+    else:
+        assert result.stdout == "hush\n"
+
+
+def landlock():
+    return ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) > 0
+
+
 def test_the_environment_stays_outside(monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hush")
     assert "hush" not in run("import os; print(dict(os.environ))").stdout
@@ -83,6 +157,13 @@ def test_the_environment_stays_outside(monkeypatch):
 def test_impossible_limits_are_refused():
     with pytest.raises(ConfigError, match="memory_mb is 1; it must be at least 64"):
         Limits(memory_mb=1)
+
+
+def test_a_machine_that_cannot_confine_programs_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setattr(sandbox.platform, "machine", lambda: "riscv64")
+    sandbox.require_confinement.cache_clear()
+    with pytest.raises(ConfigError, match=r"\(linux, riscv64\) cannot confine a program: .* behind HttpReward"):
+        CodeReward()
 
 
 def test_code_reward_counts_tests_and_survives_hostile_programs():

@@ -13,7 +13,7 @@ from rlloop import Engine, SamplingParams
 from rlloop.rollout import wire
 from rlloop.rollout.remote import RemoteEngine
 from rlloop.rollout.server import EngineServer
-from rlloop.rollout.service import EngineService
+from rlloop.rollout.service import Busy, EngineService
 from rlloop.types import Completion
 from rlloop.web import BackgroundServer, Listen
 from tests.parity.models import tiny_qwen3
@@ -170,3 +170,38 @@ def test_an_aborted_request_without_a_token_crosses_the_wire(engine):
     made.finish_reason = "length"
     with pytest.raises(wire.BadAnswer, match="0 tokens"):
         wire.unpack(ask, wire.Answer([made], "boot"))
+
+
+class Broken:
+    """An engine that cannot end what it began, or begin what it does not know."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def add_request(self, prompt_ids, sampling):
+        if prompt_ids == [1]:
+            raise TypeError("odd")
+        return self.engine.add_request(prompt_ids, sampling)
+
+    def abort(self, request_id):
+        raise RuntimeError("its core is gone")
+
+
+def test_an_engine_that_breaks_tells_everybody_who_waits(caplog):
+    engine = Engine(tiny_qwen3(64))
+    service = EngineService(Broken(engine))
+    with pytest.raises(TypeError, match="odd"):  # one caller's alone
+        service.submit([[1]], SAMPLING[:1]).result(20)
+    answer = started(engine, service)
+    with pytest.raises(Busy, match="RuntimeError its core is gone"):
+        service.pause("abort")
+    with pytest.raises(Busy, match="its core is gone"):
+        answer.result(20)
+    with pytest.raises(Busy, match="its core is gone"):
+        service.submit(PROMPTS, SAMPLING)
+    assert service.version == -1
+    assert "the engine failed" in caplog.text
+    service.close()

@@ -306,8 +306,7 @@ def test_one_engine_that_refuses_the_token_does_not_end_the_run(expected):
     with fleet(*engines, settings=settings, token="a token of some length") as (router, events):
         router.serve_version(0, None)
         guarded = engines[0].http._server.config.loaded_app  # it was started anew, with another token
-        while not isinstance(guarded, Guard):
-            guarded = guarded.app
+        assert isinstance(guarded, Guard)
         guarded._expected = b"Bearer another token of some length"
         check(router.generate(PROMPTS, SAMPLING, 0), expected)
         until(lambda: events.of("quarantined"))
@@ -361,3 +360,43 @@ def test_requests_without_a_seed_are_given_one_so_that_any_engine_makes_the_same
         router.serve_version(0, None)
         made = router.generate([[5]] * 3, [SamplingParams(max_tokens=2)] * 3, 0)
         assert len({completion.sampling.seed for completion in made}) == 3
+
+
+class Following:
+    """What a follower says of the run."""
+
+    status, error, progress = "ready", "", None
+
+    def __init__(self, run_id: str, follows: str) -> None:
+        self.run_id, self.follows = run_id, follows
+
+    def wake(self) -> None: ...
+
+    def wait_for(self, version: int, seconds: float) -> None: ...
+
+
+def test_an_engine_with_another_runs_weights_serves_nothing(expected):
+    pinned, free, ours = OneEngine(), OneEngine(), OneEngine()
+    pinned.server.follower = Following("old", "old")
+    free.server.follower = between = Following("old", "")
+    ours.server.follower = Following("new", "new")
+    settings = dataclasses.replace(FAST, settle=0.1)
+    with fleet(pinned, free, ours, settings=settings, holder="new", term=1) as (router, events):
+        router.serve_version(0, None)  # all of them have a version 0
+        [out] = events.of("quarantined")
+        assert out["engine"].startswith("r0/")
+        assert out["why"] == "it follows run old, and this is new; start it anew, or with --any-run"
+        check(router.generate(PROMPTS, SAMPLING, 0), expected)
+        assert (pinned.made(), free.made()) == (0, 0)
+        between.run_id = "new"  # it has come over
+        until(lambda: len(events.of("serving")) == 2)
+
+
+def test_why_no_engine_serves_is_said():
+    engine = OneEngine()
+    with fleet(engine, holder="run", term=2) as (router, _):
+        router.serve_version(0, None)
+        with fleet(settings=dataclasses.replace(FAST, patience=0.5), holder="run", term=1) as (late, _):
+            late.join(engine.url, "r0")
+            with pytest.raises(NoEngine, match=r"is quarantined: .*term 1 of run is over: term 2 drives this engine"):
+                late.serve_version(0, None)

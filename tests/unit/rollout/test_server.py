@@ -23,12 +23,12 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
+from rlloop.clients import bearer
 from rlloop.errors import ConfigError
 from rlloop.rollout import Engine, wire
 from rlloop.rollout.remote import EngineLost, RemoteEngine
-from rlloop.rollout.server import EngineServer
+from rlloop.rollout.server import WAITING, EngineServer
 from rlloop.rollout.service import Busy, EngineService, VersionUnavailable
-from rlloop.sync.store import bearer
 from rlloop.types import SamplingParams
 from rlloop.web import BackgroundServer, Listen, read_token
 from tests.parity.models import tiny_qwen3
@@ -56,6 +56,7 @@ class Follower:
         self.newest = 0
         self.error = ""
         self.progress = wire.Progress(0, wire_bytes=7)
+        self.run_id = self.follows = ""
         self.woken = threading.Event()
 
     @property
@@ -266,6 +267,52 @@ def test_oversize_and_malformed_requests_are_refused(running):
         two = wire.Ask([[1], [2]], [longest()])
         reply = client.post("/rlloop/generate", content=msgspec.msgpack.encode(two))
         assert "2 prompts came with 1" in reply.json()["error"]["message"]
+
+
+def test_more_prompts_than_an_engine_may_have_waiting_are_refused_by_name_though_it_is_idle(running):
+    with http(running) as client:
+        for prompts, message in (
+            ([[1]] * 65, "one request has 65 prompts, and 64 may wait here"),
+            ([[]] * (wire.MOST_PROMPTS + 1), f"length <= {wire.MOST_PROMPTS}"),
+        ):
+            ask = wire.Ask(prompts, [longest(max_tokens=1)] * min(len(prompts), 65))
+            reply = client.post("/rlloop/generate", content=msgspec.msgpack.encode(ask))
+            assert reply.status_code == 400
+            assert message in reply.json()["error"]["message"]
+        ask = wire.Ask([[1]] * 64, [longest(max_tokens=1, seed=1)] * 64)
+        assert client.post("/rlloop/generate", content=msgspec.msgpack.encode(ask)).status_code == 200
+
+
+def test_many_who_wait_for_weights_delay_nobody(running, monkeypatch):
+    """More of them than the threads that other requests need, and no more than a number."""
+    waiting, go = threading.Semaphore(0), threading.Event()
+
+    def wait_for(version: int, seconds: float) -> None:
+        waiting.release()
+        go.wait(seconds)
+
+    monkeypatch.setattr(running.follower, "wait_for", wait_for)
+    with http(running) as client, ThreadPoolExecutor(WAITING) as pool:
+
+        def wake(_: int = 0) -> int:
+            return httpx.post(
+                f"{running.url}/rlloop/weights/wake?version=9&wait=20",
+                headers=dict(client.headers),
+                timeout=60,
+                trust_env=False,
+            ).status_code
+
+        asked = [pool.submit(wake) for _ in range(WAITING)]
+        for _ in range(WAITING):
+            assert waiting.acquire(timeout=30)
+        try:
+            assert wake() == 429
+            body = {"model": "rlloop", "prompt": "1 2", "max_tokens": 1}  # parsed in one of the threads for all
+            assert client.post("/v1/completions", json=body).status_code == 200
+            assert not any(each.done() for each in asked)
+        finally:
+            go.set()
+        assert {each.result() for each in asked} == {200}
 
 
 def test_a_server_off_loopback_needs_a_token():

@@ -37,7 +37,7 @@ def ask(method: str, path: str, *, token: str | None = TOKEN, host: str = "proxy
         upstream = httpx.AsyncClient(
             transport=httpx.ASGITransport(VLLM), base_url="http://vllm", headers={"authorization": "Bearer inner"}
         )
-        guarded = Guard(proxy_app(upstream), TOKEN, 1000)
+        guarded = Guard(proxy_app(upstream), Listen(token=TOKEN, max_body=1000))
         headers = {"host": host, "x-other": "1", **({} if token is None else {"authorization": f"Bearer {token}"})}
         async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://proxy") as client:
             return await client.request(method, path, headers=headers, **options)

@@ -69,6 +69,20 @@ def test_every_bf16_pattern_becomes_every_other(seed):
     assert made.changed == np.count_nonzero(near != patterns)
 
 
+@pytest.mark.parametrize("count", [codec.SMALL + 1, codec.SMALL + 2, codec.SMALL + 3, codec.SMALL + 4])
+@pytest.mark.parametrize("dtype", ["BF16", "I8"])
+def test_elements_behind_the_last_whole_word_are_coded(count, dtype):
+    """Sparse changes, which the compiled coder looks for in words of four elements: also in what is left over."""
+    kind = UNSIGNED[WIDTH[dtype]]
+    old = np.random.default_rng(count).integers(1, 100, count).astype(kind)
+    for back in range(1, 6):
+        new = old.copy()
+        new[-back] += 1
+        new[count // 2] += 1
+        made = same_by_both_coders(Bits(dtype, new), Bits(dtype, old))
+        assert (made.codec, made.changed) == ("steps", 2)
+
+
 def test_special_values_keep_every_bit():
     pairs = np.array([(a, b) for a in SPECIAL for b in SPECIAL], np.uint16)
     for new, old in (pairs.T, pairs.T[::-1]):

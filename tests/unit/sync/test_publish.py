@@ -429,10 +429,3 @@ def test_what_a_publisher_refuses(store):
     publisher.publish(first_weights(), 0)
     with pytest.raises(ConfigError, match="sequence 0"):
         publisher.squash(0)
-
-
-def test_versions_of_another_run_are_refused_where_one_is_named(store):
-    Publisher(store, KEY, "other").publish(first_weights(), 0)
-    replica, _ = new_replica(store, run_id="run")
-    assert not replica.poll()
-    assert "not of run run" in replica.error

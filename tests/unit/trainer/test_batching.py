@@ -17,11 +17,12 @@ def sample(prompt: list[int], made: list[int], advantage: float) -> Sample:
     return Sample("u", example, completion, "", RewardResult(0.0), group=0, advantage=advantage)
 
 
-def test_a_sample_becomes_a_sequence() -> None:
-    item = TrainSequence.of_sample(sample([5, 6], [7, 8, 9], 0.25))
+@pytest.mark.parametrize("advantage", [0.25, -0.25, 0.0])
+def test_a_sample_becomes_a_sequence(advantage) -> None:
+    item = TrainSequence.of_sample(sample([5, 6], [7, 8, 9], advantage))
     assert item.token_ids == [5, 6, 7, 8, 9]
     assert list(item.predict) == [2, 3, 4]
-    assert item.advantages.tolist() == [0.25] * 3
+    assert item.advantages.tolist() == [advantage] * 3
     assert item.rollout_logprobs is not None
     assert item.rollout_logprobs.tolist() == [-1.0, -2.0, -3.0]
     assert item.sampling is not None

@@ -1,7 +1,7 @@
-"""Puts recorded figures into README.md: the text between `<!-- figures: NAME ... -->` and `<!-- end of figures -->`.
+"""Recorded figures in docs/benchmarks.md: the text between `<!-- figures: NAME ... -->` and `<!-- end of figures -->`.
 
-    python benchmarks/readme.py            # rewrites README.md from benchmarks/results/NAME.json
-    python benchmarks/readme.py --check    # exit code 1 where README.md says anything else
+    python benchmarks/page.py            # rewrites docs/benchmarks.md from benchmarks/results/NAME.json
+    python benchmarks/page.py --check    # exit code 1 where docs/benchmarks.md says anything else
 
 `NAME:text&other` takes only the records whose name contains both.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from results_schema import RESULTS, ROOT
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 BLOCK = re.compile(r"(<!-- figures: (.+?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -49,13 +49,13 @@ def rewritten(text: str) -> str:
 
 
 def main() -> int:
-    before = README.read_text()
+    before = PAGE.read_text()
     after = rewritten(before)
     if "--check" in sys.argv[1:]:
         if after != before:
-            print("README.md's figures are not those of benchmarks/results; run python benchmarks/readme.py")
+            print("docs/benchmarks.md's figures are not those of benchmarks/results; run python benchmarks/page.py")
         return int(after != before)
-    README.write_text(after)
+    PAGE.write_text(after)
     return 0
 
 

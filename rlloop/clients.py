@@ -1,0 +1,111 @@
+"""Every HTTP client of rlloop: whom it believes, and how much of what another process answers.
+
+Answers are raw bytes: one with a Content-Encoding is refused, since a few kilobytes of it may unpack to gigabytes. They
+end at a number of bytes, and arrive at no less than a number a second.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rlloop.errors import ConfigError
+
+CONNECT_SECONDS = 5.0
+PATIENCE, SLOWEST = 60.0, 1024  # an answer's body has arrived after so many seconds, and one for so many bytes
+
+
+def client(*, token: str | None = None, ca_file: str | Path | None = None, most: int, **options: Any) -> httpx.Client:
+    """`most`: bytes of one answer. `options`: httpx's own, such as `timeout`."""
+
+    def bound(response: httpx.Response) -> None:
+        response.stream = _Bounded(response, most)
+
+    return httpx.Client(**_options(token, ca_file, options), event_hooks={"response": [bound]})
+
+
+def async_client(
+    *, token: str | None = None, ca_file: str | Path | None = None, most: int | None, **options: Any
+) -> httpx.AsyncClient:
+    """The same for asyncio. `most` None: for who hands on, as they come, answers that may take as long as they like."""
+
+    async def bound(response: httpx.Response) -> None:
+        response.stream = _Bounded(response, most)
+
+    return httpx.AsyncClient(**_options(token, ca_file, options), event_hooks={"response": [bound]})
+
+
+def _options(token: str | None, ca_file: str | Path | None, options: dict[str, Any]) -> dict[str, Any]:
+    headers = {**options.pop("headers", {}), **bearer(token), "Accept-Encoding": "identity"}
+    try:
+        httpx.URL(options.get("base_url", ""))
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{options['base_url']!r:.200} is no address: {error}") from None
+    defaults = {"timeout": httpx.Timeout(30.0, connect=CONNECT_SECONDS), "trust_env": False}
+    return {**defaults, **options, "headers": headers, "verify": tls_context(ca_file)}
+
+
+class _Bounded(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """An answer's body. Raises `httpx.DecodingError` for what is encoded or too long, `ReadTimeout` for what drips."""
+
+    def __init__(self, response: httpx.Response, most: int | None) -> None:
+        coding = response.headers.get("Content-Encoding", "identity")
+        if coding.lower() != "identity":
+            raise httpx.DecodingError(
+                f"it is encoded as {coding!r}; raw bytes alone are read", request=response.request
+            )
+        self._stream: Any = response.stream
+        self._request, self._most = response.request, most
+        self._read, self._begun = 0, time.monotonic()
+
+    def _counted(self, part: bytes) -> bytes:
+        self._read += len(part)
+        if self._most is None:
+            return part
+        if self._read > self._most:
+            raise httpx.DecodingError(f"it has more than {self._most} bytes", request=self._request)
+        if time.monotonic() - self._begun > PATIENCE + self._read / SLOWEST:
+            raise httpx.ReadTimeout(f"{self._read} bytes took more than {PATIENCE:g} seconds", request=self._request)
+        return part
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._stream:
+            yield self._counted(part)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._stream:
+            yield self._counted(part)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    """The header that brings a server's token. Raises `ConfigError`, which does not repeat it, for what fits in none:
+    the error of an HTTP library would."""
+    if token is None:
+        return {}
+    if not token or token != token.strip() or not (token.isascii() and token.isprintable()):
+        raise ConfigError(
+            f"the token ({len(token)} characters) cannot stand in a header: it is empty, has more than one line, or is "
+            "not ASCII; give one line of letters and digits"
+        )
+    return {"Authorization": f"Bearer {token}"}
+
+
+def tls_context(ca_file: str | Path | None) -> ssl.SSLContext | bool:
+    """What verifies servers: the system's authorities, or those of `ca_file` alone."""
+    if ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=str(ca_file))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the certificates {ca_file} cannot be read: {error}") from None

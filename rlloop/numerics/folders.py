@@ -1,0 +1,62 @@
+"""Folders whose content is run, or believed, by later processes: nobody but this user may write into them.
+
+Compiled kernels are read with pickle. Whoever may put a file among them runs code as this user.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+def private(folder: Path) -> Path:
+    """Makes the folder where it is not there, with what is missing above it, for this user alone.
+
+    Raises `OSError` where that cannot be, and where others may write into it: it is theirs, its mode lets a group or
+    everybody, or a folder above it lets everybody put another in its place. What root may, and a group that a folder
+    above belongs to, is theirs to answer for. Lists of access (ACLs) beside the mode are not looked at.
+    """
+    if not folder.parent.exists():
+        private(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    me = os.geteuid()
+    for found in (folder.lstat(), folder.stat()):  # a link, too
+        if found.st_uid != me:
+            raise PermissionError(None, f"it belongs to user {found.st_uid}, and this process is user {me}'s")
+    if folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(None, f"others may write into it: chmod go-w {folder}")
+    for above in {*folder.absolute().parents, *folder.resolve().parents}:
+        mode = above.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise PermissionError(None, f"everybody may write into {above}, and so replace it")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(None, "it is read-only")
+    return folder
+
+
+def kernel_folder(name: str) -> Path:
+    """Where compiled kernels are kept: in the environment's NUMBA_CACHE_DIR, or kernels/ in its RLLOOP_CACHE or
+    ~/.cache/rlloop. Where that is not private, one of this user's among the temporary files, for which a line says why;
+    where that is not either, one that ends with the process."""
+    given, own = os.environ.get("NUMBA_CACHE_DIR"), os.environ.get("RLLOOP_CACHE")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    top = Path(given or own or home / "rlloop")
+    shared = Path(tempfile.gettempdir()) / f"rlloop-{os.geteuid()}"
+    for root in (top, shared):
+        try:
+            inside = private(root) if given and root is top else private(private(root) / "kernels")
+            return private(inside / name)
+        except OSError as error:
+            log.warning(
+                "compiled kernels are not kept in %s: %s. RLLOOP_CACHE names another folder", root, error.strerror
+            )
+    folder = Path(tempfile.mkdtemp(prefix="rlloop-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

