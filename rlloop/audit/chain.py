@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from rlloop.audit.history import Check, History, Signature
+from rlloop.audit.history import UNREADABLE, Check, History, Signature
 from rlloop.parity.certificate import content_digest, find_breaks
 from rlloop.parity.witness import is_signed
 from rlloop.records import SIGNATURES, as_json_file, summarize
@@ -33,7 +33,7 @@ def check_metrics(run: History) -> Check:
     for line in run.metrics_lines:
         try:
             raw.setdefault(msgspec.json.decode(line)["step"], line)
-        except (msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError, RecursionError):
+        except (KeyError, TypeError, *UNREADABLE):
             continue  # which `run.problems` has
     for step, line in run.by_step.items():
         covered = raw.get(step, b"") if step > 1 else raw.get(0, b"") + raw.get(1, b"")

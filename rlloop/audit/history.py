@@ -79,6 +79,7 @@ class Row(msgspec.Struct):
         return [at for start, end in turns for at in range(start, end)]
 
 
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)  # ValueError: text that is no UTF-8, too
 _ROW = msgspec.json.Decoder(Row)
 
 
@@ -177,7 +178,7 @@ class History:
         try:
             content = file.read_bytes()
             rows = [_ROW.decode(line) for line in zstandard.decompress(content).splitlines()]
-        except (OSError, zstandard.ZstdError, msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
+        except (OSError, zstandard.ZstdError, MemoryError, *UNREADABLE) as error:
             return f"{file.name} is damaged: {error}"
         digest = hashlib.sha256(content).hexdigest()
         return Rollouts(step, file.name, digest, rows, self.records.get(step), self.by_step.get(step))
@@ -188,7 +189,7 @@ class History:
         for line in self._lines(SIGNATURES, file):
             try:
                 each = msgspec.json.decode(line, type=Signature)
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 self.problems.append(f"{file or SIGNATURES} has a damaged line: {error}")
                 continue
             if file is None or (self.lines and each.run == self.lines[0].hash):
@@ -213,7 +214,7 @@ class History:
         for number, line in enumerate(lines, start=1):
             try:
                 found.append(msgspec.json.decode(line, type=dict[str, Any]))
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            except UNREADABLE as error:
                 self.problems.append(f"{name}, line {number}, is damaged: {error}")
         return found
 
@@ -267,5 +268,5 @@ def _built(config: dict[str, Any]) -> RunConfig | str:
 def _step_in(line: bytes) -> int:
     try:
         return msgspec.json.decode(line, type=Line).step
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return 0
