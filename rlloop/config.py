@@ -195,7 +195,7 @@ class ParityConfig:
 
 @dataclass
 class CertificateConfig:
-    """Who else knows the certificate's head, at each checkpoint: docs/runs.md."""
+    """The certificate's head, at each checkpoint, signed or told to somebody else: docs/runs.md."""
 
     key: str | None = None  # PEM of an Ed25519 private key, which signs it
     witness: str | None = None  # an http(s) address that it is posted to, or a file that it is appended to

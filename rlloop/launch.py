@@ -40,7 +40,7 @@ from rlloop.pipeline import PipelinedLoop
 from rlloop.protocols import Task
 from rlloop.records import RunFolder, read_records, summarize
 from rlloop.rewards import resolve_reward
-from rlloop.rewards.digest import note_reward
+from rlloop.rewards.digest import note_reward, reward_digest
 from rlloop.rewards.runner import RewardRunner
 from rlloop.rollout import Engine
 from rlloop.sinks import check_sinks, make_sinks
@@ -375,6 +375,7 @@ def _drive(
         if config.parity.redraw and not config.redraws:
             folder.log("tokens are not drawn again: the engine draws them by another operation than the trainer's")
         changed = note_reward(folder, prepared.scorer.reward, start)
+        certificate.note(reward=reward_digest(prepared.scorer.reward))
         folder.log(f"{job.recipe}: starting after step {start} of {config.trainer.num_steps}, process {os.getpid()}")
         progress = stack.enter_context(Progress(console, job.recipe, config.trainer.num_steps, start))
         progress.recall(read_records(folder.metrics.path) if start else ())

@@ -1,4 +1,4 @@
-"""What the certificate covers, against what lies in the folder: config.yaml, metrics, checkpoints, and its own head."""
+"""Records against the certificate: its own chain, config.yaml, metrics, checkpoints, summary, signature and witness."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from rlloop.audit.history import Check, History, Signature
+from rlloop.audit.history import UNREADABLE, Check, History, Signature
 from rlloop.parity.certificate import content_digest, find_breaks
 from rlloop.parity.witness import is_signed
 from rlloop.records import SIGNATURES, as_json_file, summarize
@@ -33,7 +33,7 @@ def check_metrics(run: History) -> Check:
     for line in run.metrics_lines:
         try:
             raw.setdefault(msgspec.json.decode(line)["step"], line)
-        except (msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError, RecursionError):
+        except (KeyError, TypeError, *UNREADABLE):
             continue  # which `run.problems` has
     for step, line in run.by_step.items():
         covered = raw.get(step, b"") if step > 1 else raw.get(0, b"") + raw.get(1, b"")
@@ -101,7 +101,7 @@ def _covers_config(run: History) -> list[str]:
 
 
 def _is_promised(run: History) -> list[str]:
-    """What must not be, given the mode: a step on with bits that differ under `require`."""
+    """Under `require`, no step after one whose bits differ."""
     if run.mode != "require":
         return []
     broken = [line.step for line in run.lines if line.tokens_different and line.metrics is not None]
@@ -178,7 +178,7 @@ def _expected(run: History, present: list[int], covered: dict[str, str]) -> set[
 
 
 def _unsealed(folder: Path) -> str | None:
-    """What a whole checkpoint has beside, or its manifest says otherwise than it was written."""
+    """Files beside those of a whole checkpoint, or a manifest that is not as it was written."""
     sealed = {MANIFEST, *json.loads((folder / MANIFEST).read_text())["files"]}
     others = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - sealed
     if others:
@@ -221,7 +221,7 @@ def check_witness(run: History, file: Path) -> Check:
 
 
 def _stated(run: History, entries: list[Signature], how: str) -> list[str]:
-    """What does not fit the chain, and what was saved later than anything is stated of."""
+    """Statements that do not fit the chain, and a checkpoint that is newer than all of them."""
     covered = {key: digest for line in run.lines for key, digest in (line.checkpoints or {}).items()}
     problems = []
     for each in entries:

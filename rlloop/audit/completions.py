@@ -143,7 +143,7 @@ class Fleet:
 
 
 class Orphaned:
-    """What a crash undid was sampled again: under the contract, the same bits, so that nothing was chosen by luck."""
+    """Completions that a crash undid were sampled again: under the contract, as the same bits, none chosen by luck."""
 
     name = "orphaned"
 
@@ -172,7 +172,7 @@ class Orphaned:
 
 
 class Requests:
-    """What was asked for: the task's prompts in their order, the configuration's sampling, each completion's own seed;
+    """Completions against the request: the task's prompts in order, the configuration's sampling, each one's seed;
     and that what came back ends where it says."""
 
     name = "requests"

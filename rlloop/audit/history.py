@@ -79,6 +79,7 @@ class Row(msgspec.Struct):
         return [at for start, end in turns for at in range(start, end)]
 
 
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)  # ValueError: text that is no UTF-8, too
 _ROW = msgspec.json.Decoder(Row)
 
 
@@ -98,6 +99,7 @@ class Line(msgspec.Struct):
     rollouts: str | None = None
     metrics: str | None = None
     config: str | None = None
+    reward: str | None = None
     model: str | None = None
     checkpoints: dict[str, str] | None = None
     raw: dict[str, str] | None = None
@@ -166,7 +168,7 @@ class History:
 
     @property
     def status(self) -> str | None:
-        """How the run ended; None where it goes on, was killed, or went on after an end."""
+        """Of the end: finished, interrupted, failed. None where the run goes on, was killed, or went on after it."""
         whole = self.summary is not None and self.summary.get("step") == max(self.records, default=0)
         return str(self.summary.get("status")) if whole and self.summary is not None else None
 
@@ -176,7 +178,7 @@ class History:
         try:
             content = file.read_bytes()
             rows = [_ROW.decode(line) for line in zstandard.decompress(content).splitlines()]
-        except (OSError, zstandard.ZstdError, msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
+        except (OSError, zstandard.ZstdError, MemoryError, *UNREADABLE) as error:
             return f"{file.name} is damaged: {error}"
         digest = hashlib.sha256(content).hexdigest()
         return Rollouts(step, file.name, digest, rows, self.records.get(step), self.by_step.get(step))
@@ -187,7 +189,7 @@ class History:
         for line in self._lines(SIGNATURES, file):
             try:
                 each = msgspec.json.decode(line, type=Signature)
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 self.problems.append(f"{file or SIGNATURES} has a damaged line: {error}")
                 continue
             if file is None or (self.lines and each.run == self.lines[0].hash):
@@ -212,7 +214,7 @@ class History:
         for number, line in enumerate(lines, start=1):
             try:
                 found.append(msgspec.json.decode(line, type=dict[str, Any]))
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            except UNREADABLE as error:
                 self.problems.append(f"{name}, line {number}, is damaged: {error}")
         return found
 
@@ -266,5 +268,5 @@ def _built(config: dict[str, Any]) -> RunConfig | str:
 def _step_in(line: bytes) -> int:
     try:
         return msgspec.json.decode(line, type=Line).step
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return 0

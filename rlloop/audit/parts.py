@@ -19,7 +19,7 @@ from rlloop.types import Example
 
 @dataclass
 class Parts:
-    """What could be had of them; for the rest, why not."""
+    """Those that could be had; for the others, why not."""
 
     task: Task | None = None
     no_task: str | None = None
@@ -52,8 +52,8 @@ def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
     if parts.no_task is None:
         try:
             parts.task = resolve({"seed": config.seed, "model_path": config.model.path, **config.task}, "task")
-        except (RlloopError, OSError) as error:
-            parts.no_task = f"the task cannot be made here: {error}"
+        except Exception as error:  # whatever the run's code raises, and a damaged configuration makes of it
+            parts.no_task = f"the task cannot be made here: {error!r}"
     if parts.no_model is None and config.model.path is not None:
         parts.model = Path(config.model.path)
     elif parts.task is None:
@@ -72,8 +72,8 @@ def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
                 )
             else:
                 parts.no_reward = f"{config.reward['_target_']} does not promise the same answer twice"
-        except (RlloopError, OSError) as error:
-            parts.no_reward = f"the reward cannot be made here: {error}"
+        except Exception as error:  # as above
+            parts.no_reward = f"the reward cannot be made here: {error!r}"
     parts.known = _vocabulary(run, parts.model)
     return parts
 
@@ -120,8 +120,8 @@ def _own_model(run: History, task: Task) -> tuple[Path | None, str | None]:
         return None, "the certificate does not name the weights that the run began with"
     try:
         folder = Path(task.model_folder())
-    except (RlloopError, OSError) as error:
-        return None, f"the task's model cannot be made here: {error}"
+    except Exception as error:  # as above
+        return None, f"the task's model cannot be made here: {error!r}"
     if folder_digest(folder) != recorded:
         return None, "the task's model, made here, is not the one that the run began with"
     return folder, None

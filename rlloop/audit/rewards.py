@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rlloop.audit.completions import CLOSE
 from rlloop.audit.history import Rollouts, Row
 from rlloop.audit.parts import Parts
+from rlloop.rewards.digest import reward_digest
 from rlloop.types import Example, RewardResult
 
 
@@ -20,7 +21,9 @@ class Rewards:
     def __init__(self, parts: Parts, most: int | None) -> None:
         """`most` completions are judged again; None: all."""
         self.parts, self.most = parts, most
-        self.texts, self.judged, self.seen = 0, 0, 0
+        self.texts, self.judged, self.seen, self.of_other_source = 0, 0, 0, 0
+        self._here = None if parts.reward is None else reward_digest(parts.reward.reward)
+        self._then: str | None = None  # the digest of the source that judged the step
         self.unclear: list[str] = []  # why a reward was not given again
         self._drawn: list[tuple[Row, Example]] = []
         self._random = random.SystemRandom()
@@ -41,7 +44,12 @@ class Rewards:
             if not row.rejected and row.turns is None and row.uid in self.parts.examples
         ]
         self.parts.examples.clear()
+        if step.line is not None and step.line.reward is not None:
+            self._then = step.line.reward
         if self.parts.reward is None:
+            return problems
+        if self._then not in (None, self._here):
+            self.of_other_source += len(judgeable)
             return problems
         if self.most is None:
             return problems + self._judge(judgeable)
@@ -83,7 +91,8 @@ class Rewards:
         if self.parts.reward is None:
             return f"{self.texts} texts; rewards not given again: {self.parts.no_reward}"
         unclear = f", {len(self.unclear)} without an answer (first {self.unclear[0]})" if self.unclear else ""
-        return f"{self.texts} texts, {self.judged} rewards given again{unclear}"
+        other = f", {self.of_other_source} by other source than is here: not" if self.of_other_source else ""
+        return f"{self.texts} texts, {self.judged} rewards given again{unclear}{other}"
 
 
 def _agrees(row: Row, found: object) -> bool:

@@ -18,7 +18,7 @@ from rlloop.records import SIGNATURES, require_run
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is done. Numbers are of completions, None: all of them."""
+    """The amount of work. Numbers are of completions, None: all of them."""
 
     rescored: int | None = 0  # drawn and scored again; with None, a task's own model is made where it is not there
     rewarded: int | None = 1000  # whose reward is given again
@@ -60,22 +60,32 @@ def verify(
         parts.close()
 
 
-def _looks(run: History, parts: Parts, extent: Extent) -> list[Look]:
-    looks: list[Look] = [Files(run), Outcomes(run)]
+def _looks(run: History, parts: Parts, extent: Extent) -> list[Callable[[], Look]]:
+    """To be made one by one, since damaged records may keep one from it."""
+    looks: list[Callable[[], Look]] = [lambda: Files(run), lambda: Outcomes(run)]
     if (run.path / "fleet.jsonl").exists():
-        looks.append(Fleet(run))
+        looks.append(lambda: Fleet(run))
     if (run.path / "orphaned").exists():
-        looks.append(Orphaned(run))
-    if not isinstance(run.built, str):
-        looks += [Requests(run.built, parts), Rewards(parts, extent.rewarded), Advantages(run.built)]
-    looks.append(Aggregates())
+        looks.append(lambda: Orphaned(run))
+    if not isinstance(config := run.built, str):
+        looks += [
+            lambda: Requests(config, parts), lambda: Rewards(parts, extent.rewarded), lambda: Advantages(config)
+        ]  # fmt: skip
+    looks.append(Aggregates)
     if extent.rescored != 0:
-        looks.append(Rescored(run, parts, extent.rescored))
+        looks.append(lambda: Rescored(run, parts, extent.rescored))
     return looks
 
 
-def _completions(run: History, looks: Sequence[Look], progress: Callable[[str], None]) -> Iterator[Check]:
+def _completions(
+    run: History, makers: Sequence[Callable[[], Look]], progress: Callable[[str], None]
+) -> Iterator[Check]:
     """One pass over the rollouts, every look at each step."""
+    looks = list[Look]()
+    if unmade := [
+        each for make in makers for each in _guarded(lambda make=make: looks.append(make()) or [], "a check")
+    ]:
+        yield Check("completions", "not all can be checked", unmade)
     problems: dict[str, list[str]] = {look.name: [] for look in looks}
     recorded = {step for step in run.records if step > 0} | set(run.by_step)
     problems["rollouts"] += [f"step {step} has no rollouts" for step in sorted(recorded - run.files.keys())]

@@ -9,14 +9,9 @@
 is where the run stands on the ladder of `parity.mode=fallback` (bitwise, replay, correction); the line of a step down
 has its `reason`. `rollouts` is the digest of the step's file, `metrics` of what metrics.jsonl got since the last line:
 the step's own, and in the first line step 0's too. `checkpoints` stands in the line after one was saved, with the
-digest of each that was kept, and, like `config` (of config.yaml), in the first line that a process writes; `model`, of
-the folder that the weights come from, in the run's first. A step that broke the contract has no metrics.
-
-    "certain": 12, "raw_different": 0, "raw": {"engine": "c5d0...", "trainer": "c5d0..."},
-    "redrawn": 5632, "redrawn_different": 0, "faults": 0
-
-Tokens of probability 1; raw logprobs, as above; tokens drawn again, and those that were others; completions that are
-not what was asked for, trained or not.
+digest of each that was kept, and, like `config` (of config.yaml) and `reward` (of its source), in the first line that
+a process writes; `model`, of the folder that the weights come from, in the run's first. A step that broke the contract
+has no metrics.
 
 A line's `hash` covers the rest of it: a line that was changed, added or taken out breaks the chain.
 """
@@ -35,7 +30,8 @@ from rlloop.errors import RunError
 from rlloop.records import Journal, read_records
 
 GENESIS = "0" * 64
-CHAINED = ("metrics", "rollouts", "config", "model", "checkpoints", "previous", "hash")  # differ with the clock
+# What differs between two runs of the same bits: times stand in the metrics.
+CHAINED = ("metrics", "rollouts", "config", "reward", "model", "checkpoints", "previous", "hash")
 
 
 def bits_digest(logprobs: Sequence[np.ndarray]) -> str:
@@ -52,7 +48,7 @@ def content_digest(content: Mapping[str, Any]) -> str:
 
 
 def comparison_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What two runs of the same bits share of a line."""
+    """The part of a line that two runs of the same bits share."""
     return {key: value for key, value in line.items() if key not in CHAINED}
 
 
@@ -87,7 +83,7 @@ class Certificate:
         self._line = {**line, "rung": self.rung, **self._line}
 
     def note(self, **facts: Any) -> None:
-        """What the next line holds besides."""
+        """Further facts for the next line."""
         self._line |= facts
 
     def cover(self, record: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Who else knows a run's certificate: its head signed, or told to a witness, at each checkpoint.
+"""The certificate's head, signed or told to a witness at each checkpoint.
 
 A chain of hashes shows what was changed in it, not that all of it was written anew. A signature shows that too, to
 whoever has the public key, as long as the private one was not there to be used again. A witness knows besides how far
@@ -61,7 +61,7 @@ class Attestor:
 
 
 def message(statement: Statement) -> bytes:
-    """What is signed, and what a witness gets."""
+    """The bytes that are signed, and that a witness gets."""
     return msgspec.json.encode(asdict(statement), order="sorted")
 
 

@@ -12,11 +12,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from rlloop.audit import Extent, verify
 from rlloop.errors import RunError
 from rlloop.parity.certificate import Statement
 from rlloop.parity.witness import message
 from rlloop.recipes.countdown.task import Countdown
 from rlloop.records import as_json_file, read_rollouts, summarize
+from tests.fault import tampering
 from tests.fault.tampering import (
     KEPT,
     STEPS,
@@ -428,3 +430,10 @@ def test_a_forger_who_changes_nothing_is_consistent(copy):
     agree(copy)
     forge(copy)
     assert problems_of(copy) == []
+
+
+def test_rewards_of_another_source_are_not_held_against_the_run(copy, monkeypatch):
+    monkeypatch.setattr(tampering, "reward", lambda prompt, completion, example: 0.0)  # of this file's source
+    assert problems_of(copy) == []
+    [check] = [check for check in verify(copy, Extent(run_code=True)) if check.name == "rewards"]
+    assert "96 by other source than is here: not" in check.found

@@ -225,7 +225,7 @@ def told(*raw: float) -> Sample:
 
 def test_raw_logprobs_are_compared_where_the_others_say_nothing(tmp_path):
     judge = monitor(tmp_path, ParityMode.require)
-    found = judge.compare(1, 0, [told(-1.0, -3.0)], witnessed([-1.5, -3.0], [3, 3]))
+    found = certified(judge, 1, 0, [told(-1.0, -3.0)], witnessed([-1.5, -3.0], [3, 3]))
     assert (found.tokens_different, found.raw_different, found.certain, found.equal) == (0, 1, 1, False)
     assert (found.metrics["parity/raw_different"], found.metrics["parity/tokens_certain"]) == (0.5, 0.5)
     said = judge.objection(found) or ""
@@ -247,20 +247,20 @@ def test_an_engine_that_tells_no_raw_logprobs_is_found_by_require_alone(tmp_path
 
 def test_a_token_that_its_seed_does_not_draw_is_named_with_the_one_that_it_draws(tmp_path):
     judge = monitor(tmp_path, ParityMode.require)
-    found = judge.compare(1, 0, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 5]))
+    found = certified(judge, 1, 0, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 5]))
     assert (found.draws.tokens, found.draws.different, found.equal) == (2, 1, True)
     assert found.metrics["parity/redrawn_different"] == 0.5
     assert "token 1 of the completion: its id is 3, and seed 0 draws 5" in (judge.objection(found) or "")
     json.dumps(report(1, "", found, None))
-    none = judge.compare(2, 1, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, -1]))
+    none = certified(judge, 2, 1, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, -1]))
     assert (none.draws.tokens, judge.objection(none)) == (1, None)
 
 
 def test_fallback_stops_at_a_draw_that_no_arithmetic_explains(tmp_path):
     judge = monitor(tmp_path, ParityMode.fallback, max_k3=1.0)
-    drifted = judge.compare(1, 0, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 5], (0.0, -2.01)))
+    drifted = certified(judge, 1, 0, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 5], (0.0, -2.01)))
     assert judge.objection(drifted) is None
-    same = judge.compare(2, 1, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 5]))
+    same = certified(judge, 2, 1, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 5]))
     assert "draws 5" in (judge.objection(same) or "")
 
 
@@ -268,7 +268,7 @@ def test_fallback_stops_at_a_draw_that_no_arithmetic_explains(tmp_path):
 def test_what_was_not_asked_for_is_judged_though_it_is_not_trained(tmp_path, mode, stops):
     judge = monitor(tmp_path, ParityMode(mode))
     other = dataclasses.replace(told(-1.0, -3.0), uid="1/0/7", fault="its prompt is [1], and was asked for as [2]")
-    found = judge.compare(1, 0, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 3]), None, [other])
+    found = certified(judge, 1, 0, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 3]), None, [other])
     assert ("sequence 1/0/7: its prompt is [1]" in (judge.objection(found) or "")) == stops
     judge.certificate.seal()
     (line,) = read_records(tmp_path / "parity.jsonl")
