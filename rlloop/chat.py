@@ -8,6 +8,7 @@ two turns of the policy is rendered (`ChatTokenizer.between`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +64,7 @@ class ChatTokenizer:
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
         if self.is_chat:
-            text = self._render(messages)
+            text = self.render(messages)
             return text, self._ids(text)
         text = "\n".join(str(message["content"]) for message in messages)
         return text, list(self.tokenizer(text)["input_ids"])
@@ -76,7 +77,7 @@ class ChatTokenizer:
         if not self.is_chat:
             return self._ids("\n" + "".join(f"{message['content']}\n" for message in messages))
         spoken = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}, *messages]
-        rest = self._render(spoken).partition(MARK)[2]
+        rest = self.render(spoken).partition(MARK)[2]
         if stop is not None:
             rest = rest.removeprefix(self.tokenizer.decode([stop]))
         return self._ids(rest)
@@ -86,14 +87,21 @@ class ChatTokenizer:
         kept = token_ids[:-1] if token_ids and token_ids[-1] in self._eos else token_ids
         return self.tokenizer.decode(list(kept), skip_special_tokens=False)
 
-    def _render(self, messages: list[Any]) -> str:
+    def render(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
+        """The template's text, up to where the assistant begins. `arguments` go to it, over those of `__init__`.
+
+        Raises `ConfigError` for messages and arguments that the template has no place for.
+        """
         from jinja2 import TemplateError
 
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._arguments
+        apply, more = self.tokenizer.apply_chat_template, arguments or {}
+        if taken := sorted(more.keys() & signature(apply).parameters.keys()):
+            raise ConfigError(
+                f"{', '.join(taken)} cannot be set for a chat template, only what the template itself reads"
             )
-        except TemplateError as error:  # templates refuse roles and orders that they have no words for
+        try:
+            return apply(list(messages), tokenize=False, add_generation_prompt=True, **{**self._arguments, **more})
+        except (TemplateError, TypeError) as error:  # templates refuse roles, orders and contents that they cannot put
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ConfigError(f"the chat template refuses messages of {roles}: {error}") from error
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlloop.metrics import Reduction
-from rlloop.types import Completion, Example, Recomputed, RewardResult, Sample, SamplingParams
+from rlloop.types import Completion, Example, Part, PromptScores, Recomputed, RewardResult, Sample, SamplingParams
 
 
 class Engine(Protocol):
@@ -159,3 +159,46 @@ class Stateful(Protocol):
     def save(self, folder: Path) -> None: ...
 
     def restore(self, folder: Path) -> None: ...
+
+
+class SteppedEngine(Protocol):
+    """What `EngineService` drives: `rlloop.Engine`, or a stand-in for it. Not for many threads."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def longest(self) -> int: ...
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int: ...
+
+    def so_far(self, request_id: int, begin: int = 0) -> Part: ...
+
+    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores: ...
+
+    def step(self) -> list[tuple[int, Completion]]: ...
+
+    def abort(self, request_id: int) -> Completion | None: ...
+
+    def stats(self) -> Any: ...
+
+    def fingerprint(self) -> dict[str, Any]: ...
+
+
+class Listener(Protocol):
+    """Hears of one call in the engine's thread, between steps, so it must be quick. An error of its own ends the call.
+
+    `index` says which of the call's prompts.
+    """
+
+    def scored(self, index: int, scores: PromptScores) -> None: ...
+
+    def made(self, index: int, part: Part) -> int | None:
+        """The tokens that it has got since, all but the one that ends it. Returns None to go on; or how many of the
+        completion's tokens to keep: with these it ends, as if a stop token had come."""
+        ...
+
+    def finished(self, index: int, completion: Completion) -> None: ...

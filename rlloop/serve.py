@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Servers of a fleet. Each prints its address as soon as it listens, and ends with SIGINT or SIGTERM.
 
-  engine    samples over HTTP: OpenAI's /v1/completions and rlloop's own exact route; follows a store of weights
+  engine    samples over HTTP: OpenAI's completions and chat, and rlloop's own exact route; follows a store of weights
   relay     a region's cache of weights: what crossed the wide network once is not fetched again
   trainer   the trainer's end, for trainers that are not rlloop's: publish weights, sample from the fleet.
             (`rlloop train fleet=regions` has its own)
@@ -128,6 +128,12 @@ def _engine_options(options: argparse.ArgumentParser) -> None:
 def _member_options(options: argparse.ArgumentParser, name: str | None) -> None:
     """Of whatever follows a store of weights and serves as an engine."""
     options.add_argument("--model-name", default=name, help="what OpenAI's clients call it")
+    options.add_argument(
+        "--logprobs-mode",
+        choices=["processed_logprobs", "raw_logprobs"],
+        default="processed_logprobs",
+        help="which logprobs OpenAI's clients get: of the distribution sampled from, or at temperature 1, untruncated",
+    )
     options.add_argument("--max-waiting", type=int, default=4096, help="requests above which others are refused")
     options.add_argument("--store", metavar="URL", help="follow the weights of this store (a folder, http, s3, ...)")
     options.add_argument("--relay", metavar="URL", help="read that store through this relay; around it where it fails")
@@ -190,7 +196,8 @@ def _serve_member(
     beside: Sequence[BaseRoute] = (),
 ) -> None:
     """Serves as an engine, joined to a trainer if `--join` says so, until a signal ends it."""
-    from rlloop.rollout.server import EngineServer, tokenizer_of
+    from rlloop.rollout.server import EngineServer
+    from rlloop.rollout.text import tokenizer_of
 
     address: list[str] = []
     joining = None if given.join is None else _Joining(given, listen.token, address)
@@ -200,6 +207,7 @@ def _serve_member(
         region=given.region,
         model=model,
         tokenizer=tokenizer_of(folder),
+        logprobs_mode=given.logprobs_mode,
         follower=follower,
         lifespan=None if joining is None else joining.lifespan,
         beside=beside,

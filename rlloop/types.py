@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -87,6 +87,54 @@ def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[in
 
 
 @dataclass(frozen=True)
+class Alternatives:
+    """The k likeliest tokens at each of T places, the largest logit first, then the lowest id.
+
+    An engine that is asked for them gives them beside what it drew (`Engine.add_request(..., top_logprobs=k)`).
+    """
+
+    token_ids: np.ndarray  # [T, k] int64
+    logprobs: np.ndarray  # [T, k] float32, of the distribution sampled from; −inf for what it makes impossible
+    raw_logprobs: np.ndarray  # [T, k] float32, at temperature 1 without truncation
+
+    def __getitem__(self, places: slice) -> Alternatives:
+        return Alternatives(self.token_ids[places], self.logprobs[places], self.raw_logprobs[places])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Alternatives]) -> Alternatives | None:
+        """One after the other; None for no parts."""
+        if not parts:
+            return None
+        names = ("token_ids", "logprobs", "raw_logprobs")
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """What a model thinks of a prompt of P tokens: of all but the first one, given those before it."""
+
+    logprobs: np.ndarray  # [P - 1] float32, at temperature 1 without truncation: the trainer's `token_logprobs`
+    alternatives: Alternatives | None = None  # [P - 1, k], where k > 0 were asked for
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive tokens of a completion that is being made."""
+
+    token_ids: list[int]  # [T]
+    logprobs: np.ndarray  # [T] float32
+    raw_logprobs: np.ndarray  # [T] float32
+    alternatives: Alternatives | None = None
+
+    def __getitem__(self, places: slice) -> Part:
+        more = None if self.alternatives is None else self.alternatives[places]
+        return Part(self.token_ids[places], self.logprobs[places], self.raw_logprobs[places], more)
+
+
+NOTHING = Part([], np.zeros(0, np.float32), np.zeros(0, np.float32))
+
+
+@dataclass(frozen=True)
 class Completion:
     """What an engine made of one prompt, with the probabilities that it really sampled with.
 
@@ -105,6 +153,25 @@ class Completion:
     turns: tuple[tuple[int, int], ...] | None = None  # [start, end) in token_ids of what the policy wrote; None: all
     selected: np.ndarray | None = None  # [tokens, layers] int64: digests of the positions that sparse attention read
     origin: str | None = None  # which engine of several made it: region/address
+    alternatives: Alternatives | None = None  # [T, k], where they were asked for
+
+    def part(self, begin: int = 0) -> Part:
+        """Its tokens from the `begin`-th on; for completions of one turn."""
+        return Part(self.token_ids, self.logprobs, self.raw_logprobs, self.alternatives)[begin:]
+
+    def stopped_at(self, count: int) -> Completion:
+        """Its first `count` tokens, as a completion that ended there; for completions of one turn."""
+        read = len(self.prompt_ids) + count - 1
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            raw_logprobs=self.raw_logprobs[:count],
+            finish_reason="stop",
+            routed_experts=None if self.routed_experts is None else self.routed_experts[:read],
+            selected=None if self.selected is None else self.selected[:read],
+            alternatives=None if self.alternatives is None else self.alternatives[:count],
+        )
 
     @property
     def written(self) -> Sequence[int]:

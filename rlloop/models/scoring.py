@@ -14,7 +14,9 @@ from rlloop.models.routes import Routes
 from rlloop.models.transformer import Model
 from rlloop.models.warp import warp_for
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
-from rlloop.types import SamplingParams, is_ids
+from rlloop.types import Alternatives, PromptScores, SamplingParams, is_ids
+
+LOGITS_AT_ONCE = 1 << 25  # elements of logits that looking for the likeliest may hold
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,44 @@ def _redraw(model: Model, rows: list[ScoreRow], replay: bool) -> list[Redrawn]:
     cut = np.cumsum([len(row.predict) for row in rows])[:-1]
     parts = (witness.token_ids, logprobs, witness.raw_logprobs)
     return [Redrawn(*each) for each in zip(*(np.split(x.cpu().numpy(), cut) for x in parts), strict=True)]
+
+
+@torch.inference_mode()
+def score_prompt(model: Model, token_ids: list[int], top: int = 0) -> PromptScores:
+    """The logprobs of a prompt's own tokens, the bits of `token_logprobs(model, [(token_ids[:1], token_ids[1:])])`.
+
+    With `top`, the likeliest tokens at each place as well. Raises `ConfigError` as `token_logprobs` does.
+    """
+    if not len(token_ids):
+        raise ConfigError("a prompt is empty; it must have at least one token")
+    _check(model, [ScoreRow(token_ids, range(1, len(token_ids)))])
+    ids = torch.tensor(token_ids, device=model.device)
+    count = len(ids) - 1
+    if count == 0:
+        return PromptScores(np.zeros(0, np.float32))
+    layout = AttentionLayout.of_sequences([count], model.device)
+    hidden = model.hidden(ids[:-1], torch.arange(count, device=model.device), layout)
+    logprobs = model.ops.token_logprob(hidden, model.head, ids[1:], LogitsWarp())[0].cpu().numpy()
+    if not top:
+        return PromptScores(logprobs)
+    at_once = max(1, LOGITS_AT_ONCE // (len(model.head) * (1 + top)))
+    parts = (model.ops.logits(part, model.head) for part in hidden.split(at_once))
+    return PromptScores(logprobs, Alternatives.joined([likeliest(model, part, top) for part in parts]))
+
+
+def likeliest(
+    model: Model, logits: Tensor, count: int, sampling: SamplingParams | None = None, made: int = 0
+) -> Alternatives:
+    """The `count` tokens of the largest logits [T, V] of each row, and their logprobs, the trainer's bits.
+
+    `sampling`: the distribution that `Alternatives.logprobs` are of; `made`: how many tokens the completion had before.
+    """
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]  # [T, k]
+    rows = logits.repeat_interleave(ids.shape[1], 0)
+    counts = [len(rows)]
+    warp = warp_for([sampling], np.full(len(rows), made), model.eos_token_ids, device=logits.device, counts=counts)
+    scored = [model.ops.score_logits(rows, ids.flatten(), each)[0] for each in (warp, LogitsWarp())]
+    return Alternatives(ids.cpu().numpy(), *(each.view(ids.shape).cpu().numpy() for each in scored))
 
 
 def _score(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rlloop.numerics import fp8, logprob, stock
+from rlloop.numerics import fp8
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.profile import NumericsProfile
@@ -102,8 +102,4 @@ class DriftedOps(Ops):
     def token_logprob(self, hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
         if not self._rounds_logits:
             return super().token_logprob(hidden, weight, targets, warp)
-        rounded = self.logits(hidden, weight).detach()
-        if self.profile.token_logprob == "rlloop":
-            return logprob.score_logits(rounded, targets, warp)
-        every = stock.warped(rounded, warp).log_softmax(-1)
-        return every.gather(-1, targets[:, None])[:, 0], -(every.exp() * every.nan_to_num(neginf=0.0)).sum(-1)
+        return self.score_logits(self.logits(hidden, weight).detach(), targets, warp)

@@ -284,6 +284,13 @@ class Ops:
             raw = self.token_logprob(hidden, weight, targets, LogitsWarp())[0]
         return logprobs, entropies, raw, torch.full_like(targets, -1)
 
+    def score_logits(self, logits: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
+        """`token_logprob` of logits [T, V] that are made already; without a gradient."""
+        if self.profile.token_logprob == "rlloop":
+            return logprob.score_logits(logits, targets, warp)
+        every = stock.warped(logits, warp).log_softmax(-1)
+        return every.gather(-1, targets[:, None])[:, 0], -(every.exp() * every.nan_to_num(neginf=0.0)).sum(-1)
+
     def sample(
         self, logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models.routes import Routes
+from rlloop.models.scoring import likeliest, score_prompt
 from rlloop.models.warp import on_device, warp_for
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.logprob import check_drawn
@@ -29,7 +30,7 @@ from rlloop.rollout.graphs import DecodeGraphs, packed
 from rlloop.rollout.kv_cache import BlockManager, PagedCache, bytes_per_token
 from rlloop.rollout.request import Request
 from rlloop.rollout.scheduler import EngineStats, Scheduler, StepBatch
-from rlloop.types import Completion, SamplingParams
+from rlloop.types import NOTHING, Alternatives, Completion, Part, PromptScores, SamplingParams
 
 if TYPE_CHECKING:
     from rlloop.models import Model
@@ -146,10 +147,31 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------- step by step
 
-    def add_request(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
-        """Queue one prompt; returns the id under which `step` will hand out its completion."""
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
+        """Queue one prompt; returns the id under which `step` will hand out its completion.
+
+        With `top_logprobs`, the completion has that many `alternatives` a token (of a small vocabulary, all).
+        """
         self._check(prompt_ids, sampling)
-        return self._add(prompt_ids, sampling)
+        return self._add(prompt_ids, sampling, top_logprobs)
+
+    def so_far(self, request_id: int, begin: int = 0) -> Part:
+        """What a request in flight has made, from its `begin`-th token on; nothing of one that waits or has ended."""
+        table = self._scheduler.table
+        row = table.row_of.get(request_id)
+        if row is None:
+            return NOTHING
+        known = int(table.length[row])
+        if self._flight is not None and row in self._flight.batch.rows[self._flight.batch.emits]:
+            known -= 1  # on its way
+        first = int(table.prompt_length[row])
+        at, likeliest = slice(first + begin, known), table.request(row).likeliest[begin : known - first]
+        ids, logprobs, raw = table.tokens[row, at], table.logprobs[row, at], table.raw_logprobs[row, at]
+        return Part(ids.tolist(), logprobs.copy(), raw.copy(), Alternatives.joined(likeliest))
+
+    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
+        """The logprobs of a prompt's own tokens, in one forward of the trainer's kind: nothing is cached or sampled."""
+        return score_prompt(self.model, prompt_ids, top_logprobs)
 
     @property
     def has_work(self) -> bool:
@@ -221,6 +243,11 @@ class Engine:
         if self._graphs is not None:
             self._graphs.check_weights()
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its completion may have together."""
+        return min(self.model.max_positions, self._num_blocks * self.page_size + 1)
+
     def stats(self) -> EngineStats:
         return dataclasses.replace(self._stats)
 
@@ -249,7 +276,7 @@ class Engine:
             else:
                 tokens = self._picked(tokens_before, batch.source)
             where, warp = (tokens, positions, slots, block_start), self._warp(emitting)
-            if self._draws_plainly(warp):
+            if self._draws_plainly(warp) and not table.top[emitting].any():
                 token_ids, made = self._graphs.draw(*where, table.seed[emitting])
             else:
                 token_ids, made = self._sample([self._graphs.logits(*where)], emitting, warp)
@@ -297,9 +324,17 @@ class Engine:
         for part in logits:
             end = begin + len(part)
             parts.append(ops.sample(part, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
+            for index in np.flatnonzero(table.top[rows[begin:end]]).tolist():
+                self._keep_likeliest(part[index : index + 1], int(rows[begin + index]))
             begin = end
         made = [torch.cat(part) for part in zip(*parts, strict=True)]
         return made[0], packed(*made)
+
+    def _keep_likeliest(self, logits: Tensor, row: int) -> None:
+        """logits [1, V] of the row's next token. The host waits for them."""
+        table = self._scheduler.table
+        request, made = table.request(row), int(table.length[row] - table.prompt_length[row])
+        request.likeliest[made:] = [likeliest(self.model, logits, request.top, request.sampling, made)]
 
     def _landing(self, made: Tensor) -> Callable[[], Made]:
         """On its way to the host; what is returned waits for it."""
@@ -361,11 +396,11 @@ class Engine:
             prompt_ids, sampling, len(self.model.head), self.model.max_positions, room, self.model.eos_token_ids
         )
 
-    def _add(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
+    def _add(self, prompt_ids: list[int], sampling: SamplingParams, top: int = 0) -> int:
         id = self._next_id
         self._next_id += 1
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
         ids = np.asarray(prompt_ids).tolist()  # whole numbers of Python, whoever's they were
-        self._scheduler.add(Request.of(id, ids, sampling, self.model.eos_token_ids))
+        self._scheduler.add(Request.of(id, ids, sampling, self.model.eos_token_ids, top))
         return id

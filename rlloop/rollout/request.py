@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlloop.rollout.choices import Choices, ChoiceStore
-from rlloop.types import Completion, FinishReason, SamplingParams, stop_ids
+from rlloop.types import Alternatives, Completion, FinishReason, SamplingParams, stop_ids
 
 
 @dataclass(eq=False)
@@ -32,9 +32,13 @@ class Request:
     raw_logprobs: np.ndarray  # [known] float32, likewise
     choices: Callable[[], Choices] = lambda: (None, None)  # waits for experts and selections of its computed tokens
     block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as anyone asked
+    top: int = 0  # how many of the likeliest tokens are kept beside each that is drawn
+    likeliest: list[Alternatives] = field(default_factory=list)  # one a token made, where they are
 
     @classmethod
-    def of(cls, id: int, prompt_ids: list[int], sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> Request:
+    def of(
+        cls, id: int, prompt_ids: list[int], sampling: SamplingParams, eos_token_ids: tuple[int, ...], top: int = 0
+    ) -> Request:
         zeros = np.zeros(len(prompt_ids), dtype=np.float32)
         return cls(
             id,
@@ -44,6 +48,7 @@ class Request:
             np.array(prompt_ids, dtype=np.int64),
             zeros,
             zeros,
+            top=top,
         )
 
     def completion(self, policy_version: int, reason: FinishReason) -> Completion:
@@ -59,6 +64,7 @@ class Request:
             sampling=self.sampling,
             routed_experts=experts,
             selected=selected,
+            alternatives=Alternatives.joined(self.likeliest[: len(self.token_ids) - begin]),
         )
 
 
@@ -84,6 +90,8 @@ class RequestTable:
         self.min_length = np.zeros(max_rows, dtype=np.int64)  # prompt and min_tokens
         self.max_length = np.zeros(max_rows, dtype=np.int64)  # prompt and max_tokens
         self.seed = np.zeros(max_rows, dtype=np.int64)
+        self.top = np.zeros(max_rows, dtype=np.int64)  # see Request
+        self.row_of: dict[int, int] = {}  # by the request's id
         self._free = list(range(max_rows))[::-1]
 
     @property
@@ -112,7 +120,8 @@ class RequestTable:
         self.length[row], self.computed[row] = known, computed
         self.prompt_length[row], self.max_length[row] = len(request.prompt_ids), limit
         self.min_length[row] = len(request.prompt_ids) + request.sampling.min_tokens
-        self.seed[row] = request.sampling.seed
+        self.seed[row], self.top[row] = request.sampling.seed, request.top
+        self.row_of[request.id] = row
         return row
 
     def unload(self, row: int) -> tuple[Request, list[int]]:
@@ -126,6 +135,7 @@ class RequestTable:
             slots = self.blocks[row, at // self.page_size] * self.page_size + at % self.page_size
             request.choices = self.choices.begin_read(slots)
         self.requests[row] = None
+        del self.row_of[request.id]
         self._free.append(row)
         return request, self.blocks[row, : self.num_blocks[row]].tolist()
 

@@ -1,6 +1,7 @@
 """An engine over HTTP.
 
-    POST /v1/completions             OpenAI's (rlloop.rollout.openai_api)      GET /v1/models
+    POST /v1/completions             OpenAI's (rlloop.rollout.openai_api)      GET /v1/models, /v1/models/{model}
+    POST /v1/chat/completions        OpenAI's (rlloop.rollout.openai_chat)
     POST /rlloop/generate            exact float32 logprobs, seeds, versions (rlloop.rollout.wire)
     DELETE /rlloop/requests/{key}    nobody waits for this one any more
     POST /rlloop/lease               fencing: who drives the engine from now on
@@ -18,10 +19,8 @@ A request whose version is not served is refused with 409, which also makes the 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
-import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -36,16 +35,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from rlloop.errors import ConfigError, RlloopError
-from rlloop.rollout import openai_api, wire
+from rlloop.rollout import wire
+from rlloop.rollout.answering import LEFT, OpenAiRoutes, outcome
 from rlloop.rollout.checks import one_for_each
+from rlloop.rollout.generation import BadField, LogprobsMode, Served
 from rlloop.rollout.service import Busy, EngineService, PauseMode, VersionUnavailable
+from rlloop.rollout.text import Tokenizer
 from rlloop.types import Completion
-from rlloop.web import gone, parsed, refusal, whole_number
+from rlloop.web import parsed, refusal, whole_number
 
 REMEMBERED = 1024  # completions in the answers that are kept for those who ask again
 WAITING = 64  # calls that may wait for weights; a client has as many connections
@@ -87,15 +90,15 @@ class EngineServer:
         name: str,
         region: str = "",
         model: str = "rlloop",
-        tokenizer: openai_api.Tokenizer | None = None,
+        tokenizer: Tokenizer | None = None,
+        logprobs_mode: LogprobsMode = "processed_logprobs",
         follower: Follower | None = None,
         lifespan: Callable[[EngineServer], AbstractAsyncContextManager[None]] | None = None,
         beside: Sequence[BaseRoute] = (),
     ) -> None:
-        """`model`: the name that OpenAI's clients ask for. `lifespan` is entered while the server runs. `beside`: more
-        routes."""
-        self.service, self.name, self.region, self.model = service, name, region, model
-        self.tokenizer, self.follower = tokenizer, follower
+        """`model`: the name that OpenAI's clients ask for; `logprobs_mode`: which logprobs they get where they do not
+        say, those sampled with or the raw ones. `lifespan` is entered while the server runs. `beside`: more routes."""
+        self.service, self.name, self.region, self.follower = service, name, region, follower
         self.boot = secrets.token_hex(8)
         self._fingerprint = service.fingerprint()
         self._lease = wire.Lease("", 0)
@@ -116,8 +119,7 @@ class EngineServer:
 
         self.app = Starlette(
             routes=[
-                Route("/v1/completions", self._complete, methods=["POST"]),
-                Route("/v1/models", self._models),
+                *OpenAiRoutes(service, Served(model, tokenizer, service.longest, logprobs_mode)).routes,
                 Route("/rlloop/generate", self._generate, methods=["POST"]),
                 Route("/rlloop/requests/{key}", self._forget, methods=["DELETE"]),
                 Route("/rlloop/lease", self._take_lease, methods=["POST"]),
@@ -131,32 +133,17 @@ class EngineServer:
                 *beside,
             ],
             exception_handlers={
-                ConfigError: lambda _, error: refusal(400, "bad_request", str(error)),
+                ConfigError: _bad_request,
                 Busy: lambda _, error: refusal(429, "busy", str(error)),
                 VersionUnavailable: self._unavailable,
                 RlloopError: lambda _, error: refusal(500, "engine_failed", str(error)),
+                HTTPException: _refused,
+                Exception: lambda _, error: refusal(500, "engine_failed", f"{type(error).__name__}: {error}"),
             },
             lifespan=run,
         )
 
     # ---------------------------------------------------------------------------------------------- completions
-
-    async def _complete(self, request: Request) -> Response:
-        body = await request.body()
-        ask, prompts, sampling = await run_in_threadpool(openai_api.parse, body, self.tokenizer)  # text may be long
-        if ask.model != self.model:
-            return refusal(404, "model_not_found", f"model {ask.model!r} is not served here; {self.model!r} is")
-        lowest = ask.min_version if ask.policy_version is None else ask.policy_version
-        future = self.service.submit(prompts, sampling, lowest, ask.policy_version)
-        completions = await self._wait(request, future)
-        if completions is None:
-            return Response(status_code=499)
-        id = f"cmpl-{secrets.token_hex(12)}"
-        if ask.stream:
-            events = openai_api.respond_in_events(id, ask, completions, self.tokenizer)
-            return StreamingResponse(events, media_type="text/event-stream")
-        content = await run_in_threadpool(openai_api.respond, id, ask, completions, self.tokenizer)
-        return Response(content, media_type="application/json")
 
     async def _generate(self, request: Request) -> Response:
         body = await request.body()
@@ -176,9 +163,9 @@ class EngineServer:
                 future = self.service.submit(ask.prompts, each, ask.lowest, ask.highest)
                 self._remembered[key] = (digest, future)
                 self._forget_oldest()
-        completions = await self._wait(request, future, keep=key is not None)
+        completions = await outcome(self.service, request, future, keep=key is not None)
         if completions is None:
-            return Response(status_code=499)
+            return Response(status_code=LEFT)
         answer = wire.Answer([wire.pack(made) for made in completions], self.boot)
         return Response(await run_in_threadpool(msgspec.msgpack.encode, answer), media_type=wire.CONTENT_TYPE)
 
@@ -190,31 +177,12 @@ class EngineServer:
                 if room < 0:
                     del self._remembered[key]
 
-    async def _wait(
-        self, request: Request, future: Future[list[Completion]], keep: bool = False
-    ) -> list[Completion] | None:
-        """None where the client left; what it waited for is dropped then, unless it may come back for it (`keep`)."""
-        made = asyncio.wrap_future(future)
-        left = asyncio.create_task(gone(request))
-        await asyncio.wait({made, left}, return_when=asyncio.FIRST_COMPLETED)
-        if made.done():
-            left.cancel()
-            return made.result()
-        made.add_done_callback(lambda late: late.cancelled() or late.exception())  # seen, though nobody waits
-        if not keep:
-            self.service.cancel(future)
-        return None
-
     async def _forget(self, request: Request) -> Response:
         known = self._remembered.pop(request.path_params["key"], None)
         if known is None:
             return refusal(404, "unknown_key", "no request has this idempotency key")
         self.service.cancel(known[1])
         return JSONResponse({})
-
-    async def _models(self, request: Request) -> Response:
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "rlloop"}
-        return JSONResponse({"object": "list", "data": [model]})
 
     # ---------------------------------------------------------------------------------------------- fencing
 
@@ -344,33 +312,24 @@ class EngineServer:
         ]
 
 
+def _bad_request(request: Request, error: Exception) -> Response:
+    code, param = (error.code, error.param) if isinstance(error, BadField) else ("bad_request", None)
+    return refusal(400, code, str(error), param=param)
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    """Of the routing: no such path, or not by this method; and of the guard in front, a body that is too large."""
+    assert isinstance(error, HTTPException)
+    codes = {404: "not_found", 405: "method_not_allowed", 408: "stalled", 413: "too_large"}
+    text = f"{request.method} {request.scope['path']}: {error.detail}"
+    answer = refusal(error.status_code, codes.get(error.status_code, "bad_request"), text)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
 class _Numbers(Collector):
     def __init__(self, server: EngineServer) -> None:
         self._server = server
 
     def collect(self) -> Any:
         return self._server.metrics()
-
-
-def tokenizer_of(folder: Any) -> openai_api.Tokenizer | None:
-    """A model folder's own tokenizer; None where it has none."""
-    from rlloop.chat import TOKENIZER_FILES, ChatTokenizer
-
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    return _Text(ChatTokenizer(folder, template="raw"))
-
-
-class _Text:
-    """For many threads: a tokenizer sets itself up anew in `encode`, and nobody else may use it then."""
-
-    def __init__(self, chat: Any) -> None:
-        self._tokenizer, self._lock = chat.tokenizer, threading.Lock()
-
-    def encode(self, text: str) -> list[int]:
-        with self._lock:
-            return self._tokenizer.encode(text)
-
-    def decode(self, token_ids: list[int]) -> str:
-        with self._lock:
-            return self._tokenizer.decode(token_ids)

@@ -15,7 +15,8 @@ from rlloop.models.routes import Routes
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.rollout.engine import Engine
 from rlloop.rollout.graphs import packed
-from rlloop.types import Completion, SamplingParams
+from rlloop.rollout.service import EngineService
+from rlloop.types import Completion, Part, PromptScores, SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.parity.models import tiny_qwen3
 from tests.parity.test_engine_bits import VOCABULARY, bits, traffic
@@ -125,3 +126,59 @@ def test_choices_of_experts_come_with_a_request_that_ended_meanwhile(tmp_path):
         assert a.routed_experts is not None
         assert b.routed_experts is not None
         assert a.routed_experts.tobytes() == b.routed_experts.tobytes()
+
+
+@pytest.mark.parametrize("top", [0, 4])
+def test_what_is_made_so_far_has_nothing_of_the_step_in_flight(model, plain, top):
+    engine, ahead = overlapping(model), 0
+    prompts, sampling = traffic(48)
+    ids = [engine.add_request(*each, top_logprobs=top) for each in zip(prompts, sampling, strict=True)]
+    told: dict[int, list[Part]] = {id: [] for id in ids}
+    made: dict[int, Completion] = {}
+    while engine.has_work:
+        made.update(engine.step())
+        ahead += engine._flight is not None
+        for id in ids:
+            told[id].append(engine.so_far(id, sum(len(part.token_ids) for part in told[id])))
+            assert len(told[id][-1].token_ids) <= 1
+    assert ahead > 10
+    for id, whole in zip(ids, plain, strict=True):
+        rest = made[id].part(sum(len(part.token_ids) for part in told[id]))
+        parts = [part for part in [*told[id], rest] if part.token_ids]
+        assert len(rest.token_ids) <= 1
+        assert bits(made[id]) == bits(whole)
+        assert [token for part in parts for token in part.token_ids] == whole.token_ids
+        assert np.concatenate([part.logprobs for part in parts]).tobytes() == whole.logprobs.tobytes()
+        beside = made[id].alternatives
+        if not top:
+            assert beside is None
+            continue
+        assert beside is not None
+        assert beside.token_ids.shape == (len(whole.token_ids), top)
+        place, column = np.nonzero(beside.token_ids == np.array(whole.token_ids)[:, None])
+        assert beside.logprobs[place, column].tobytes() == whole.logprobs[place].tobytes()
+        told_beside = [part.alternatives.token_ids for part in parts if part.alternatives is not None]
+        assert np.concatenate(told_beside).tobytes() == beside.token_ids.tobytes()
+
+
+def test_a_listener_ends_requests_while_a_step_is_in_flight(model, plain):
+    class Ear:
+        def scored(self, index: int, scores: PromptScores) -> None: ...
+
+        def made(self, index: int, part: Part) -> int | None:
+            counts[index] = counts.get(index, 0) + len(part.token_ids)
+            return 1 + index % 7 if counts[index] > index % 7 else None  # when one ends, others get two at once
+
+        def finished(self, index: int, completion: Completion) -> None: ...
+
+    counts: dict[int, int] = {}
+    service = EngineService(overlapping(model))
+    made = service.submit(*traffic(48), listener=Ear()).result(120)
+    service.close()
+    for index, (part, whole) in enumerate(zip(made, plain, strict=True)):
+        count = len(part.token_ids)
+        assert count <= 1 + index % 7
+        assert part.token_ids == whole.token_ids[:count]
+        assert part.logprobs.tobytes() == whole.logprobs[:count].tobytes()
+        assert part.finish_reason == ("stop" if count < len(whole.token_ids) else part.finish_reason)
+    assert sum(len(part.token_ids) < len(whole.token_ids) for part, whole in zip(made, plain, strict=True)) > 20

@@ -18,7 +18,7 @@ from rlloop.rollout.service import EngineService
 from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.rollout.vllm.stock import StockVllmEngine
 from rlloop.testing import plant_fault
-from rlloop.types import Completion
+from rlloop.types import Completion, Part, PromptScores
 from tests.checkpoints import EVERY, RECURRENT, make_checkpoint
 from tests.parity.models import tiny_qwen3
 
@@ -276,6 +276,43 @@ def test_behind_a_service_thread(model, engine):
         assert service.submit(prompts[:1], sampling[:1], 77, 77).result(60)[0].policy_version == 77
     finally:
         service.close()
+
+
+def test_it_tells_of_tokens_as_they_are_made(model, engine):
+    prompts, sampling = traffic(10)
+    expected = Engine(model).generate(prompts, sampling)
+    heard: dict[int, list[Part]] = {}
+
+    class Ear:
+        def scored(self, index: int, scores: PromptScores) -> None:
+            found = token_logprobs(model, [(prompts[index][:1], prompts[index][1:])])[0]
+            assert scores.logprobs.tobytes() == found.detach().numpy().tobytes()
+
+        def made(self, index: int, part: Part) -> int | None:
+            heard.setdefault(index, []).append(part)
+            return 3 if index == 4 and sum(len(each.token_ids) for each in heard[index]) >= 3 else None
+
+        def finished(self, index: int, completion: Completion) -> None: ...
+
+    service = EngineService(engine)
+    try:
+        made = service.submit(prompts, sampling, listener=Ear(), score=0).result(60)
+        with pytest.raises(ConfigError, match="drawn one's logprob alone"):
+            service.submit(prompts, sampling, top=2).result(60)
+    finally:
+        service.close()
+    assert made[4].token_ids == expected[4].token_ids[:3]
+    for index, (here, there) in enumerate(zip(made, expected, strict=True)):
+        count = len(here.token_ids)
+        assert here.token_ids == there.token_ids[:count]
+        assert here.raw_logprobs.tobytes() == there.raw_logprobs[:count].tobytes()
+        told = [token for part in heard.get(index, []) for token in part.token_ids]
+        assert told == there.token_ids[: len(told)]
+        assert len(told) >= count - 1
+        assert b"".join(part.raw_logprobs.tobytes() for part in heard.get(index, [])) == (
+            there.raw_logprobs[: len(told)].tobytes()
+        )
+        assert len(heard.get(index, [])) >= len(told) / 3, "they came together"
 
 
 def test_a_server_refuses_what_the_trainer_does_not_know():

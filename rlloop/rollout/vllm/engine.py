@@ -20,12 +20,13 @@ import numpy as np
 import torch
 
 from rlloop.errors import ConfigError, RunError
+from rlloop.models.scoring import score_prompt
 from rlloop.rollout.checks import check_request, drawn_seed, one_for_each
 from rlloop.rollout.choices import Choices
 from rlloop.rollout.scheduler import EngineStats
 from rlloop.rollout.vllm import plugin, versions
-from rlloop.rollout.vllm.requests import check_sampling, raw_of_stock, vllm_params
-from rlloop.types import Completion, FinishReason, SamplingParams, stop_ids
+from rlloop.rollout.vllm.requests import check_alone, check_sampling, raw_of_stock, vllm_params
+from rlloop.types import NOTHING, Completion, FinishReason, Part, PromptScores, SamplingParams, stop_ids
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
@@ -168,10 +169,22 @@ class VllmEngine:
 
     # ---------------------------------------------------------------------------------------------- step by step
 
-    def add_request(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
         """Queue one prompt; returns the id under which `step` will hand out its completion."""
+        check_alone(top_logprobs)
         self._check(prompt_ids, sampling)
         return self._add(prompt_ids, sampling)
+
+    def so_far(self, request_id: int, begin: int = 0) -> Part:
+        """What a request in flight has made, from its `begin`-th token on."""
+        request = self._requests.get(str(request_id))
+        return NOTHING if request is None else Part(request.token_ids[begin:], *self._logprobs(request, begin))
+
+    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
+        """As `rlloop.Engine.score`: the trainer's forward, beside vLLM."""
+        if not self.raw_column:
+            raise ConfigError("scores of a prompt would be the trainer's, not vLLM's; use the engine vllm or embedded")
+        return score_prompt(self.model, prompt_ids, top_logprobs)
 
     @property
     def has_work(self) -> bool:
@@ -259,6 +272,11 @@ class VllmEngine:
         self._llm.collective_rpc("restore_caches")
         self._asleep = self._live.asleep = False
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its completion may have together."""
+        return min(self.model.max_positions, self._room + 1)
+
     def stats(self) -> EngineStats:
         """Counts since the engine was made, of what it finished; vLLM does not tell how often it preempted."""
         return dataclasses.replace(self._stats)
@@ -329,14 +347,13 @@ class VllmEngine:
         self, request: _Request, reason: str, experts: np.ndarray | None, selected: np.ndarray | None
     ) -> tuple[int, Completion]:
         del self._requests[str(request.id)]
-        logprobs = np.frombuffer(request.logprobs, np.float32).reshape(len(request.token_ids), 1 + self.raw_column)
-        raw = logprobs[:, -1].copy() if self.raw_column else raw_of_stock(request.sampling, logprobs[:, 0])
+        logprobs, raw = self._logprobs(request, 0)
         self._count(len(request.prompt_ids), len(request.token_ids), request.cached)
         reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
         return request.id, Completion(
             prompt_ids=request.prompt_ids,
             token_ids=request.token_ids,
-            logprobs=logprobs[:, 0].copy(),
+            logprobs=logprobs,
             raw_logprobs=raw,
             policy_version=self.policy_version,
             finish_reason=reasons.get(reason, "abort"),
@@ -344,6 +361,12 @@ class VllmEngine:
             routed_experts=experts,
             selected=selected,
         )
+
+    def _logprobs(self, request: _Request, begin: int) -> tuple[np.ndarray, np.ndarray]:
+        """Those sampled with and the raw ones, from the `begin`-th token on."""
+        columns = 1 + self.raw_column
+        made = np.frombuffer(request.logprobs[4 * columns * begin :], np.float32).reshape(-1, columns).T.copy()
+        return made[0], made[1] if self.raw_column else raw_of_stock(request.sampling, made[0])
 
     def _count(self, prompt: int, made: int, cached: int) -> None:
         stats = self._stats

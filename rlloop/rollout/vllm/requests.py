@@ -28,6 +28,15 @@ def check_sampling(sampling: SamplingParams, stock: bool) -> None:
         )
 
 
+def check_alone(top_logprobs: int) -> None:
+    """Raises `ConfigError` where tokens beside the drawn one are asked for."""
+    if top_logprobs:
+        raise ConfigError(
+            f"{top_logprobs} likeliest tokens were asked for, and an engine around vLLM gives the drawn one's logprob "
+            "alone: ask for none (logprobs=0, top_logprobs=0), or serve the embedded engine"
+        )
+
+
 def vllm_params(
     sampling: SamplingParams, stop_ids: tuple[int, ...], *, raw: bool, columns: int, name: str | None = None
 ) -> dict[str, Any]:

@@ -30,12 +30,12 @@ from rlloop.rollout.follower import Source
 from rlloop.rollout.remote import MAX_ANSWER, LoopThread
 from rlloop.rollout.scheduler import EngineStats
 from rlloop.rollout.service import EngineService, PauseMode, VersionUnavailable
-from rlloop.rollout.vllm.requests import RAW_ID, check_sampling, raw_of_stock, vllm_params
+from rlloop.rollout.vllm.requests import RAW_ID, check_alone, check_sampling, raw_of_stock, vllm_params
 from rlloop.rollout.vllm.standing import Chosen, Facts, Standing
 from rlloop.rollout.wire import Array, unpack_array
 from rlloop.sync.replica import State
 from rlloop.sync.target import TORN
-from rlloop.types import Completion, SamplingParams, stop_ids
+from rlloop.types import NOTHING, Completion, Part, PromptScores, SamplingParams, stop_ids
 
 T = TypeVar("T")
 TICK = 0.01  # seconds that a step waits for vLLM, while other requests may come in
@@ -166,7 +166,21 @@ class ServedEngine:
     def has_work(self) -> bool:
         return bool(self._running)
 
-    def add_request(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
+    @property
+    def longest(self) -> int:
+        return self.facts.positions
+
+    def so_far(self, request_id: int, begin: int = 0) -> Part:
+        """Nothing: vLLM is asked for whole completions."""
+        return NOTHING
+
+    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
+        raise ConfigError(
+            "vLLM's server scores no prompts for rlloop (echo with logprobs, prompt_logprobs); leave it out"
+        )
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
+        check_alone(top_logprobs)
         facts = self.facts
         check_request(prompt_ids, sampling, facts.vocabulary, facts.positions, facts.positions, facts.eos_token_ids)
         check_sampling(sampling, facts.stock)

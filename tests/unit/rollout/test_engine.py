@@ -12,7 +12,7 @@ import torch
 from rlloop.errors import ConfigError
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.rollout.engine import Engine
-from rlloop.types import Completion, SamplingParams
+from rlloop.types import Alternatives, Completion, Part, SamplingParams
 from tests.unit.rollout.latent_model import VOCABULARY, LatentModel
 
 EOS = LatentModel.eos_token_ids[0]
@@ -281,3 +281,37 @@ def test_nothing_to_do_is_no_work(model):
     engine = Engine(model)
     assert engine.generate([], longest()) == []
     assert engine.step() == []
+
+
+def test_what_is_made_so_far_and_the_likeliest_beside_it_survive_chunks_and_preemption(model):
+    sampling = [longest(seed=seed, temperature=0.7, top_k=9) for seed in range(len(PROMPTS))]
+    alone = Engine(model).generate(PROMPTS, sampling)
+    engine = Engine(model, page_size=4, max_batch_tokens=8, max_cache_tokens=64)
+    ids = [engine.add_request(prompt, params, top_logprobs=5) for prompt, params in zip(PROMPTS, sampling, strict=True)]
+    told: dict[int, list[Part]] = {id: [] for id in ids}
+    done: dict[int, Completion] = {}
+    while engine.has_work:
+        done.update(engine.step())
+        for id in ids:
+            told[id].append(engine.so_far(id, sum(len(part.token_ids) for part in told[id])))
+    assert engine.stats().preemptions > 0
+    for id, expected in zip(ids, alone, strict=True):
+        made, parts = done[id], [*told[id], done[id].part(sum(len(part.token_ids) for part in told[id]))]
+        assert same(made, expected)
+        assert [token for part in parts for token in part.token_ids] == made.token_ids
+        assert max(len(part.token_ids) for part in parts) == 1
+        for name in ("logprobs", "raw_logprobs"):
+            assert np.concatenate([getattr(part, name) for part in parts]).tobytes() == getattr(made, name).tobytes()
+        beside = made.alternatives
+        assert beside is not None
+        assert beside.token_ids.shape == beside.logprobs.shape == (24, 5)
+        assert (np.diff(beside.raw_logprobs, axis=1) <= 0).all()
+        told_beside = Alternatives.joined([part.alternatives for part in parts if part.alternatives is not None])
+        assert told_beside is not None
+        assert told_beside.logprobs.tobytes() == beside.logprobs.tobytes()
+        place, column = np.nonzero(beside.token_ids == np.array(made.token_ids)[:, None])
+        assert len(place) > 5
+        for name in ("logprobs", "raw_logprobs"):
+            drawn = getattr(made, name)[place]
+            assert getattr(beside, name)[place, column].tobytes() == drawn.tobytes()
+    assert engine.so_far(ids[0]).token_ids == []

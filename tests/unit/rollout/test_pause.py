@@ -181,10 +181,10 @@ class Broken:
     def __getattr__(self, name):
         return getattr(self.engine, name)
 
-    def add_request(self, prompt_ids, sampling):
+    def add_request(self, prompt_ids, sampling, **more):
         if prompt_ids == [1]:
             raise TypeError("odd")
-        return self.engine.add_request(prompt_ids, sampling)
+        return self.engine.add_request(prompt_ids, sampling, **more)
 
     def abort(self, request_id):
         raise RuntimeError("its core is gone")

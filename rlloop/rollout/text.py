@@ -1,0 +1,149 @@
+"""Text of token ids as they come: never half a character, and no further than a stop string."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlloop.chat import TOKENIZER_FILES, ChatTokenizer, Message
+
+HALF = "\ufffd"  # what tokenizers write for bytes that are no character, or none yet
+PATIENCE = 16  # tokens after which such bytes are taken for what they are
+Decode = Callable[[list[int]], str]
+
+
+class Tokenizer(Protocol):
+    """For many threads. What a server needs of a model folder's tokenizer."""
+
+    @property
+    def has_template(self) -> bool: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str: ...
+
+    def render(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
+        """The chat template's text, up to where the assistant begins. Raises `ConfigError`."""
+        ...
+
+
+class FolderTokenizer:
+    """A tokenizer sets itself up anew in `encode`, and nobody else may use it then; for `decode` there is another."""
+
+    def __init__(self, folder: Path) -> None:
+        self._chat = ChatTokenizer(folder)
+        self._tokenizer, self._lock = self._chat.tokenizer, threading.Lock()
+        self._decoder: Any = copy.deepcopy(self._tokenizer)
+        self.has_template = self._chat.is_chat
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        with self._lock:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        return self._decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def render(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
+        with self._lock:
+            return self._chat.render(messages, arguments)
+
+
+def tokenizer_of(folder: Path) -> Tokenizer | None:
+    """A model folder's own tokenizer; None where it has none."""
+    return FolderTokenizer(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+
+
+class Detokenizer:
+    """What each token adds to the text of those before it, so that all of it together is `decode` of all ids.
+
+    A window of the last tokens is decoded, since what a token looks like depends on its neighbours. `context`: tokens
+    that come before, whose text is not repeated.
+    """
+
+    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._window = list(context)  # what was written last, then what is not written yet
+        self._old = len(self._window)  # how many tokens of it are written
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        text, written = self._decode([*self._window, *token_ids]), self._written()
+        if text == written:
+            return ""  # nor will they: special tokens that are left out
+        self._window += token_ids
+        if text.endswith(HALF) and len(self._window) - self._old < PATIENCE:
+            return ""
+        return self._move(text, written)
+
+    def end(self) -> str:
+        """What is left when nothing follows."""
+        return self._move(self._decode(self._window), self._written()) if len(self._window) > self._old else ""
+
+    def _written(self) -> str:
+        return self._decode(self._window[: self._old]) if self._old else ""
+
+    def _move(self, text: str, written: str) -> str:
+        self._window = self._window[self._old :]
+        self._old = len(self._window)
+        return text[len(written) :]
+
+
+class Writer:
+    """The text of one choice as far as it is certain: a stop string, and what may become one, is held back.
+
+    A stop ends the choice with the token by which the text has it, be it in the midst of the token, so tokens and text
+    end together; of two, the one that is complete first. `least`: tokens before which none is looked for.
+    """
+
+    def __init__(
+        self, decode: Decode, stops: Sequence[str] = (), *, keep_stop: bool = False, least: int = 0,
+        context: Sequence[int] = (), by_token: bool = False,
+    ) -> None:  # fmt: skip
+        """`keep_stop`: the text ends with the stop, not before it. `by_token`: fill `offsets`."""
+        self._stops, self._keep_stop, self._least = stops, keep_stop, least
+        self._by_token = by_token or bool(stops)
+        self._detokenizer = Detokenizer(decode, context)
+        self._held = ""
+        self.length = 0  # characters, with those that are held back
+        self.count = 0  # tokens taken
+        self.stop: str | None = None  # that ended it
+        self.offsets: list[int] = []  # [count] where in the text each token begins
+
+    def write(self, token_ids: Sequence[int]) -> str:
+        if not self._by_token:
+            self.count += len(token_ids)
+            return self._detokenizer.feed(token_ids)
+        pieces = []
+        for id in token_ids:
+            if self.stop is not None:
+                break
+            self.count += 1
+            self.offsets.append(self.length)
+            pieces.append(self._release(self._detokenizer.feed([id])))
+        return "".join(pieces)
+
+    def end(self) -> str:
+        """What was held back."""
+        if self.stop is not None:
+            return ""
+        rest, self._held = self._held + self._detokenizer.end(), ""
+        return rest
+
+    def _release(self, piece: str) -> str:
+        self.length += len(piece)
+        if not self._stops:
+            return piece
+        text, old = self._held + piece, len(self._held)
+        ends = []
+        for stop in self._stops if self.count >= self._least else ():
+            if (at := text.find(stop, max(0, old - len(stop) + 1))) >= 0:
+                ends.append((at + len(stop), at, stop))
+        if ends:
+            end, at, self.stop = min(ends)
+            return text[: end if self._keep_stop else at]
+        most = min(len(text), max(map(len, self._stops)) - 1)
+        held = next((n for n in range(most, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
