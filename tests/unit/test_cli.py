@@ -92,8 +92,8 @@ def test_a_run_leaves_its_folder_a_picture_and_a_summary(rlloop, tmp_path):
     for part in ("finished at step 3", "pass@1, held-out", "at most 0 in any step", "curve.png"):
         assert part in said
     assert {path.name for path in run.iterdir()} == {
-        ".lock", "config.yaml", "metrics.jsonl", "parity.jsonl", "rollouts", "checkpoints", "fingerprints.json", "reward.json",
-        "summary.json", "curve.png", "run.log",
+        ".lock", "config.yaml", "metrics.jsonl", "parity.jsonl", "rollouts", "checkpoints", "fingerprints.json",
+        "reward.json", "summary.json", "curve.png", "run.log",
     }  # fmt: skip
     assert {path.name for path in tmp_path.iterdir()} == {"recipes", "out"}  # no folder of Hydra's
 

@@ -443,7 +443,7 @@ def test_the_server_may_be_told_to_give_raw_logprobs(running):
 
 TAKEN: dict[str, Any] = {
     **{name: values[0] for name, values in IDLE.items()},
-    **dict.fromkeys(IGNORED, "some text"),
+    **dict.fromkeys(sorted(IGNORED), "some text"),
     "top_k": -1, "min_p": 0.0, "best_of": 1, "ignore_eos": False, "stop_token_ids": [], "min_tokens": 0, "stop": [],
     "include_stop_str_in_output": False, "add_special_tokens": True, "return_tokens_as_token_ids": True,
 }  # fmt: skip
