@@ -93,7 +93,7 @@ def test_a_run_leaves_its_folder_a_picture_and_a_summary(rlloop, tmp_path):
         assert part in said
     assert {path.name for path in run.iterdir()} == {
         ".lock", "config.yaml", "metrics.jsonl", "parity.jsonl", "rollouts", "checkpoints", "fingerprints.json",
-        "summary.json", "curve.png", "run.log",
+        "reward.json", "summary.json", "curve.png", "run.log",
     }  # fmt: skip
     assert {path.name for path in tmp_path.iterdir()} == {"recipes", "out"}  # no folder of Hydra's
 
