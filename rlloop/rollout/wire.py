@@ -168,7 +168,9 @@ def _unpack(prompt: list[int], params: SamplingParams, made: Made, ask: Ask, voc
         )
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
         raise BadAnswer(f"tokens {tokens.min()} to {tokens.max()}, of a vocabulary of {vocabulary}")
-    if not (logprobs <= LARGEST).all() or not (raw <= LARGEST).all():
+    if not (logprobs <= LARGEST).all() or not (
+        (raw <= LARGEST).all() or np.isnan(raw).all()
+    ):  # it may tell no raw ones
         raise BadAnswer("a logprob is above 0, or no number")
     read = len(prompt) + len(tokens) - 1 if made.finish_reason in WHOLE else None
     return Completion(

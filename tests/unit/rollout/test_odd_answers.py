@@ -192,6 +192,7 @@ BAD: dict[str, Reply] = {  # nothing that an engine in order answers: it is quar
     "fewer logprobs": changed(logprobs=floats(-1)),
     "more raw logprobs": changed(raw_logprobs=lambda content: content * 2),
     "a logprob that is no number": changed(logprobs=floats(-1, -1, np.nan, -1)),
+    "a raw logprob that is no number": changed(raw_logprobs=floats(-1, -1, np.nan, -1)),
     "a logprob above 0": changed(logprobs=floats(-1, -1, 2, -1)),
     "an infinite raw logprob": changed(raw_logprobs=floats(-1, -1, np.inf, -1)),
     "choices of objects": changed(routed_experts=[[6], "|O", b"x" * 48]),
@@ -356,6 +357,14 @@ def test_an_aborted_canary_keeps_an_engine_out_until_it_is_whole(expected):
         until(lambda: len(events.of("serving")) == 2)
         assert events.of("quarantined") == []
     odd.close()
+
+
+def test_an_engine_may_tell_no_raw_logprobs(expected):
+    """vLLM gives one of the two kinds."""
+    made = [dataclasses.replace(each, raw_logprobs=np.full(4, np.nan, np.float32)) for each in expected[:8]]
+    answer = wire.Answer([wire.pack(each) for each in made], "b")
+    back = wire.unpack(wire.Ask(PROMPTS, SAMPLING), answer, VOCABULARY)
+    check(back, made)
 
 
 def test_a_single_engine_over_http_calls_nonsense_by_its_name(expected):
