@@ -28,7 +28,7 @@ import zstandard
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from results_schema import Figure, report
 
-from rlloop.delta import Sizes, compare, describe, version_bytes
+from rlloop.cli.delta_size import Sizes, compare, describe, version_bytes
 from rlloop.models import new_model, save_model
 from rlloop.sync import codec
 from rlloop.sync.bits import Bits

@@ -22,8 +22,8 @@ from torch import Tensor
 from rlloop.models import Model, new_model
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import NumericsProfile
-from rlloop.parity.replay import pack_experts
 from rlloop.rollout import Engine
+from rlloop.runs.packed_experts import pack_experts
 from rlloop.types import SamplingParams
 
 TOKENS = (1, 16, 128, 1024)

@@ -18,9 +18,9 @@ from typing import Any
 
 from results_schema import Figure, report
 
-from rlloop.cli import main as rlloop
+from rlloop.cli.main import main as rlloop
 from rlloop.models import new_model, save_model
-from rlloop.records import read_records
+from rlloop.runs.folder import read_records
 
 SIZES = {
     "vocab_size": 160, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -46,9 +46,9 @@ def overhead(records: list[dict[str, Any]]) -> float:
 
 def seconds_to_first_token(root: Path) -> float:
     """From before `ray.init` to a sampled token: Ray, the placement group, two actors, their models, weights."""
-    from rlloop.compose import build, compose_recipe
-    from rlloop.launch import prepare, ray_parts
-    from rlloop.records import RunFolder
+    from rlloop.launch.compose import build, compose_recipe
+    from rlloop.launch.run import prepare, ray_parts
+    from rlloop.runs.folder import RunFolder
     from rlloop.types import SamplingParams
 
     config = build(compose_recipe("countdown", ["launch=ray", "ray.replicas=1", f"run.dir={root}"]))

@@ -39,7 +39,7 @@ from benchmarks.results_schema import Figure, device_name, report, versions  # n
 from rlloop.audit import Extent, verify  # noqa: E402
 from rlloop.metrics import is_timing  # noqa: E402
 from rlloop.parity.certificate import comparison_of  # noqa: E402
-from rlloop.records import read_records, read_rollouts, rollout_files  # noqa: E402
+from rlloop.runs.folder import read_records, read_rollouts, rollout_files  # noqa: E402
 from rlloop.sync.manifest import Head, new_key  # noqa: E402
 
 TRAINER, RELAY, ENGINE = 7000, 7001, 7002  # ports
@@ -335,8 +335,8 @@ def record(found: dict[int, dict[str, Any]]) -> None:
 
 def model_folder(settings: list[str]) -> Path:
     """Where the recipe's own model lies: engines start from the same folder."""
-    from rlloop.compose import build, compose_recipe
-    from rlloop.launch import prepare
+    from rlloop.launch.compose import build, compose_recipe
+    from rlloop.launch.run import prepare
 
     prepared = prepare(build(compose_recipe("countdown", settings[3:])))
     prepared.scorer.close()

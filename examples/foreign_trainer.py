@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
-from rlloop.rollout.wire import Answer, Ask, unpack
+from rlloop.rollout.fleet.wire import Answer, Ask, unpack
 from rlloop.types import Completion, SamplingParams
 
 PROMPTS, GROUP, TOKENS = 8, 8, 16

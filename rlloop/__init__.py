@@ -13,6 +13,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 # Read when torch loads OpenMP. Idle threads that spin instead of sleeping make every kernel wait, many times over,
@@ -68,3 +72,35 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# Documented modules by their former names, so that users' recipes, rewards and environments go on working.
+_FORMER = {
+    "rlloop.batches": "rlloop.loop.step_data",
+    "rlloop.environments": "rlloop.loop.environments",
+    "rlloop.plots": "rlloop.runs.plots",
+    "rlloop.records": "rlloop.runs.folder",
+    "rlloop.rollout.remote": "rlloop.rollout.fleet.client",
+    "rlloop.rollout.wire": "rlloop.rollout.fleet.wire",
+    "rlloop.rollout.vllm.following": "rlloop.rollout.vllm.worker_replica",
+    "rlloop.targets": "rlloop.config.instantiate",
+    "rlloop.verify": "rlloop.audit",
+}
+
+
+class _FormerNames(MetaPathFinder, Loader):
+    """Imports a former name as the module that it names now: the same object."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in _FORMER else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(_FORMER[spec.name])
+        self._spec = module.__spec__  # the import system writes the other one over it
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+sys.meta_path.append(_FormerNames())

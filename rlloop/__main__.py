@@ -2,6 +2,6 @@
 
 import sys
 
-from rlloop.cli import main
+from rlloop.cli.main import main
 
 sys.exit(main())

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlloop.loop import Parts
+from rlloop.loop.loop import Parts
 from rlloop.metrics import Mean, Reduction
 from rlloop.parity.asked import Vocabulary
 from rlloop.types import Completion, Example, Recomputed, RewardResult, Sample, SamplingParams
@@ -48,9 +48,9 @@ def plant_fault(engine: Engine | VllmEngine, op: str) -> None:
 def planted_fault(op: str) -> Iterator[None]:
     """Every engine that `rlloop train` builds in this process while the context lasts has `plant_fault(engine, op)`.
 
-    Example: `with planted_fault("linear"): assert rlloop.cli.main(["train", ...]) == 3`.
+    Example: `with planted_fault("linear"): assert rlloop.cli.main.main(["train", ...]) == 3`.
     """
-    from rlloop import launch
+    from rlloop.launch import run as launch
 
     make_engine = launch.make_engine
 

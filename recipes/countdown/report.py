@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from rlloop.config.instantiate import resolve
 from rlloop.errors import RlloopError, RunError
-from rlloop.plots import COLOURS, LINTHRESH
-from rlloop.records import read_config, read_records, require_run
-from rlloop.targets import resolve
+from rlloop.runs.folder import read_config, read_records, require_run
+from rlloop.runs.plots import COLOURS, LINTHRESH
 
 from .data import random_baseline
 from .task import Countdown

@@ -12,9 +12,9 @@ from typing import Any, cast
 import numpy as np
 
 from rlloop.chat import ChatTokenizer, Template
-from rlloop.environments import Environment, Message
+from rlloop.config.instantiate import locate
 from rlloop.errors import ConfigError
-from rlloop.targets import locate
+from rlloop.loop.environments import Environment, Message
 from rlloop.types import Example
 
 from .data import DataSection, Row, Rows, is_messages, read_rows, row_id
@@ -55,8 +55,8 @@ class Custom:
     ) -> None:
         """`max_tokens` of a completion and `max_sequence_tokens` of it and its prompt are the run's; prompts must fit.
 
-        `environment`: `_target_`, called with the example and its other keys, makes a `rlloop.environments.Environment`
-        a conversation; None or empty: single completions.
+        `environment`: `_target_`, called with the example and its other keys, makes a conversation
+        (`rlloop.loop.environments.Environment`); None or empty: single completions.
 
         Raises `ConfigError`.
         """

@@ -11,8 +11,8 @@ import numpy as np
 
 from rlloop.cache import cache_root
 from rlloop.chat import ChatTokenizer
-from rlloop.environments import Message, Reply
 from rlloop.errors import ConfigError
+from rlloop.loop.environments import Message, Reply
 from rlloop.types import Example
 
 from ..custom.tiny import write_tiny

@@ -17,7 +17,7 @@ from rlloop.algorithms.batch import Loss
 from rlloop.algorithms.corrections import CORRECTIONS, WEIGHING, Correction, corrected, measured, possible
 from rlloop.algorithms.losses import LOSSES
 from rlloop.algorithms.shaping import groups_with_signal, overlong_penalty
-from rlloop.config import AlgorithmConfig, Anchor
+from rlloop.config.run import AlgorithmConfig, Anchor
 from rlloop.errors import ConfigError
 
 StepAdvantages = Callable[

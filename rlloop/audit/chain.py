@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from rlloop.audit.history import UNREADABLE, Check, History, Signature
 from rlloop.parity.certificate import content_digest, find_breaks
 from rlloop.parity.witness import is_signed
-from rlloop.records import SIGNATURES, as_json_file, summarize
+from rlloop.runs.folder import SIGNATURES, as_json_file, summarize
 from rlloop.trainer.checkpoint import MANIFEST, CheckpointStore, find_damage, manifest_digest, manifest_of
 
 LEDGER = ("sampled", "accepted", "rejected", "dropped", "trained")

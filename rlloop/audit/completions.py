@@ -13,12 +13,12 @@ import numpy as np
 from rlloop.algorithms import advantages_for
 from rlloop.audit.history import History, Rollouts, Row
 from rlloop.audit.parts import Parts
-from rlloop.batches import completion_seed, reward_metrics, rollout_metrics
-from rlloop.config import RunConfig
+from rlloop.config.run import RunConfig
+from rlloop.loop.step_data import completion_seed, reward_metrics, rollout_metrics
 from rlloop.parity.asked import ending_fault, fault_of
 from rlloop.parity.certificate import bits_digest
 from rlloop.parity.monitor import compare
-from rlloop.records import read_records, read_rollouts, step_of
+from rlloop.runs.folder import read_records, read_rollouts, step_of
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams, stop_ids
 
 CLOSE = {"rel_tol": 1e-9, "abs_tol": 1e-12}  # another machine's libraries may add in another order

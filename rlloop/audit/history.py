@@ -15,11 +15,11 @@ from msgspec import Meta
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlloop.compose import build
-from rlloop.config import RunConfig
+from rlloop.config.run import RunConfig
 from rlloop.errors import RlloopError
+from rlloop.launch.compose import build
 from rlloop.parity.certificate import Statement
-from rlloop.records import SIGNATURES, read_config, rollout_files, step_of
+from rlloop.runs.folder import SIGNATURES, read_config, rollout_files, step_of
 
 Id = Annotated[int, Meta(ge=0, lt=2**31)]
 Step = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -33,7 +33,7 @@ class Check:
 
 
 class Row(msgspec.Struct):
-    """One completion, as rollout files have it: see `rlloop.records.rollout_rows`."""
+    """One completion, as rollout files have it: see `rlloop.runs.folder.rollout_rows`."""
 
     uid: str
     example: str

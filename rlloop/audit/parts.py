@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rlloop.audit.history import History
+from rlloop.config.instantiate import locate, resolve
 from rlloop.errors import RlloopError
 from rlloop.parity.asked import Vocabulary
 from rlloop.protocols import Task
 from rlloop.rewards import resolve_reward
 from rlloop.rewards.runner import RewardRunner
-from rlloop.targets import locate, resolve
 from rlloop.trainer.checkpoint import CheckpointStore, folder_digest
 from rlloop.types import Example
 

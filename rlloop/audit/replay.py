@@ -14,13 +14,13 @@ from blake3 import blake3
 
 from rlloop.audit.history import Check, History, Rollouts
 from rlloop.audit.parts import Parts
-from rlloop.config import CheckpointConfig, Launch, ParityMode, RunConfig
+from rlloop.config.fleet import FleetConfig
+from rlloop.config.run import CheckpointConfig, Launch, ParityMode, RunConfig
 from rlloop.errors import ParityError, RlloopError
-from rlloop.fleet_config import FleetConfig
 from rlloop.metrics import is_timing
 from rlloop.parity.certificate import Certificate, comparison_of, content_digest
 from rlloop.parity.monitor import ParityMonitor
-from rlloop.records import RunFolder
+from rlloop.runs.folder import RunFolder
 from rlloop.trainer.checkpoint import Checkpoint, CheckpointStore, find_damage
 
 NAME = "replayed"
@@ -93,8 +93,8 @@ def _train(
     run: History, config: RunConfig, folder: Path, start: Checkpoint, target: int, progress: Callable[[str], None]
 ) -> tuple[list[str], bool]:
     """(what is wrong with checkpoints on the way, whether the numerics are not those of the run)."""
-    from rlloop.launch import local_parts, prepare
-    from rlloop.loop import Loop
+    from rlloop.launch.run import local_parts, prepare
+    from rlloop.loop.loop import Loop
 
     folder.mkdir()
     for name, lines in (("metrics.jsonl", run.metrics), ("parity.jsonl", run.raw_lines)):

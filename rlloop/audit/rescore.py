@@ -11,7 +11,7 @@ import numpy as np
 
 from rlloop.audit.history import History, Rollouts, Row
 from rlloop.audit.parts import Parts
-from rlloop.config import ParityMode
+from rlloop.config.run import ParityMode
 from rlloop.errors import RlloopError
 from rlloop.parity.certificate import content_digest
 from rlloop.trainer.checkpoint import CheckpointStore, find_damage

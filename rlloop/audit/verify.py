@@ -13,7 +13,7 @@ from rlloop.audit.parts import Parts, find_parts
 from rlloop.audit.rescore import Rescored
 from rlloop.audit.rewards import Rewards
 from rlloop.parity.witness import read_public_key
-from rlloop.records import SIGNATURES, require_run
+from rlloop.runs.folder import SIGNATURES, require_run
 
 
 @dataclass(frozen=True)

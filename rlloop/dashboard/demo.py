@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 import zstandard
 
-from rlloop.records import write_whole
+from rlloop.runs.folder import write_whole
 
 ARCHIVE = Path(__file__).parent / "recorded" / "demo.tar.zst"
 LIVE = "int4-from-step-51"  # the run that is replayed

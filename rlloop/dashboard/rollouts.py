@@ -21,7 +21,7 @@ import numpy as np
 import zstandard
 
 from rlloop.cache import cache_root
-from rlloop.records import rollout_files, step_of
+from rlloop.runs.folder import rollout_files, step_of
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (step INTEGER PRIMARY KEY, size INTEGER, changed INTEGER, rows INTEGER, problem TEXT);

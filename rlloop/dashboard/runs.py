@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import yaml
 
+from rlloop.config.resume import flatten
 from rlloop.parity.certificate import find_breaks
-from rlloop.resuming import flatten
 
 MARKS = ("metrics.jsonl", "parity.jsonl", "run.log", ".lock")  # beside a config.yaml, any of them makes it a run
 INSIDE = {"checkpoints", "rollouts", "orphaned", "wandb", "tensorboard", "__pycache__"}

@@ -27,8 +27,8 @@ from rlloop.dashboard.rollouts import KINDS, ORDERS
 from rlloop.dashboard.runs import Run
 from rlloop.dashboard.tokens import explain, find_tokenizer, load_tokenizer
 from rlloop.errors import UNREADABLE, ConfigError
-from rlloop.study import repeats
-from rlloop.web import whole_number
+from rlloop.study.analysis import repeats
+from rlloop.web.server import whole_number
 
 STATIC = Path(__file__).parent / "static"
 
@@ -242,7 +242,7 @@ def _rungs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _gauges(runs: list[Run]) -> bytes:
-    """The newest numbers of every run in Prometheus' text format; names as those of the sink (rlloop.sinks)."""
+    """The newest numbers of every run in Prometheus' text format; names as those of the sink (rlloop.runs.sinks)."""
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
     registry = CollectorRegistry()

@@ -1,6 +1,6 @@
 """One model definition for engine and trainer, read from and written to Hugging Face folders."""
 
-from rlloop.models.routes import ChoiceCounts, Routes
+from rlloop.models.routing_record import ChoiceCounts, Routes
 from rlloop.models.scoring import Redrawn, ScoreRow, Witness, redraw, score, token_logprobs
 from rlloop.models.transformer import Model
 from rlloop.models.weights import load_model, new_model, read_state, save_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rlloop.models.parts import Cache, Linear, Norm, Step
-from rlloop.models.shape import ModelConfig
+from rlloop.models.architecture import ModelConfig
+from rlloop.models.layers import Cache, Linear, Norm, Step
 from rlloop.numerics.ops import Ops
 
 

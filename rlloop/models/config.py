@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlloop.errors import ModelError
-from rlloop.models.families import FAMILIES, Family
-from rlloop.models.keys import ASKED, INERT, Keys, all_are, read_json
-from rlloop.models.ropes import read_rope
-from rlloop.models.shape import (
+from rlloop.models.architecture import (
     IndexerConfig,
     LatentConfig,
     Llama3Scaling,
@@ -19,6 +16,9 @@ from rlloop.models.shape import (
     RopeConfig,
     YarnScaling,
 )
+from rlloop.models.config_reader import ASKED, INERT, Keys, all_are, read_json
+from rlloop.models.families import FAMILIES, Family
+from rlloop.models.ropes import read_rope
 
 __all__ = [
     "FAMILIES",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rlloop.models.parts import Linear, Mlp, PlainMlp, Step
-from rlloop.models.shape import MixtureConfig, ModelConfig
+from rlloop.models.architecture import MixtureConfig, ModelConfig
+from rlloop.models.layers import Linear, Mlp, PlainMlp, Step
 from rlloop.numerics.routing import Clamped
 
 BIAS = "e_score_correction_bias"  # float32 whatever the model is cast to, and moved by no gradient

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from rlloop.models.keys import Keys, all_are
-from rlloop.models.shape import (
+from rlloop.models.architecture import (
     DeltaConfig,
     IndexerConfig,
     LatentConfig,
@@ -16,6 +15,7 @@ from rlloop.models.shape import (
     RopeConfig,
     YarnScaling,
 )
+from rlloop.models.config_reader import Keys, all_are
 from rlloop.numerics.routing import Routing
 
 Own = dict[str, Any]  # arguments of ModelConfig

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rlloop.errors import ConfigError
-from rlloop.models.parts import Linear, Step, Weight
-from rlloop.models.shape import IndexerConfig, LatentConfig, ModelConfig
+from rlloop.models.architecture import IndexerConfig, LatentConfig, ModelConfig
+from rlloop.models.layers import Linear, Step, Weight
 from rlloop.numerics.ops import Ops
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's others have

@@ -2,7 +2,7 @@
 Gu 2024, arXiv:2405.21060, as Nemotron 3 has it).
 
 Both mix neighbouring tokens by a short convolution, and then write each token to a state that fades. Both run token by
-token here, in training too (`rlloop.numerics.cpu.recurrence` says why).
+token here, in training too (`rlloop.numerics.kernels.cpu.recurrence` says why).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rlloop.models.parts import Linear, Step, Weight
-from rlloop.models.shape import DeltaConfig, MambaConfig, ModelConfig
-from rlloop.numerics.cpu.parameters import each_row
+from rlloop.models.architecture import DeltaConfig, MambaConfig, ModelConfig
+from rlloop.models.layers import Linear, Step, Weight
+from rlloop.numerics.kernels.cpu.parameters import each_row
 from rlloop.numerics.layout import Carried
 
 LENGTH_EPS = 1e-6  # of the lengths of queries and keys, whatever the model's norms have

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rlloop.errors import ModelError
-from rlloop.models.keys import Keys
-from rlloop.models.shape import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
+from rlloop.models.architecture import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
+from rlloop.models.config_reader import Keys
 
 ROPE_TYPES = ("default", "llama3", "yarn")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError
-from rlloop.models.routes import Routes
+from rlloop.models.logits_processing import warp_for
+from rlloop.models.routing_record import Routes
 from rlloop.models.transformer import Model
-from rlloop.models.warp import warp_for
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.types import Alternatives, PromptScores, SamplingParams, is_ids
 

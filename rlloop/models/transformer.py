@@ -18,15 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 from rlloop.errors import ConfigError
 from rlloop.models import attention, latent
+from rlloop.models.architecture import ModelConfig
 from rlloop.models.attention import Attention
 from rlloop.models.experts import Mixture
 from rlloop.models.latent import LatentAttention
-from rlloop.models.parts import Cache, Linear, Mlp, Norm, PlainMlp, Step, Weight
+from rlloop.models.layers import Cache, Linear, Mlp, Norm, PlainMlp, Step, Weight
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable, rope_table
-from rlloop.models.routes import Routes
-from rlloop.models.shape import ModelConfig
-from rlloop.numerics.cpu.parameters import embedding
+from rlloop.models.routing_record import Routes
+from rlloop.numerics.kernels.cpu.parameters import embedding
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import NumericsProfile

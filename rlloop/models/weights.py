@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
+from rlloop.models.checkpoint_names import places, stored_name, stored_shapes, stored_state
 from rlloop.models.config import ModelConfig, parse_config, read_config
 from rlloop.models.experts import BIAS
-from rlloop.models.fused import places, stored_name, stored_shapes, stored_state
-from rlloop.models.parts import Norm
-from rlloop.models.stored import StoredWeights, write_single
+from rlloop.models.layers import Norm
+from rlloop.models.safetensors_io import StoredWeights, write_single
 from rlloop.models.transformer import Model, RopeTable
 from rlloop.numerics.profile import NumericsProfile
 

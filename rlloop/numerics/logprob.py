@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlloop.numerics.cpu import distribution
-from rlloop.numerics.cpu.contract import _operator, linear_out_float32, on_cuda, product_cpu
-from rlloop.numerics.cpu.jit import threads_for
+from rlloop.numerics.kernels.cpu import distribution
+from rlloop.numerics.kernels.cpu.contract import _operator, linear_out_float32, on_cuda, product_cpu
+from rlloop.numerics.kernels.cpu.jit import threads_for
 from rlloop.numerics.layout import LogitsWarp
 
 LOGITS_BYTES = 64 * 2**20

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics import logprob, reference, stock
-from rlloop.numerics.cpu import fused
-from rlloop.numerics.cpu.contract import on_cuda
+from rlloop.numerics.kernels.cpu import fused
+from rlloop.numerics.kernels.cpu.contract import on_cuda
 from rlloop.numerics.layout import AttentionLayout, Carried, LogitsWarp, Reach
 from rlloop.numerics.profile import NumericsProfile
-from rlloop.numerics.ranks import sum_over_ranks
 from rlloop.numerics.routing import Clamped, Routing
+from rlloop.numerics.tp_reduction import sum_over_ranks
 
 
 def _backend(name: str) -> ModuleType:
     if name == "rlloop":
-        from rlloop.numerics.cpu import contract
+        from rlloop.numerics.kernels.cpu import contract
 
         return contract
     if name == "huggingface":
@@ -37,7 +37,7 @@ def _backend(name: str) -> ModuleType:
 
 def _mixture_backend(name: str) -> ModuleType:
     if name == "rlloop":
-        from rlloop.numerics.cpu import mixture
+        from rlloop.numerics.kernels.cpu import mixture
 
         return mixture
     return _backend(name)
@@ -45,7 +45,7 @@ def _mixture_backend(name: str) -> ModuleType:
 
 def _indexer_backend(name: str) -> ModuleType:
     if name == "rlloop":
-        from rlloop.numerics.cpu import indexing
+        from rlloop.numerics.kernels.cpu import indexing
 
         return indexing
     return _backend(name)
@@ -53,7 +53,7 @@ def _indexer_backend(name: str) -> ModuleType:
 
 def _recurrent_backend(name: str) -> ModuleType:
     if name == "rlloop":
-        from rlloop.numerics.cpu import recurrent
+        from rlloop.numerics.kernels.cpu import recurrent
 
         return recurrent
     return _backend(name)

@@ -35,7 +35,7 @@ class Drift:
     """How an engine departs from the trainer on purpose, for experiments: other arithmetic, or other weights.
 
     Operations follow `activations` and `logits`. The weights are the business of whoever brings them to the engine
-    (`rlloop.sync.drifted`); they are declared here so that a fingerprint says everything.
+    (`rlloop.study.drifted`); they are declared here so that a fingerprint says everything.
     """
 
     weights: str = "none"  # what the linear weights (bf16: all weights) are stored as

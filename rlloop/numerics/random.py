@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.cpu.jit import kernel
+from rlloop.numerics.kernels.cpu.jit import kernel
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from rlloop.errors import RunError
-from rlloop.records import Journal, read_records
+from rlloop.runs.folder import Journal, read_records
 
 GENESIS = "0" * 64
 # What differs between two runs of the same bits: times stand in the metrics.

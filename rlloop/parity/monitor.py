@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlloop.config import ParityConfig, ParityMode
+from rlloop.config.run import ParityConfig, ParityMode
 from rlloop.errors import ConfigError
 from rlloop.metrics import LOG_RATIO_EDGES, Histogram
 from rlloop.parity.certificate import Certificate, bits_digest, content_digest

@@ -19,10 +19,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-from rlloop.config import CertificateConfig
+from rlloop.config.run import CertificateConfig
 from rlloop.errors import ConfigError
 from rlloop.parity.certificate import Statement
-from rlloop.records import SIGNATURES, Journal
+from rlloop.runs.folder import SIGNATURES, Journal
 from rlloop.sync.manifest import load_key, public_key
 
 TRIES = 3

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlloop.targets import resolve
+from rlloop.config.instantiate import resolve
 
 if TYPE_CHECKING:
     from rlloop.rewards.code import CodeReward

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlloop.errors import RunError
-from rlloop.records import RunFolder, write_whole
+from rlloop.runs.folder import RunFolder, write_whole
 
 FILE = "reward.json"
 

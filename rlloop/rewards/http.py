@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import tenacity
 
-from rlloop.clients import async_client
 from rlloop.errors import ConfigError
 from rlloop.rewards.event_loop import OnThisLoop
 from rlloop.types import Example, RewardResult
+from rlloop.web.clients import async_client
 
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 MAX_ANSWER = 1 << 20  # bytes

@@ -1,5 +1,5 @@
 """Engines: what continues prompts and says with which probabilities."""
 
-from rlloop.rollout.engine import Engine
+from rlloop.rollout.engine.engine import Engine
 
 __all__ = ["Engine"]

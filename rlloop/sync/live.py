@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlloop.errors import SyncError
 from rlloop.models import Model
-from rlloop.models.fused import stored_state
+from rlloop.models.checkpoint_names import stored_state
 from rlloop.models.weights import HEAD
 from rlloop.sync.bits import UNSIGNED, Bits
 from rlloop.sync.target import Layout

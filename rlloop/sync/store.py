@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 import httpx
 
-from rlloop.clients import client
 from rlloop.errors import ConfigError, SyncError
 from rlloop.sync.manifest import MAX_HEAD, MAX_MANIFEST, Refused, hash_of
+from rlloop.web.clients import client
 
 BLOCK = 1 << 20  # bytes that are handed on at a time
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlloop.models import Model, score
 from rlloop.trainer.batching import make_step_batch
-from rlloop.trainer.routers import Routers
+from rlloop.trainer.moe import Routers
 from rlloop.types import Recomputed, Sample
 
 FILE = "history.safetensors"

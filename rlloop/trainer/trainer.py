@@ -18,15 +18,15 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlloop.algorithms import Loss, LossOutput
 from rlloop.algorithms.kl import sequence_kl
-from rlloop.config import TrainerConfig
+from rlloop.config.run import TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Mean, Reduction, Sum, merge
 from rlloop.models import Model, Witness, read_state, save_model, score
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
-from rlloop.trainer.masters import Masters
-from rlloop.trainer.routers import Routers
+from rlloop.trainer.master_weights import Masters
+from rlloop.trainer.mfu import utilisation
+from rlloop.trainer.moe import Routers
 from rlloop.trainer.schedule import learning_rate
-from rlloop.trainer.utilisation import utilisation
 from rlloop.types import Recomputed, Sample
 
 Batch = Sequence[Sample | TrainSequence]

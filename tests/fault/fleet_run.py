@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from rlloop.records import read_records, read_rollouts, rollout_files
+from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from rlloop.sync.manifest import new_key
 from tests.fault.tiny_run import history, make_model
 

@@ -17,11 +17,11 @@ from rlloop.algorithms import advantages_for
 from rlloop.audit import Extent, verify
 from rlloop.audit.completions import as_sample
 from rlloop.audit.history import History, Row
-from rlloop.batches import reward_metrics, rollout_metrics
-from rlloop.cli import main
+from rlloop.cli.main import main
+from rlloop.loop.step_data import reward_metrics, rollout_metrics
 from rlloop.parity.certificate import GENESIS, bits_digest, content_digest
 from rlloop.parity.monitor import compare
-from rlloop.records import as_json_file, read_records, read_rollouts, summarize
+from rlloop.runs.folder import as_json_file, read_records, read_rollouts, summarize
 from rlloop.trainer.checkpoint import MANIFEST, manifest_digest, manifest_of
 from rlloop.types import Example
 from tests.fault.tiny_run import make_model

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlloop.records import read_records
+from rlloop.runs.folder import read_records
 from tests.fault.tiny_run import history, make_model, train
 
 pytest.importorskip("ray")

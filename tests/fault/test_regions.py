@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from rlloop.audit import Extent, verify
-from rlloop.records import read_rollouts, rollout_files
-from rlloop.rollout.remote import RemoteEngine
+from rlloop.rollout.fleet.client import RemoteEngine
+from rlloop.runs.folder import read_rollouts, rollout_files
 from rlloop.sync.manifest import Head
 from rlloop.sync.store import FolderStore
 from rlloop.types import SamplingParams

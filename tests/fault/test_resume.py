@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlloop.audit import Extent, verify
-from rlloop.records import read_records, read_rollouts, rollout_files
+from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from tests.fault.tiny_run import LEARNABLE, history, train
 
 STEPS = 60
@@ -20,12 +20,12 @@ STEPS = 60
 RUN = f"""
 import sys
 from pathlib import Path
-from rlloop.config import *
-from rlloop.loop import Loop
+from rlloop.config.run import *
+from rlloop.loop.loop import Loop
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.monitor import ParityMonitor
 from rlloop.audit import Extent, verify
-from rlloop.records import RunFolder
+from rlloop.runs.folder import RunFolder
 from rlloop.testing import fake_parts
 
 config = RunConfig(

@@ -17,7 +17,7 @@ from rlloop.errors import RunError
 from rlloop.parity.certificate import Statement
 from rlloop.parity.witness import message
 from rlloop.recipes.countdown.task import Countdown
-from rlloop.records import as_json_file, read_rollouts, summarize
+from rlloop.runs.folder import as_json_file, read_rollouts, summarize
 from tests.fault import tampering
 from tests.fault.tampering import (
     KEPT,

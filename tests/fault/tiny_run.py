@@ -7,7 +7,7 @@ from pathlib import Path
 from rlloop.metrics import is_timing
 from rlloop.models import new_model, save_model
 from rlloop.parity.certificate import comparison_of
-from rlloop.records import read_records, read_rollouts, rollout_files
+from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 
 LEARNABLE = "def reward(prompt, completion, example):\n    return len(completion) % 7\n"  # as learnable.py
 

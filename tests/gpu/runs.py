@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlloop.cli import main
-from rlloop.records import read_records
+from rlloop.cli.main import main
+from rlloop.runs.folder import read_records
 
 OVERRIDES = [
     "reward._target_=learnable.reward", "trainer.num_steps=3", "trainer.lr=1e-2", "rollout.num_prompts=8",

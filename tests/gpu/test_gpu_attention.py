@@ -83,7 +83,7 @@ def test_decode_is_prefill_is_chunks_is_training(shape, dtype):
     ],
 )
 def test_kernels_of_decode_agree_and_read_nothing_past_a_context(shape, dtype, page, room, monkeypatch):
-    from rlloop.numerics.triton import attention, decode, launch
+    from rlloop.numerics.kernels.triton import attention, decode, launch
 
     heads, groups, width = shape
     last = torch.tensor(LAST, device="cuda").clamp(max=room - 1)
@@ -138,7 +138,7 @@ def test_entering_a_cache_in_one_kernel_has_the_bits_of_norm_rotation_and_copy(s
     ],
 )  # fmt: skip
 def test_kernels_of_many_queries_agree_and_read_nothing_past_an_end(shape, page, dtype, monkeypatch):
-    from rlloop.numerics.triton import attention, launch, prefill
+    from rlloop.numerics.kernels.triton import attention, launch, prefill
 
     heads, groups, width = shape
     counts = [77, 1, 600, 64, 2090, 1025]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rlloop.algorithms import get_loss
-from rlloop.config import TrainerConfig
+from rlloop.config.run import TrainerConfig
 from rlloop.models import ScoreRow, new_model, redraw, token_logprobs
 from rlloop.numerics.profile import NumericsProfile
-from rlloop.rollout.engine import Engine
+from rlloop.rollout.engine.engine import Engine
 from rlloop.trainer import Trainer
 from rlloop.types import SamplingParams
 from tests.parity.test_engine_bits import NEEDLES, bits, traffic

@@ -13,7 +13,7 @@ from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.numerics.quantize import e4m3_rows, rounded_activation
 from rlloop.rollout import Engine
-from rlloop.sync.drifted import DriftedSync, drifted_copy
+from rlloop.study.drifted import DriftedSync, drifted_copy
 from rlloop.types import SamplingParams
 
 OURS = ops_for(NumericsProfile())

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from rlloop.algorithms import get_loss
-from rlloop.config import TrainerConfig
+from rlloop.config.run import TrainerConfig
 from rlloop.models import new_model, token_logprobs
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.numerics.routing import Routing
-from rlloop.rollout.engine import Engine
+from rlloop.rollout.engine.engine import Engine
 from rlloop.trainer import Trainer
 from rlloop.types import SamplingParams
 from tests.parity.test_engine_bits import bits

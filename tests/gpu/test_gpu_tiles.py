@@ -23,7 +23,7 @@ def draw(rows, width, outputs, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("width", "outputs"), SHAPES)
 def test_every_tile_has_the_same_bits(width, outputs, dtype):
-    from rlloop.numerics.triton.linear import DEEP, HALF, Tiles, chain
+    from rlloop.numerics.kernels.triton.linear import DEEP, HALF, Tiles, chain
 
     x, weight = draw(200, width, outputs, dtype)
     first = chain(x, weight, None, torch.float32, Tiles(64, 64, 64, False, 4, 2))
@@ -38,18 +38,18 @@ def test_every_tile_has_the_same_bits(width, outputs, dtype):
 
 @pytest.fixture
 def few_rows():
-    from rlloop.numerics.triton.launch import gluon_runs
+    from rlloop.numerics.kernels.triton.launch import gluon_runs
 
     if not gluon_runs(torch.device("cuda", 0)):
         pytest.skip("the kernel of few rows is Hopper's")
-    from rlloop.numerics.triton import few_rows
+    from rlloop.numerics.kernels.triton import small_batch_linear as few_rows
 
     return few_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_tile_of_few_rows_has_the_same_bits(few_rows, dtype):
-    from rlloop.numerics.triton.linear import Tiles, chain
+    from rlloop.numerics.kernels.triton.linear import Tiles, chain
 
     tried = {tiles for *_, tiles in few_rows.TABLE if tiles}
     tried |= {few_rows.Tiles(16, 16, 64, False, 3), few_rows.Tiles(32, 32, 256, False, 2)}
@@ -67,7 +67,7 @@ def test_every_tile_of_few_rows_has_the_same_bits(few_rows, dtype):
 
 def test_a_product_that_starts_early_waits_for_its_factors(few_rows):
     """Launches overlap: the one before may still be writing what this one reads, be it rows or weights."""
-    from rlloop.numerics.triton.linear import Tiles, chain
+    from rlloop.numerics.kernels.triton.linear import Tiles, chain
 
     generator = torch.Generator("cuda").manual_seed(0)
     weights = torch.randn(8, 2048, 2048, dtype=torch.bfloat16, device="cuda", generator=generator) / 45
@@ -92,7 +92,7 @@ def test_a_product_that_starts_early_waits_for_its_factors(few_rows):
 
 
 def test_every_float32_tile_has_the_same_bits():
-    from rlloop.numerics.triton.linear import FLOAT32, Tiles, chain
+    from rlloop.numerics.kernels.triton.linear import FLOAT32, Tiles, chain
 
     x, weight = draw(100, 1000, 300, torch.float32)
     first = chain(x, weight, None, torch.float32, Tiles(32, 32, 32, False, 4, 1))
@@ -102,7 +102,7 @@ def test_every_float32_tile_has_the_same_bits():
 
 def test_splitting_k_changes_bits():
     """What the contract forbids is seen by these tests."""
-    from rlloop.numerics.triton.linear import chain
+    from rlloop.numerics.kernels.triton.linear import chain
 
     x, weight = draw(64, 4096, 512, torch.bfloat16)
     whole = chain(x, weight, None, torch.float32)
@@ -111,7 +111,7 @@ def test_splitting_k_changes_bits():
 
 
 def test_the_vendor_s_product_is_used_only_where_it_has_our_bits():
-    from rlloop.numerics.triton import linear
+    from rlloop.numerics.kernels.triton import linear
 
     used = 0
     for rows, (width, outputs) in product((128, 256, 2048), SHAPES):
@@ -126,7 +126,7 @@ def test_the_vendor_s_product_is_used_only_where_it_has_our_bits():
 
 def test_the_trial_tells_orders_apart_that_ordinary_numbers_hide():
     """Sixteen bits of an ordinary sum mostly survive another order; those of a sum that cancels do not."""
-    from rlloop.numerics.triton.linear import _cancelling, chain
+    from rlloop.numerics.kernels.triton.linear import _cancelling, chain
 
     def same(x, weight):
         """The share of outputs that two halves of K, added, have in common with one chain."""
@@ -140,7 +140,7 @@ def test_the_trial_tells_orders_apart_that_ordinary_numbers_hide():
 
 def test_an_address_leaves_the_bits_alone():
     """What the compiler knows of an address decides how it lays out a sum."""
-    from rlloop.numerics.triton.elementwise import rms_norm
+    from rlloop.numerics.kernels.triton.elementwise import rms_norm
 
     base = torch.randn(1 + 9 * 1001, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     gain = torch.ones(1001, device="cuda")
@@ -150,7 +150,7 @@ def test_an_address_leaves_the_bits_alone():
 
 def test_a_decoding_program_sums_as_a_prefilling_one():
     """Each warp has whole queries to itself; where two share them, sums have another order, and this test sees it."""
-    from rlloop.numerics.triton import attention
+    from rlloop.numerics.kernels.triton import attention
 
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(700, n, 128, dtype=torch.bfloat16, device="cuda", generator=generator) for n in (16, 8, 8))

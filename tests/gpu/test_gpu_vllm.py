@@ -6,7 +6,7 @@ import torch
 
 from rlloop.errors import ConfigError
 from rlloop.models import token_logprobs
-from rlloop.rollout.engine import Engine
+from rlloop.rollout.engine.engine import Engine
 from rlloop.types import SamplingParams
 from tests.gpu.test_gpu_engine import model_of as dense_model_of
 from tests.gpu.test_gpu_mixture import model_of, traffic

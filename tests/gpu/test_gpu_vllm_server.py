@@ -23,10 +23,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from rlloop import Engine, SamplingParams, token_logprobs
-from rlloop.cli import main
+from rlloop.cli.main import main
 from rlloop.models import load_model, new_model, save_model
-from rlloop.records import read_records
-from rlloop.rollout.remote import RemoteEngine
+from rlloop.rollout.fleet.client import RemoteEngine
+from rlloop.runs.folder import read_records
 from rlloop.sync.live import named_weights, tensors_of
 from rlloop.sync.manifest import load_or_make_key, new_key
 from rlloop.sync.publisher import Publisher
@@ -81,7 +81,7 @@ def vllm_of(folder: Path, options: list[str]) -> Iterator[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "served")]
     command += ["--host", "127.0.0.1", "--port", str(port), *options, "--dtype", "bfloat16"]
     command += ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "100000000", "--max-num-seqs", "64"]
-    command += ["--worker-extension-cls", "rlloop.rollout.vllm.following.Following"]
+    command += ["--worker-extension-cls", "rlloop.rollout.vllm.worker_replica.Following"]
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:

@@ -72,7 +72,7 @@ def k3(model: Model, engine) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_near_the_trainer_and_every_weight_has_its_place(kind):
-    from rlloop.rollout.vllm.stock import StockVllmEngine
+    from rlloop.rollout.vllm.stock_engine import StockVllmEngine
     from rlloop.rollout.vllm.weights import plain
 
     model = model_of(kind)
@@ -125,7 +125,7 @@ def check_choices(model: Model, engine, near: float) -> None:
 
 ALONE = """
 from tests.gpu.test_gpu_vllm_stock import model_of, traffic
-from rlloop.rollout.vllm.stock import StockVllmEngine
+from rlloop.rollout.vllm.stock_engine import StockVllmEngine
 
 model = model_of("dense")
 engine = StockVllmEngine(model, max_running=32)

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlloop.config import TrainerConfig
+from rlloop.config.run import TrainerConfig
 from rlloop.models import Model, load_model
 from rlloop.numerics.profile import Drift
 from rlloop.numerics.quantize import quantized
 from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
-from rlloop.sync.drifted import DriftedSync, drifted_copy
+from rlloop.study.drifted import DriftedSync, drifted_copy
 from rlloop.trainer import Trainer
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.checkpoints import make_checkpoint

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from rlloop.algorithms import loss_for
-from rlloop.config import (
+from rlloop.config.engine import EngineKind
+from rlloop.config.numerics import ProfileConfig
+from rlloop.config.run import (
     AlgorithmConfig,
     CheckpointConfig,
     EvalConfig,
@@ -23,16 +25,14 @@ from rlloop.config import (
     RunConfig,
     TrainerConfig,
 )
-from rlloop.engine_config import EngineKind
 from rlloop.errors import ParityError
-from rlloop.loop import Loop
+from rlloop.loop.loop import Loop
 from rlloop.models import Model, token_logprobs
 from rlloop.parity.asked import Vocabulary
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.monitor import ParityMonitor
-from rlloop.profile_config import ProfileConfig
-from rlloop.records import RunFolder, read_records, read_rollouts, rollout_files
 from rlloop.rollout import Engine
+from rlloop.runs.folder import RunFolder, read_records, read_rollouts, rollout_files
 from rlloop.sync.colocated import ColocatedSync
 from rlloop.testing import FakeTask, fake_parts
 from rlloop.trainer import Trainer

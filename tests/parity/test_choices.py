@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from rlloop.algorithms import loss_for
-from rlloop.config import AlgorithmConfig
+from rlloop.config.run import AlgorithmConfig
 from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
 from rlloop.parity.monitor import compare
-from rlloop.parity.replay import pack_experts, unpack_experts
 from rlloop.rollout import Engine
+from rlloop.runs.packed_experts import pack_experts, unpack_experts
 from tests.checkpoints import MIXTURES, make_checkpoint
 from tests.parity.replay_cases import engine_of, measure, samples_of, trainer_of
 

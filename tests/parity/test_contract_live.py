@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rlloop.cli import main
+from rlloop.cli.main import main
 from rlloop.models import new_model, save_model
-from rlloop.records import read_records, read_rollouts, rollout_files
+from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from rlloop.testing import planted_fault
 from tests.fault.tiny_run import LEARNABLE
 

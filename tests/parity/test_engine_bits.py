@@ -11,7 +11,7 @@ import torch
 
 from rlloop.models import Model, token_logprobs
 from rlloop.numerics.profile import NumericsProfile
-from rlloop.rollout.engine import Engine
+from rlloop.rollout.engine.engine import Engine
 from rlloop.types import Completion, SamplingParams
 from tests.parity.models import tiny_qwen3
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from rlloop.models import Model, load_model
-from rlloop.models.routes import Routes
+from rlloop.models.routing_record import Routes
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
-from rlloop.rollout.engine import Engine
-from rlloop.rollout.graphs import packed
-from rlloop.rollout.service import EngineService
+from rlloop.rollout.engine.engine import Engine
+from rlloop.rollout.engine.graphs import packed
+from rlloop.rollout.engine.service import EngineService
 from rlloop.types import Completion, Part, PromptScores, SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.parity.models import tiny_qwen3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlloop.algorithms import loss_for
-from rlloop.config import AlgorithmConfig, Schedule, TrainerConfig
+from rlloop.config.run import AlgorithmConfig, Schedule, TrainerConfig
 from rlloop.models import load_model
 from rlloop.trainer import Trainer
 from rlloop.trainer.batching import TrainSequence

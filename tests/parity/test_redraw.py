@@ -9,7 +9,7 @@ import pytest
 
 from rlloop.errors import ConfigError
 from rlloop.models import Model, ScoreRow, redraw
-from rlloop.rollout.engine import Engine
+from rlloop.rollout.engine.engine import Engine
 from rlloop.types import Completion, SamplingParams
 from tests.parity.models import tiny_qwen3
 from tests.parity.test_engine_bits import traffic

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rlloop.cli import main
-from rlloop.compose import build, compose_recipe
-from rlloop.config import Anchor, ParityMode
+from rlloop.cli.main import main
+from rlloop.config.run import Anchor, ParityMode
 from rlloop.errors import ConfigError
+from rlloop.launch.compose import build, compose_recipe
 from rlloop.recipes.countdown import warmstart
-from rlloop.records import read_config, read_records, read_rollouts, rollout_files
+from rlloop.runs.folder import read_config, read_records, read_rollouts, rollout_files
 
 ARMS = sorted(file.stem for file in (Path(warmstart.__file__).parent / "arm").glob("*.yaml"))
 GUARDS = ("clip", "none", "tis", "icepop")
@@ -96,7 +96,7 @@ def test_a_switch_in_mid_run_leaves_the_steps_before_it_equal(tmp_path):
 
 
 def test_the_command_that_resumes_a_job_of_a_multirun_is_one(tmp_path):
-    from rlloop.cli import _make_jobs
+    from rlloop.cli.main import _make_jobs
 
     [job] = _make_jobs("countdown/collapse", [("arm=int4,seed=1", ["arm=int4", "seed=1", f"run.dir={tmp_path}"])])
     assert job.folder == tmp_path / "arm=int4,seed=1"

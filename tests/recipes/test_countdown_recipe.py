@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from rlloop.cli import main
+from rlloop.cli.main import main
 from rlloop.errors import ConfigError
 from rlloop.recipes.countdown import report, warmstart
 from rlloop.recipes.countdown.data import (
@@ -21,8 +21,8 @@ from rlloop.recipes.countdown.data import (
     worked_traces,
 )
 from rlloop.recipes.countdown.task import Countdown
-from rlloop.records import read_records, read_rollouts, rollout_files
 from rlloop.rewards.countdown import compose, verify
+from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 
 SMALL = {
     "largest_number": 4,

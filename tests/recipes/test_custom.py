@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlloop.cli import main
+from rlloop.cli.main import main
 from rlloop.errors import ConfigError
 from rlloop.recipes.custom.data import place
 from rlloop.recipes.custom.task import Custom
-from rlloop.records import read_records, read_rollouts, rollout_files
+from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from tests.checkpoints import make_checkpoint
 
 TEMPLATE = (

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from rlloop.chat import ChatTokenizer
-from rlloop.cli import main
+from rlloop.cli.main import main
 from rlloop.errors import ConfigError
 from rlloop.recipes.custom.tiny import END, write_tiny
 from rlloop.recipes.guess import task
 from rlloop.recipes.guess.task import Guess, NumberGuessing
-from rlloop.records import read_records, read_rollouts, rollout_files
+from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from rlloop.testing import planted_fault
 from rlloop.types import Example
 
@@ -90,7 +90,7 @@ def test_a_difference_in_a_conversation_is_found_and_named(capsys):
 def test_the_users_environment_through_the_custom_recipe(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     Path("my_tool.py").write_text(
-        "from rlloop.environments import Reply\n"
+        "from rlloop.loop.environments import Reply\n"
         "class Echo:\n"
         "    def __init__(self, example, times):\n"
         "        self.left = times\n"

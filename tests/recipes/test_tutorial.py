@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlloop.cli import main
-from rlloop.records import read_records
+from rlloop.cli.main import main
+from rlloop.runs.folder import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = ROOT / "docs/tutorial.md"

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rlloop import launch, plots
-from rlloop.cli import main
-from rlloop.config import Launch
-from rlloop.records import read_records
+from rlloop.cli.main import main
+from rlloop.config.run import Launch
+from rlloop.launch import run as launch
+from rlloop.runs import plots
+from rlloop.runs.folder import read_records
 from rlloop.testing import FakeEngine, FakePolicy, fake_parts
 from rlloop.trainer import CheckpointStore
 

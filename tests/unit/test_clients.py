@@ -14,17 +14,17 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 import rlloop
-from rlloop import clients
-from rlloop.clients import async_client, client
 from rlloop.errors import ConfigError
 from rlloop.rewards.http import HttpReward
-from rlloop.rollout.remote import RemoteEngine
-from rlloop.rollout.wire import BadAnswer
+from rlloop.rollout.fleet.client import RemoteEngine
+from rlloop.rollout.fleet.wire import BadAnswer
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.relay import Sources
 from rlloop.sync.store import FolderStore, HttpStore, StoreError, fetch
 from rlloop.types import Example
-from rlloop.web import BackgroundServer, Listen
+from rlloop.web import clients
+from rlloop.web.clients import async_client, client
+from rlloop.web.server import BackgroundServer, Listen
 from tests.unit.sync.weights import KEY, first_weights
 
 

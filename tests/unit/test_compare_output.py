@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlloop.cli import main
+from rlloop.cli.main import main
 
 
 @pytest.mark.parametrize("ending", ["html", "png"])

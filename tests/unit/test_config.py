@@ -7,8 +7,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from rlloop import recipes
-from rlloop.compose import as_container, build, compose_recipe, expand_sweep
-from rlloop.config import (
+from rlloop.config.run import (
     AlgorithmConfig,
     DriftConfig,
     ParityMode,
@@ -18,6 +17,7 @@ from rlloop.config import (
     TrainerConfig,
 )
 from rlloop.errors import ConfigError
+from rlloop.launch.compose import as_container, build, compose_recipe, expand_sweep
 from rlloop.numerics.profile import SETTINGS, Drift, NumericsProfile
 
 RECIPE = """\
@@ -272,7 +272,8 @@ def test_profiles_mirror_the_numerics():
 def test_configuration_and_command_line_are_light():
     heavy = ("torch", "ray", "vllm", "transformers", "matplotlib", "numba")
     code = (
-        "import sys, rlloop, rlloop.cli, rlloop.compose, rlloop.config, rlloop.types, rlloop.protocols, rlloop.loop\n"
+        "import sys, rlloop, rlloop.cli.main, rlloop.launch.compose, rlloop.config.run, rlloop.types\n"
+        "import rlloop.protocols, rlloop.loop.loop\n"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -281,7 +282,7 @@ def test_configuration_and_command_line_are_light():
 
 def test_help_needs_neither_hydra_nor_numpy():
     code = (
-        "import sys\nfrom rlloop.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit: pass\n"
+        "import sys\nfrom rlloop.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit: pass\n"
         "print([name for name in ('hydra', 'omegaconf', 'numpy', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,8 +18,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlloop import connections, web
-from rlloop.web import BackgroundServer, Listen
+from rlloop.web import connections
+from rlloop.web import server as web
+from rlloop.web.server import BackgroundServer, Listen
 
 LARGE = bytes(64 << 20)
 HEAD = b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\n"

@@ -3,8 +3,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rlloop.console import Progress, clock, print_summary, short
-from rlloop.records import summarize
+from rlloop.runs.console import Progress, clock, print_summary, short
+from rlloop.runs.folder import summarize
 
 STEP = {
     "reward/mean": 0.25,

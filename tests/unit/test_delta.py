@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlloop.cli import main
-from rlloop.delta import Sizes, compare, describe, read_pair, version_bytes
+from rlloop.cli.delta_size import Sizes, compare, describe, read_pair, version_bytes
+from rlloop.cli.main import main
 from rlloop.errors import ModelError
 from rlloop.sync.folder import read_file, read_folder
 from rlloop.sync.live import bits_of

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from rlloop import doctor, workers
-from rlloop.cli import main
-from rlloop.config import AlgorithmConfig, ParityConfig, ParityMode, RunConfig
+from rlloop.cli import machine_check as doctor
+from rlloop.cli.main import main
+from rlloop.config.run import AlgorithmConfig, ParityConfig, ParityMode, RunConfig
 from rlloop.errors import ConfigError
+from rlloop.launch import workers
 from rlloop.rollout.vllm import versions
 from tests.fault.tiny_run import make_model
 
@@ -42,6 +43,6 @@ def test_a_machine_that_fails_the_probe_is_refused(tmp_path, monkeypatch, capsys
     config.parity = ParityConfig(ParityMode.observe)
     workers.load(config, tmp_path / "model")
 
-    monkeypatch.setattr("rlloop.doctor.probe", lambda *args: {"linear": "rows differ"})
+    monkeypatch.setattr("rlloop.cli.machine_check.probe", lambda *args: {"linear": "rows differ"})
     assert main(["doctor"]) == 1
     assert "--  zero KLD on the CPU, float32: linear: rows differ" in capsys.readouterr().out

@@ -6,10 +6,10 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from rlloop.config import AlgorithmConfig, DriftConfig, ParityConfig, ParityMode, RolloutConfig, RunConfig
-from rlloop.engine_config import EngineKind
+from rlloop.config.engine import EngineKind
+from rlloop.config.fleet import FleetConfig, FleetKind
+from rlloop.config.run import AlgorithmConfig, DriftConfig, ParityConfig, ParityMode, RolloutConfig, RunConfig
 from rlloop.errors import ConfigError
-from rlloop.fleet_config import FleetConfig, FleetKind
 from rlloop.rollout.vllm import versions
 
 STOCK, EXACT = EngineKind.vllm_stock, EngineKind.vllm

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rlloop.environments import Conversations, Message, Reply, SingleTurn, player_for
-from rlloop.records import read_rollouts, rollout_files
+from rlloop.loop.environments import Conversations, Message, Reply, SingleTurn, player_for
 from rlloop.rewards.episode import episode_reward
+from rlloop.runs.folder import read_rollouts, rollout_files
 from rlloop.testing import FakeEngine, FakePolicy, FakeScorer, FakeTask, FakeTrainer
 from rlloop.trainer.batching import TrainSequence
 from rlloop.types import Example, RewardResult, Sample, SamplingParams

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlloop.errors import SyncError
-from rlloop.fleet import EngineDied, FleetEngine, FleetSync
+from rlloop.launch.ray_pool import EngineDied, FleetEngine, FleetSync
 from rlloop.types import SamplingParams
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from rlloop.algorithms import advantages_for
-from rlloop.batches import completion_seed
-from rlloop.config import (
+from rlloop.config.run import (
     AlgorithmConfig,
     Anchor,
     CheckpointConfig,
@@ -22,11 +21,12 @@ from rlloop.config import (
     TrainerConfig,
 )
 from rlloop.errors import ParityError, RunError
-from rlloop.loop import Loop, Parts, RewardsFailed
+from rlloop.loop.loop import Loop, Parts, RewardsFailed
+from rlloop.loop.step_data import completion_seed
 from rlloop.metrics import is_timing
 from rlloop.parity.certificate import Certificate, comparison_of, find_breaks
 from rlloop.parity.monitor import Finding, ParityMonitor
-from rlloop.records import RunFolder, read_records, read_rollouts, rollout_files
+from rlloop.runs.folder import RunFolder, read_records, read_rollouts, rollout_files
 from rlloop.testing import FakeEngine, FakePolicy, FakeScorer, FakeSync, FakeTrainer, fake_parts, fake_reward
 from rlloop.types import RewardResult
 
@@ -357,7 +357,7 @@ class PowerCut(BaseException):
 def test_cut_off_anywhere_it_resumes_to_the_same_history(tmp_path, cut, monkeypatch):
     """Cut at each call that reaches the disk in turn: rollouts, certificate, metrics, checkpoint."""
     calls = {"left": cut}
-    import rlloop.records as records
+    import rlloop.runs.folder as records
 
     def counted(function):
         def call(*args, **kwargs):

@@ -18,19 +18,19 @@ import pytest
 
 from rlloop.dashboard.live import Dashboard
 from rlloop.dashboard.server import make_app
-from rlloop.fleet_server import trainer_app
-from rlloop.foreign import read_safetensors
 from rlloop.rollout import Engine
-from rlloop.rollout.members import RouterSettings
-from rlloop.rollout.router import Router
-from rlloop.rollout.server import EngineServer
-from rlloop.rollout.service import EngineService
+from rlloop.rollout.engine.service import EngineService
+from rlloop.rollout.fleet.engine_server import EngineServer
+from rlloop.rollout.fleet.external_trainer import read_safetensors
+from rlloop.rollout.fleet.membership import RouterSettings
+from rlloop.rollout.fleet.router import Router
+from rlloop.rollout.fleet.trainer_server import trainer_app
 from rlloop.sync.http import relay_app
 from rlloop.sync.manifest import MAX_MANIFEST
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.relay import CachingStore
 from rlloop.sync.store import FolderStore
-from rlloop.web import BackgroundServer, Listen
+from rlloop.web.server import BackgroundServer, Listen
 from tests.parity.models import tiny_qwen3
 from tests.unit.sync.weights import KEY, first_weights
 

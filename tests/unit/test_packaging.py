@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+import rlloop
 from rlloop import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +50,12 @@ def files_of(folder: Path) -> set[str]:
 def test_the_wheel_carries_package_and_recipes_and_nothing_else(unpacked):
     expected = files_of(ROOT / "rlloop") | {f"recipes/{file}" for file in files_of(ROOT / "recipes")}
     assert files_of(unpacked / "rlloop") == expected
-    assert {"cli.py", "recipes/countdown/config.yaml", "recipes/custom/task.py", "recipes/guess/task.py"} <= expected
+    assert {
+        "cli/main.py",
+        "recipes/countdown/config.yaml",
+        "recipes/custom/task.py",
+        "recipes/guess/task.py",
+    } <= expected
     assert [folder.name for folder in unpacked.iterdir() if folder.name != "rlloop"] == [
         f"rlloop-{__version__}.dist-info"
     ]
@@ -69,7 +76,7 @@ def test_the_working_folders_own_recipe_comes_first(unpacked, tmp_path):
     own = tmp_path / "recipes" / "countdown"
     own.mkdir(parents=True)
     (own / "config.yaml").write_text("defaults: [rlloop, {algorithm: grpo}, _self_]\nseed: 7\n")
-    code = "from rlloop.compose import compose_recipe; print(compose_recipe('countdown', []).seed)"
+    code = "from rlloop.launch.compose import compose_recipe; print(compose_recipe('countdown', []).seed)"
     assert python(code, unpacked, tmp_path) == "7\n"
 
 
@@ -77,8 +84,18 @@ def test_the_working_folders_own_recipe_comes_first(unpacked, tmp_path):
 def test_help_imports_nothing_heavy(unpacked, tmp_path, arguments):
     code = f"""
 import contextlib, io, json
-from rlloop.cli import main
+from rlloop.cli.main import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     main({arguments!r})
 print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"""
     assert json.loads(python(code.strip(), unpacked, tmp_path)) == []
+
+
+def test_documented_modules_are_found_by_their_former_names():
+    for former, name in rlloop._FORMER.items():
+        if ".vllm." in name:
+            continue  # imports vLLM
+        assert importlib.import_module(former) is importlib.import_module(name)
+        assert importlib.import_module(name).__spec__.name == name
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("rlloop.never")

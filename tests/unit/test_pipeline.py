@@ -9,15 +9,23 @@ import numpy as np
 import pytest
 
 from rlloop.audit import verify
-from rlloop.config import AlgorithmConfig, Anchor, CheckpointConfig, EvalConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlloop.config.fleet import FleetConfig, FleetKind
+from rlloop.config.run import (
+    AlgorithmConfig,
+    Anchor,
+    CheckpointConfig,
+    EvalConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from rlloop.errors import ConfigError
-from rlloop.fleet_config import FleetConfig, FleetKind
-from rlloop.loop import Loop
+from rlloop.loop.loop import Loop
+from rlloop.loop.schedule import PipelinedLoop
 from rlloop.metrics import is_timing
 from rlloop.parity.certificate import Certificate, comparison_of
 from rlloop.parity.monitor import ParityMonitor
-from rlloop.pipeline import PipelinedLoop
-from rlloop.records import RunFolder, read_records, read_rollouts, rollout_files
+from rlloop.runs.folder import RunFolder, read_records, read_rollouts, rollout_files
 from rlloop.testing import FakeEngine, FakePolicy, FakeTrainer, fake_parts
 from rlloop.types import Recomputed
 

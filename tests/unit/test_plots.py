@@ -2,7 +2,7 @@ import struct
 
 from matplotlib.axes import Axes
 
-from rlloop.plots import LINTHRESH, draw
+from rlloop.runs.plots import LINTHRESH, draw
 
 RECORDS = [
     {"step": 0, "eval/solved": 0.2},

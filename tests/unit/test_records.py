@@ -4,8 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlloop.config.resume import refuse_other_run
 from rlloop.errors import RunError
-from rlloop.records import (
+from rlloop.runs.folder import (
     Journal,
     RunFolder,
     read_config,
@@ -16,7 +17,6 @@ from rlloop.records import (
     rollout_rows,
     summarize,
 )
-from rlloop.resuming import refuse_other_run
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
 
 RUN = Path("run")

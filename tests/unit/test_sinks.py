@@ -5,7 +5,7 @@ import urllib.request
 import pytest
 
 from rlloop.errors import ConfigError
-from rlloop.sinks import check_sinks, make_sinks
+from rlloop.runs.sinks import check_sinks, make_sinks
 
 RECORDS = [{"reward/mean": 0.25, "parity/k3": 0.0}, {"reward/mean": 0.5, "parity/k3": 0.0, "is/hist": {"edges": []}}]
 

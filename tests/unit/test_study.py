@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import yaml
 
-from rlloop.cli import main
-from rlloop.resuming import flatten
-from rlloop.study import Arm, CollapseRule, Run, arms_of, band, differences, dose, over_seeds, verdict_of
-from rlloop.study_plots import draw_arms
+from rlloop.cli.main import main
+from rlloop.config.resume import flatten
+from rlloop.study.analysis import Arm, CollapseRule, Run, arms_of, band, differences, dose, over_seeds, verdict_of
+from rlloop.study.plots import draw_arms
 
 RULE = CollapseRule(fraction=0.5, evaluations=3)
 

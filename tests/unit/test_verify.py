@@ -13,12 +13,12 @@ from omegaconf import OmegaConf
 from rlloop.audit import Check, Extent, verify
 from rlloop.audit.history import History
 from rlloop.audit.parts import find_parts
-from rlloop.compose import as_container
-from rlloop.config import AlgorithmConfig, RunConfig
+from rlloop.config.run import AlgorithmConfig, RunConfig
+from rlloop.launch.compose import as_container
 from rlloop.models import save_model
 from rlloop.parity.certificate import Certificate, bits_digest
-from rlloop.records import Journal, RunFolder, read_rollouts, rollout_rows
 from rlloop.rollout import Engine
+from rlloop.runs.folder import Journal, RunFolder, read_rollouts, rollout_rows
 from rlloop.trainer import CheckpointStore
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.parity.models import tiny_qwen3
@@ -158,7 +158,7 @@ def test_on_other_numerics_a_difference_says_nothing_of_the_run(run):
 def test_a_stranger_s_code_is_neither_imported_nor_called(run, tmp_path, monkeypatch):
     (tmp_path / "stranger.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    for target in ("stranger.reward", "rlloop.launch.os.system", "rlloop.rewards.runner.asyncio.run"):
+    for target in ("stranger.reward", "rlloop.launch.run.os.system", "rlloop.rewards.runner.asyncio.run"):
         (run / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "reward": {"_target_": target}}))
         parts = find_parts(History(run), run_code=False, make_model=False)
         assert parts.reward is None

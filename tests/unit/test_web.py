@@ -11,24 +11,25 @@ import pytest
 from starlette.applications import Starlette
 from starlette.responses import Response
 
-from rlloop import launch, serve
-from rlloop.cli import main
-from rlloop.config import AlgorithmConfig, RunConfig
+from rlloop.cli import serve
+from rlloop.cli.main import main
+from rlloop.config.fleet import FleetConfig, FleetKind
+from rlloop.config.run import AlgorithmConfig, RunConfig
 from rlloop.errors import ConfigError
-from rlloop.fleet_config import FleetConfig, FleetKind
-from rlloop.fleet_server import trainer_app
+from rlloop.launch import run as launch
 from rlloop.rollout import Engine
-from rlloop.rollout.members import RouterSettings
-from rlloop.rollout.router import Router
-from rlloop.rollout.server import EngineServer
-from rlloop.rollout.service import EngineService
+from rlloop.rollout.engine.service import EngineService
+from rlloop.rollout.fleet.engine_server import EngineServer
+from rlloop.rollout.fleet.membership import RouterSettings
+from rlloop.rollout.fleet.router import Router
+from rlloop.rollout.fleet.trainer_server import trainer_app
 from rlloop.rollout.vllm.proxy import proxy_app
 from rlloop.sync.http import relay_app
 from rlloop.sync.manifest import MAX_MANIFEST
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.relay import CachingStore
 from rlloop.sync.store import FolderStore
-from rlloop.web import BackgroundServer, Listen
+from rlloop.web.server import BackgroundServer, Listen
 from tests.parity.models import tiny_qwen3
 from tests.unit.sync.weights import KEY, first_weights
 
@@ -169,7 +170,7 @@ def test_a_trainer_to_publish_to_always_has_a_token(tmp_path, monkeypatch, capsy
 
 
 def test_a_fleet_without_the_extra_names_it(monkeypatch):
-    for name in ("rlloop.regions", "rlloop.fleet_server", "rlloop.web"):
+    for name in ("rlloop.launch.regions", "rlloop.rollout.fleet.trainer_server", "rlloop.web.server"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in ("prometheus_client", "uvicorn"):
         monkeypatch.setitem(sys.modules, name, None)

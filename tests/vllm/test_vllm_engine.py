@@ -14,9 +14,9 @@ import torch
 
 from rlloop import ConfigError, Engine, Model, SamplingParams, load_model, token_logprobs
 from rlloop.models import new_model
-from rlloop.rollout.service import EngineService
+from rlloop.rollout.engine.service import EngineService
 from rlloop.rollout.vllm.engine import VllmEngine
-from rlloop.rollout.vllm.stock import StockVllmEngine
+from rlloop.rollout.vllm.stock_engine import StockVllmEngine
 from rlloop.testing import plant_fault
 from rlloop.types import Completion, Part, PromptScores
 from tests.checkpoints import EVERY, RECURRENT, make_checkpoint
@@ -339,7 +339,7 @@ def test_a_server_refuses_what_the_trainer_does_not_know():
 
 
 def test_a_server_of_several_ranks_is_not_followed(engine, monkeypatch):
-    from rlloop.rollout.vllm.following import Following
+    from rlloop.rollout.vllm.worker_replica import Following
 
     worker = Following()
     worker.model_runner = engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner

@@ -9,7 +9,7 @@ import torch
 from rlloop import ConfigError, SamplingParams
 from rlloop.models import new_model
 from rlloop.models.scoring import ScoreRow, score
-from rlloop.rollout.vllm.stock import StockVllmEngine
+from rlloop.rollout.vllm.stock_engine import StockVllmEngine
 from rlloop.rollout.vllm.weights import plain
 from rlloop.sync.live import named_weights
 from tests.vllm.test_vllm_stock import gaps, k3

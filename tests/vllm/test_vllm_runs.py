@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rlloop.cli import main
+from rlloop.cli.main import main
 from rlloop.models import new_model, save_model
-from rlloop.records import read_records
 from rlloop.rollout.vllm.engine import VllmEngine
+from rlloop.runs.folder import read_records
 from rlloop.testing import planted_fault
 from tests.fault.tiny_run import history, make_model
 

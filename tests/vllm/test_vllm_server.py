@@ -25,11 +25,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from rlloop import Engine, Model, SamplingParams
-from rlloop.cli import main
+from rlloop.cli.main import main
 from rlloop.models import load_model, new_model, save_model
-from rlloop.records import read_records
-from rlloop.rollout.remote import EngineClient, LoopThread, RemoteEngine
+from rlloop.rollout.fleet.client import EngineClient, LoopThread, RemoteEngine
 from rlloop.rollout.vllm.proxy import proxy_app
+from rlloop.runs.folder import read_records
 from rlloop.sync.live import named_weights, tensors_of
 from rlloop.sync.manifest import load_or_make_key, new_key
 from rlloop.sync.publisher import Publisher
@@ -67,7 +67,7 @@ def vllm_of(folder: Path, *options: str) -> Iterator[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "served")]
     command += [*options, "--enforce-eager"]
     command += ["--served-model-name", "policy", "--max-num-seqs", "16", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--enable-scale-out", "--worker-extension-cls", "rlloop.rollout.vllm.following.Following"]
+    command += ["--enable-scale-out", "--worker-extension-cls", "rlloop.rollout.vllm.worker_replica.Following"]
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
     url = f"http://127.0.0.1:{port}"

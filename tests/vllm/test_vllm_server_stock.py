@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlloop.cli import main
+from rlloop.cli.main import main
 from rlloop.models import new_model, save_model
-from rlloop.records import read_records
+from rlloop.runs.folder import read_records
 from tests.fault.fleet_run import TOKEN
 from tests.fault.tiny_run import make_model
 from tests.vllm.test_vllm_runs import FAMILIES, SMALL

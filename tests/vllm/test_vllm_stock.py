@@ -12,7 +12,7 @@ import torch
 from rlloop import ConfigError, Model, SamplingParams, token_logprobs
 from rlloop.errors import SyncError
 from rlloop.models import new_model
-from rlloop.rollout.vllm.stock import StockVllmEngine
+from rlloop.rollout.vllm.stock_engine import StockVllmEngine
 from rlloop.sync.live import LiveTarget
 from tests.parity.models import tiny_qwen3
 

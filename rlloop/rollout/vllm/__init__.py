@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlloop.engine_config import EngineKind
+    from rlloop.config.engine import EngineKind
     from rlloop.models import Model
     from rlloop.rollout.vllm.engine import VllmEngine
 
@@ -19,6 +19,6 @@ def build(kind: EngineKind, model: Model, **settings: Any) -> VllmEngine:
     Raises `ConfigError` where vLLM is missing, of another version, or cannot run the model.
     """
     from rlloop.rollout.vllm.engine import VllmEngine
-    from rlloop.rollout.vllm.stock import StockVllmEngine
+    from rlloop.rollout.vllm.stock_engine import StockVllmEngine
 
     return {"vllm": VllmEngine, "vllm_stock": StockVllmEngine}[kind](model, **settings)

@@ -21,9 +21,9 @@ import torch
 
 from rlloop.errors import ConfigError, RunError
 from rlloop.models.scoring import score_prompt
-from rlloop.rollout.checks import check_request, drawn_seed, one_for_each
-from rlloop.rollout.choices import Choices
-from rlloop.rollout.scheduler import EngineStats
+from rlloop.rollout.engine.choice_store import Choices
+from rlloop.rollout.engine.scheduler import EngineStats
+from rlloop.rollout.engine.validation import check_request, drawn_seed, one_for_each
 from rlloop.rollout.vllm import plugin, versions
 from rlloop.rollout.vllm.requests import check_alone, check_sampling, raw_of_stock, vllm_params
 from rlloop.types import NOTHING, Completion, FinishReason, Part, PromptScores, SamplingParams, stop_ids

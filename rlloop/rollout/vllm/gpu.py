@@ -1,7 +1,8 @@
 """vLLM 0.26 on a GPU: its worker with our sampler, its pages as our stores, and decode steps as CUDA graphs of ours.
 
 vLLM's own compilation and graphs are off (`enforce_eager`): the model is not its. A step in which every request decodes
-one token is one replay, as in `rlloop.rollout.graphs`; what it reads are tensors on the device, so no host waits.
+one token is one replay, as in `rlloop.rollout.engine.graphs`; what it reads are tensors on the device, so no
+host waits.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rlloop.models import Model, Routes
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
-from rlloop.rollout.choices import ChoiceStore
-from rlloop.rollout.graphs import LEAST_TOKENS, at_least, rounded
+from rlloop.rollout.engine.choice_store import ChoiceStore
+from rlloop.rollout.engine.graphs import LEAST_TOKENS, at_least, rounded
 from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
-from rlloop.rollout.vllm.inside import Inside
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.sampler import ExactSampler, Replayed, Rows
+from rlloop.rollout.vllm.worker_mixin import Inside
 
 SPARE = 0  # a slot of vLLM's null block, which nobody reads
 

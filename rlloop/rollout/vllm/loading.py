@@ -21,7 +21,7 @@ from vllm.transformers_utils.config_parser_base import ConfigParserBase
 from rlloop.models import Model, load_model
 from rlloop.models.weights import HEAD
 from rlloop.rollout.vllm import versions
-from rlloop.rollout.vllm.standing import Facts
+from rlloop.rollout.vllm.messages import Facts
 from rlloop.sync.live import named_weights
 
 LENT_AS = "rlloop_model"  # the key of `additional_config` that names a lent model

@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
 from rlloop.models import Routes
-from rlloop.rollout.choices import ChoiceStore
+from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
 from rlloop.rollout.vllm.loading import policy_of
 from rlloop.rollout.vllm.sampler import Replayed, Rows

@@ -14,7 +14,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rlloop.rollout.choices import Choices, ChoiceStore
+from rlloop.rollout.engine.choice_store import Choices, ChoiceStore
 from rlloop.rollout.vllm.loading import routes_of
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.requests import CHOICES

@@ -16,7 +16,7 @@ from vllm.v1.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 
 from rlloop.models import Model
-from rlloop.models.warp import on_device, warp_for
+from rlloop.models.logits_processing import on_device, warp_for
 from rlloop.numerics.layout import LogitsWarp
 from rlloop.rollout.vllm.requests import RAW, RAW_ID
 from rlloop.types import SamplingParams

@@ -8,9 +8,9 @@ import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlloop.rollout.vllm.attention import PagedStore
-from rlloop.rollout.vllm.inside import Inside
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.sampler import ExactSampler
+from rlloop.rollout.vllm.worker_mixin import Inside
 
 
 class CpuWorker(Inside, CPUWorker):

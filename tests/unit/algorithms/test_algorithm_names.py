@@ -16,7 +16,7 @@ from rlloop.algorithms.advantages import ADVANTAGES
 from rlloop.algorithms.corrections import CORRECTIONS
 from rlloop.algorithms.losses import LOSSES
 from rlloop.algorithms.presets import PRESETS
-from rlloop.config import AlgorithmConfig, Anchor
+from rlloop.config.run import AlgorithmConfig, Anchor
 from rlloop.errors import ConfigError
 
 

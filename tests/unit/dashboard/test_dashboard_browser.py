@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dashboard_runs import Writer, serving, write_run
 
-from rlloop.records import rollout_files
+from rlloop.runs.folder import rollout_files
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="the browser tests need playwright: pip install playwright"

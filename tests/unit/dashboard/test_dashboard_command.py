@@ -9,7 +9,7 @@ import httpx
 import pytest
 from dashboard_runs import serving, write_run
 
-from rlloop.cli import main
+from rlloop.cli.main import main
 
 
 def test_serves_tells_what_happens_and_ends_at_once(tmp_path):
@@ -52,10 +52,11 @@ def test_no_torch_and_nothing_written_below_the_runs(tmp_path):
 import asyncio, sys
 from httpx import ASGITransport, AsyncClient
 from pathlib import Path
-from rlloop.dashboard import command, demo, workspace
+from rlloop.cli import dashboard
+from rlloop.dashboard import demo, workspace
 from rlloop.dashboard.live import Dashboard
 from rlloop.dashboard.server import make_app
-from rlloop.web import Guard, Listen
+from rlloop.web.server import Guard, Listen
 async def main():
     dashboard = Dashboard(Path({str(tmp_path / "runs")!r}))
     headers = {{"authorization": "Bearer " + 16 * "t"}}

@@ -5,7 +5,7 @@ import threading
 from rlloop.audit import verify
 from rlloop.dashboard.demo import BEGIN, LIVE, Replay, recorded_runs, unpack
 from rlloop.dashboard.runs import Run, find_runs
-from rlloop.records import read_records
+from rlloop.runs.folder import read_records
 
 
 def problems(run) -> list[str]:

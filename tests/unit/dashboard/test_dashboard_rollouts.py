@@ -9,7 +9,7 @@ import zstandard
 from dashboard_runs import write_run
 
 from rlloop.dashboard.rollouts import ORDERS, RolloutIndex, page_query
-from rlloop.records import read_rollouts, rollout_files
+from rlloop.runs.folder import read_rollouts, rollout_files
 
 
 def plain(run) -> list[dict]:

@@ -10,7 +10,7 @@ import pytest
 from dashboard_runs import Writer, write_run
 
 from rlloop.dashboard.runs import Run, Runs, find_runs
-from rlloop.records import RunFolder
+from rlloop.runs.folder import RunFolder
 
 
 def column(run: Run, name: str) -> list[float]:

@@ -13,7 +13,7 @@ from dashboard_runs import write_run
 
 from rlloop.dashboard.live import Dashboard
 from rlloop.dashboard.server import make_app
-from rlloop.web import Guard, Listen
+from rlloop.web.server import Guard, Listen
 
 TOKEN = "a-token-of-some-length"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlloop.models.warp import warp_for
+from rlloop.models.logits_processing import warp_for
 from rlloop.numerics.layout import LogitsWarp
 from rlloop.types import SamplingParams, stop_ids
 

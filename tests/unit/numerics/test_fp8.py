@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlloop.compose import build, compose_recipe
+from rlloop.config.numerics import DriftConfig
 from rlloop.errors import ConfigError
+from rlloop.launch.compose import build, compose_recipe
 from rlloop.models import Model, new_model
 from rlloop.numerics import fp8
 from rlloop.numerics.drift import DriftedOps
@@ -14,7 +15,6 @@ from rlloop.numerics.layout import AttentionLayout, Reach
 from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.numerics.quantize import e4m3_rows, quantized, rounded_activation
 from rlloop.numerics.stock import attention, by_expert, padded_attention
-from rlloop.profile_config import DriftConfig
 from tests.unit.sync.test_drifted import CONFIG, EMBEDDING, LINEAR, NORM, Pair
 
 FP8: dict[str, Any] = {"weights": "fp8", "granularity": "channel", "activations": "fp8", "products": "fp8"}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlloop.numerics.cpu import jit, linear, tiles
-from rlloop.numerics.cpu.jit import flat, kernel
+from rlloop.numerics.kernels.cpu import jit, linear, tiles
+from rlloop.numerics.kernels.cpu.jit import flat, kernel
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlloop.numerics.cpu import linear as kernels
-from rlloop.numerics.cpu.jit import flat
-from rlloop.numerics.cpu.parameters import each_row, embedding
+from rlloop.numerics.kernels.cpu import linear as kernels
+from rlloop.numerics.kernels.cpu.jit import flat
+from rlloop.numerics.kernels.cpu.parameters import each_row, embedding
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.probe import same_bits

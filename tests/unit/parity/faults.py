@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlloop.models import Model, new_model
 from rlloop.numerics.ops import Ops
-from rlloop.parity.doctor import diagnose
+from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
 from tests.unit.parity.test_doctor import CONFIG as DENSE

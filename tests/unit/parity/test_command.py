@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlloop import Engine, load_model
-from rlloop.cli import main
+from rlloop.cli.main import main
 from rlloop.errors import ConfigError
-from rlloop.parity.sides import open_side, parse_profile, read_logprobs
-from rlloop.records import RunFolder, rollout_rows
+from rlloop.parity_tool.sides import open_side, parse_profile, read_logprobs
+from rlloop.runs.folder import RunFolder, rollout_rows
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.checkpoints import make_checkpoint
 
@@ -153,7 +153,9 @@ def test_a_runs_conversations(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused_before_torch_is_there(tmp_path: Path, arguments: list[str], named: str) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "file").touch()
-    script = "import sys; from rlloop.cli import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    script = (
+        "import sys; from rlloop.cli.main import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    )
     command = [sys.executable, "-c", f"{script}; sys.exit(code)", "parity", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlloop.models import Model, new_model, token_logprobs
-from rlloop.parity.doctor import diagnose
+from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
 from rlloop.testing import plant_fault

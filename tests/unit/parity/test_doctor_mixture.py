@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from rlloop.models import Model, new_model
-from rlloop.parity.doctor import diagnose
+from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
 from rlloop.testing import plant_fault

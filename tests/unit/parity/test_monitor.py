@@ -4,12 +4,12 @@ import json
 import numpy as np
 import pytest
 
-from rlloop.config import ParityConfig, ParityMode
+from rlloop.config.run import ParityConfig, ParityMode
 from rlloop.errors import ConfigError
 from rlloop.metrics import LOG_RATIO_EDGES
 from rlloop.parity.certificate import Certificate, find_breaks
 from rlloop.parity.monitor import ParityMonitor, compare, report
-from rlloop.records import Journal, read_records
+from rlloop.runs.folder import Journal, read_records
 from rlloop.types import Completion, Example, Recomputed, RewardResult, Sample, SamplingParams
 
 

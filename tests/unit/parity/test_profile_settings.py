@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlloop.cli import main
+from rlloop.cli.main import main
 from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model, new_model
 from rlloop.numerics.profile import NumericsProfile
-from rlloop.parity.doctor import diagnose
+from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import compare
-from rlloop.parity.sides import parse_profile
+from rlloop.parity_tool.sides import parse_profile
 from rlloop.rollout import Engine
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.checkpoints import make_checkpoint

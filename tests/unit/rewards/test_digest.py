@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from rlloop.errors import RunError
-from rlloop.records import RunFolder
 from rlloop.rewards import CodeReward, Weighted
 from rlloop.rewards.digest import note_reward, reward_digest, reward_sources
+from rlloop.runs.folder import RunFolder
 
 
 @pytest.fixture

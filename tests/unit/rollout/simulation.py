@@ -6,9 +6,9 @@ from collections import Counter
 
 import numpy as np
 
-from rlloop.rollout.kv_cache import BlockManager
-from rlloop.rollout.request import Request
-from rlloop.rollout.scheduler import EngineStats, Scheduler, StepBatch
+from rlloop.rollout.engine.kv_cache import BlockManager
+from rlloop.rollout.engine.request import Request
+from rlloop.rollout.engine.scheduler import EngineStats, Scheduler, StepBatch
 from rlloop.types import SamplingParams
 
 VOCABULARY = 31

@@ -11,7 +11,7 @@ import torch
 
 from rlloop.errors import ConfigError
 from rlloop.numerics.layout import AttentionLayout
-from rlloop.rollout.engine import Engine
+from rlloop.rollout.engine.engine import Engine
 from rlloop.types import Alternatives, Completion, Part, SamplingParams
 from tests.unit.rollout.latent_model import VOCABULARY, LatentModel
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlloop.errors import SyncError
-from rlloop.rollout.follower import ReplicaFollower
+from rlloop.rollout.fleet.weight_follower import ReplicaFollower
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.replica import Replica
 from rlloop.sync.store import FolderStore

@@ -11,7 +11,7 @@ import pytest
 from rlloop import Engine, SamplingParams, token_logprobs
 from rlloop.errors import ConfigError
 from rlloop.models import new_model
-from rlloop.rollout.service import EngineService
+from rlloop.rollout.engine.service import EngineService
 from rlloop.types import Completion, Part, PromptScores
 from tests.unit.parity.test_doctor_mixture import CONFIG as MIXTURE
 

@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlloop.errors import ConfigError
-from rlloop.rollout import Engine, wire
-from rlloop.rollout.members import NoEngine
-from rlloop.rollout.remote import LoopThread, RemoteEngine
-from rlloop.rollout.router import Router
+from rlloop.rollout import Engine
+from rlloop.rollout.fleet import wire
+from rlloop.rollout.fleet.client import LoopThread, RemoteEngine
+from rlloop.rollout.fleet.membership import NoEngine
+from rlloop.rollout.fleet.router import Router
 from rlloop.types import Completion, SamplingParams
 from tests.parity.models import tiny_qwen3
 from tests.unit.rollout.test_router import CANARY, FAST, Events, OneEngine, check, fleet, until

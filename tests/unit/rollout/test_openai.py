@@ -18,11 +18,11 @@ import pytest
 from rlloop import Engine, SamplingParams, load_model, token_logprobs
 from rlloop.chat import ChatTokenizer
 from rlloop.models import Model
-from rlloop.rollout.openai_api import IDLE, IGNORED
-from rlloop.rollout.server import EngineServer
-from rlloop.rollout.service import EngineService
-from rlloop.rollout.text import HALF, Tokenizer, tokenizer_of
-from rlloop.web import BackgroundServer, Listen
+from rlloop.rollout.engine.service import EngineService
+from rlloop.rollout.fleet.engine_server import EngineServer
+from rlloop.rollout.fleet.openai_api import IDLE, IGNORED
+from rlloop.rollout.fleet.text import HALF, Tokenizer, tokenizer_of
+from rlloop.web.server import BackgroundServer, Listen
 from tests.unit.rollout.openai_model import without_template, write_model
 
 TOKEN = "a token of some length"

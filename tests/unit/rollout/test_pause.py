@@ -10,12 +10,12 @@ import httpx
 import pytest
 
 from rlloop import Engine, SamplingParams
-from rlloop.rollout import wire
-from rlloop.rollout.remote import RemoteEngine
-from rlloop.rollout.server import EngineServer
-from rlloop.rollout.service import Busy, EngineService
+from rlloop.rollout.engine.service import Busy, EngineService
+from rlloop.rollout.fleet import wire
+from rlloop.rollout.fleet.client import RemoteEngine
+from rlloop.rollout.fleet.engine_server import EngineServer
 from rlloop.types import Completion
-from rlloop.web import BackgroundServer, Listen
+from rlloop.web.server import BackgroundServer, Listen
 from tests.parity.models import tiny_qwen3
 
 PROMPTS = [[5, 6, 7], [9], list(range(10, 40))]

@@ -15,18 +15,19 @@ import httpx
 import msgspec
 import pytest
 
-from rlloop.fleet_server import trainer_app
-from rlloop.rollout import Engine, wire
-from rlloop.rollout.members import Canary, NoEngine, RouterSettings, hardware_class, same_bits
-from rlloop.rollout.remote import Fenced
-from rlloop.rollout.router import Router
-from rlloop.rollout.server import EngineServer
-from rlloop.rollout.service import Busy, EngineService, VersionUnavailable
+from rlloop.rollout import Engine
+from rlloop.rollout.engine.service import Busy, EngineService, VersionUnavailable
+from rlloop.rollout.fleet import wire
+from rlloop.rollout.fleet.client import Fenced
+from rlloop.rollout.fleet.engine_server import EngineServer
+from rlloop.rollout.fleet.membership import Canary, NoEngine, RouterSettings, hardware_class, same_bits
+from rlloop.rollout.fleet.router import Router
+from rlloop.rollout.fleet.trainer_server import trainer_app
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import FolderStore
 from rlloop.testing import plant_fault
 from rlloop.types import SamplingParams
-from rlloop.web import BackgroundServer, Guard, Listen
+from rlloop.web.server import BackgroundServer, Guard, Listen
 from tests.parity.models import tiny_qwen3
 from tests.unit.sync.weights import KEY, first_weights
 

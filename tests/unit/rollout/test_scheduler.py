@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlloop.rollout.kv_cache import BlockManager
-from rlloop.rollout.request import Request, RequestTable
+from rlloop.rollout.engine.kv_cache import BlockManager
+from rlloop.rollout.engine.request import Request, RequestTable
 from rlloop.types import SamplingParams
 from tests.unit.rollout.simulation import Simulation
 

@@ -23,14 +23,15 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rlloop.clients import bearer
 from rlloop.errors import ConfigError
-from rlloop.rollout import Engine, wire
-from rlloop.rollout.remote import EngineLost, RemoteEngine
-from rlloop.rollout.server import WAITING, EngineServer
-from rlloop.rollout.service import Busy, EngineService, VersionUnavailable
+from rlloop.rollout import Engine
+from rlloop.rollout.engine.service import Busy, EngineService, VersionUnavailable
+from rlloop.rollout.fleet import wire
+from rlloop.rollout.fleet.client import EngineLost, RemoteEngine
+from rlloop.rollout.fleet.engine_server import WAITING, EngineServer
 from rlloop.types import SamplingParams
-from rlloop.web import BackgroundServer, Listen, read_token
+from rlloop.web.clients import bearer
+from rlloop.web.server import BackgroundServer, Listen, read_token
 from tests.parity.models import tiny_qwen3
 from tests.unit.rollout.test_engine import PROMPTS, longest, same
 
@@ -375,7 +376,7 @@ def test_an_idempotent_request_is_made_once(running):
 
 
 def test_of_answers_only_so_many_completions_are_kept(running, monkeypatch):
-    monkeypatch.setattr("rlloop.rollout.server.REMEMBERED", 3)
+    monkeypatch.setattr("rlloop.rollout.fleet.engine_server.REMEMBERED", 3)
     content = msgspec.msgpack.encode(wire.Ask([[5], [6]], [longest(max_tokens=1)] * 2))
     with http(running) as client:
         for key in ("a", "b", "c"):

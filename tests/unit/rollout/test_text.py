@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlloop.rollout.text import HALF, PATIENCE, Detokenizer, Writer, tokenizer_of
+from rlloop.rollout.fleet.text import HALF, PATIENCE, Detokenizer, Writer, tokenizer_of
 from tests.unit.rollout.openai_model import write_model
 
 IDS = st.lists(st.integers(0, 31), max_size=60)

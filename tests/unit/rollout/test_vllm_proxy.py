@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from rlloop.cli import main
+from rlloop.cli.main import main
 from rlloop.rollout.vllm.proxy import ALLOWED, proxy_app
-from rlloop.web import BackgroundServer, Guard, Listen, gone
+from rlloop.web.server import BackgroundServer, Guard, Listen, gone
 
 TOKEN = "a token of sixteen or more"
 SEEN: list[tuple[str, str, dict[str, str], bytes]] = []

@@ -14,17 +14,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from rlloop.cli import main
+from rlloop.cli.main import main
 from rlloop.errors import ConfigError
-from rlloop.rollout.follower import Source
-from rlloop.rollout.service import VersionUnavailable
-from rlloop.rollout.vllm.served import ServedEngine, ServedReplica, ServedService, Upstream, UpstreamError, facts_of
-from rlloop.rollout.vllm.standing import Chosen, Facts, Standing
-from rlloop.rollout.wire import Answer, Ask, pack, pack_array, unpack
+from rlloop.rollout.engine.service import VersionUnavailable
+from rlloop.rollout.fleet.weight_follower import Source
+from rlloop.rollout.fleet.wire import Answer, Ask, pack, pack_array, unpack
+from rlloop.rollout.vllm.messages import Chosen, Facts, Standing
+from rlloop.rollout.vllm.remote_vllm import (
+    ServedEngine,
+    ServedReplica,
+    ServedService,
+    Upstream,
+    UpstreamError,
+    facts_of,
+)
 from rlloop.sync.replica import State
 from rlloop.sync.target import TORN
 from rlloop.types import SamplingParams
-from rlloop.web import BackgroundServer, Listen
+from rlloop.web.server import BackgroundServer, Listen
 
 FACTS = Facts(folder="/model", vocabulary=64, positions=128, eos_token_ids=(2,), fingerprint={"profile": "x"})
 EXPERTS = np.arange(8 * 2 * 2, dtype=np.uint8).reshape(8, 2, 2)  # a block of tokens, more than were computed

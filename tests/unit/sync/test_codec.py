@@ -7,7 +7,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlloop.delta import sizes
+from rlloop.cli.delta_size import sizes
 from rlloop.sync import codec
 from rlloop.sync.bits import UNSIGNED, WIDTH, Bits
 from rlloop.sync.codec import CodecError, decode, encode, max_encoded

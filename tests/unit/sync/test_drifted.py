@@ -4,7 +4,7 @@ from rlloop.models import Model, new_model, token_logprobs
 from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.numerics.quantize import quantized
 from rlloop.rollout import Engine
-from rlloop.sync.drifted import DriftedSync, drifted_copy
+from rlloop.study.drifted import DriftedSync, drifted_copy
 from rlloop.types import SamplingParams
 
 CONFIG = {

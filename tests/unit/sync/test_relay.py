@@ -17,7 +17,7 @@ from rlloop.sync.relay import CachingStore, Sources
 from rlloop.sync.replica import Replica
 from rlloop.sync.store import FolderStore, HttpStore, Missing, StoreError, fetch
 from rlloop.sync.target import MemoryTarget
-from rlloop.web import BackgroundServer, Listen
+from rlloop.web.server import BackgroundServer, Listen
 from tests.unit.sync.weights import KEY, PUBLIC, history, same
 
 TOKEN = "a token of some length"

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from rlloop.errors import ConfigError
-from rlloop.foreign import Publishing
-from rlloop.regions import run_id_of
+from rlloop.launch.regions import run_id_of
+from rlloop.rollout.fleet.external_trainer import Publishing
 from rlloop.sync.manifest import Head, Refused
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.replica import Replica, State

@@ -1,12 +1,12 @@
 import numpy as np
 import torch
 
-from rlloop.config import TrainerConfig
+from rlloop.config.run import TrainerConfig
 from rlloop.models import load_model
 from rlloop.rollout import Engine
 from rlloop.trainer import Trainer
 from rlloop.trainer.history import WeightHistory
-from rlloop.trainer.routers import Routers
+from rlloop.trainer.moe import Routers
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.parity.models import tiny_qwen3

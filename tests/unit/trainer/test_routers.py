@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from rlloop.algorithms import loss_for
-from rlloop.config import AlgorithmConfig, TrainerConfig
+from rlloop.config.run import AlgorithmConfig, TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.models import Model, Routes, new_model
 from rlloop.trainer import Trainer
 from rlloop.trainer.batching import TrainSequence
-from rlloop.trainer.routers import sum_of_balance_losses
+from rlloop.trainer.moe import sum_of_balance_losses
 
 CONFIG = {
     "architectures": ["DeepseekV3ForCausalLM"],

@@ -5,11 +5,11 @@ import torch
 from sequences import make_batch
 
 from rlloop.algorithms import get_loss
-from rlloop.config import TrainerConfig
+from rlloop.config.run import TrainerConfig
 from rlloop.metrics import Mean
 from rlloop.models import load_model, new_model
 from rlloop.trainer import Trainer
-from rlloop.trainer.utilisation import active_weights, operations, peak
+from rlloop.trainer.mfu import active_weights, operations, peak
 
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -66,7 +66,7 @@ def test_an_update_reports_it_where_the_peak_is_known(folder, monkeypatch, custo
     trainer, batch = Trainer(load_model(folder, dtype="float32"), TrainerConfig()), make_batch(3)
     update = trainer.forward_backward_custom if custom else trainer.forward_backward
     assert "perf/mfu" not in update(batch, get_loss("grpo")).metrics
-    monkeypatch.setattr("rlloop.trainer.utilisation.peak", lambda device, dtype: 1e12)
+    monkeypatch.setattr("rlloop.trainer.mfu.peak", lambda device, dtype: 1e12)
     result = update(batch, get_loss("grpo"))
     lengths = [len(each.token_ids) for each in batch]
     found = result.metrics["perf/mfu"]

@@ -1,0 +1,112 @@
+"""`rlloop dashboard`: serve a folder of runs, or a recorded one, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import secrets
+import signal
+import sys
+import webbrowser
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from rlloop.errors import ConfigError
+
+ABOUT = """\
+Look at runs in a browser: train-inference KL, clipping, reward and everything else a run records, live or finished.
+
+Reads the runs' files and never touches a run. The address that is printed carries a token; who has it may read.
+"""
+
+EXAMPLES = """\
+examples:
+  rlloop dashboard runs                      every run below runs/
+  rlloop dashboard --demo                    a recorded run, and another one as it goes
+  rlloop dashboard runs --port 0             a free port
+  rlloop dashboard --wandb ENTITY/PROJECT    the same panels as a workspace of Weights & Biases
+
+On another machine: ssh -L 8642:127.0.0.1:8642 THAT_MACHINE, and open the address here.
+Prometheus scrapes /metrics with the token as its bearer: authorization: {credentials: TOKEN}.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    given = _parser().parse_args(arguments)
+    if given.wandb is not None:
+        from rlloop.dashboard.workspace import save
+
+        print(save(given.wandb))
+        return 0
+    if given.demo and given.runs is not None:
+        raise ConfigError(f"--demo shows recorded runs, and {given.runs} would be others; give one of the two")
+    if given.runs is None and not given.demo:
+        raise ConfigError("name a folder of runs, as in `rlloop dashboard runs`, or look around with --demo")
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"the dashboard needs the package {package}: pip install 'rlloop[dashboard]'")
+    if given.runs is not None and not given.runs.is_dir():
+        found = "is a file" if given.runs.exists() else "does not exist"
+        raise ConfigError(f"{given.runs} {found}; name the folder in which runs are, or one run's own")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: nothing stays behind
+    with ExitStack() as stack:
+        note = ""
+        if given.demo:
+            from rlloop.dashboard.demo import recorded_runs
+
+            given.runs, note = stack.enter_context(recorded_runs())
+        return _serve(given, note)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlloop dashboard",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", type=Path, nargs="?", metavar="RUNS_DIR", help="a folder of runs, or one run's folder")
+    parser.add_argument("--demo", action="store_true", help="show recorded runs; one of them is replayed as if live")
+    parser.add_argument("--port", type=int, default=8642, help="0 picks a free one (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s, this machine only)")
+    parser.add_argument(
+        "--token", default=os.environ.get("RLLOOP_DASHBOARD_TOKEN"),
+        help="default: RLLOOP_DASHBOARD_TOKEN of the environment, or a new one each time",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allow-host", action="append", default=[], metavar="NAME",
+        help="another name under which it is asked for, such as a proxy's; this machine's own always are",
+    )  # fmt: skip
+    parser.add_argument("--open", action="store_true", help="open a browser")
+    parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="make a workspace of these panels there, and stop")
+    return parser
+
+
+def _serve(given: argparse.Namespace, note: str) -> int:
+    from rlloop.dashboard.live import Dashboard
+    from rlloop.dashboard.server import make_app
+    from rlloop.web.server import Listen, is_loopback, serve
+
+    token = given.token or secrets.token_urlsafe(24)
+    listen = Listen(given.host, given.port, token, browser=True, names=tuple(given.allow_host))
+    dashboard = Dashboard(given.runs, note=note)
+
+    def announce(url: str) -> None:
+        address, count = f"{url}/?token={token}", len(dashboard.runs.find())
+        found = "1 run" if count == 1 else f"{count} runs"
+        print(f"{found} in {given.runs}\n\n  {address}\n\nCtrl-C ends it.", flush=True)
+        if not is_loopback(given.host):
+            print(
+                f"It listens on {given.host}, without encryption: whoever can read the network can read the token. A "
+                "tunnel (ssh -L) or a proxy with TLS is safer.",
+                file=sys.stderr,
+            )
+        if given.open:
+            webbrowser.open(address)
+
+    with suppress(KeyboardInterrupt):
+        serve(make_app(dashboard), listen, announce, dashboard.close)  # else open event streams would keep it waiting
+    return 0

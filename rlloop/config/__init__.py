@@ -1,0 +1,1 @@
+"""Configuration: dataclasses without torch, one module for each section."""

@@ -1,0 +1,81 @@
+"""Which configuration goes on with a run, and which is another run's: compared key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+from rlloop.config.fleet import FleetConfig
+from rlloop.config.run import AlgorithmConfig, RunConfig
+from rlloop.errors import RunError
+
+# Keys that say where, how long and how often, but do not reach a weight or a record: a resumed run may change them.
+RESUMABLE = (
+    "run.dir",
+    "launch",
+    "ray.",
+    "trainer.num_steps",
+    "certificate.",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "eval.every",
+    "scoring.",
+    "sinks.",
+    *(f"fleet.{name}" for name in ("engines.", *vars(FleetConfig())) if name != "max_version_lag"),
+)
+# What shapes the engine's work but not its bits, as long as the contract is enforced.
+RESUMABLE_UNDER_CONTRACT = tuple(
+    f"rollout.{key}" for key in ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")
+)
+
+
+def refuse_other_run(path: Path, have: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises `RunError` where `given` would not continue the run that `have` configured.
+
+    A key that is younger than the run counts as what it is by default: what versions before it did.
+    """
+    new = flatten(given)
+    old = with_defaults(flatten(have), new)
+    allowed = RESUMABLE + (RESUMABLE_UNDER_CONTRACT if new.get("parity.mode") == "require" else ())
+    if new.get("trainer.schedule") != "constant":
+        allowed = tuple(key for key in allowed if key != "trainer.num_steps")  # the schedule ends at the last step
+    differ = [
+        key
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+        and not any(key == free.rstrip(".") or (free.endswith(".") and key.startswith(free)) for free in allowed)
+    ]
+    if differ:
+        listed = "\n".join(f"  {key}: the run has {old.get(key)!r}, given is {new.get(key)!r}" for key in differ)
+        raise RunError(
+            f"{path} holds a run with another configuration:\n{listed}\n"
+            "Give the run's own values to resume it, or another run.dir to start a new one"
+        )
+
+
+def with_defaults(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """A flat configuration with those of `keys` that are younger than it as they are by default."""
+    defaults = _defaults()
+    return {**{key: defaults[key] for key in keys if key in defaults}, **config}
+
+
+def _defaults() -> dict[str, Any]:
+    run, algorithm = (
+        cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(kind), enum_to_str=True))
+        for kind in (RunConfig, AlgorithmConfig)
+    )
+    return flatten(run | {"algorithm": algorithm})
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` -> `{"a.b": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,1 @@
+"""Processes: one process, Ray's actors or engines in several regions. The only package that knows Ray."""

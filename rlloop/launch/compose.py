@@ -1,0 +1,268 @@
+"""From a recipe's name and Hydra overrides to a checked `RunConfig`.
+
+A recipe's YAML begins with
+
+    defaults:
+      - rlloop               # every key with its default: rlloop.config.run.RunConfig
+      - algorithm: grpo      # an entry of the algorithm group
+      - _self_
+
+and Hydra composes it, groups beside it and overrides included. What Hydra or OmegaConf refuse becomes a `ConfigError`
+of one or two lines that names the key, what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rlloop import recipes
+from rlloop.algorithms.presets import PRESETS
+from rlloop.config.fleet import FleetConfig, FleetKind
+from rlloop.config.run import RunConfig
+from rlloop.errors import ConfigError
+
+FREE = (
+    "task",
+    "data",
+    "reward",
+    "sinks",
+    "fleet.engines",
+    "algorithm.loss_args",
+    "algorithm.advantage_args",
+    "algorithm.correction",
+)
+
+GROUPS = ("algorithm", "fleet")  # beside a recipe's own, which are its folders
+
+_store = ConfigStore.instance()
+_root = OmegaConf.structured(RunConfig)
+OmegaConf.set_struct(_root, False)
+_root["defaults"] = ["_self_", {"fleet": "node"}]  # so that fleet=regions needs nothing of a recipe
+OmegaConf.set_struct(_root, None)
+_store.store(name="rlloop", node=_root)
+for _kind in FleetKind:
+    _store.store(group="fleet", name=_kind.value, node=FleetConfig(kind=_kind))
+for _name, _algorithm in PRESETS.items():
+    _store.store(group="algorithm", name=_name, node=_algorithm)
+
+
+def find_recipe(name: str) -> tuple[Path, str]:
+    """The folder and file stem of `NAME` or `NAME/VARIANT`. Raises `ConfigError` that lists what there is."""
+    found = recipes.find(name)
+    if found is not None:
+        return found
+    have = recipes.available()
+    near = difflib.get_close_matches(name, have, n=1)
+    listed = "\n".join(f"  {known}  ({file})" for known, file in have.items()) or "  (none)"
+    looked = " and ".join(map(str, recipes.folders()))
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise ConfigError(f"there is no recipe {name!r}{hint}. Recipes are looked for in {looked}. There are:\n{listed}")
+
+
+def compose_recipe(name: str, overrides: Sequence[str]) -> DictConfig:
+    """The composed configuration, not yet checked."""
+    folder, stem = find_recipe(name)
+    for override in overrides:
+        _refuse_malformed(override, folder)
+    try:
+        return _compose(folder, stem, overrides)
+    except ConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, folder, stem, overrides)) from error
+    except (YAMLError, ValueError) as error:  # of the text, which says its file; of the defaults list
+        raise ConfigError(f"{folder / stem}.yaml: {_first_lines(error, 4)}") from error
+
+
+def expand_sweep(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The jobs of a multirun: (name of the job by what it sweeps, such as `seed=1,trainer.lr=0.001`; its overrides)."""
+    parsed = [_parse_one(override) for override in overrides]
+    swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
+    try:
+        (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    except HydraException as error:
+        raise ConfigError(
+            f"-m sweeps over key=a,b,c, choice(a, b) and range(1, 4), not over all of {', '.join(sorted(swept))} "
+            f"({_first_lines(error, 1)})"
+        ) from error
+    named = []
+    for index, job in enumerate(jobs):
+        parts = [text.lstrip("+").replace("/", "-") for text in job if text.partition("=")[0] in swept]
+        named.append((",".join(parts) or str(index), list(job)))
+    return named
+
+
+def build(composed: DictConfig) -> RunConfig:
+    """Check everything and make plain dataclasses of it. Raises `ConfigError`."""
+    try:
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            listed = ", ".join(missing)
+            raise ConfigError(f"{listed} must be given: the recipe leaves it to you, as in {missing[0]}=...")
+        return cast(RunConfig, OmegaConf.to_object(composed))
+    except OmegaConfBaseException as error:
+        raise ConfigError((f"{error.full_key}: " if error.full_key else "") + _first_lines(error)) from error
+
+
+def as_container(config: DictConfig) -> dict[str, Any]:
+    """Plain JSON values, interpolations resolved, enums by name."""
+    return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+
+
+def _compose(folder: Path, stem: str, overrides: Sequence[str]) -> DictConfig:
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        composed = compose(stem, [_opened(override) for override in overrides])
+    if OmegaConf.get_type(composed) is not RunConfig:
+        raise ConfigError(
+            f"{folder / stem}.yaml does not begin with `defaults: [rlloop, ...]`, so its keys are not rlloop's"
+        )
+    _refuse_added(composed)
+    return composed
+
+
+def _opened(override: str) -> str:
+    """`algorithm.correction={tis: {}}` brings keys of its own, which Hydra takes by ++ alone. Who reads a free section
+    refuses what it does not know."""
+    parsed = _parse_one(override)
+    key = parsed.get_key_element()
+    return (
+        f"++{override}"
+        if override.startswith(f"{key}=") and isinstance(parsed.value(), dict) and _is_free(key)
+        else override
+    )
+
+
+def _is_free(section: str) -> bool:
+    return any(f"{section}.".startswith(f"{free}.") for free in FREE)
+
+
+def _refuse_added(node: DictConfig, path: str = "") -> None:
+    """`+key=value` adds keys where they are free, as in `reward`; elsewhere nothing would read them."""
+    schema = OmegaConf.get_type(node)
+    for name in map(str, node):
+        if is_dataclass(schema) and name not in {field.name for field in fields(schema)}:
+            known = _flat_keys(OmegaConf.structured(RunConfig))
+            raise ConfigError(f"'+{path}{name}': there is no key {path}{name}" + _nearest(f"{path}{name}", known))
+        inner = None if OmegaConf.is_missing(node, name) else node._get_node(name)
+        if isinstance(inner, DictConfig) and not inner._is_none() and not inner._is_interpolation():
+            _refuse_added(inner, f"{path}{name}.")
+
+
+def _parse_one(override: str) -> Any:
+    try:
+        [parsed] = OverridesParser.create().parse_overrides([override])
+    except OverrideParseException as error:
+        raise ConfigError(
+            f"{override!r} is not an override; write key=value, +key=value or ~key ({_first_lines(error, 1)})"
+        ) from error
+    return parsed
+
+
+def _refuse_malformed(override: str, folder: Path) -> None:
+    parsed = _parse_one(override)
+    if override.lstrip("+~").startswith(("hydra.", "hydra/")):
+        raise ConfigError(
+            f"{override!r}: rlloop composes with Hydra but runs the jobs itself; hydra.* has no effect here"
+        )
+    key = parsed.key_or_group
+    if parsed.value() is None and not parsed.is_delete() and (key in GROUPS or (folder / key).is_dir()):
+        raise ConfigError(f"{override!r}: {key} picks an entry of its group; write {key}=NAME")
+    if parsed.is_sweep_override():
+        raise ConfigError(f"{override!r} names several values; add -m to run each, or quote it: {_quoted(override)}")
+
+
+def _quoted(override: str) -> str:
+    key, _, value = override.partition("=")
+    return f"'{key}=\"{value}\"'"
+
+
+def _explain(error: Exception, folder: Path, stem: str, overrides: Sequence[str]) -> str:
+    """One or two lines: which key, what was given, what is allowed."""
+    if isinstance(error, MissingConfigException):
+        return _explain_missing(error, folder)
+    cause = error.__cause__ or error
+    at = re.search(r"full_key: (\S+)|already at '([^']+)'", str(cause))
+    key = (at[1] or at[2]) if at else ""
+    if key and re.search(r"Key '[^']*' (is )?not in", str(cause)):
+        return _explain_key(key, folder, stem, overrides)
+    override = next((text for text in overrides if key and text.lstrip("+").startswith(f"{key}=")), None)
+    if override is not None and "is not a subclass of" in str(cause):
+        inner = [name for name in _flat_keys(_compose(folder, stem, [])) if name.rpartition(".")[0] == key]
+        return f"{override!r}: {key} is a section, and its keys are set one by one: {', '.join(inner)}"
+    return f"{override or folder / f'{stem}.yaml'}: {_first_lines(cause)}"
+
+
+def _explain_missing(error: MissingConfigException, folder: Path) -> str:
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    options = list(error.options or [])
+    if not group or not options:
+        return _first_lines(error)
+    near = difflib.get_close_matches(name, options, n=1)
+    return f"{group} is {name!r}; it must be one of {', '.join(options)}" + (
+        f" (did you mean {near[0]}?)" if near else ""
+    )
+
+
+def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) -> str:
+    override = next(
+        (text for text in overrides if f"{text.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.")), None
+    )
+    if override is None:
+        return f"{folder / stem}.yaml: there is no key {key}" + _nearest(
+            key, _flat_keys(OmegaConf.structured(RunConfig))
+        )
+    known = _flat_keys(_compose(folder, stem, []))
+    parent = key.rpartition(".")[0]
+    if _is_free(parent):
+        near = difflib.get_close_matches(key, [name for name in known if name.rpartition(".")[0] == parent], n=1)
+        meant = f"; did you mean {near[0]}?" if near else ";"
+        return (
+            f"{override!r}: the recipe has no key {key}{meant} {parent} is free, so a new one is added by +{override}"
+        )
+    return f"{override!r}: there is no key {key}" + _nearest(key, known)
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    """Suggests what is spelled alike beside the key, else anywhere; and says what stands beside it."""
+    parent, _, leaf = key.rpartition(".")
+    beside = [name for name in known if name.rpartition(".")[0] == parent]
+    there_are = f"there are {', '.join(beside)}"
+    for names in (beside, known):
+        by_leaf = {name.rpartition(".")[2]: name for name in reversed(names)}
+        near = [by_leaf[found] for found in difflib.get_close_matches(leaf, by_leaf, n=2)]
+        if near:
+            return f"; did you mean {' or '.join(near)}?" + (
+                "" if names is beside or not parent else f" Else {there_are}"
+            )
+    return f"; {there_are}"
+
+
+def _flat_keys(config: DictConfig, prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name in config:
+        path = f"{prefix}{name}"
+        node = None if OmegaConf.is_missing(config, name) else config._get_node(str(name))
+        keys.append(path)
+        if isinstance(node, DictConfig) and not node._is_none():
+            keys += _flat_keys(node, f"{path}.")
+    return keys
+
+
+def _first_lines(error: BaseException, count: int = 2) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    return re.sub(r"\s+", " ", "; ".join(lines[:count]))

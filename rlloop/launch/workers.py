@@ -1,0 +1,166 @@
+"""Plain classes that a launcher places in processes of their own: the co-located worker and the engine replica.
+
+They know nothing of ray. What crosses between processes is completions, samples, logprobs and, once a version, what
+changed in the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlloop.config.engine import EngineKind
+from rlloop.config.run import ParityMode, ProfileConfig, RolloutConfig, RunConfig
+from rlloop.errors import ConfigError
+from rlloop.models import Model, load_model
+from rlloop.models.architecture import ModelConfig
+from rlloop.numerics.probe import probe
+from rlloop.numerics.profile import Drift, NumericsProfile
+from rlloop.parity.asked import Vocabulary
+from rlloop.parity.first_difference import diagnose
+from rlloop.parity.monitor import Finding, TokenDifference
+from rlloop.rollout import Engine, vllm
+from rlloop.sync.bundle import Bundle, BundlePublisher, BundleReplica
+from rlloop.sync.live import LiveTarget, named_weights, tensors_of
+from rlloop.trainer import Trainer
+from rlloop.trainer.trainer import UpdateResult
+from rlloop.types import Completion, Recomputed, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from rlloop.rollout.vllm.engine import VllmEngine
+
+
+def load(config: RunConfig, source: str | Path) -> Model:
+    """The model of a folder, under the run's type, device and profile.
+
+    Raises ConfigError where `parity.mode=require` meets a machine that fails the start-up probe.
+    """
+    profile = NumericsProfile(**vars(config.model.profile))
+    model = load_model(source, dtype=config.model.dtype, device=config.device, profile=profile)
+    if config.parity.mode is ParityMode.require:
+        broken = probe(model.ops, model.dtype, model.device)
+        if broken:
+            found = "; ".join(f"{operation}: {why}" for operation, why in broken.items())
+            raise ConfigError(
+                f"this machine does not keep the numerical contract in {config.model.dtype} ({found}), so "
+                "parity.mode=require cannot hold; `rlloop doctor` says more, and parity.mode=observe measures it"
+            )
+    return model
+
+
+def vocabulary_of(config: ModelConfig) -> Vocabulary:
+    return Vocabulary(config.vocab_size, config.eos_token_ids)
+
+
+def make_engine(
+    model: Model, profile: ProfileConfig, rollout: RolloutConfig, drift: Drift | None = None
+) -> Engine | VllmEngine:
+    """An engine over `model`'s own parameters, under `profile` and with the drift that it declares."""
+    sampled = model.with_profile(NumericsProfile(**vars(profile), drift=drift))
+    settings = {
+        "page_size": rollout.page_size,
+        "max_batch_tokens": rollout.max_batch_tokens,
+        "max_cache_tokens": rollout.max_cache_tokens,
+        "prefix_caching": rollout.prefix_caching,
+    }
+    if rollout.engine is not EngineKind.embedded:
+        return vllm.build(rollout.engine, sampled, **settings, sleep=rollout.sleep)
+    return Engine(sampled, **settings)
+
+
+def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
+    """The trainer of `model`, with a frozen reference where loss or reward has a KL term to one."""
+    reference = None
+    if config.algorithm.loss_args.get("kl_coef") or config.algorithm.reward_kl_coef:
+        settings, source = config.model, config.model.reference_path or path
+        home = "cpu" if settings.reference_swapped else config.device
+        reference = load_model(source, dtype=settings.dtype, device=home, profile=model.profile)
+    return Trainer(model, config.trainer, reference=reference, redraws=config.redraws)
+
+
+class Replica:
+    """One engine with weights of its own, rewritten in place at each version."""
+
+    def __init__(self, config: RunConfig, path: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.model = load(config, path)
+        self.engine = make_engine(self.model, config.rollout.profile.over(config.model.profile), config.rollout)
+        target = LiveTarget(named_weights(self.model).items(), self.engine.set_version)  # it is called between batches
+        self._sync = BundleReplica(target, threads)
+
+    def generate(self, version: int, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
+        """Refuses to sample from any version but the one asked for."""
+        assert self.engine.policy_version == version, f"has version {self.engine.policy_version}, not {version}"
+        return self.engine.generate(prompts, sampling)
+
+    def apply(self, bundle: Bundle) -> dict[str, float]:
+        """Brings the live parameters to the bundle's version. Raises `SyncError`; then the version before serves."""
+        return self._sync.apply(bundle)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.engine.fingerprint()
+
+
+class Colocated(Replica):
+    """Trainer and engine over one set of parameters: its sync costs nothing, the replicas' starts here."""
+
+    def __init__(self, config: RunConfig, path: str, threads: int) -> None:
+        super().__init__(config, path, threads)
+        self.trainer = make_trainer(self.model, config, path)
+        self._publisher = BundlePublisher("node", threads)
+        self._published: dict[str, float] = {}
+
+    def set_version(self, version: int) -> None:
+        self.engine.set_version(version)
+
+    def publish(self, version: int) -> Bundle:
+        """The weights are those of `version` now. What a replica of the version before needs to have the same bits."""
+        self.engine.set_version(version)
+        tensors, aliases = tensors_of(named_weights(self.model).items())
+        bundle = self._publisher.publish(tensors, version, aliases)
+        self._published = bundle.metrics
+        return bundle
+
+    def published(self) -> dict[str, float]:
+        """sync/* metrics of the last publication."""
+        return self._published
+
+    def joining(self) -> Bundle:
+        """What any replica needs for the version that was published last."""
+        return self._publisher.joining()
+
+    def forward_backward(
+        self, batch: Sequence[Sample], loss: Callable[..., Any], old_logprobs: Sequence[np.ndarray] | None
+    ) -> UpdateResult:
+        return self.trainer.forward_backward(batch, loss, old_logprobs=old_logprobs)
+
+    def optim_step(self) -> dict[str, float]:
+        return self.trainer.optim_step()
+
+    def recompute(self, batch: Sequence[Sample]) -> Recomputed:
+        return self.trainer.recompute(batch)
+
+    def reference_kl(self, batch: Sequence[Sample], kind: str) -> list[float]:
+        return self.trainer.reference_kl(batch, kind)
+
+    def routing(self) -> dict[str, float]:
+        return self.trainer.routing()
+
+    def replay_experts(self, on: bool) -> None:
+        self.trainer.replay_experts(on)
+
+    def save(self, folder: Path) -> None:
+        self.trainer.save(folder)
+
+    def restore(self, folder: Path) -> None:
+        self.trainer.restore(folder)
+
+    def trainer_fingerprint(self) -> dict[str, Any]:
+        return self.trainer.fingerprint()
+
+    def diagnose(self, sample: Sample, difference: TokenDifference) -> Finding | None:
+        return diagnose(self.engine.model, self.model, sample, difference)

@@ -1,0 +1,1 @@
+"""Kernels by device: one package for each backend."""

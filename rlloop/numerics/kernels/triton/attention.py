@@ -1,0 +1,326 @@
+"""Causal attention over ragged sequences: the same arithmetic for decode, prefill, chunked prefill and training.
+
+A query reads keys in tiles of 64 at absolute positions with an online softmax in float32, and begins anew every
+`SEGMENT` keys: a segment's (top, total, sums) joins those before it in ascending order. Decode over a long context
+gives each segment a program of its own and joins them afterwards; everything else joins them as it goes. A query's bits
+depend on itself and its keys alone. Queries of the heads that share a key-value head stand in one tile.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, aligned, gluon_runs, power_of_two
+
+TILE = 64
+SEGMENT = 1024
+AHEAD = 8  # parts on their way to whom joins them
+
+
+class Tiles(NamedTuple):
+    """Queries of a program, its warps, and how many tiles of keys are on their way. Here each warp has 16 queries to
+    itself, so that a query's masses are summed in one order. (Two warps with 32 share theirs: other bits, measured.)"""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+DECODE = Tiles(16, 1, 2)
+MANY = Tiles(64, 4, 3)  # where a sequence has more than one query, or more heads share keys than fit
+LONG = Tiles(128, 8, 3)  # the same where contexts may be longer than a segment
+FLOAT32 = Tiles(64, 4, 1)
+# Latent attention: a key is its value and a little more, and is read in those two parts. One choice for every phase.
+WIDE = 256  # numbers of a value
+WIDE_HALF = Tiles(64, 8, 1)
+WIDE_FLOAT32 = Tiles(16, 8, 1)
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _find(starts, sequences, task, SHARE: tl.constexpr, ROWS: tl.constexpr):
+    """The sequence that `task` is of, when sequence s has the tasks from starts[s] * SHARE // ROWS + s on."""
+    low, high = 0, sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) * SHARE // ROWS + middle <= task:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _join(top, total, sums, other_top, other_total, other_sums):
+    """Two parts of one softmax, rows in front."""
+    highest = tl.maximum(top, other_top)
+    fade, other_fade = tl.exp2(top - highest), tl.exp2(other_top - highest)
+    total = tl.fma(total, fade, other_total * other_fade)
+    sums = tl.fma(sums, tl.broadcast_to(fade[:, None], sums.shape), other_sums * other_fade[:, None])
+    return highest, total, sums
+
+
+@triton.jit
+def _divided(sums, total):
+    """sums / total, rows in front: by a row's reciprocal and what then is left over, which is the rounded quotient for
+    all but the smallest numbers, and a tenth of a division's instructions."""
+    inverse = tl.broadcast_to(tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total)[:, None], sums.shape)
+    made = sums * inverse
+    return tl.fma(tl.fma(tl.broadcast_to(-total[:, None], sums.shape), made, sums), inverse, made)
+
+
+@triton.jit
+def _load_rows(base, offset, inside, WIDTH: tl.constexpr, W: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of WIDTH numbers at base + offset, as [rows, W]; zeros where not inside."""
+    d = tl.arange(0, W)
+    at = base + offset[:, None] + d[None, :]
+    if MASKED:
+        rows = tl.load(at, inside[:, None] & (d < WIDTH)[None, :], 0.0)
+    elif W == WIDTH:
+        rows = tl.load(at)
+    else:
+        rows = tl.load(at, tl.broadcast_to((d < WIDTH)[None, :], at.shape), 0.0)
+    return rows
+
+
+@triton.jit
+def _tile(
+    top, total, sums, q, rest, k, v, v_step, blocks, start, block_size, group, position, last, tile, scale,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
+    REST: tl.constexpr, TILE: tl.constexpr, CONTIGUOUS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys. `MASKED`: some query does not see all of them."""
+    lane = tl.arange(0, TILE)
+    key = tile + lane
+    seen = key <= last
+    if CONTIGUOUS:
+        key_base = k + ((start + tile) * GROUPS + group) * WIDTH
+        value_base = v + (start + tile) * v_step + group * V_WIDTH
+        key_at, value_at = lane * (GROUPS * WIDTH), lane * v_step
+    else:
+        slot = tl.load(blocks + key // block_size, seen, 0) + key % block_size
+        key_base, value_base = k, v
+        key_at, value_at = (slot * GROUPS + group) * WIDTH, slot * v_step + group * V_WIDTH
+    values = _load_rows(value_base, value_at, seen, V_WIDTH, VW, MASKED)
+    if REST == 0:
+        keys = _load_rows(key_base, key_at, seen, WIDTH, W, MASKED)
+        scores = tl.dot(q, keys.T, input_precision="ieee")
+    else:  # a key begins with its value
+        scores = tl.dot(q, values.T, input_precision="ieee")
+        keys = _load_rows(key_base + V_WIDTH, key_at, seen, WIDTH - V_WIDTH, REST, MASKED)
+        scores = tl.dot(rest, keys.T, scores, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1) * scale)
+    masses = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), -highest[:, None]))
+    fade = tl.exp2(top - highest)
+    total = tl.fma(total, fade, tl.sum(masses, 1))
+    sums = tl.dot(masses.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
+    return highest, total, sums
+
+
+@triton.jit
+def _segment(
+    q, rest, k, v, v_step, blocks, block_size, group, position, first, last, begin, end, scale, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, REST: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, CONTIGUOUS: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """(top, total, sums) of the keys `begin` to `end`, for queries from position `first` to `last`. `scale` is for
+    powers of two."""
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, VW), tl.float32)
+    start = tl.load(blocks)
+    masked = begin
+    if not ONE:  # tiles that every query sees whole need no mask
+        masked = begin + tl.maximum(tl.minimum(first + 1, end) - begin, 0) // TILE * TILE
+        for tile in range(begin, masked, TILE):
+            top, total, sums = _tile(
+                top, total, sums, q, rest, k, v, v_step, blocks, start, block_size, group, position, last, tile, scale,
+                GROUPS, WIDTH, V_WIDTH, W, VW, REST, TILE, CONTIGUOUS, False,
+            )  # fmt: skip
+    for tile in range(masked, end, TILE):
+        top, total, sums = _tile(
+            top, total, sums, q, rest, k, v, v_step, blocks, start, block_size, group, position, last, tile, scale,
+            GROUPS, WIDTH, V_WIDTH, W, VW, REST, TILE, CONTIGUOUS, True,
+        )  # fmt: skip
+    return top, total, sums
+
+
+@triton.jit(do_not_specialize=["sequences", "blocks", "block_size", "segments"])
+def _attention(
+    q, k, v, v_step, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks, block_size,
+    segments, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    W: tl.constexpr, VW: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    SEGMENT: tl.constexpr, CONTIGUOUS: tl.constexpr, ONE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """`ONE`: a program for each sequence, which has few queries. `FORM`: 0, no context is longer than a segment;
+    1, segments join here; 2, each is a program, whose part goes to `part_sums` and `part_stats`. `REST`: keys are
+    values followed by so many numbers (padded); 0: they are something else."""
+    SHARE: tl.constexpr = HEADS // GROUPS
+    group, task = tl.program_id(1), tl.program_id(0)
+    if ONE:
+        sequence, chunk = task, 0
+    else:
+        sequence = _find(query_start, sequences, task, SHARE, ROWS)
+        chunk = task - (tl.load(query_start + sequence) * SHARE // ROWS + sequence).to(tl.int32)
+    token = tl.load(query_start + sequence)
+    rows = (tl.load(query_start + sequence + 1) - token) * SHARE
+    offset = tl.load(context + sequence)
+    row = chunk * ROWS + tl.arange(0, ROWS)
+    if chunk * ROWS < rows:
+        place = (token + row // SHARE) * HEADS + group * SHARE + row % SHARE
+        position = offset + row // SHARE
+        last = offset + (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
+        first, dv = offset + chunk * ROWS // SHARE, tl.arange(0, VW)
+        if REST == 0:
+            queries = _load_rows(q, place * WIDTH, row < rows, WIDTH, W, True)
+            rest = queries
+        else:
+            queries = _load_rows(q, place * WIDTH, row < rows, V_WIDTH, VW, True)
+            rest = _load_rows(q + V_WIDTH, place * WIDTH, row < rows, WIDTH - V_WIDTH, REST, True)
+        mine = block_start + sequence.to(tl.int64) * blocks
+        if FORM == 2:
+            segment = tl.program_id(2)
+            begin = segment * SEGMENT
+            if begin <= last:
+                top, total, sums = _segment(
+                    queries, rest, k, v, v_step, mine, block_size, group, position, first, last, begin,
+                    tl.minimum(begin + SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS, TILE,
+                    CONTIGUOUS, ONE,
+                )  # fmt: skip
+                part = place * segments + segment
+                tl.store(
+                    part_sums + part[:, None] * V_WIDTH + dv[None, :], sums,
+                    (row < rows)[:, None] & (dv < V_WIDTH)[None, :],
+                )  # fmt: skip
+                tl.store(part_stats + part * 2, top, row < rows)
+                tl.store(part_stats + part * 2 + 1, total, row < rows)
+        else:
+            top, total, sums = _segment(
+                queries, rest, k, v, v_step, mine, block_size, group, position, first, last, 0,
+                tl.minimum(SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS, TILE, CONTIGUOUS, ONE,
+            )  # fmt: skip
+            if FORM == 1:
+                for begin in range(SEGMENT, last + 1, SEGMENT):
+                    part_top, part_total, part = _segment(
+                        queries, rest, k, v, v_step, mine, block_size, group, position, first, last, begin,
+                        tl.minimum(begin + SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS, TILE,
+                        CONTIGUOUS, ONE,
+                    )  # fmt: skip
+                    # Queries that come before this segment keep what they have.
+                    new_top, new_total, new_sums = _join(top, total, sums, part_top, part_total, part)
+                    reached = position >= begin
+                    top, total = tl.where(reached, new_top, top), tl.where(reached, new_total, total)
+                    sums = tl.where(reached[:, None], new_sums, sums)
+            made = _divided(sums, total).to(out.dtype.element_ty)
+            tl.store(
+                out + place[:, None] * V_WIDTH + dv[None, :], made, (row < rows)[:, None] & (dv < V_WIDTH)[None, :]
+            )
+            tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453, row < rows)
+
+
+@triton.jit(do_not_specialize=["segments"])
+def _join_parts(
+    part_sums, part_stats, context, out, lse, segments, HEADS: tl.constexpr, V_WIDTH: tl.constexpr, VW: tl.constexpr,
+    SEGMENT: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The parts of one head of a decoding sequence, in ascending order; `AHEAD` are read before the first is joined."""
+    sequence, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, VW)[None, :]
+    count, inside = (tl.load(context + sequence) // SEGMENT + 1).to(tl.int32), d < V_WIDTH
+    place = sequence.to(tl.int64) * HEADS + head
+    stats, parts = part_stats + place * segments * 2 + tl.arange(0, 1), part_sums + place * segments * V_WIDTH + d
+    top, total, sums = tl.load(stats), tl.load(stats + 1), tl.load(parts, inside, 0.0)
+    for begin in range(1, count, AHEAD):
+        tops, totals, rows = (), (), ()
+        for ahead in tl.static_range(AHEAD):
+            segment = begin + ahead
+            tops = tops + (tl.load(stats + segment * 2, segment < count, 0.0),)  # noqa: RUF005
+            totals = totals + (tl.load(stats + segment * 2 + 1, segment < count, 0.0),)  # noqa: RUF005
+            rows = rows + (tl.load(parts + segment * V_WIDTH, inside & (segment < count), 0.0),)  # noqa: RUF005
+        for ahead in tl.static_range(AHEAD):
+            new_top, new_total, new_sums = _join(top, total, sums, tops[ahead], totals[ahead], rows[ahead])
+            there = begin + ahead < count
+            top, total = tl.where(there, new_top, top), tl.where(there, new_total, total)
+            sums = tl.where(there, new_sums, sums)
+    made = _divided(sums, total)
+    tl.store(out + place * V_WIDTH + d, made.to(out.dtype.element_ty), inside)
+    tl.store(lse + place + tl.arange(0, 1), (top + tl.log2(total)) * 0.6931471805599453)
+
+
+def value_rows(v: Tensor) -> tuple[Tensor, int]:
+    """Values [slots, G, D] that a kernel can read, and how far one slot is from the next. Latents are part of wider
+    rows, and a cache is not copied for their sake."""
+    if v.shape[1] == 1 and v.stride(2) == 1 and v.stride(0) >= v.shape[2] and v.data_ptr() % ALIGNMENT == 0:
+        return v, v.stride(0)
+    return aligned(v), v.shape[1] * v.shape[2]
+
+
+def _better_kernels(device: torch.device) -> tuple[ModuleType | None, ModuleType | None]:
+    """Of one query a sequence and of more, where there are."""
+    if not gluon_runs(device):
+        return None, None
+    from rlloop.numerics.kernels.triton import decode, prefill
+
+    return decode, prefill
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor, block_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, log-sum-exp of the scaled scores [T, H] float32).
+
+    With as many queries as sequences, each sequence must have one: that is decode.
+    """
+    (tokens, heads, width), (_, groups, v_width) = q.shape, v.shape
+    out, lse = q.new_empty(tokens, heads, v_width), q.new_empty(tokens, heads, dtype=torch.float32)
+    if tokens == 0:
+        return out, lse
+    q, k, (v, v_step) = aligned(q), aligned(k), value_rows(v)
+    query_start, context, block_start = query_start.contiguous(), context.contiguous(), block_start.contiguous()
+    sequences, blocks = block_start.shape
+    single = tokens == sequences
+    segments, share = triton.cdiv(blocks * block_size, SEGMENT), heads // groups
+    form = 0 if segments == 1 else 2 if single else 1
+    wide = groups == 1 and width > v_width >= WIDE and (v.data_ptr(), v_step) == (k.data_ptr(), width)
+    if q.dtype == torch.float32:
+        tiles = WIDE_FLOAT32 if wide else FLOAT32
+    elif wide:
+        tiles = WIDE_HALF
+    else:
+        tiles = DECODE if single and share <= DECODE.rows else LONG if segments > 1 and not single else MANY
+    one = single and share <= tiles.rows
+    tasks = sequences if one else tokens * share // tiles.rows + sequences
+    shapes = ((tokens, heads, segments, n) for n in (v_width, 2))
+    part_sums, part_stats = (q.new_empty(x, dtype=torch.float32) for x in shapes) if form == 2 else (lse, lse)
+    decode, prefill = _better_kernels(q.device)
+    if not single and prefill is not None and prefill.takes(q, k, v, v_step, blocks, block_size):
+        prefill.run(
+            q, k, v, v_step, query_start, context, block_start, block_size, scale * LOG2E, out, lse,
+        )  # fmt: skip
+    elif single and decode is not None and decode.takes(q, v, v_step, block_size):
+        decode.run(
+            q, k, v, context, block_start, block_size, scale * LOG2E, out, lse, part_sums, part_stats, segments, TILE,
+            SEGMENT,
+        )  # fmt: skip
+    else:
+        _attention[(tasks, groups, segments if form == 2 else 1)](
+            q, k, v, v_step, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks,
+            block_size, segments, scale * LOG2E, HEADS=heads, GROUPS=groups, WIDTH=width, V_WIDTH=v_width,
+            W=power_of_two(width, 16), VW=power_of_two(v_width, 16),
+            REST=power_of_two(width - v_width, 16) if wide else 0, ROWS=tiles.rows, TILE=TILE, SEGMENT=SEGMENT,
+            CONTIGUOUS=blocks == 1, ONE=one, FORM=form, num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
+        )  # fmt: skip
+    if form == 2:
+        _join_parts[(tokens, heads)](
+            part_sums, part_stats, context, out, lse, segments, HEADS=heads, V_WIDTH=v_width,
+            VW=power_of_two(v_width, 16), SEGMENT=SEGMENT, AHEAD=AHEAD, num_warps=1 if v_width <= 128 else 4, **EXACT,
+        )  # fmt: skip
+    return out, lse

@@ -1,0 +1,173 @@
+"""Gradients of attention, from its output and log-sum-exp, over whole sequences whose keys are the flat tokens.
+
+With p the softmax recomputed from the log-sum-exp: dv_j = sum of p_ij do_i; ds_ij = p_ij (do_i . v_j - do_i . o_i)
+scale; dq_i = sum of ds_ij k_j; dk_j = sum of ds_ij q_i. One kernel owns queries, the other keys: nothing is added up by
+atomics, so a gradient has the same bits in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlloop.numerics.kernels.triton.attention import _find, _load_rows
+from rlloop.numerics.kernels.triton.launch import aligned, power_of_two
+
+ROWS, TILE = 64, 64
+WARPS, STAGES = 4, 2
+WIDEST = 256  # numbers of a key that these kernels hold; of wider ones there is one head, and cuBLAS has enough to do
+SCORES = 1 << 27  # at a time
+
+
+@triton.jit
+def _rows(source, place, inside, WIDTH: tl.constexpr, W: tl.constexpr):
+    return _load_rows(source, place * WIDTH, inside, WIDTH, W, True)
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _by_query(
+    q, k, v, query_start, out, lse, grad, grad_q, deltas, sequences, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    SHARE: tl.constexpr = HEADS // GROUPS
+    group, task = tl.program_id(1), tl.program_id(0)
+    sequence = _find(query_start, sequences, task, SHARE, ROWS)
+    token = tl.load(query_start + sequence)
+    chunk = task - (token * SHARE // ROWS + sequence).to(tl.int32)
+    rows = (tl.load(query_start + sequence + 1) - token) * SHARE
+    row = chunk * ROWS + tl.arange(0, ROWS)
+    if chunk * ROWS < rows:
+        valid = row < rows
+        place, position = (token + row // SHARE) * HEADS + group * SHARE + row % SHARE, row // SHARE
+        queries, slopes = _rows(q, place, valid, WIDTH, W), _rows(grad, place, valid, V_WIDTH, VW)
+        made = _rows(out, place, valid, V_WIDTH, VW)
+        delta = tl.sum(slopes.to(tl.float32) * made.to(tl.float32), 1)
+        tl.store(deltas + place, delta, valid)
+        log_total = tl.load(lse + place, valid, 0.0) * 1.4426950408889634
+        sums = tl.zeros((ROWS, W), tl.float32)
+        last = (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
+        for tile in range(0, last + 1, TILE):
+            key = tile + tl.arange(0, TILE)
+            at, seen = (token + key) * GROUPS + group, key <= last
+            keys, values = _rows(k, at, seen, WIDTH, W), _rows(v, at, seen, V_WIDTH, VW)
+            scores = tl.dot(queries, keys.T, input_precision="ieee") * (scale * 1.4426950408889634)
+            masses = tl.exp2(scores - log_total[:, None])
+            masses = tl.where(key[None, :] <= position[:, None], masses, 0.0)
+            by_mass = tl.dot(slopes, values.T, input_precision="ieee")
+            by_score = masses * (by_mass - delta[:, None])
+            sums = tl.dot(by_score.to(keys.dtype), keys, sums, input_precision="ieee")
+        d = tl.arange(0, W)
+        tl.store(
+            grad_q + place[:, None] * WIDTH + d[None, :], (sums * scale).to(grad_q.dtype.element_ty),
+            valid[:, None] & (d < WIDTH)[None, :],
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _by_key(
+    q, k, v, query_start, lse, grad, deltas, grad_k, grad_v, sequences, scale, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    SHARE: tl.constexpr = HEADS // GROUPS
+    group, task = tl.program_id(1), tl.program_id(0)
+    sequence = _find(query_start, sequences, task, 1, TILE)
+    token = tl.load(query_start + sequence)
+    tile = (task - (token // TILE + sequence).to(tl.int32)) * TILE
+    length = tl.load(query_start + sequence + 1) - token
+    if tile < length:
+        key = tile + tl.arange(0, TILE)
+        at, seen = (token + key) * GROUPS + group, key < length
+        keys, values = _rows(k, at, seen, WIDTH, W), _rows(v, at, seen, V_WIDTH, VW)
+        key_sums, value_sums = tl.zeros((TILE, W), tl.float32), tl.zeros((TILE, VW), tl.float32)
+        for begin in range(tile * SHARE // ROWS * ROWS, length * SHARE, ROWS):
+            row = begin + tl.arange(0, ROWS)
+            valid, position = row < length * SHARE, row // SHARE
+            place = (token + position) * HEADS + group * SHARE + row % SHARE
+            queries, slopes = _rows(q, place, valid, WIDTH, W), _rows(grad, place, valid, V_WIDTH, VW)
+            log_total = tl.load(lse + place, valid, 0.0) * 1.4426950408889634
+            delta = tl.load(deltas + place, valid, 0.0)
+            scores = tl.dot(keys, queries.T, input_precision="ieee") * (scale * 1.4426950408889634)
+            masses = tl.exp2(scores - log_total[None, :])
+            masses = tl.where((key[:, None] <= position[None, :]) & valid[None, :], masses, 0.0)
+            value_sums = tl.dot(masses.to(slopes.dtype), slopes, value_sums, input_precision="ieee")
+            by_mass = tl.dot(values, slopes.T, input_precision="ieee")
+            by_score = masses * (by_mass - delta[None, :])
+            key_sums = tl.dot(by_score.to(queries.dtype), queries, key_sums, input_precision="ieee")
+        d, dv = tl.arange(0, W), tl.arange(0, VW)
+        tl.store(
+            grad_k + at[:, None] * WIDTH + d[None, :], (key_sums * scale).to(grad_k.dtype.element_ty),
+            seen[:, None] & (d < WIDTH)[None, :],
+        )  # fmt: skip
+        tl.store(
+            grad_v + at[:, None] * V_WIDTH + dv[None, :], value_sums.to(grad_v.dtype.element_ty),
+            seen[:, None] & (dv < V_WIDTH)[None, :],
+        )  # fmt: skip
+
+
+def attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, grad, query_start = (aligned(x) for x in (q, k, v, out, grad, query_start))
+    gradients, deltas = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), torch.empty_like(lse)
+    (tokens, heads, width), (_, groups, v_width), sequences = q.shape, v.shape, len(query_start) - 1
+    if tokens == 0:
+        return gradients
+    if max(width, v_width) > WIDEST:
+        lengths = query_start.diff().tolist()
+        masks = (torch.ones(n, n, dtype=torch.bool, device=q.device).tril() for n in lengths)
+        return masked_backward(q, k, v, lengths, masks, out, lse, grad, scale)
+    rows, tile = (ROWS, TILE) if q.dtype.itemsize == 2 else (32, 32)
+    shape = {
+        "HEADS": heads, "GROUPS": groups, "WIDTH": width, "V_WIDTH": v_width, "W": power_of_two(width, 16),
+        "VW": power_of_two(v_width, 16), "ROWS": rows, "TILE": tile,
+    }  # fmt: skip
+    stages = STAGES if q.dtype.itemsize == 2 else 1
+    _by_query[(tokens * (heads // groups) // rows + sequences, groups)](
+        q, k, v, query_start, out, lse, grad, gradients[0], deltas, sequences, scale, **shape, num_warps=WARPS,
+        num_stages=stages,
+    )  # fmt: skip
+    _by_key[(tokens // tile + sequences, groups)](
+        q, k, v, query_start, lse, grad, deltas, gradients[1], gradients[2], sequences, scale, **shape, num_warps=WARPS,
+        num_stages=stages,
+    )  # fmt: skip
+    return gradients
+
+
+def masked_backward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], masks: Iterable[Tensor], out: Tensor, lse: Tensor,
+    grad: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same with one head of keys that all query heads share, a sequence at a time, by cuBLAS.
+
+    `masks` are [n, n] of each sequence: whether a query reads a key.
+    """
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    heads, begin = q.shape[1], 0
+    for length, mask in zip(lengths, masks, strict=True):
+        rows = slice(begin, begin + length)
+        begin += length
+        if length == 0:
+            continue
+        keys, values = k[rows, 0], v[rows, 0]
+        key_sums = torch.zeros(length, k.shape[2], device=k.device)
+        value_sums = torch.zeros(length, v.shape[2], device=v.device)
+        step = max(1, SCORES // (length * length))
+        for head in range(0, heads, step):
+            part = rows, slice(head, head + step)
+            queries, slopes = q[part].flatten(0, 1), grad[part].flatten(0, 1)  # [n * heads, width]
+            scores = torch.mm(queries, keys.T).float().view(length, -1, length) * scale
+            masses = torch.exp(scores - lse[part][..., None]).masked_fill(~mask[:, None], 0.0)
+            delta = (grad[part].float() * out[part].float()).sum(-1)
+            by_mass = torch.mm(slopes, values.T).float().view_as(scores)
+            by_score = (masses * (by_mass - delta[..., None]) * scale).to(q.dtype).flatten(0, 1)
+            grad_q[part] = torch.mm(by_score, keys).view(length, -1, q.shape[2])
+            key_sums += torch.mm(by_score.T, queries).float()
+            value_sums += torch.mm(masses.to(q.dtype).flatten(0, 1).T, slopes).float()
+        grad_k[rows, 0], grad_v[rows, 0] = key_sums.to(k.dtype), value_sums.to(v.dtype)
+    return grad_q, grad_k, grad_v

@@ -1,0 +1,196 @@
+"""Decode: one query a sequence over pages, with a program of one warp for each key-value head and segment.
+
+The tensor memory accelerator brings the next tile's keys while the warp computes masses, and its values while it comes
+to the next keys: no thread loads anything but where pages are, and six programs a multiprocessor keep the memory busy.
+What is computed is `attention._tile`, operation for operation in the same registers, so bits agree.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from rlloop.numerics.kernels.triton.launch import EXACT
+
+ROWS = 16  # of queries: heads that share a key-value head
+COLUMNS = 64  # of a copy: the accelerator swizzles rows of 128 bytes, in groups
+LEAST_PAGE = 8  # of so many
+WIDTHS = (64, 128, 256)
+
+
+def takes(q: Tensor, v: Tensor, v_step: int, block_size: int) -> bool:
+    """Whether `run` can do this."""
+    groups, width = v.shape[1:]
+    return (
+        q.element_size() == 2
+        and q.shape[2] == width
+        and width in WIDTHS
+        and v_step == groups * width
+        and q.shape[1] <= ROWS * groups
+        and block_size >= LEAST_PAGE
+        and block_size & (block_size - 1) == 0
+    )
+
+
+@gluon.constexpr_function
+def _tiles(PAGE, TILE, WIDTH):
+    """Where the numbers of a tile lie: page after page, in each its blocks of 64 columns, in each their rows."""
+    bases = [[0, 1 << i] for i in range(6)]
+    bases += [[1 << i, 8 << i] for i in range(3)]
+    bases += [[8 << i, 0] for i in range((PAGE // 8).bit_length() - 1)]
+    bases += [[0, 64 << i] for i in range((WIDTH // 64).bit_length() - 1)]
+    bases += [[PAGE << i, 0] for i in range((TILE // PAGE).bit_length() - 1)]
+    return gl.SharedLinearLayout(bases)
+
+
+@gluon.jit
+def _slots(pages, tile, end, beyond, BLOCK: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr):
+    """Where a tile's pages begin; those that nobody reads lie `beyond` the store, where copies find zeros."""
+    slots = ()
+    for page in gl.static_range(TILE // PAGE):
+        first = tile + page * PAGE
+        slot = gl.load(pages + first // BLOCK, first < end, 0) + first % BLOCK
+        slots = slots + (gl.where(first < end, slot.to(gl.int32), beyond),)  # noqa: RUF005
+    return slots
+
+
+@gluon.jit
+def _copy(store, copies, arrived, part, slots, wanted, BYTES: gl.constexpr):
+    """Let one tile of a store come."""
+    mbarrier.expect(arrived, BYTES, pred=wanted)
+    for page in gl.static_range(len(slots)):
+        tma.async_copy_global_to_shared(store, [part, slots[page], 0], arrived, copies.index(page), pred=wanted)
+
+
+@gluon.jit
+def divided(sums, total):
+    """`attention._divided`."""
+    zeros = gl.full(sums.shape, 0.0, gl.float32, sums.type.layout)
+    inverse = gl.div_rn(gl.full(total.shape, 1.0, gl.float32, total.type.layout), total)
+    inverse = gl.expand_dims(inverse, 1) + zeros
+    made = sums * inverse
+    return gl.fma(gl.fma(zeros - gl.expand_dims(total, 1), made, sums), inverse, made)
+
+
+@gluon.jit
+def _masses(query, keys, top, total, scale, left, MASKED: gl.constexpr, MMA: gl.constexpr):
+    """(top, total, what remains of the sums, masses of a tile's keys). `MASKED`: only the first `left` are seen."""
+    TILE: gl.constexpr = keys.shape[0]
+    right = keys.permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
+    scores = mma_v2(query, right, gl.zeros((query.shape[0], TILE), gl.float32, MMA), input_precision="ieee")
+    if MASKED:
+        seen = gl.arange(0, TILE, gl.SliceLayout(0, MMA)) < left
+        scores = gl.where(seen[None, :], scores, float("-inf"))
+    highest = gl.maximum(top, gl.max(scores, 1) * scale)
+    masses = gl.exp2(gl.fma(scores, gl.full(scores.shape, scale, gl.float32, MMA), (-highest)[:, None]))
+    fade = gl.exp2(top - highest)
+    return highest, gl.fma(total, fade, gl.sum(masses, 1)), fade, masses
+
+
+@gluon.jit
+def _add(sums, fade, masses, values, left, MASKED: gl.constexpr, MMA: gl.constexpr):
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    right = values.load(RIGHT)
+    if MASKED:  # slots that nobody wrote may hold NaN
+        right = gl.where((gl.arange(0, values.shape[0], gl.SliceLayout(1, RIGHT)) < left)[:, None], right, 0.0)
+    left_side = gl.convert_layout(masses.to(values.dtype), gl.DotOperandLayout(0, MMA, 2))
+    return mma_v2(left_side, right, sums * fade[:, None], input_precision="ieee")
+
+
+@gluon.jit(do_not_specialize=["blocks", "segments", "beyond"])
+def _decode(
+    q, keys, values, context, block_start, out, lse, part_sums, part_stats, blocks, segments, beyond, scale,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
+    TILE: gl.constexpr, SEGMENT: gl.constexpr, DIRECT: gl.constexpr,
+):  # fmt: skip
+    """`DIRECT`: no context is longer than a segment. Else parts go to `part_sums` and `part_stats`."""
+    SHARE: gl.constexpr = HEADS // GROUPS
+    PARTS: gl.constexpr = keys.block_shape[0]
+    PAGE: gl.constexpr = keys.block_shape[1]
+    COPIES: gl.constexpr = [TILE // PAGE, PARTS, PAGE, keys.block_shape[2]]
+    BYTES: gl.constexpr = TILE * WIDTH * 2
+    TILES: gl.constexpr = _tiles(PAGE, TILE, WIDTH)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    HALF: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
+    FLOAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+    group, sequence, segment = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    begin, last = segment * SEGMENT, gl.load(context + sequence).to(gl.int32)
+    if begin <= last:
+        end, part = gl.minimum(begin + SEGMENT, last + 1), group * PARTS
+        pages = block_start + sequence.to(gl.int64) * blocks
+        k_copies = gl.allocate_shared_memory(keys.dtype, COPIES, keys.layout)
+        v_copies = gl.allocate_shared_memory(keys.dtype, COPIES, keys.layout)
+        k_tile = k_copies._reinterpret(keys.dtype, [TILE, WIDTH], TILES)
+        v_tile = v_copies._reinterpret(keys.dtype, [TILE, WIDTH], TILES)
+        k_arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        v_arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(k_arrived, count=1)
+        mbarrier.init(v_arrived, count=1)
+        fence_async_shared()
+        slots = _slots(pages, begin, end, beyond, BLOCK, PAGE, TILE)
+        _copy(keys, k_copies, k_arrived, part, slots, True, BYTES)
+        _copy(values, v_copies, v_arrived, part, slots, True, BYTES)
+        place = sequence.to(gl.int64) * HEADS + group * SHARE
+        row, d = gl.arange(0, ROWS, gl.SliceLayout(1, HALF)), gl.arange(0, WIDTH, gl.SliceLayout(0, HALF))
+        inside = gl.expand_dims(row < SHARE, 1) & gl.expand_dims(d < WIDTH, 0)
+        query = gl.load(q + (place + row)[:, None] * WIDTH + d[None, :], inside, 0.0)
+        query = gl.convert_layout(query, gl.DotOperandLayout(0, MMA, 2))
+        top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+        total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, MMA))
+        sums = gl.zeros((ROWS, WIDTH), gl.float32, MMA)
+        whole, left = (end - begin) // TILE, (end - begin) % TILE
+        for index in range(whole):
+            tile = begin + (index + 1) * TILE
+            slots = _slots(pages, tile, end, beyond, BLOCK, PAGE, TILE)
+            mbarrier.wait(k_arrived, index & 1)
+            top, total, fade, masses = _masses(query, k_tile, top, total, scale, left, False, MMA)
+            _copy(keys, k_copies, k_arrived, part, slots, tile < end, BYTES)
+            mbarrier.wait(v_arrived, index & 1)
+            sums = _add(sums, fade, masses, v_tile, left, False, MMA)
+            _copy(values, v_copies, v_arrived, part, slots, tile < end, BYTES)
+        if left > 0:
+            mbarrier.wait(k_arrived, whole & 1)
+            top, total, fade, masses = _masses(query, k_tile, top, total, scale, left, True, MMA)
+            mbarrier.wait(v_arrived, whole & 1)
+            sums = _add(sums, fade, masses, v_tile, left, True, MMA)
+        mine = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
+        if DIRECT:
+            made = divided(sums, total)
+            made = gl.convert_layout(made.to(out.dtype.element_ty), HALF)
+            gl.store(out + (place + row)[:, None] * WIDTH + d[None, :], made, inside)
+            gl.store(lse + place + mine, (top + gl.log2(total)) * 0.6931471805599453, mine < SHARE)
+        else:
+            row, d = gl.arange(0, ROWS, gl.SliceLayout(1, FLOAT)), gl.arange(0, WIDTH, gl.SliceLayout(0, FLOAT))
+            inside = gl.expand_dims(row < SHARE, 1) & gl.expand_dims(d < WIDTH, 0)
+            at = ((place + row) * segments + segment)[:, None] * WIDTH + d[None, :]
+            gl.store(part_sums + at, gl.convert_layout(sums, FLOAT), inside)
+            stats = part_stats + ((place + mine) * segments + segment) * 2
+            gl.store(stats, top, mine < SHARE)
+            gl.store(stats + 1, total, mine < SHARE)
+
+
+def _described(store: Tensor, page: int) -> TensorDescriptor:
+    """[slots, G, D] as [blocks of columns, slots, columns]: a copy brings all columns of one head of a page."""
+    slots, groups, width = store.shape
+    parts = width // COLUMNS
+    return TensorDescriptor(
+        store, [groups * parts, slots, COLUMNS], [COLUMNS, groups * width, 1], [parts, page, COLUMNS],
+        gl.NVMMASharedLayout(128, 16, 3),
+    )  # fmt: skip
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, context: Tensor, block_start: Tensor, block_size: int, scale: float, out: Tensor,
+    lse: Tensor, part_sums: Tensor, part_stats: Tensor, segments: int, tile: int, segment: int,
+) -> None:  # fmt: skip
+    """As the programs of `attention` do it: one segment fills `out` and `lse`, several the parts."""
+    (tokens, heads, width), groups, page = q.shape, v.shape[1], min(block_size, tile)
+    _decode[(groups, tokens, segments)](
+        q, _described(k, page), _described(v, page), context, block_start, out, lse, part_sums, part_stats,
+        block_start.shape[1], segments, len(k), scale, HEADS=heads, GROUPS=groups, WIDTH=width, BLOCK=block_size,
+        ROWS=ROWS, TILE=tile, SEGMENT=segment, DIRECT=segments == 1, num_warps=1,
+        **EXACT,
+    )  # fmt: skip

@@ -1,0 +1,184 @@
+"""Norm, activation and rotary embedding: float32 inside, one rounding out. Rows are independent."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
+
+NUMBERS = 2048  # of a program of the activation
+NORM_NUMBERS = 2048  # of a program of the norm, about
+BACKWARD_PROGRAMS = 256  # of the norm's gradient: the weight's is summed over so many parts, in order
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(
+    x, residual, weight, stream, out, scales, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    values = tl.load(x + at, inside, 0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        kept = (values + tl.load(residual + at, inside, 0.0).to(tl.float32)).to(stream.dtype.element_ty)
+        tl.store(stream + at, kept, inside)
+        values = kept.to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 1) / WIDTH + eps)
+    tl.store(scales + row, scale, row < rows)
+    gain = tl.load(weight + column, column < WIDTH, 0.0).to(tl.float32)
+    tl.store(out + at, (values * scale[:, None] * gain[None, :]).to(out.dtype.element_ty), inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    x, width = aligned(x), x.shape[-1]
+    rows = x.numel() // width
+    out, scales = torch.empty_like(x), torch.empty(rows, device=x.device)
+    stream = x.new_empty(0 if residual is None else x.shape)
+    if rows:
+        block = power_of_two(width)
+        height = max(1, NORM_NUMBERS // block)
+        _rms_norm[(triton.cdiv(rows, height),)](
+            x, x if residual is None else aligned(residual), aligned(weight), x if residual is None else stream, out,
+            scales, rows, eps, WIDTH=width, BLOCK=block, ROWS=height, HAS_RESIDUAL=residual is not None, num_warps=4,
+            **EXACT,
+        )  # fmt: skip
+    return out, stream, scales
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_backward(
+    stream, weight, scales, grad, grad_stream, grad_x, parts, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, HAS_GRAD_STREAM: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    gain = tl.load(weight + column, column < WIDTH, 0.0).to(tl.float32)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for begin in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = begin + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        scale = tl.load(scales + row, row < rows, 0.0)[:, None]
+        normed = tl.load(stream + at, inside, 0.0).to(tl.float32) * scale
+        given = tl.load(grad + at, inside, 0.0).to(tl.float32)
+        total += given * normed
+        slope = given * gain[None, :]
+        made = scale * (slope - normed * (tl.sum(slope * normed, 1) / WIDTH)[:, None])
+        if HAS_GRAD_STREAM:
+            made += tl.load(grad_stream + at, inside, 0.0).to(tl.float32)
+        tl.store(grad_x + at, made.to(grad_x.dtype.element_ty), inside)
+    tl.store(parts + tl.program_id(0) * WIDTH + column, tl.sum(total, 0), column < WIDTH)
+
+
+def rms_norm_backward(
+    stream: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, grad_stream: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    stream, width = aligned(stream), stream.shape[-1]
+    rows, grad_x = stream.numel() // width, torch.empty_like(stream)
+    block = power_of_two(width)
+    height = max(1, NORM_NUMBERS // block)
+    programs = max(1, min(BACKWARD_PROGRAMS * max(1, 1024 // block), triton.cdiv(rows, height)))
+    parts = torch.empty(programs, width, device=stream.device)
+    _rms_norm_backward[(programs,)](
+        stream, aligned(weight), scales, aligned(grad), stream if grad_stream is None else aligned(grad_stream),
+        grad_x, parts, rows, WIDTH=width, BLOCK=block, ROWS=height, HAS_GRAD_STREAM=grad_stream is not None,
+        num_warps=4,
+    )  # fmt: skip
+    return grad_x, parts.sum(0).to(weight.dtype)
+
+
+@triton.jit
+def _layer_norm(x, weight, bias, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    values = tl.load(x + row * WIDTH + column, inside, 0.0).to(tl.float32)
+    away = tl.where(inside, values - tl.sum(values, 0) / WIDTH, 0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(away * away, 0) / WIDTH + eps)
+    gain = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    made = away * scale * gain + tl.load(bias + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, made.to(out.dtype.element_ty), inside)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    x, width = aligned(x), x.shape[-1]
+    out = torch.empty_like(x)
+    if out.numel():
+        _layer_norm[(out.numel() // width,)](
+            x, aligned(weight), aligned(bias), out, eps, WIDTH=width, BLOCK=power_of_two(width), num_warps=4, **EXACT
+        )
+    return out
+
+
+@triton.jit
+def _silu_mul(gate, up, out, count, NUMBERS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    x = tl.load(gate + at, at < count, 0.0).to(tl.float32)
+    y = tl.load(up + at, at < count, 0.0).to(tl.float32)
+    tl.store(out + at, (x / (1.0 + tl.exp(-x)) * y).to(out.dtype.element_ty), at < count)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = aligned(gate), aligned(up)
+    out = torch.empty_like(gate)
+    if out.numel():
+        _silu_mul[(triton.cdiv(out.numel(), NUMBERS),)](gate, up, out, out.numel(), NUMBERS, num_warps=4, **EXACT)
+    return out
+
+
+@triton.jit
+def _silu_mul_backward(gate, up, grad, grad_gate, grad_up, count, NUMBERS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    x = tl.load(gate + at, at < count, 0.0).to(tl.float32)
+    y = tl.load(up + at, at < count, 0.0).to(tl.float32)
+    slope = tl.load(grad + at, at < count, 0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-x))
+    by_gate = slope * y * sigmoid * (1.0 + x * (1.0 - sigmoid))
+    tl.store(grad_gate + at, by_gate.to(grad_gate.dtype.element_ty), at < count)
+    tl.store(grad_up + at, (slope * x * sigmoid).to(grad_up.dtype.element_ty), at < count)
+
+
+def silu_mul_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up, grad = aligned(gate), aligned(up), aligned(grad)
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    if gate.numel():
+        _silu_mul_backward[(triton.cdiv(gate.numel(), NUMBERS),)](
+            gate, up, grad, grad_gate, grad_up, gate.numel(), NUMBERS, num_warps=4
+        )
+    return grad_gate, grad_up
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rope(
+    x, positions, cos, sin, sign, out, rows, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """A row is one head of one token."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < HALF)[None, :]
+    position = tl.load(positions + row // HEADS, row < rows, 0)
+    table = position[:, None] * HALF + column[None, :]
+    c = tl.load(cos + table, inside, 0.0)
+    s = tl.load(sin + table, inside, 0.0) * sign
+    at = row.to(tl.int64)[:, None] * (2 * HALF) + column[None, :]
+    low = tl.load(x + at, inside, 0.0).to(tl.float32)
+    high = tl.load(x + at + HALF, inside, 0.0).to(tl.float32)
+    tl.store(out + at, (low * c - high * s).to(out.dtype.element_ty), inside)
+    tl.store(out + at + HALF, (high * c + low * s).to(out.dtype.element_ty), inside)
+
+
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    x = aligned(x)
+    out, (tokens, heads, width) = torch.empty_like(x), x.shape
+    if out.numel():
+        block = power_of_two(width // 2)
+        height = max(1, 1024 // block)
+        _rope[(triton.cdiv(tokens * heads, height),)](
+            x, positions.contiguous(), cos.contiguous(), sin.contiguous(), float(sign), out, tokens * heads,
+            HEADS=heads, HALF=width // 2, BLOCK=block, ROWS=height, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,201 @@
+"""Matrix products whose every output is one float32 chain over ascending K.
+
+Tiles, and which operand is the tensor core's left one, leave the bits alone, so both follow the shape. Nothing splits
+K. Few rows have a kernel of their own where it runs (`few_rows`). From `VENDOR_ROWS` rows on, cuBLAS does the work
+where it gives the same bits for that very shape, which is tried once on numbers that tell orders apart: its choice of
+kernel hangs on the shape alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlloop.numerics.kernels.triton.launch import aligned, gluon_runs
+
+FEW_ROWS = 256
+VENDOR_ROWS = 128
+MANY_ROWS = 1024
+STEPS = (128, 256)  # cuBLAS gets multiples of so many rows, fewer than `MANY_ROWS` and from there on: else every batch
+# would be a shape never tried. What is left over of many rows goes to our kernel.
+TRIED_OUTPUTS = 1 << 22  # numbers that a shape is tried on, if 8 draws make them
+
+
+class Tiles(NamedTuple):
+    rows: int
+    outputs: int
+    width: int  # of K at a time
+    swapped: bool  # weights on the left: their rows fill the tensor core's 64 where tokens are few
+    warps: int
+    stages: int
+
+
+HALF = (  # of 16-bit numbers: (up to so many rows, up to so many outputs, the tiles); measured on an H200
+    (16, 8191, Tiles(16, 64, 128, True, 4, 6)),
+    (16, 65536, Tiles(16, 128, 128, True, 4, 4)),
+    (16, None, Tiles(16, 128, 128, True, 4, 3)),
+    (32, 65536, Tiles(32, 64, 128, True, 4, 5)),
+    (32, None, Tiles(32, 64, 128, True, 4, 3)),
+    (64, 8191, Tiles(32, 64, 128, True, 4, 5)),
+    (64, 65536, Tiles(64, 128, 128, True, 4, 4)),
+    (64, None, Tiles(64, 128, 64, True, 4, 3)),
+    (128, 2048, Tiles(32, 64, 128, True, 4, 4)),
+    (128, 4096, Tiles(64, 64, 128, False, 4, 4)),
+    (128, 65536, Tiles(64, 64, 64, True, 4, 4)),
+    (512, 1024, Tiles(64, 32, 128, False, 4, 4)),
+    (512, 2048, Tiles(64, 64, 128, False, 4, 4)),
+    (512, 4096, Tiles(64, 128, 128, False, 4, 4)),
+    (512, 65536, Tiles(64, 128, 64, False, 4, 3)),
+    (512, None, Tiles(128, 128, 64, False, 4, 3)),
+    (None, None, Tiles(128, 256, 64, False, 8, 3)),
+)
+DEEP = Tiles(32, 64, 256, True, 4, 4)  # for 17 to 64 rows where K is 4096 or more and outputs are few
+FLOAT32 = ((16, None, Tiles(16, 64, 32, False, 4, 2)), (None, None, Tiles(64, 64, 16, False, 4, 2)))
+
+
+def tiles_for(rows: int, outputs: int, width: int, dtype: torch.dtype) -> Tiles:
+    if dtype != torch.float32 and 16 < rows <= 64 and width >= 4096 and outputs <= 4096:
+        return DEEP
+    table = FLOAT32 if dtype == torch.float32 else HALF
+    return next(
+        tiles
+        for most_rows, most_outputs, tiles in table
+        if (most_rows is None or rows <= most_rows) and (most_outputs is None or outputs <= most_outputs)
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear(
+    x, weight, bias, out, rows, outputs, width, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
+    SWAPPED: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """`WHOLE`: the width is a multiple of WIDTH, so that no load needs a mask."""
+    row_tiles, output_tiles = tl.cdiv(rows, ROWS), tl.cdiv(outputs, OUTPUTS)
+    # Eight tiles of rows share what they read of the weights before the next outputs come.
+    task, band = tl.program_id(0), 8 * output_tiles
+    first = task // band * 8
+    height = min(row_tiles - first, 8)
+    row = (first + task % band % height) * ROWS + tl.arange(0, ROWS)
+    output = task % band // height * OUTPUTS + tl.arange(0, OUTPUTS)
+    k = tl.arange(0, WIDTH)
+    x_at = x + (row % rows).to(tl.int64)[:, None] * width + k[None, :]
+    w_at = weight + (output % outputs).to(tl.int64)[:, None] * width + k[None, :]
+    if SWAPPED:
+        sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    else:
+        sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for begin in range(0, width, WIDTH):
+        if WHOLE:
+            xs, ws = tl.load(x_at), tl.load(w_at)
+        else:
+            inside = (k < width - begin)[None, :]
+            xs, ws = tl.load(x_at, inside, 0.0), tl.load(w_at, inside, 0.0)
+        if SWAPPED:
+            sums = tl.dot(ws, xs.T, sums, input_precision="ieee")
+        else:
+            sums = tl.dot(xs, ws.T, sums, input_precision="ieee")
+        x_at += WIDTH
+        w_at += WIDTH
+    if SWAPPED:
+        sums = sums.T
+    if HAS_BIAS:
+        sums += tl.load(bias + output, output < outputs, 0.0).to(tl.float32)[None, :]
+    at = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(at, sums.to(out.dtype.element_ty), (row < rows)[:, None] & (output < outputs)[None, :])
+
+
+def _by_few_rows(x: Tensor, outputs: int) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], None] | None:
+    """The better kernel, where there is one: its copies are of 16-bit rows that begin at multiples of 16 bytes."""
+    rows, width = x.shape
+    if rows > FEW_ROWS or x.itemsize != 2 or width == 0 or width % 8 or not gluon_runs(x.device):
+        return None
+    from rlloop.numerics.kernels.triton import small_batch_linear as few_rows
+
+    tiles = few_rows.tiles_for(rows, outputs, width)
+    return tiles and partial(few_rows.product, tiles=tiles)
+
+
+def chain(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tiles: Tiles | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, by our kernels."""
+    (rows, width), outputs = x.shape, len(weight)
+    if out is None:
+        out = x.new_empty(rows, outputs, dtype=dtype)
+    if out.numel() == 0:
+        return out
+    if tiles is None and (by_few_rows := _by_few_rows(x, outputs)):
+        by_few_rows(x, weight, bias, out)
+        return out
+    tiles = tiles or tiles_for(rows, outputs, width, x.dtype)
+    grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)
+    _linear[grid](
+        aligned(x), aligned(weight), weight if bias is None else aligned(bias), out, rows, outputs, width,
+        ROWS=tiles.rows, OUTPUTS=tiles.outputs, WIDTH=tiles.width, SWAPPED=tiles.swapped,
+        WHOLE=width % tiles.width == 0, HAS_BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out
+
+
+def vendor(x: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The same by cuBLAS."""
+    if dtype == x.dtype:
+        return torch.mm(x, weight.T, out=out)
+    return torch.mm(x, weight.T, out_dtype=dtype, out=out)
+
+
+_agreed: dict[tuple, bool] = {}
+
+
+def vendor_agrees(rows: int, outputs: int, width: int, dtype: torch.dtype, out: torch.dtype, device: int) -> bool:
+    """Whether cuBLAS has our bits for this shape. Tried once a process; never while a graph is captured."""
+    key = (rows, outputs, width, dtype, out, device)
+    if key not in _agreed and not torch.cuda.is_current_stream_capturing():
+        generator = torch.Generator(f"cuda:{device}").manual_seed(0)
+        bits = torch.int16 if out.itemsize == 2 else torch.int32
+        draws = max(1, min(8, TRIED_OUTPUTS // (rows * outputs)))
+        inputs = (_cancelling(rows, outputs, width, dtype, generator) for _ in range(draws))
+        _agreed[key] = all(
+            torch.equal(vendor(x, weight, out).view(bits), chain(x, weight, None, out).view(bits))
+            for x, weight in inputs
+        )
+    return _agreed.get(key, False)
+
+
+def _cancelling(
+    rows: int, outputs: int, width: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Random factors whose products add up to almost nothing: what is left is rounding, and so the order of the sum,
+    which the rounding to 16 bits of an ordinary result would hide."""
+    device, half = generator.device, width // 2
+    x, weight = (torch.randn(n, width, dtype=dtype, device=device, generator=generator) for n in (rows, outputs))
+    other = torch.randperm(half, device=device, generator=generator)
+    x[:, half : 2 * half], weight[:, half : 2 * half] = -x[:, other], weight[:, other]
+    x[:, 2 * half :] = 0
+    return x, weight
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`."""
+    (rows, width), outputs = x.shape, len(weight)
+    step = STEPS[rows >= MANY_ROWS]
+    whole = rows // step * step  # the rows that cuBLAS can have
+    if _by_few_rows(x, outputs):
+        return chain(x, weight, bias, dtype)
+    if bias is None and whole >= VENDOR_ROWS and (rows == whole or rows >= MANY_ROWS) and outputs > 0:
+        x, weight = aligned(x), aligned(weight)
+        if vendor_agrees(whole, outputs, width, x.dtype, dtype, x.get_device()):
+            if rows == whole:
+                return vendor(x, weight, dtype)
+            out = x.new_empty(rows, outputs, dtype=dtype)
+            vendor(x[:whole], weight, dtype, out=out[:whole])
+            chain(x[whole:], weight, None, dtype, out=out[whole:])
+            return out
+    return chain(x, weight, bias, dtype)

@@ -1,0 +1,131 @@
+"""Products of one input with several weights in one launch, for the rows of a decode step. Bits are `linear`'s.
+
+One projection of some hundred rows is too little work for a whole GPU; several at once fill it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlloop.numerics.kernels.triton.elementwise import silu_mul
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned
+from rlloop.numerics.kernels.triton.linear import product
+
+
+class Tiles(NamedTuple):
+    rows: int
+    outputs: int
+    width: int  # of K at a time
+    swapped: bool  # weights are the left operand
+    warps: int
+    stages: int
+
+
+# (up to so many rows, up to K of so much, the tiles); measured on an H200. Beyond, one after the other is faster.
+THREE = (
+    (128, 8192, Tiles(64, 64, 64, False, 4, 6)),
+    (256, 2048, Tiles(128, 64, 64, True, 4, 5)),
+    (256, 8192, Tiles(128, 128, 64, False, 8, 4)),
+    (512, 2048, Tiles(128, 128, 64, False, 8, 4)),
+)
+GATED = ((64, 8192, Tiles(64, 64, 64, False, 4, 4)), (256, 2048, Tiles(64, 64, 64, False, 4, 4)))
+
+
+def _tiles_for(table: tuple[tuple[int, int, Tiles], ...], x: Tensor, weights: tuple[Tensor, ...]) -> Tiles | None:
+    """None: there are none for these."""
+    rows, width = x.shape
+    found = next((tiles for most_rows, most, tiles in table if rows <= most_rows and width <= most), None)
+    if found is None or x.element_size() != 2 or rows == 0 or width % found.width:
+        return None
+    return None if any(len(weight) % found.outputs for weight in weights) else found
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _three(
+    x, first, second, third, first_out, second_out, third_out, rows, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    THIRD: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, K: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """Outputs of each weight are a multiple of OUTPUTS, and the width one of K."""
+    tile, row_tiles = tl.program_id(0), tl.cdiv(rows, ROWS)
+    begin = tile // row_tiles * OUTPUTS
+    if begin < FIRST:
+        weight, out, outputs = first, first_out, FIRST
+    elif begin < FIRST + SECOND:
+        weight, out, outputs, begin = second, second_out, SECOND, begin - FIRST
+    else:
+        weight, out, outputs, begin = third, third_out, THIRD, begin - FIRST - SECOND
+    row, output, k = tile % row_tiles * ROWS + tl.arange(0, ROWS), begin + tl.arange(0, OUTPUTS), tl.arange(0, K)
+    x_at = x + (row % rows).to(tl.int64)[:, None] * WIDTH + k[None, :]
+    w_at = tl.multiple_of(weight, 16) + output.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    if SWAPPED:
+        sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    else:
+        sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for _ in range(0, WIDTH, K):
+        xs, ws = tl.load(x_at), tl.load(w_at)
+        if SWAPPED:
+            sums = tl.dot(ws, xs.T, sums, input_precision="ieee")
+        else:
+            sums = tl.dot(xs, ws.T, sums, input_precision="ieee")
+        x_at += K
+        w_at += K
+    if SWAPPED:
+        sums = sums.T
+    at = tl.multiple_of(out, 16) + row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(at, sums.to(out.dtype.element_ty), (row < rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated(
+    x, gate, up, out, rows, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    tile, row_tiles = tl.program_id(0), tl.cdiv(rows, ROWS)
+    row, k = tile % row_tiles * ROWS + tl.arange(0, ROWS), tl.arange(0, K)
+    output = tile // row_tiles * TILE + tl.arange(0, TILE)
+    x_at = x + (row % rows).to(tl.int64)[:, None] * WIDTH + k[None, :]
+    at = output.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    gates, ups = tl.zeros((ROWS, TILE), tl.float32), tl.zeros((ROWS, TILE), tl.float32)
+    for _ in range(0, WIDTH, K):
+        xs = tl.load(x_at)
+        gates = tl.dot(xs, tl.load(gate + at).T, gates, input_precision="ieee")
+        ups = tl.dot(xs, tl.load(up + at).T, ups, input_precision="ieee")
+        x_at += K
+        at += K
+    # Rounded as they would be in between.
+    g, u = gates.to(out.dtype.element_ty).to(tl.float32), ups.to(out.dtype.element_ty).to(tl.float32)
+    made = (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty)
+    tl.store(out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :], made, (row < rows)[:, None])
+
+
+def three_linears(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    weights = (first, second, third)
+    tiles = _tiles_for(THREE, x, weights)
+    if tiles is None:
+        one, other, last = (product(x, weight, None, x.dtype) for weight in weights)
+        return one, other, last
+    one, other, last = (x.new_empty(len(x), len(weight)) for weight in weights)
+    grid = (sum(map(len, weights)) // tiles.outputs * triton.cdiv(len(x), tiles.rows),)
+    _three[grid](
+        aligned(x), *map(aligned, weights), one, other, last, len(x), FIRST=len(first), SECOND=len(second),
+        THIRD=len(third), WIDTH=x.shape[1], ROWS=tiles.rows, OUTPUTS=tiles.outputs, K=tiles.width,
+        SWAPPED=tiles.swapped, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return one, other, last
+
+
+def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    tiles = _tiles_for(GATED, x, (gate, up))
+    if tiles is None:
+        return silu_mul(product(x, gate, None, x.dtype), product(x, up, None, x.dtype))
+    out = x.new_empty(len(x), len(gate))
+    _gated[(len(gate) // tiles.outputs * triton.cdiv(len(x), tiles.rows),)](
+        aligned(x), aligned(gate), aligned(up), out, len(x), OUTPUTS=len(gate), WIDTH=x.shape[1], ROWS=tiles.rows,
+        TILE=tiles.outputs, K=tiles.width, num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
+    )  # fmt: skip
+    return out

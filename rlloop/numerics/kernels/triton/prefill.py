@@ -1,0 +1,413 @@
+"""Attention of many queries on Hopper: one warpgroup of a program brings tiles, the others multiply.
+
+The arithmetic is `attention._tile`'s and `attention._join`'s, operation for operation and with a query's scores in the
+same registers, so bits agree. What differs is who waits for what: keys and values arrive by the tensor memory
+accelerator in a ring of tiles, a tile's scores are made together with the sums of the one before it, and a
+warpgroup's softmax runs while the tensor cores work for the other. Programs stay, and take the next block of queries
+whenever they are done with one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from rlloop.numerics.kernels.triton import attention
+from rlloop.numerics.kernels.triton.decode import divided
+from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT
+
+TILE = gl.constexpr(attention.TILE)
+SEGMENT = gl.constexpr(attention.SEGMENT)
+ROWS = gl.constexpr(64)  # queries of a warpgroup
+WORKERS = gl.constexpr(2)  # warpgroups that multiply
+STAGES = gl.constexpr(4)  # tiles of keys and values on their way
+QUEUE = gl.constexpr(2)  # blocks of queries on their way
+LOADERS = gl.constexpr(128)  # threads that bring them
+FIELDS = gl.constexpr(5)  # of what is said of a block
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # how tiles lie
+WIDTHS = (64, 128)
+LEAST_PAGE = 8  # rows: the accelerator's swizzle repeats itself after so many
+REGISTERS = gl.constexpr(224)  # of a thread that multiplies
+REGISTERS_EACH = 168  # when the program starts
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, v_step: int, blocks: int, block_size: int) -> bool:
+    """Whether `run` can do this."""
+    pages = blocks == 1 or (block_size >= LEAST_PAGE and block_size & (block_size - 1) == 0)
+    widths = q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] in WIDTHS
+    return q.element_size() == 2 and widths and v_step % ALIGNMENT == 0 and pages
+
+
+@gluon.jit
+def _block(task, query_start, context, sequences, tokens, SHARE: gl.constexpr, GROUPS: gl.constexpr):
+    """(sequence, group, first row, rows of the sequence, its first token, its context); a sequence's end comes first.
+
+    Sequence s has the blocks from query_start[s] * SHARE // BLOCK + s on.
+    """
+    BLOCK: gl.constexpr = WORKERS * ROWS
+    place = tokens * SHARE // BLOCK + sequences - 1 - task // GROUPS
+    low = 0
+    high = sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if gl.load(query_start + middle).to(gl.int32) * SHARE // BLOCK + middle <= place:
+            low = middle
+        else:
+            high = middle
+    token = gl.load(query_start + low).to(gl.int32)
+    rows = (gl.load(query_start + low + 1).to(gl.int32) - token) * SHARE
+    begin = (place - token * SHARE // BLOCK - low) * BLOCK
+    return low, task % GROUPS, begin, rows, token, gl.load(context + low).to(gl.int32)
+
+
+@gluon.jit
+def _copy(base, offset, inside, tile, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows at base + offset to a tile; zeros where not inside."""
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    at = base + offset[:, None] + d[None, :]
+    async_copy.async_copy_global_to_shared(tile, at, inside[:, None] & (d < WIDTH)[None, :])
+
+
+@gluon.jit
+def _fetch(
+    store, described, step, column, pages, block_size, tile, end, full, into, WIDTH: gl.constexpr, BOX: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """A tile of keys or values. What lies behind the sequence's `end` is another's: it is not read."""
+    if tile + TILE <= end:
+        mbarrier.expect(full, TILE * WIDTH * 2)
+        mbarrier.arrive(full, count=LOADERS - 1)
+        for box in gl.static_range(TILE // BOX):
+            key = tile + box * BOX
+            slot = gl.load(pages + key // block_size).to(gl.int32) + key % block_size
+            tma.async_copy_global_to_shared(described, [slot, column], full, into.slice(box * BOX, BOX, dim=0))
+    else:
+        keys = tile + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
+        slots = gl.load(pages + keys // block_size, keys < end, 0) + keys % block_size
+        _copy(store + column, slots * step, keys < end, into, WIDTH, LAYOUT)
+        async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def _order(orders, place, rows, begin, token, offset, group):
+    """Says what the block at `place` is; no rows: that there are no more."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    zero = gl.full((1,), 0, gl.int32, one)
+    orders.index(place * FIELDS).store(zero + rows)
+    orders.index(place * FIELDS + 1).store(zero + begin)
+    orders.index(place * FIELDS + 2).store(zero + token)
+    orders.index(place * FIELDS + 3).store(zero + offset)
+    orders.index(place * FIELDS + 4).store(zero + group)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _ordered(orders, place, field: gl.constexpr):
+    return gl.max(orders.index(place * FIELDS + field).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _bring(
+    q, k, v, k_described, v_described, v_step, query_start, context, block_start, counter, sequences, tokens, blocks,
+    block_size, tasks, tiles, orders, bars, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr,
+    BOX: gl.constexpr,
+):  # fmt: skip
+    """What the loading warpgroup does. All its threads arrive at a `full` barrier, one of each other at an `empty`."""
+    q_tiles, k_tiles, v_tiles = tiles
+    q_full, q_empty, k_full, v_full, empty = bars
+    SHARE: gl.constexpr = HEADS // GROUPS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    rows_here = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    done = 0
+    count = 0
+    task = gl.program_id(0)
+    while task < tasks:
+        sequence, group, begin, rows, token, offset = _block(
+            task, query_start, context, sequences, tokens, SHARE, GROUPS
+        )
+        if begin < rows:
+            place = done % QUEUE
+            mbarrier.wait(q_empty.index(place), (done // QUEUE & 1) ^ 1)
+            _order(orders, place, rows, begin, token, offset, group)
+            mbarrier.arrive(q_full.index(place), count=1)
+            for worker in gl.static_range(WORKERS):
+                row = begin + worker * ROWS + rows_here
+                at = ((token + row // SHARE).to(gl.int64) * HEADS + group * SHARE + row % SHARE) * WIDTH
+                _copy(q, at, row < rows, q_tiles.index(place * WORKERS + worker), WIDTH, LAYOUT)
+            async_copy.mbarrier_arrive(q_full.index(place), increment_count=False)
+            done += 1
+            end = offset + rows // SHARE
+            last = offset + (gl.minimum(begin + WORKERS * ROWS, rows) - 1) // SHARE
+            pages = block_start + sequence.to(gl.int64) * blocks
+            for tile in range(0, last + 1, TILE):
+                stage = count % STAGES
+                phase = (count // STAGES & 1) ^ 1
+                mbarrier.wait(empty.index(stage), phase)
+                _fetch(
+                    k, k_described, GROUPS * WIDTH, group * WIDTH, pages, block_size, tile, end, k_full.index(stage),
+                    k_tiles.index(stage), WIDTH, BOX, LAYOUT,
+                )  # fmt: skip
+                _fetch(
+                    v, v_described, v_step, group * WIDTH, pages, block_size, tile, end, v_full.index(stage),
+                    v_tiles.index(stage), WIDTH, BOX, LAYOUT,
+                )  # fmt: skip
+                count += 1
+        task = gl.num_programs(0) + gl.atomic_add(counter, 1)
+    place = done % QUEUE
+    mbarrier.wait(q_empty.index(place), (done // QUEUE & 1) ^ 1)
+    _order(orders, place, 0, 0, 0, 0, 0)
+    mbarrier.arrive(q_full.index(place), count=1)
+    async_copy.mbarrier_arrive(q_full.index(place), increment_count=False)
+
+
+@gluon.jit
+def _scores(queries, tiles, bars, count, COPIED: gl.constexpr, S: gl.constexpr):
+    """Begins to multiply the queries with tile `count` of keys. `COPIED`: threads may have written it."""
+    _queries, k_tiles, _values = tiles
+    _q_full, _q_empty, k_full, _v_full, _empty = bars
+    stage = count % STAGES
+    mbarrier.wait(k_full.index(stage), count // STAGES & 1)
+    if COPIED:
+        fence_async_shared()
+    zeros = gl.zeros((ROWS, TILE), gl.float32, S)
+    return warpgroup_mma(queries, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _sums(masses, sums, tiles, bars, count, COPIED: gl.constexpr):
+    """Begins to add the values of tile `count`."""
+    _queries, _keys, v_tiles = tiles
+    _q_full, _q_empty, _k_full, v_full, _empty = bars
+    stage = count % STAGES
+    mbarrier.wait(v_full.index(stage), count // STAGES & 1)
+    if COPIED:
+        fence_async_shared()
+    return warpgroup_mma(masses, v_tiles.index(stage), sums, is_async=True)
+
+
+@gluon.jit
+def _softmax(
+    scores, top, total, position, tile, scale, MASKED: gl.constexpr, S: gl.constexpr, P: gl.constexpr,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
+    """(top, total, fade of what there is, masses to multiply)."""
+    if MASKED:
+        key = tile + gl.arange(0, TILE, gl.SliceLayout(0, S))
+        scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    highest = gl.maximum(top, gl.max(scores, 1) * scale)
+    masses = gl.exp2(gl.fma(scores, gl.full(scores.shape, scale, gl.float32, S), -highest[:, None]))
+    fade = gl.exp2(top - highest)
+    total = gl.fma(total, fade, gl.sum(masses, 1))
+    return highest, total, fade, gl.convert_layout(masses.to(DTYPE), P)
+
+
+@gluon.jit
+def _tile(
+    queries, masses, top, total, sums, position, tile, scale, tiles, bars, count, MASKED: gl.constexpr,
+    S: gl.constexpr, A: gl.constexpr, P: gl.constexpr,
+):  # fmt: skip
+    """One tile of keys, while the values of the one before it, whose masses are given, are added."""
+    _q_full, _q_empty, _k_full, _v_full, empty = bars
+    scores = _scores(queries, tiles, bars, count, MASKED, S)
+    adding = _sums(masses, sums, tiles, bars, count - 1, MASKED)
+    scores = warpgroup_mma_wait(1, [scores])
+    top, total, fade, following = _softmax(scores, top, total, position, tile, scale, MASKED, S, P, masses.dtype)
+    sums, masses = warpgroup_mma_wait(0, [adding, masses])
+    mbarrier.arrive(empty.index((count - 1) % STAGES), count=1)
+    return following, top, total, sums * gl.convert_layout(fade, gl.SliceLayout(1, A))[:, None]
+
+
+@gluon.jit
+def _spread(x, shape: gl.constexpr, A: gl.constexpr):
+    """A number for each row, across a tile."""
+    return gl.convert_layout(x, gl.SliceLayout(1, A))[:, None] + gl.zeros(shape, x.dtype, A)
+
+
+@gluon.jit
+def _multiply(
+    out, lse, scale, tiles, orders, bars, WORKER: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr,
+    WIDTH: gl.constexpr, JOINS: gl.constexpr,
+):  # fmt: skip
+    """What a multiplying warpgroup does. `JOINS`: a context may be longer than a segment."""
+    SHARE: gl.constexpr = HEADS // GROUPS
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, A, 2)
+    # To store, four neighbours trade numbers, so that each has 16 bytes of a row.
+    WHOLE: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32]] + ([[0, 64]] if WIDTH == 128 else []) + [[8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, WIDTH],
+    )  # fmt: skip
+    q_tiles, _keys, _values = tiles
+    q_full, q_empty, k_full, v_full, empty = bars
+    done = 0
+    count = 0
+    place = 0
+    mbarrier.wait(q_full.index(place), 0)
+    rows = _ordered(orders, place, 0)
+    while rows > 0:
+        begin = _ordered(orders, place, 1)
+        token = _ordered(orders, place, 2)
+        offset = _ordered(orders, place, 3)
+        group = _ordered(orders, place, 4)
+        last = offset + (gl.minimum(begin + WORKERS * ROWS, rows) - 1) // SHARE
+        begin += WORKER * ROWS
+        if begin < rows:
+            fence_async_shared()
+            queries = q_tiles.index(place * WORKERS + WORKER)
+            first = offset + begin // SHARE
+            row = begin + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+            position = offset + row // SHARE
+            top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S))
+            total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, S))
+            sums = gl.zeros((ROWS, WIDTH), gl.float32, A)
+            for segment in range(0, last + 1, SEGMENT if JOINS else 1 << 30):
+                end = gl.minimum(segment + SEGMENT, last + 1) if JOINS else last + 1
+                part_top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S))
+                part_total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, S))
+                part = gl.zeros((ROWS, WIDTH), gl.float32, A)
+                scores = warpgroup_mma_wait(0, [_scores(queries, tiles, bars, count, True, S)])
+                part_top, part_total, _fade, masses = _softmax(
+                    scores, part_top, part_total, position, segment, scale, True, S, P, DTYPE
+                )
+                count += 1
+                # Tiles that every query sees whole need no mask.
+                masked = segment + gl.maximum(gl.minimum(first + 1, end) - segment, 0) // TILE * TILE
+                for tile in range(segment + TILE, masked, TILE):
+                    masses, part_top, part_total, part = _tile(
+                        queries, masses, part_top, part_total, part, position, tile, scale, tiles, bars, count,
+                        False, S, A, P,
+                    )  # fmt: skip
+                    count += 1
+                for tile in range(gl.maximum(masked, segment + TILE), end, TILE):
+                    masses, part_top, part_total, part = _tile(
+                        queries, masses, part_top, part_total, part, position, tile, scale, tiles, bars, count,
+                        True, S, A, P,
+                    )  # fmt: skip
+                    count += 1
+                adding = _sums(masses, part, tiles, bars, count - 1, True)
+                part, masses = warpgroup_mma_wait(0, [adding, masses])
+                mbarrier.arrive(empty.index((count - 1) % STAGES), count=1)
+                if JOINS:  # queries that come before this segment keep what they have
+                    highest = gl.maximum(top, part_top)
+                    fade = gl.exp2(top - highest)
+                    part_fade = gl.exp2(part_top - highest)
+                    kept = position < segment
+                    new = gl.where(segment == 0, part_total, gl.fma(total, fade, part_total * part_fade))
+                    total = gl.where(kept, total, new)
+                    top = gl.where(kept, top, gl.where(segment == 0, part_top, highest))
+                    fade = _spread(fade, sums.shape, A)
+                    new = gl.fma(sums, fade, part * _spread(part_fade, sums.shape, A))
+                    new = gl.where(segment == 0, part, new)
+                    sums = gl.where(gl.convert_layout(kept, gl.SliceLayout(1, A))[:, None], sums, new)
+                else:
+                    top = part_top
+                    total = part_total
+                    sums = part
+            mbarrier.arrive(q_empty.index(place), count=1)
+            made = divided(sums, gl.convert_layout(total, gl.SliceLayout(1, A))).to(DTYPE)
+            at = (token + row // SHARE).to(gl.int64) * HEADS + group * SHARE + row % SHARE
+            gl.store(lse + at, (top + gl.log2(total)) * 0.6931471805599453, row < rows)
+            stored = begin + gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE))
+            at = (token + stored // SHARE).to(gl.int64) * HEADS + group * SHARE + stored % SHARE
+            d = gl.arange(0, WIDTH, gl.SliceLayout(0, WHOLE))
+            gl.store(
+                out + at[:, None] * WIDTH + d[None, :], gl.convert_layout(made, WHOLE),
+                (stored < rows)[:, None] & (d < WIDTH)[None, :],
+            )  # fmt: skip
+        else:  # nothing to do here
+            mbarrier.arrive(q_empty.index(place), count=1)
+            for _ in range(0, last + 1, TILE):
+                stage = count % STAGES
+                mbarrier.wait(k_full.index(stage), count // STAGES & 1)
+                mbarrier.wait(v_full.index(stage), count // STAGES & 1)
+                mbarrier.arrive(empty.index(stage), count=1)
+                count += 1
+        done += 1
+        place = done % QUEUE
+        mbarrier.wait(q_full.index(place), done // QUEUE & 1)
+        rows = _ordered(orders, place, 0)
+
+
+@gluon.jit
+def _barriers(N: gl.constexpr, ARRIVE: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(bars.index(i), count=ARRIVE)
+    return bars
+
+
+@gluon.jit(do_not_specialize=["sequences", "tokens", "blocks", "block_size", "tasks"])
+def _prefill(
+    q, k, v, k_described, v_described, v_step, query_start, context, block_start, out, lse, counter, sequences, tokens,
+    blocks, block_size, tasks, scale, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, BOX: gl.constexpr,
+    JOINS: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = q.dtype.element_ty
+    tiles = (
+        gl.allocate_shared_memory(DTYPE, [WORKERS * QUEUE, ROWS, WIDTH], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [STAGES, TILE, WIDTH], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [STAGES, TILE, WIDTH], SWIZZLED),
+    )
+    orders = gl.allocate_shared_memory(gl.int32, [QUEUE * FIELDS, 1], mbarrier.MBarrierLayout())
+    bars = (
+        _barriers(QUEUE, LOADERS + 1), _barriers(QUEUE, WORKERS), _barriers(STAGES, LOADERS),
+        _barriers(STAGES, LOADERS), _barriers(STAGES, WORKERS),
+    )  # fmt: skip
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _bring,
+                (
+                    q, k, v, k_described, v_described, v_step, query_start, context, block_start, counter, sequences,
+                    tokens, blocks, block_size, tasks, tiles, orders, bars, HEADS, GROUPS, WIDTH, BOX,
+                ),
+            ),
+            (_multiply, (out, lse, scale, tiles, orders, bars, 0, HEADS, GROUPS, WIDTH, JOINS)),
+            (_multiply, (out, lse, scale, tiles, orders, bars, 1, HEADS, GROUPS, WIDTH, JOINS)),
+        ],
+        [4, 4], [REGISTERS, REGISTERS],
+    )  # fmt: skip
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, v_step: int, query_start: Tensor, context: Tensor, block_start: Tensor,
+    block_size: int, scale: float, out: Tensor, lse: Tensor,
+) -> None:  # fmt: skip
+    """Fills `out` and `lse`, for what `takes` says yes to. Tensors as `attention.attention` hands them to a kernel;
+    `scale` is for powers of two."""
+    (tokens, heads, width), groups = q.shape, k.shape[1]
+    sequences, blocks = block_start.shape
+    box = min(TILE.value, block_size) if blocks > 1 else TILE.value
+    k_described, v_described = (
+        TensorDescriptor(x, [len(x), groups * width], [step, 1], [box, width], SWIZZLED.value)
+        for x, step in ((k, groups * width), (v, v_step))
+    )
+    tasks = (tokens * (heads // groups) // (WORKERS.value * ROWS.value) + sequences) * groups
+    counter = q.new_zeros(1, dtype=torch.int32)
+    programs = min(tasks, _processors(q.device))
+    _prefill[(programs,)](
+        q, k, v, k_described, v_described, v_step, query_start, context, block_start, out, lse, counter, sequences,
+        tokens, blocks, block_size, tasks, scale, HEADS=heads, GROUPS=groups, WIDTH=width, BOX=box,
+        JOINS=blocks * block_size > SEGMENT.value, num_warps=4, maxnreg=REGISTERS_EACH, **EXACT,
+    )  # fmt: skip

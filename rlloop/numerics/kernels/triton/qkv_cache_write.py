@@ -1,0 +1,80 @@
+"""What lies between the projections of attention and its cache, in one kernel: norm and rotation of queries and keys,
+and the way of keys and values into their stores. Bits are those of `rms_norm` and `rope`, one after the other."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlloop.numerics.kernels.triton.elementwise import NORM_NUMBERS
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
+
+
+@triton.jit
+def _turned(
+    x, weight, positions, cos, sin, out, row, place, rows, eps, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Rows of heads to their places, tokens of `out`."""
+    HALF: tl.constexpr = WIDTH // 2
+    at, half = x + row.to(tl.int64)[:, None] * WIDTH, tl.arange(0, BLOCK // 2)
+    inside = (row < rows)[:, None] & (half < HALF)[None, :]
+    low, high = tl.load(at + half[None, :], inside, 0.0), tl.load(at + HALF + half[None, :], inside, 0.0)
+    if NORMED:
+        column = tl.arange(0, BLOCK)
+        values = tl.load(at + column[None, :], (row < rows)[:, None] & (column < WIDTH)[None, :], 0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 1) / WIDTH + eps)
+        gain = tl.load(weight + half, half < HALF, 0.0).to(tl.float32)
+        low = (low.to(tl.float32) * scale[:, None] * gain[None, :]).to(low.dtype)
+        gain = tl.load(weight + HALF + half, half < HALF, 0.0).to(tl.float32)
+        high = (high.to(tl.float32) * scale[:, None] * gain[None, :]).to(high.dtype)
+    position = tl.load(positions + row // HEADS, row < rows, 0)
+    table = position[:, None] * HALF + half[None, :]
+    c, s = tl.load(cos + table, inside, 0.0), tl.load(sin + table, inside, 0.0)
+    one, other = low.to(tl.float32), high.to(tl.float32)
+    to = out + (place * HEADS + row % HEADS)[:, None] * WIDTH + half[None, :]
+    tl.store(to, (one * c - other * s).to(low.dtype), inside)
+    tl.store(to + HALF, (other * c + one * s).to(low.dtype), inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _enter(
+    q, k, v, q_weight, k_weight, positions, cos, sin, slots, out, keys, values, tokens, eps, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """A program has rows of queries, of keys or of values."""
+    kind, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if kind == 0:
+        place = (row // HEADS).to(tl.int64)
+        _turned(q, q_weight, positions, cos, sin, out, row, place, tokens * HEADS, eps, HEADS, WIDTH, BLOCK, NORMED)
+    elif tl.program_id(0) * ROWS < tokens * GROUPS:
+        rows = tokens * GROUPS
+        place = tl.load(slots + row // GROUPS, row < rows, 0)
+        if kind == 1:
+            _turned(k, k_weight, positions, cos, sin, keys, row, place, rows, eps, GROUPS, WIDTH, BLOCK, NORMED)
+        else:
+            column = tl.arange(0, BLOCK)[None, :]
+            inside = (row < rows)[:, None] & (column < WIDTH)
+            moved = tl.load(v + row.to(tl.int64)[:, None] * WIDTH + column, inside, 0.0)
+            tl.store(values + (place * GROUPS + row % GROUPS)[:, None] * WIDTH + column, moved, inside)
+
+
+def enter(
+    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, positions: Tensor,
+    cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
+) -> Tensor:  # fmt: skip
+    q, k, v, out = aligned(q), aligned(k), aligned(v), torch.empty_like(q)
+    (tokens, heads, width), groups = q.shape, k.shape[1]
+    if tokens == 0:
+        return out
+    normed = q_weight is not None and k_weight is not None
+    block = power_of_two(width, 2)
+    height = max(1, NORM_NUMBERS // block)  # as `rms_norm` has it: the order of a sum follows the tile
+    _enter[(triton.cdiv(tokens * heads, height), 3)](
+        q, k, v, aligned(q_weight) if normed else q, aligned(k_weight) if normed else k, positions.contiguous(),
+        cos.contiguous(), sin.contiguous(), slots.contiguous(), out, keys, values, tokens, eps, HEADS=heads,
+        GROUPS=groups, WIDTH=width, BLOCK=block, ROWS=height, NORMED=normed, num_warps=4, **EXACT,
+    )  # fmt: skip
+    return out

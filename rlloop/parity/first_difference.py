@@ -1,0 +1,227 @@
+"""Where do engine and trainer part? The offending sequence again, both ways, compared operation by operation.
+
+The trainer's way is one forward over the whole sequence; the engine's is a prefill of the prompt and then a token at a
+time against a cache. Both are traced, and the first operation whose bits differ, in the order of computation, is named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rlloop.models import Model
+from rlloop.models.logits_processing import warp_for
+from rlloop.numerics.layout import AttentionLayout, Carried
+from rlloop.numerics.ops import Ops
+from rlloop.numerics.profile import NumericsProfile
+from rlloop.parity.monitor import Finding, TokenDifference
+from rlloop.types import Sample
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # views that compare bits, by item size
+KNOBS = {  # of operations that do not have their knob's name
+    "silu_mul": "activation",
+    "logits": "token_logprob",
+    "residual sum": "rms_norm",
+    "head_linear": "linear",
+    "router_logits": "router",
+    "route": "router",
+    "expert choice": "router",
+    "sparse_attention": "attention",
+    "select": "indexer",
+    "layer_norm": "indexer",
+    "index_weights": "indexer",
+    "sigmoid_mul": "activation",
+    "relu_squared": "activation",
+    "causal_conv": "recurrent",
+    "recurrent_gates": "recurrent",
+    "scan": "recurrent",
+}
+FOLLOWED = {  # settings that the operations of a knob follow
+    "linear": ("tp_segments", "all_reduce", "latent"),  # the form of latent attention shows in what o_proj reads
+    "rms_norm": ("residual_norm",),
+    "attention": ("attention_splits",),
+    "router": ("router_logits",),
+    "combine": ("expert_combine",),
+}
+
+
+def knob_of(op: str, mine: NumericsProfile, other: NumericsProfile) -> str:
+    """What to look at where `op` differs: its implementation, or a setting that the two profiles do not share."""
+    knob = KNOBS.get(op, op)
+    return next((name for name in (knob, *FOLLOWED.get(knob, ())) if getattr(mine, name) != getattr(other, name)), knob)
+
+
+@dataclass
+class Call:
+    """One operation's result over the whole sequence so far."""
+
+    where: str  # the module whose weight it used; the layer, where it used none
+    op: str
+    rows: Tensor  # [T, ...]
+
+
+class Trace:
+    """Stands in for a model's `Ops` and keeps what each call of one forward returned."""
+
+    fuses = False  # or operations would not show
+
+    def __init__(self, model: Model) -> None:
+        self._ops, self.profile = model.ops, model.profile
+        self._names = {id(weight): name.removesuffix(".weight") for name, weight in model.named_parameters()}
+        self._layer = ""
+        self.calls: list[Call] = []
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        function = getattr(self._ops, op)
+
+        def call(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
+            weighted = next((self._names[id(arg)] for arg in args if id(arg) in self._names), None)
+            where = weighted or self._layer
+            self._layer = re.sub(r"(\.\d+)\..*", r"\1", where)  # model.layers.3.mlp.up_proj -> model.layers.3
+            if op == "rms_norm":
+                self.calls += [Call(where, "residual sum", result[1]), Call(where, op, result[0])]
+            elif op == "route":
+                self.calls += [Call(where, "expert choice", result[1]), Call(where, op, result[0])]
+            else:
+                self.calls += [Call(where, op, part) for part in (result if isinstance(result, tuple) else (result,))]
+            return result
+
+        return call
+
+
+class FlatCache:
+    """An engine's cache for one sequence: position is slot, and there is one row for what recurrent layers keep."""
+
+    def __init__(self, model: Model, length: int) -> None:
+        like = model.head
+        self._stores = [
+            {name: like.new_zeros(length, *shape) for name, shape in layer.items()} for layer in model.cache_spec()
+        ]
+        self._states = [
+            {name: torch.zeros(1, *shape, device=like.device) for name, shape in layer.items()}
+            for layer in model.state_spec()
+        ]
+        self._row = torch.zeros(1, dtype=torch.int64, device=like.device)
+        self.start = 0
+
+    def places(self, layer: int, *names: str) -> tuple[Tensor, ...]:
+        raise AssertionError("a trace fuses nothing")
+
+    def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:
+        for name, rows in tensors.items():
+            self._stores[layer][name][self.start : self.start + len(rows)] = rows
+        return tuple(self._stores[layer][name] for name in tensors)
+
+    def carried(self, layer: int, name: str) -> Carried:
+        return Carried(self._states[layer][name], self._row)
+
+
+def pairs(mine: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, Call]]:
+    """The same result on both sides, in order of computation. What only one side shows, or shows more often, or in
+    another shape, is left out: transformers' modules and another form of latent attention show other things."""
+    found: dict[tuple[str, str], tuple[list[Call], list[Call]]] = {}
+    for side, calls in enumerate((mine, theirs)):
+        for call in calls:
+            found.setdefault((call.where, call.op), ([], []))[side].append(call)
+    for call in mine:
+        ours, others = found[call.where, call.op]
+        if len(ours) == len(others):
+            other = next(other for same, other in zip(ours, others, strict=True) if same is call)
+            if other.rows.numel() == call.rows.numel():
+                yield call, other
+
+
+@torch.no_grad()
+def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifference) -> Finding:
+    """The first operation that differs on the way to `token` of `sample`, rerun alone."""
+    made = sample.completion
+    ids = torch.tensor((made.prompt_ids + made.token_ids)[: token.position], device=trainer.head.device)
+    theirs, their_hidden = trace_whole(trainer, ids)
+    ours, our_hidden = _trace_decode(engine, ids, len(made.prompt_ids))
+
+    def finding(where: str, op: str, position: int, mine: Tensor, other: Tensor) -> Finding:
+        knob = knob_of(op, engine.profile, trainer.profile)
+        return _finding(where, op, knob, position, mine, other, len(made.prompt_ids))
+
+    for mine, other in pairs(ours, theirs):
+        if (found := first_row(mine.rows, other.rows)) is not None:
+            return finding(mine.where, mine.op, found, mine.rows, other.rows)
+    our_logits, their_logits = (
+        model.ops.logits(hidden[-1:], model.head) for model, hidden in ((engine, our_hidden), (trainer, their_hidden))
+    )
+    if first_row(our_logits, their_logits) is not None:
+        return finding("lm_head", "logits", token.position, our_logits, their_logits)
+    place = token.position - len(made.prompt_ids)
+    turn = max(start for start, _ in made.turns or ((0, 0),) if start <= place)
+    warp = warp_for([made.sampling], [place - turn], engine.eos_token_ids, device=ids.device)
+    seed, position = (torch.tensor([number], device=ids.device) for number in (made.sampling.seed, token.position))
+    target = torch.tensor([token.token_id], device=ids.device)
+    _, sampled, _ = engine.ops.sample(our_logits, warp, seed, position)
+    scored, _ = trainer.ops.token_logprob(their_hidden[-1:], trainer.head, target, warp)
+    if first_row(sampled, scored) is not None:
+        return finding("lm_head", "token_logprob", token.position, sampled, scored)
+    return Finding(
+        "This sequence alone, rerun the engine's way and the trainer's, shows no operation that differs: the "
+        "difference depends on what it was batched with, or on state (a stale cache, weights that changed in between)",
+        {"op": None, "where": None, "knob": None},
+    )
+
+
+def trace_whole(model: Model, ids: Tensor) -> tuple[list[Call], Tensor]:
+    trace = Trace(model)
+    positions = torch.arange(len(ids), device=ids.device)
+    hidden = _under(model, trace).hidden(ids, positions, AttentionLayout.of_sequences([len(ids)], ids.device))
+    return trace.calls, hidden
+
+
+def _trace_decode(model: Model, ids: Tensor, prompt: int) -> tuple[list[Call], Tensor]:
+    """Prefill, then one token at a time; the calls of all forwards joined, one for each operation of a forward."""
+    cache = FlatCache(model, len(ids))
+    cuts = [0, *range(min(prompt, len(ids)), len(ids) + 1)]
+    traces, hidden = [], []
+    for start, end in pairwise(cuts):
+        trace, cache.start = Trace(model), start
+        layout = AttentionLayout(
+            query_start=torch.tensor([0, end - start], device=ids.device),
+            context=torch.tensor([start], device=ids.device),
+            block_start=torch.zeros(1, 1, dtype=torch.int64, device=ids.device),
+            block_size=len(ids),
+            contiguous=False,
+        )
+        positions = torch.arange(start, end, device=ids.device)
+        hidden.append(_under(model, trace).hidden(ids[start:end], positions, layout, cache))
+        traces.append(trace.calls)
+    calls = zip(*traces, strict=True)
+    joined = [Call(same[0].where, same[0].op, torch.cat([call.rows for call in same])) for same in calls]
+    return joined, torch.cat(hidden)
+
+
+def _under(model: Model, trace: Trace) -> Model:
+    view = model.with_profile(model.profile)
+    view.ops = cast(Ops, trace)
+    return view
+
+
+def first_row(mine: Tensor, other: Tensor) -> int | None:
+    """The first row whose bits differ."""
+    integers = INTEGERS[mine.element_size()]
+    different = mine.contiguous().view(integers) != other.contiguous().view(integers)
+    rows = different.flatten(1).any(1) if different.ndim > 1 else different
+    return int(rows.nonzero()[0]) if rows.any() else None
+
+
+def _finding(where: str, op: str, knob: str, position: int, mine: Tensor, other: Tensor, prompt: int) -> Finding:
+    gap = float((mine.double() - other.double()).abs().max())
+    place = f"token {position} of the prompt" if position < prompt else f"token {position - prompt} of the completion"
+    return Finding(
+        f"The first operation that differs: {op} at {where} (profile knob {knob}), at {place}; at most {gap:.2g} apart "
+        "over the sequence",
+        {"op": op, "where": where, "knob": knob, "position": position, "largest_difference": gap},
+    )

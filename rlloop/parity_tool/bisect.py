@@ -1,0 +1,130 @@
+"""Where two definitions of a model part, and what each knob between them is worth.
+
+`first_difference` names the first operation, in the order of computation, whose result has other bits. `knobs` swaps
+one knob of the profile at a time and measures the divergence that it brings alone, and the one that is left without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlloop.numerics.profile import SETTINGS, NumericsProfile
+from rlloop.parity.first_difference import Call, first_row, knob_of, pairs, trace_whole
+from rlloop.parity_tool.measure import measure
+from rlloop.parity_tool.sides import Definition, Scored, Tokens, Transformers
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    op: str
+    where: str  # the module, by its name in the checkpoint
+    knob: str  # of the profile
+    position: int  # the first token that differs
+    largest: float  # over the sequence
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One knob in which two profiles differ."""
+
+    name: str
+    a: str
+    b: str
+    alone: float  # k3 of A against A with this knob as B has it
+    left: float  # k3 of A against B with this knob as A has it
+    matters: bool  # whether it moves either: many a knob is of an operation that the model lacks
+
+
+Model = Definition | Transformers
+
+
+@torch.no_grad()
+def first_difference(a: Model, b: Model, sequence: Tokens) -> FirstDifference | None:
+    """None: every result that both sides show is equal."""
+    ids = torch.tensor(sequence.ids[:-1])
+    for call, other in pairs(_calls(a, ids), _calls(b, ids)):
+        where, op = call.where, call.op
+        rows, other = call.rows.flatten(1), other.rows.flatten(1)
+        if rows.dtype != other.dtype:
+            rows, other = rows.double(), other.double()
+        if (found := first_row(rows, other)) is not None:
+            gap = float((rows.double() - other.double()).abs().max())
+            return FirstDifference(op, where, knob_of(op, *map(_profile, (a, b))), found, gap)
+    return None
+
+
+def _profile(side: Model) -> NumericsProfile:
+    return side.model.profile if isinstance(side, Definition) else NumericsProfile.preset("huggingface")
+
+
+def _calls(side: Model, ids: Tensor) -> list[Call]:
+    if isinstance(side, Definition):
+        calls, hidden = trace_whole(side.model, ids)
+        return [*calls, Call("lm_head", "logits", side.model.ops.logits(hidden, side.model.head))]
+    return list(_hooked(side.model, ids))
+
+
+@torch.no_grad()
+def _hooked(model: Any, ids: Tensor) -> Iterator[Call]:
+    """What transformers' modules return, under the names that a trace of rlloop's has for the same results."""
+    found: dict[tuple[str, str], Tensor] = {}
+
+    def keep(where: str, op: str) -> Any:
+        def hook(_: Any, __: Any, out: Any) -> None:  # what it returned would take the result's place
+            found.setdefault((where, op), (out[0] if isinstance(out, tuple) else out).detach())
+
+        return hook
+
+    def entering(where: str, op: str) -> Any:
+        def hook(_: Any, args: Any) -> None:
+            found.setdefault((where, op), args[0].detach())
+
+        return hook
+
+    hooks = []
+    for name, module in model.named_modules():
+        layer, _, leaf = name.rpartition(".")
+        if name.endswith(".gate"):
+            hooks.append(module.register_forward_hook(keep(name, "router_logits")))
+        elif isinstance(module, torch.nn.Linear) and name != "lm_head":
+            hooks.append(module.register_forward_hook(keep(name, "linear")))
+            if leaf == "o_proj":
+                hooks.append(module.register_forward_pre_hook(entering(layer.removesuffix(".self_attn"), "attention")))
+            if leaf == "down_proj":
+                hooks.append(module.register_forward_pre_hook(entering(layer.rpartition(".")[0], "silu_mul")))
+        elif "norm" in leaf:
+            hooks.append(module.register_forward_hook(keep(name, "rms_norm")))
+        elif leaf == "mlp" and hasattr(module, "experts"):
+            hooks.append(module.register_forward_hook(keep(layer, "combine")))
+    logits = model(ids[None]).logits[0].float()
+    for hook in hooks:
+        hook.remove()
+    for (where, op), rows in found.items():
+        rows = rows.float() if op == "router_logits" else rows
+        if rows.ndim == 4 and rows.shape[1] != len(ids):  # [1, H, T, D]
+            rows = rows.transpose(1, 2)
+        yield Call(where, op, rows.reshape(len(ids), -1))
+    yield Call("lm_head", "logits", logits)
+
+
+def knobs(a: Definition, b: NumericsProfile, sequences: Sequence[Tokens], reference: Sequence[Scored]) -> list[Knob]:
+    """Every knob in which `a`'s profile and `b` differ; `reference` is A's score of the sequences."""
+    mine = a.model.profile
+
+    def k3(profile: NumericsProfile) -> float:
+        return measure(sequences, reference, a.with_profile(profile).score(sequences)).all.k3
+
+    whole = k3(b)
+    differ = [name for name in (*NumericsProfile.operations(), *SETTINGS) if getattr(mine, name) != getattr(b, name)]
+    found = []
+    for name in differ:
+        alone = replace(mine, **{name: getattr(b, name)})
+        matched = replace(b, **{name: getattr(mine, name)})
+        brought, left = k3(alone), k3(matched)
+        found.append(Knob(name, getattr(mine, name), getattr(b, name), brought, left, brought > 0 or left != whole))
+    return sorted(found, key=lambda knob: -knob.alone)

@@ -1,0 +1,99 @@
+"""Two sides' logprobs of the same tokens, compared by type of token.
+
+Notation of docs/metrics.md, A in the engine's place and B in the trainer's: mu = A's logprob, pi = B's, d = pi − mu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rlloop.errors import ConfigError
+from rlloop.parity_tool.sides import Scored, Tokens
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of all tokens, or of those of one type. None: neither side says."""
+
+    tokens: int
+    different: int  # other bits
+    k1: float
+    k3: float
+    largest: float  # of abs(d)
+    top_flips: int | None  # tokens whose likeliest token is another
+    expert_flips: float | None  # fraction of (token, layer) whose expert set is another
+
+    @property
+    def equal(self) -> bool:
+        return self.different == 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    by_type: dict[str, Difference]  # "all" first, then each type
+    worst: int  # index of the sequence with the largest difference
+    first: int | None  # of the first sequence that differs at all
+
+    @property
+    def all(self) -> Difference:
+        return self.by_type[ALL]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: asdict(difference) for name, difference in self.by_type.items()}
+
+
+def measure(sequences: Sequence[Tokens], a: Sequence[Scored], b: Sequence[Scored]) -> Comparison:
+    """Raises ConfigError where the two have no token in common."""
+    parts = [_of_sequence(*each) for each in zip(sequences, a, b, strict=True)]
+    flat = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    if not len(flat["mu"]):
+        raise ConfigError("the two sides have logprobs of no token in common, so there is nothing to compare")
+    types = list(dict.fromkeys(flat["type"].tolist()))
+    by_type = {ALL: _difference(flat, np.ones(len(flat["mu"]), bool))}
+    by_type |= {name: _difference(flat, flat["type"] == name) for name in types}
+    gaps = [np.abs(part["pi"] - part["mu"]).max(initial=0.0) for part in parts]
+    differing = [i for i, part in enumerate(parts) if part["different"].any()]
+    return Comparison(by_type, int(np.argmax(gaps)), differing[0] if differing else None)
+
+
+def _of_sequence(sequence: Tokens, a: Scored, b: Scored) -> dict[str, np.ndarray]:
+    """Columns over the tokens that both sides have a logprob of."""
+    both = ~(np.isnan(a.logprobs) | np.isnan(b.logprobs))
+    at = np.flatnonzero(both)
+    tops = experts = np.full(len(at), -1.0)  # −1: nobody says
+    if a.top is not None and b.top is not None:
+        known = (a.top[at] >= 0) & (b.top[at] >= 0)
+        tops = np.where(known, a.top[at] != b.top[at], -1.0)
+    if a.experts is not None and b.experts is not None:
+        before = at - 1  # the token whose forward predicted this one
+        mine, theirs = (np.sort(each[before], axis=-1) for each in (a.experts, b.experts))
+        experts = (mine != theirs).any(-1).mean(-1)
+    mu, pi = a.logprobs[at], b.logprobs[at]
+    return {
+        "mu": mu.astype(np.float64),
+        "pi": pi.astype(np.float64),
+        "different": mu.view(np.int32) != pi.view(np.int32),
+        "top": tops,
+        "experts": experts,
+        "type": np.array([sequence.label(i) for i in at.tolist()], dtype=object),
+    }
+
+
+def _difference(flat: dict[str, np.ndarray], where: np.ndarray) -> Difference:
+    d = flat["pi"][where] - flat["mu"][where]
+    tops, experts = flat["top"][where], flat["experts"][where]
+    return Difference(
+        tokens=int(where.sum()),
+        different=int(flat["different"][where].sum()),
+        k1=0.0 - float(d.mean()),
+        k3=float((np.expm1(d) - d).mean()),
+        largest=float(np.abs(d).max()),
+        top_flips=int(tops.clip(0).sum()) if (tops >= 0).any() else None,
+        expert_flips=float(experts.clip(0).mean()) if (experts >= 0).any() else None,
+    )

@@ -1,0 +1,164 @@
+"""How far two definitions of one model are apart, where they part, and which knob brings it: `rlloop parity`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from rlloop.errors import ConfigError
+from rlloop.numerics.profile import NumericsProfile
+from rlloop.parity_tool.bisect import FirstDifference, Knob, first_difference, knobs
+from rlloop.parity_tool.measure import Comparison, measure
+from rlloop.parity_tool.sides import Definition, Side, Tokens, Transformers, open_side, random_sequences, read_prompts
+
+LINTHRESH = 1e-12  # below this the picture's axis is linear, so that 0 has a place on it
+
+
+@dataclass(frozen=True)
+class Report:
+    a: str
+    b: str
+    comparison: Comparison
+    first: FirstDifference | None
+    knobs: list[Knob]
+    note: str  # what could not be looked into, and why; empty: everything was
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "a": self.a,
+            "b": self.b,
+            "by_type": self.comparison.as_dict(),
+            "first_difference": None if self.first is None else asdict(self.first),
+            "knobs": [asdict(knob) for knob in self.knobs],
+            "note": self.note,
+        }
+
+
+def compare(a: str, b: str, dtype: str, prompts: Path | None, count: int, length: int) -> Report:
+    given = read_prompts(prompts) if prompts is not None else None
+    sides: list[Side] = []
+    for text in (a, b):
+        sides.append(open_side(text, dtype, _prompts_for(text, given, count, length)))
+    brought = [sequences for side in sides if (sequences := side.sequences()) is not None]
+    if brought:
+        sequences = brought[0]
+    elif given is not None:
+        sequences = given
+    else:
+        sequences = random_sequences(_vocabulary(sides), count, length)
+    if any(len(each.ids) < 2 for each in sequences):
+        raise ConfigError("a sequence has fewer than 2 tokens, so nothing in it is predicted")
+    scored = [side.score(sequences) for side in sides]
+    comparison = measure(sequences, *scored)
+    first, found, note = None, [], ""
+    if comparison.first is not None:
+        first, found, note = _bisect(sides, sequences, comparison.first, scored)
+    return Report(sides[0].name, sides[1].name, comparison, first, found, note)
+
+
+def _bisect(
+    sides: Sequence[Side], sequences: Sequence[Tokens], differing: int, scored: Sequence[Any]
+) -> tuple[FirstDifference | None, list[Knob], str]:
+    a, b = sides
+    if not isinstance(a, Definition | Transformers) or not isinstance(b, Definition | Transformers):
+        return None, [], "where they part is not known: one side is logprobs, not a model that could be run again"
+    first = first_difference(a, b, sequences[differing])
+    note = "" if first is not None else "no single result that both sides show differs on that sequence"
+    if isinstance(a, Definition) and isinstance(b, Definition):
+        return first, knobs(a, b.model.profile, sequences, scored[0]), note
+    ours, theirs = (a, scored[1]) if isinstance(a, Definition) else (b, scored[0])
+    if not isinstance(ours, Definition):
+        return first, [], note
+    nearest = NumericsProfile.preset("huggingface")
+    if ours.model.indexed_layers():  # sparse attention reads latents, so theirs has no counterpart here
+        nearest = replace(nearest, latent=ours.model.profile.latent)
+    return first, knobs(ours.with_profile(nearest), ours.model.profile, sequences, theirs), note
+
+
+def _prompts_for(text: str, given: list[Tokens] | None, count: int, length: int) -> list[Tokens]:
+    if not text.startswith("engine:"):
+        return []
+    if given is not None:
+        return given
+    from rlloop.models.config import read_config
+
+    folder = text.partition(":")[2]
+    folder = folder if Path(folder).exists() else folder.partition("@")[0]
+    return random_sequences(read_config(folder).vocab_size, count, length)
+
+
+def _vocabulary(sides: Sequence[Side]) -> int:
+    for side in sides:
+        if isinstance(side, Definition):
+            return side.model.config.vocab_size
+        if isinstance(side, Transformers):
+            return side.model.config.vocab_size
+    raise AssertionError("every other kind of side brings its sequences")
+
+
+# --------------------------------------------------------------------------------------------------------- showing
+
+
+def show(report: Report, console: Console) -> None:
+    console.print(f"A  {report.a}\nB  {report.b}", highlight=False, markup=False)
+    table = _table("tokens", "all", "differ", "k1", "k3", "max |d|", "top-1", "experts")
+    for name, each in report.comparison.by_type.items():  # flips: of the likeliest token, and of sets of experts
+        experts = "" if each.expert_flips is None else f"{each.expert_flips:.2%}"
+        tops = "" if each.top_flips is None else str(each.top_flips)
+        numbers = (f"{value:.2e}" if value else "0" for value in (each.k1, each.k3, each.largest))
+        table.add_row(name, str(each.tokens), str(each.different), *numbers, tops, experts)
+    console.print(table)
+    if report.comparison.all.equal:
+        console.print("Equal, bit for bit.")
+    if report.first is not None:
+        first = report.first
+        console.print(
+            f"The first operation that differs: {first.op} at {first.where} (profile knob {first.knob}), at token "
+            f"{first.position}; at most {first.largest:.2g} apart over the sequence",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+    telling = [knob for knob in report.knobs if knob.matters]
+    if telling:
+        table = _table("knob", "A", "B", "k3 alone", "k3 without")
+        for knob in telling:
+            table.add_row(knob.name, knob.a, knob.b, f"{knob.alone:.2e}", f"{knob.left:.2e}")
+        console.print(table)
+    if others := [knob.name for knob in report.knobs if not knob.matters]:
+        console.print(f"They differ, and change nothing here: {', '.join(others)}", highlight=False, soft_wrap=True)
+    if report.note:
+        console.print(report.note, highlight=False, markup=False, soft_wrap=True)
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(first, box=None)
+    for name in others:
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def draw(report: Report, file: Path) -> None:
+    """k3 by type of token, and of each knob alone."""
+    panels = [("k3 by type of token", {name: each.k3 for name, each in report.comparison.by_type.items()})]
+    if report.knobs:
+        panels.append(("k3 of each knob alone", {knob.name: knob.alone for knob in report.knobs}))
+    figure = Figure(figsize=(5.5 * len(panels), 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        bars = axes.barh(list(values), list(values.values()), color="#0072B2")
+        axes.bar_label(bars, [f"{value:.2g}" for value in values.values()], padding=3)
+        axes.set_xscale("symlog", linthresh=LINTHRESH)
+        axes.set_xticks([0, *(10.0**e for e in range(-12, 4, 3))])
+        axes.set_xlim(0, max(*values.values(), LINTHRESH) * 100)
+        axes.invert_yaxis()
+        axes.set_title(title)
+    figure.savefig(file, dpi=120)

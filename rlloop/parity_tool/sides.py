@@ -1,0 +1,322 @@
+"""What `rlloop parity` compares: a definition of a model, or logprobs that somebody else made.
+
+FOLDER                        rlloop's definition of a Hugging Face folder, under the profile `rlloop`
+FOLDER@huggingface            the same under another preset, and with knobs changed:
+FOLDER@rlloop,linear=stock,expert_combine=bf16_each
+engine:FOLDER[@PROFILE]       sampled by the embedded engine: prefill, then a token at a time over a paged cache
+transformers:FOLDER           transformers' own model, eager, on the CPU
+RUN                           a run's folder: its last saved rollout, with the logprobs that were sampled with
+FILE.jsonl                    logprobs from elsewhere, one sequence a line (docs/parity.md)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rlloop.errors import ConfigError
+from rlloop.models import Model, Routes, load_model
+from rlloop.models.logits_processing import warp_for
+from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.profile import IMPLEMENTATIONS, SETTINGS, NumericsProfile
+from rlloop.rollout import Engine
+from rlloop.runs.folder import read_rollouts, rollout_files
+from rlloop.runs.packed_experts import unpack_experts
+from rlloop.types import SamplingParams
+
+PROMPT, COMPLETION = "prompt", "completion"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens to compare. Those of the prompt are scored too, but for the very first, which nothing predicts."""
+
+    ids: list[int]
+    prompt: int  # how many of them
+    types: list[str] = field(default_factory=list)  # a label a token; empty: prompt and completion
+    sampling: SamplingParams | None = None  # the distribution to score under; then the completion alone is compared
+    starts: list[int] = field(default_factory=list)  # positions at which a turn begins; empty: the prompt's end
+
+    @property
+    def made(self) -> np.ndarray:
+        """How many tokens of its turn came before each one but the first: [tokens - 1]."""
+        at, starts = np.arange(1, len(self.ids)), np.array([0, *(self.starts or [self.prompt])])
+        begun = np.searchsorted(starts, at, side="right") - 1
+        return np.where(begun > 0, at - starts[begun], 0)
+
+    def label(self, position: int) -> str:
+        return self.types[position] if self.types else PROMPT if position < self.prompt else COMPLETION
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One side's view of one sequence, by position in it. NaN where there is none."""
+
+    logprobs: np.ndarray  # [tokens] float32; [0] is NaN
+    top: np.ndarray | None = None  # [tokens] int64: the likeliest token at each position; [0] is −1
+    experts: np.ndarray | None = None  # [tokens, layers, k]
+
+
+class Side(Protocol):
+    name: str
+
+    def sequences(self) -> list[Tokens] | None:
+        """Those that it brings along; None: it can score any."""
+        ...
+
+    def score(self, sequences: Sequence[Tokens]) -> list[Scored]: ...
+
+
+class Definition:
+    """rlloop's model under a profile, as the trainer computes it: one forward a sequence."""
+
+    def __init__(self, name: str, model: Model) -> None:
+        self.name, self.model = name, model
+
+    def with_profile(self, profile: NumericsProfile) -> Definition:
+        return Definition(self.name, self.model.with_profile(profile))
+
+    def sequences(self) -> None:
+        return None
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Tokens]) -> list[Scored]:
+        return [self._score(sequence) for sequence in sequences]
+
+    def _score(self, sequence: Tokens) -> Scored:
+        model, ids = self.model, torch.tensor(sequence.ids)
+        read, routes = ids[:-1], Routes()
+        positions = torch.arange(len(read))
+        hidden = model.hidden(read, positions, AttentionLayout.of_sequences([len(read)]), routes=routes)
+        warp = warp_for([sequence.sampling], sequence.made, model.eos_token_ids, counts=[len(read)])
+        logprobs = model.ops.token_logprob(hidden, model.head, ids[1:], warp)[0].float().numpy()
+        _refuse_nan(self.name, logprobs)
+        if sequence.sampling is not None:
+            logprobs[: sequence.prompt - 1] = np.nan
+        top = model.ops.logits(hidden, model.head).argmax(-1).numpy()
+        chosen = routes.chosen()
+        return _scored(logprobs, top, None if chosen is None else chosen.numpy())
+
+
+class Transformers:
+    """transformers' own model, eager attention, one expert after the other."""
+
+    def __init__(self, name: str, folder: Path, dtype: str) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.name = name
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation="eager", experts_implementation="eager"
+        ).eval()
+
+    def sequences(self) -> None:
+        return None
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Tokens]) -> list[Scored]:
+        return [self._score(sequence) for sequence in sequences]
+
+    def _score(self, sequence: Tokens) -> Scored:
+        if sequence.sampling is not None and sequence.sampling.temperature != 1.0:
+            raise ConfigError(f"{self.name} scores at temperature 1; the sequences were sampled at another")
+        ids, chosen = torch.tensor([sequence.ids]), []
+        gates = [module for name, module in self.model.named_modules() if name.endswith("mlp.gate")]
+        hooks = [gate.register_forward_hook(lambda _, __, out: chosen.append(out[-1])) for gate in gates]
+        logits = self.model(ids[:, :-1]).logits[0].float()
+        for hook in hooks:
+            hook.remove()
+        logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+        _refuse_nan(self.name, logprobs)
+        experts = torch.stack(chosen, dim=1).numpy() if chosen else None
+        return _scored(logprobs, logits.argmax(-1).numpy(), experts)
+
+
+class Given:
+    """Sequences with the logprobs that somebody sampled or scored them with."""
+
+    def __init__(self, name: str, sequences: list[Tokens], scored: list[Scored]) -> None:
+        self.name, self._sequences, self._scored = name, sequences, scored
+
+    def sequences(self) -> list[Tokens]:
+        return self._sequences
+
+    def score(self, sequences: Sequence[Tokens]) -> list[Scored]:
+        if [each.ids for each in sequences] != [each.ids for each in self._sequences]:
+            raise ConfigError(
+                f"{self.name} has logprobs of its own sequences, and the other side brings others; give the same "
+                "token ids in the same order, or a model as the other side"
+            )
+        return self._scored
+
+
+def _scored(logprobs: np.ndarray, top: np.ndarray, experts: np.ndarray | None) -> Scored:
+    """From what was predicted at positions 1 and on."""
+    return Scored(
+        np.concatenate([[np.float32(np.nan)], logprobs]).astype(np.float32), np.concatenate([[-1], top]), experts
+    )
+
+
+def _refuse_nan(name: str, logprobs: np.ndarray) -> None:
+    """A NaN stands for no logprob, which is not compared: one that was computed must not pass for it."""
+    if broken := int(np.isnan(logprobs).sum()):
+        raise ConfigError(
+            f"{name} computes no number for {broken} of {len(logprobs)} tokens of a sequence, but NaN: something "
+            "overflows, or is NaN already; look at its weights, or take another --dtype"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- reading
+
+
+def open_side(text: str, dtype: str, prompts: Sequence[Tokens]) -> Side:
+    """Raises ConfigError or ModelError for what is not there. `prompts` are what an engine continues."""
+    kind, _, rest = text.partition(":")
+    if kind == "transformers":
+        return Transformers(text, Path(rest), dtype)
+    if kind == "engine":
+        return _sampled(text, _definition(rest, dtype), prompts)
+    path = Path(text)
+    if path.is_file():
+        return read_logprobs(path)
+    if path.is_dir() and (path / "rollouts").is_dir():
+        return read_run(path)
+    return Definition(text, _definition(text, dtype))
+
+
+def _definition(text: str, dtype: str) -> Model:
+    folder, _, profile = text.partition("@") if not Path(text).exists() else (text, "", "")
+    return load_model(folder, dtype=dtype, profile=parse_profile(profile or "rlloop"))
+
+
+def parse_profile(text: str) -> NumericsProfile:
+    """`huggingface`, or `rlloop,linear=stock,expert_combine=bf16_each`: a preset, and knobs changed from it."""
+    preset, *changes = text.split(",")
+    if preset not in IMPLEMENTATIONS:
+        raise ConfigError(f"profile {preset!r} is not known; presets are {', '.join(IMPLEMENTATIONS)}")
+    profile, knobs = NumericsProfile.preset(preset), [*NumericsProfile.operations(), *SETTINGS]
+    for change in changes:
+        knob, _, value = change.partition("=")
+        if knob not in knobs:
+            raise ConfigError(f"a profile has no knob {knob!r}; knobs are {', '.join(knobs)}")
+        allowed = SETTINGS.get(knob, IMPLEMENTATIONS)
+        if value not in allowed:
+            raise ConfigError(f"{knob} is {value!r}; allowed are {', '.join(allowed)}")
+        profile = dataclasses.replace(profile, **{knob: value})
+    return profile
+
+
+def _sampled(name: str, model: Model, prompts: Sequence[Tokens]) -> Given:
+    """The engine continues each prompt to the length of its sequence, all in one batch."""
+    sampling = [
+        SamplingParams(max_tokens=max(1, len(each.ids) - each.prompt), seed=i, ignore_eos=True)
+        for i, each in enumerate(prompts)
+    ]
+    made = Engine(model).generate([each.ids[: each.prompt] for each in prompts], sampling)
+    sequences, scored = [], []
+    for completion in made:
+        ids, prompt = completion.prompt_ids + completion.token_ids, len(completion.prompt_ids)
+        logprobs = np.full(len(ids), np.nan, np.float32)
+        _refuse_nan(name, completion.raw_logprobs)
+        logprobs[prompt:] = completion.raw_logprobs
+        sequences.append(Tokens(ids, prompt))
+        scored.append(Scored(logprobs, experts=completion.routed_experts))
+    return Given(name, sequences, scored)
+
+
+def read_run(path: Path) -> Given:
+    """The last rollout of a run."""
+    files = rollout_files(path)
+    if not files:
+        raise ConfigError(f"{path} has no rollouts yet")
+    sequences, scored = [], []
+    for row in read_rollouts(files[-1]):
+        if not row["token_ids"]:
+            continue
+        ids, prompt = row["prompt_ids"] + row["token_ids"], len(row["prompt_ids"])
+        turns = row.get("turns") or [(0, len(row["token_ids"]))]  # what the policy wrote; the rest was said to it
+        written = [prompt + place for start, end in turns for place in range(start, end)]
+        logprobs = np.full(len(ids), np.nan, np.float32)
+        logprobs[written] = [np.nan if value is None else value for value in row["logprobs"]]
+        experts = None if "routed_experts" not in row else unpack_experts(row["routed_experts"])
+        sampling = SamplingParams(**{**row["sampling"], "stop_token_ids": row["sampling"].get("stop_token_ids", ())})
+        sequences.append(Tokens(ids, prompt, sampling=sampling, starts=[prompt + start for start, _ in turns]))
+        scored.append(Scored(logprobs, experts=experts))
+    if not sequences:
+        raise ConfigError(f"{files[-1]} has no completion with a token in it")
+    return Given(f"{path} ({files[-1].name})", sequences, scored)
+
+
+def read_logprobs(path: Path) -> Given:
+    """One JSON object a line: `prompt_ids`, `token_ids`, and `logprobs` of the completion's tokens or of all tokens
+    (null where there is none). Optional: `token_types`, a label for each token of prompt and completion; `top_ids`,
+    the likeliest token in the place of each logprob."""
+    sequences, scored = [], []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if line.strip():
+            sequence, own = _parse(line, f"{path}, line {number}")
+            sequences.append(sequence)
+            scored.append(own)
+    if not sequences:
+        raise ConfigError(f"{path} has no sequences; give one JSON object a line")
+    return Given(str(path), sequences, scored)
+
+
+def _parse(line: str, where: str) -> tuple[Tokens, Scored]:
+    try:
+        row: dict[str, Any] = json.loads(line)
+        prompt, made, given = list(row["prompt_ids"]), list(row["token_ids"]), list(row["logprobs"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{where}: {_reason(error)}; give an object with prompt_ids, token_ids and logprobs"
+        ) from None
+    ids, types, tops = prompt + made, list(row.get("token_types", [])), row.get("top_ids")
+    if len(given) not in (len(made), len(ids)):
+        raise ConfigError(
+            f"{where}: logprobs has {len(given)} entries; give one for each token of the completion ({len(made)}), or "
+            f"of prompt and completion ({len(ids)})"
+        )
+    if types and len(types) != len(ids):
+        raise ConfigError(f"{where}: token_types has {len(types)} labels for {len(ids)} tokens")
+    logprobs, skipped = np.full(len(ids), np.nan, np.float32), len(ids) - len(given)
+    logprobs[skipped:] = [np.nan if value is None else value for value in given]
+    logprobs[0] = np.nan
+    top = None
+    if tops is not None:
+        top = np.full(len(ids), -1)
+        top[skipped:] = [-1 if value is None else value for value in tops]
+    return Tokens(ids, len(prompt), types), Scored(logprobs, top)
+
+
+def _reason(error: Exception) -> str:
+    return f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+
+
+def read_prompts(path: Path) -> list[Tokens]:
+    """Lines of `prompt_ids` and, perhaps, `token_ids` and `token_types`: what to score, or to continue."""
+    sequences = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+                prompt, made = list(row["prompt_ids"]), list(row.get("token_ids", []))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{path}, line {number}: {_reason(error)}; give an object with prompt_ids") from None
+            sequences.append(Tokens(prompt + made, len(prompt), list(row.get("token_types", []))))
+    if not sequences:
+        raise ConfigError(f"{path} has no sequences; give one JSON object a line")
+    return sequences
+
+
+def random_sequences(vocabulary: int, count: int, length: int) -> list[Tokens]:
+    """Half prompt, half completion, of tokens drawn evenly: for models without a tokenizer at hand."""
+    rng = np.random.default_rng(0)
+    return [Tokens(rng.integers(0, vocabulary, length + i).tolist(), (length + i) // 2 or 1) for i in range(count)]

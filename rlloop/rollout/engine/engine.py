@@ -1,0 +1,406 @@
+"""The embedded engine: schedule, run, postprocess.
+
+It samples with the very model object that is trained, so its logprobs are the trainer's bits: alone or among hundreds
+of other requests, at any page size, chunk size, cache state or preemption.
+
+On a GPU decoding overlaps: while a step runs, the next one is scheduled and started, with tokens that only the device
+knows yet, and the host learns of both a step later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlloop.errors import ConfigError
+from rlloop.models.logits_processing import on_device, warp_for
+from rlloop.models.routing_record import Routes
+from rlloop.models.scoring import likeliest, score_prompt
+from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.logprob import check_drawn
+from rlloop.rollout.engine.choice_store import ChoiceStore
+from rlloop.rollout.engine.graphs import DecodeGraphs, packed
+from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token
+from rlloop.rollout.engine.request import Request
+from rlloop.rollout.engine.scheduler import EngineStats, Scheduler, StepBatch
+from rlloop.rollout.engine.validation import check_request, drawn_seed, one_for_each
+from rlloop.types import NOTHING, Alternatives, Completion, Part, PromptScores, SamplingParams
+
+if TYPE_CHECKING:
+    from rlloop.models import Model
+
+DEFAULT_CACHE_BYTES = 4 << 30
+LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements; rows are independent, so cutting them changes no bits
+Made = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids int64, logprobs and raw logprobs float32, [E] each
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that has been started."""
+
+    batch: StepBatch
+    token_ids: Tensor  # [E] int64, where the model is
+    made: Callable[[], Made]  # waits for them
+
+
+class Engine:
+    """Continues prompts with `model`. One caller at a time: it is not thread-safe.
+
+    - `page_size`: tokens of a cache block; prefixes are shared in whole blocks.
+    - `max_batch_tokens`: tokens computed in one step; longer prompts are cut into chunks.
+    - `max_cache_tokens`: tokens of the key-value cache. None: `max_running` whole contexts, or 4 GiB if that is less.
+    - `prefix_caching`: keep the blocks of finished requests for others that begin alike, until the policy changes.
+      Off for models with recurrent layers: a block holds keys and values of its tokens, but not the state after them.
+    - `max_running`: requests in one step.
+    - `record_choices`: keep which experts and past tokens the model chose for each token; `Completion` has them.
+    - `seed`: of the stream that requests without a seed of their own draw theirs from.
+
+    None of these decides a completion's bits, `seed` apart.
+
+    The model's parameters may change in place (they do, in training); call `set_version` after.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        page_size: int = 16,
+        max_batch_tokens: int = 8192,
+        max_cache_tokens: int | None = None,
+        prefix_caching: bool = True,
+        max_running: int = 512,
+        record_choices: bool = True,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (
+            ("page_size", page_size),
+            ("max_batch_tokens", max_batch_tokens),
+            ("max_running", max_running),
+        ):
+            if value < 1:
+                raise ConfigError(f"Engine's {name} is {value}; it must be at least 1")
+        self.model = model
+        self.policy_version = 0
+        self.page_size = page_size
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+        self._prefix_caching = prefix_caching and not model.recurrent
+        self._seed = seed
+        self._next_id = 0
+        self._stats = EngineStats()
+        self._device = model.head.device
+        spec, dtype = model.cache_spec(), model.head.dtype
+        if max_cache_tokens is None:
+            whole = max_running * -(-model.max_positions // page_size) * page_size
+            max_cache_tokens = max(page_size, min(whole, DEFAULT_CACHE_BYTES // max(1, bytes_per_token(spec, dtype))))
+        if max_cache_tokens < page_size:
+            raise ConfigError(
+                f"Engine's max_cache_tokens is {max_cache_tokens}; it must be at least one page ({page_size} tokens)"
+            )
+        self._num_blocks = max_cache_tokens // page_size
+        states = model.state_spec()
+        self._cache = PagedCache(spec, self._num_blocks * page_size, dtype, self._device, states, max_running)
+        self._choices = ChoiceStore.of(model, self._num_blocks * page_size) if record_choices else None
+        self._graphs = None
+        if self._device.type == "cuda":
+            self._graphs = DecodeGraphs(model, self._cache, page_size, self._choices)
+        self._scheduler = self._new_scheduler()
+        self._flight: _Flight | None = None
+        self._ended: list[tuple[Request, bool]] = []  # not handed out yet, and whether a stop token ended them
+        self._last_warp: tuple[list[SamplingParams], LogitsWarp] = ([], LogitsWarp())
+
+    # ---------------------------------------------------------------------------------------------- whole batches
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams | list[SamplingParams],
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Completion]:
+        """Continue every prompt; completions come in the order of the prompts.
+
+        `sampling` is one for all, or a list with one for each. `on_progress(finished, tokens)` is called after each
+        step with the number of finished completions and of tokens made so far.
+        """
+        if self.has_work:
+            raise ConfigError("Engine.generate was called while requests are in flight; step() until has_work is False")
+        each = one_for_each(prompts, sampling)
+        for prompt, params in zip(prompts, each, strict=True):
+            self._check(prompt, params)
+        done: dict[int, Completion] = {}
+        made = self._stats.made_tokens
+        try:
+            ids = [self._add(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+            while self.has_work:
+                done.update(self.step())
+                if on_progress is not None:
+                    on_progress(len(done), self._stats.made_tokens - made)
+        finally:
+            self.abort_all()  # nothing is left unless an exception or an interrupt passes through
+        return [done[id] for id in ids]
+
+    # ---------------------------------------------------------------------------------------------- step by step
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
+        """Queue one prompt; returns the id under which `step` will hand out its completion.
+
+        With `top_logprobs`, the completion has that many `alternatives` a token (of a small vocabulary, all).
+        """
+        self._check(prompt_ids, sampling)
+        return self._add(prompt_ids, sampling, top_logprobs)
+
+    def so_far(self, request_id: int, begin: int = 0) -> Part:
+        """What a request in flight has made, from its `begin`-th token on; nothing of one that waits or has ended."""
+        table = self._scheduler.table
+        row = table.row_of.get(request_id)
+        if row is None:
+            return NOTHING
+        known = int(table.length[row])
+        if self._flight is not None and row in self._flight.batch.rows[self._flight.batch.emits]:
+            known -= 1  # on its way
+        first = int(table.prompt_length[row])
+        at, likeliest = slice(first + begin, known), table.request(row).likeliest[begin : known - first]
+        ids, logprobs, raw = table.tokens[row, at], table.logprobs[row, at], table.raw_logprobs[row, at]
+        return Part(ids.tolist(), logprobs.copy(), raw.copy(), Alternatives.joined(likeliest))
+
+    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
+        """The logprobs of a prompt's own tokens, in one forward of the trainer's kind: nothing is cached or sampled."""
+        return score_prompt(self.model, prompt_ids, top_logprobs)
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.num_requests > 0 or len(self._ended) > 0
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Compute one batch of tokens; returns the requests that it finished.
+
+        If it raises, every request in flight is dropped and the engine is ready for new ones.
+        """
+        ended, self._ended = self._ended, []
+        if self._scheduler.num_requests == 0:
+            return self._completions(ended)
+        try:
+            flight = self._flight or self._start(self._scheduler.schedule())
+            self._flight = None
+            ahead = None if self._graphs is None else self._scheduler.schedule_ahead(flight.batch)
+            if ahead is not None:
+                self._flight = self._start(ahead, flight.token_ids)
+            late = self._finish(flight)
+            if self._flight is not None and not self._flight.batch.alive.any():
+                self._flight = None
+        except BaseException:
+            # Blocks are named when they are scheduled; after a step that did not finish, they may hold anything.
+            self._scheduler, self._flight = self._new_scheduler(), None
+            raise
+        if self._flight is not None and self._choices is not None:  # their choices come after the step in flight
+            self._ended, late = late, []
+        return self._completions(ended + late)
+
+    def abort(self, request_id: int) -> Completion | None:
+        """End one request now; returns what it has, or None if it is not in flight."""
+        self._settle()
+        for request, stopped in self._ended:
+            if request.id == request_id:
+                self._ended.remove((request, stopped))
+                return self._completions([(request, stopped)])[0][1]
+        request = self._scheduler.remove(request_id)
+        return None if request is None else request.completion(self.policy_version, "abort")
+
+    def abort_all(self) -> list[tuple[int, Completion]]:
+        """End every request now; returns what each has."""
+        self._settle()
+        ended, self._ended = self._ended, []
+        drained = self._scheduler.drain()
+        return self._completions(ended) + [(r.id, r.completion(self.policy_version, "abort")) for r in drained]
+
+    def _settle(self) -> None:
+        """Wait for the step in flight: whoever takes requests out has to know what they have."""
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self._ended += self._finish(flight)
+
+    def _completions(self, ended: list[tuple[Request, bool]]) -> list[tuple[int, Completion]]:
+        version = self.policy_version
+        return [(request.id, request.completion(version, "stop" if stop else "length")) for request, stop in ended]
+
+    # ---------------------------------------------------------------------------------------------- weights and facts
+
+    def set_version(self, version: int) -> None:
+        """The model's weights are now those of `version`: forget everything computed with others."""
+        if self.has_work:
+            raise ConfigError(
+                f"Engine.set_version({version}) came while {self._scheduler.num_requests} requests are in flight; "
+                "a completion has one version, so finish them or call abort_all() first"
+            )
+        self.policy_version = version
+        self._scheduler.blocks.forget(version)
+        if self._graphs is not None:
+            self._graphs.check_weights()
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its completion may have together."""
+        return min(self.model.max_positions, self._num_blocks * self.page_size + 1)
+
+    def stats(self) -> EngineStats:
+        return dataclasses.replace(self._stats)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that decides the bits. The engine's own settings do not, so they are not in it."""
+        return self.model.fingerprint()
+
+    # ---------------------------------------------------------------------------------------------- one step
+
+    @torch.inference_mode()
+    def _start(self, batch: StepBatch, tokens_before: Tensor | None = None) -> _Flight:
+        """Compute the batch's tokens and draw the next one for each request that emits. `tokens_before` [E] are what
+        the step before drew, where the batch was scheduled ahead of them."""
+        table = self._scheduler.table
+        end = np.cumsum(batch.counts)
+        query_start = np.concatenate(([0], end))
+        sequence = np.repeat(np.arange(len(batch.rows)), batch.counts)  # [T] which request each flat token is of
+        positions = np.arange(end[-1]) - query_start[sequence] + batch.context[sequence]
+        blocks = -(-int((batch.context + batch.counts).max()) // self.page_size)
+        block_start = table.blocks[batch.rows, :blocks] * self.page_size
+        slots = block_start[sequence, positions // self.page_size] + positions % self.page_size
+        emitting = batch.rows[batch.emits]
+        if self._graphs is not None and len(emitting) == end[-1]:  # each request decodes
+            if tokens_before is None:
+                tokens = self._tensor(table.tokens[batch.rows, positions])
+            else:
+                tokens = self._picked(tokens_before, batch.source)
+            where, warp = (tokens, positions, slots, block_start), self._warp(emitting)
+            if self._draws_plainly(warp) and not table.top[emitting].any():
+                token_ids, made = self._graphs.draw(*where, table.seed[emitting])
+            else:
+                token_ids, made = self._sample([self._graphs.logits(*where)], emitting, warp)
+        else:
+            tokens_now = table.tokens[batch.rows[sequence], positions]
+            hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start)
+            last, head = hidden[self._tensor(end[batch.emits] - 1)], self.model.head
+            at_once = max(1, LOGITS_AT_ONCE[self._device.type] // len(head))
+            parts = (self.model.ops.logits(part, head) for part in last.split(at_once))
+            token_ids, made = self._sample(parts, emitting, self._warp(emitting))
+        self._scheduler.advance(batch)
+        return _Flight(batch, token_ids, self._landing(made))
+
+    def _hidden(
+        self, batch: StepBatch, query_start: np.ndarray, token_ids: np.ndarray, positions: np.ndarray,
+        slots: np.ndarray, block_start: np.ndarray,
+    ) -> Tensor:  # fmt: skip
+        self._cache.slots, self._cache.rows = self._tensor(slots), self._tensor(batch.rows)
+        layout = AttentionLayout(
+            query_start=self._tensor(query_start),
+            context=self._tensor(batch.context),
+            block_start=self._tensor(block_start),
+            block_size=self.page_size,
+            contiguous=False,
+        )
+        routes = None if self._choices is None else Routes()
+        tokens, at = self._tensor(token_ids), self._tensor(positions)
+        hidden = self.model.hidden(tokens, at, layout, self._cache, routes=routes)
+        if self._choices is not None and routes is not None:
+            self._choices.write(self._cache.slots, routes)
+        return hidden
+
+    def _draws_plainly(self, warp: LogitsWarp) -> bool:
+        """Whether a graph can draw: nothing is warped, and sampling is rlloop's, which never waits."""
+        plain = all(value is None for value in vars(warp).values())
+        return plain and self.model.ops.profile.token_logprob == "rlloop"
+
+    def _sample(self, logits: Iterable[Tensor], rows: np.ndarray, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
+        """Draw a token for each row of the table, whose logits come in parts: ids [E] and, as `packed`, [3, E]."""
+        table, ops, device = self._scheduler.table, self.model.ops, self._device
+        if len(rows) == 0:
+            return torch.empty(0, dtype=torch.int64, device=device), torch.empty(3, 0, dtype=torch.int32, device=device)
+        seeds, positions = self._tensor(table.seed[rows]), self._tensor(table.length[rows])
+        parts, begin = [], 0
+        for part in logits:
+            end = begin + len(part)
+            parts.append(ops.sample(part, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
+            for index in np.flatnonzero(table.top[rows[begin:end]]).tolist():
+                self._keep_likeliest(part[index : index + 1], int(rows[begin + index]))
+            begin = end
+        made = [torch.cat(part) for part in zip(*parts, strict=True)]
+        return made[0], packed(*made)
+
+    def _keep_likeliest(self, logits: Tensor, row: int) -> None:
+        """logits [1, V] of the row's next token. The host waits for them."""
+        table = self._scheduler.table
+        request, made = table.request(row), int(table.length[row] - table.prompt_length[row])
+        request.likeliest[made:] = [likeliest(self.model, logits, request.top, request.sampling, made)]
+
+    def _landing(self, made: Tensor) -> Callable[[], Made]:
+        """On its way to the host; what is returned waits for it."""
+        landed, event = made.to("cpu", non_blocking=True), None  # in pinned memory
+        if made.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+
+        def finish() -> Made:
+            if event is not None:
+                event.synchronize()
+            bits = landed.numpy()
+            check_drawn(bits[0])
+            return bits[0].astype(np.int64), bits[1].view(np.float32), bits[2].view(np.float32)
+
+        return finish
+
+    def _finish(self, flight: _Flight) -> list[tuple[Request, bool]]:
+        return self._scheduler.postprocess(flight.batch, *flight.made())
+
+    def _picked(self, tokens: Tensor, source: np.ndarray | None) -> Tensor:
+        assert source is not None
+        return tokens if np.array_equal(source, np.arange(len(tokens))) else tokens[self._tensor(source)]
+
+    def _warp(self, rows: np.ndarray) -> LogitsWarp:
+        """The rows' warp: the last step's where nothing changed, since building one is a loop over the requests."""
+        table = self._scheduler.table
+        sampling = [table.request(row).sampling for row in rows.tolist()]
+        banning = bool((table.length[rows] < table.min_length[rows]).any())
+        if banning or sampling != self._last_warp[0]:
+            made = table.length[rows] - table.prompt_length[rows]
+            warp = warp_for(sampling, made, self.model.eos_token_ids, device=self._device)
+            self._last_warp = ([] if banning else sampling, warp)
+        return self._last_warp[1]
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return on_device(array, self._device)
+
+    # ---------------------------------------------------------------------------------------------- requests
+
+    def _new_scheduler(self) -> Scheduler:
+        blocks = BlockManager(
+            self._num_blocks,
+            self.page_size,
+            prefix_caching=self._prefix_caching,
+            policy_version=self.policy_version,
+        )
+        return Scheduler(
+            blocks,
+            self._stats,
+            max_batch_tokens=self._max_batch_tokens,
+            max_running=self._max_running,
+            choices=self._choices,
+        )
+
+    def _check(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
+        room = self._num_blocks * self.page_size
+        check_request(
+            prompt_ids, sampling, len(self.model.head), self.model.max_positions, room, self.model.eos_token_ids
+        )
+
+    def _add(self, prompt_ids: list[int], sampling: SamplingParams, top: int = 0) -> int:
+        id = self._next_id
+        self._next_id += 1
+        if sampling.seed is None:
+            sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
+        ids = np.asarray(prompt_ids).tolist()  # whole numbers of Python, whoever's they were
+        self._scheduler.add(Request.of(id, ids, sampling, self.model.eos_token_ids, top))
+        return id

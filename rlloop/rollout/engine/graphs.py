@@ -1,0 +1,142 @@
+"""Decode steps on a GPU as CUDA graphs: one launch in place of some hundreds.
+
+A graph is recorded for a number of rows and of pages a row, rounded up, when a step first needs it. It reads tokens,
+positions, slots, seeds and pages from buffers of its own and the weights where they lie, so an update in place is seen
+by the next replay. Rows that nobody uses decode token 0 at position 0 of a slot that nobody reads.
+
+Where no row's distribution is warped, the graph draws the tokens, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlloop.models.routing_record import Routes
+from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.rollout.engine.choice_store import ChoiceStore
+from rlloop.rollout.engine.kv_cache import PagedCache
+
+if TYPE_CHECKING:
+    from rlloop.models import Model
+
+LEAST_TOKENS = 1024  # what the pages of a row hold at least
+PAGES = 4  # the column of `_Recorded.inputs` where they begin
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor  # [R, 4 + B] int64: token, position, slot, seed, first slots of pages
+    layout: AttentionLayout  # filled from them
+    made: tuple[Tensor, ...]  # logits [R, V] float32; or ids [R] int64 and, packed, [3, R] int32
+
+
+class DecodeGraphs:
+    """Steps in which every request has one token to compute."""
+
+    def __init__(self, model: Model, cache: PagedCache, page_size: int, choices: ChoiceStore | None) -> None:
+        self._model, self._cache, self._page_size, self._choices = model, cache, page_size, choices
+        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._made_of = (model.ops, self._addresses())
+
+    def check_weights(self) -> None:
+        """Forget the graphs where parameters lie elsewhere by now, or meet other operations."""
+        if self._made_of != (now := (self._model.ops, self._addresses())):
+            self._recorded.clear()
+            self._made_of = now
+
+    def logits(self, tokens: Tensor, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray) -> Tensor:
+        """tokens, positions, slots [S], pages [S, B] the first slots of each row's pages -> logits [S, V] float32.
+        The host need not know the tokens.
+
+        What it returns is valid until the next call.
+        """
+        (logits,) = self._replay(False, tokens, pages, positions, slots)
+        return logits[: len(tokens)]
+
+    def draw(
+        self, tokens: Tensor, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray, seeds: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        """The next tokens, from distributions as they are: ids [S] and, as `packed` has them, [3, S]."""
+        ids, made = self._replay(True, tokens, pages, positions, slots, seeds)
+        return ids[: len(tokens)], made[:, : len(tokens)]
+
+    def _replay(self, draws: bool, tokens: Tensor, pages: np.ndarray, *columns: np.ndarray) -> tuple[Tensor, ...]:
+        least = min(LEAST_TOKENS, self._model.max_positions) // self._page_size
+        rows, width, count = rounded(len(tokens)), at_least(pages.shape[1], least), len(tokens)
+        step = self._recorded.get((rows, width, draws)) or self._record(rows, width, draws)
+        given = torch.empty(rows, PAGES + width, dtype=torch.int64, pin_memory=True)
+        host = given.numpy()
+        host[:, :PAGES], host[:, PAGES:], host[:, 2] = 0, self._cache.spare, self._cache.spare
+        for column, values in enumerate(columns, 1):
+            host[:count, column] = values
+        host[:count, PAGES : PAGES + pages.shape[1]] = pages
+        step.inputs.copy_(given, non_blocking=True)
+        step.inputs[:count, 0] = tokens
+        step.graph.replay()
+        return step.made
+
+    def _record(self, rows: int, width: int, draws: bool) -> _Recorded:
+        device, ops = self._model.device, self._model.ops
+        inputs = torch.zeros(rows, PAGES + width, dtype=torch.int64, device=device)
+        inputs[:, 2], inputs[:, PAGES:] = self._cache.spare, self._cache.spare
+        layout = AttentionLayout(
+            query_start=torch.arange(rows + 1, device=device),
+            context=torch.zeros(rows, dtype=torch.int64, device=device),
+            block_start=torch.empty(rows, width, dtype=torch.int64, device=device),
+            block_size=self._page_size,
+            contiguous=False,
+        )
+
+        def work() -> tuple[Tensor, ...]:
+            tokens, positions, slots, seeds = (inputs[:, i].contiguous() for i in range(PAGES))
+            layout.context.copy_(positions)
+            layout.block_start.copy_(inputs[:, PAGES:])
+            self._cache.slots = slots
+            routes = None if self._choices is None else Routes()
+            tokens = tokens.clamp(min=0)  # -1: no token could be drawn, of which the host knows later
+            hidden = self._model.hidden(tokens, positions, layout, self._cache, routes=routes)
+            if self._choices is not None and routes is not None:
+                self._choices.write(slots, routes)
+            logits = ops.logits(hidden, self._model.head)
+            if not draws:
+                return (logits,)
+            made = ops.sample(logits, LogitsWarp(), seeds, positions + 1)
+            return made[0], packed(*made)
+
+        work()  # compiles what has to be
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            made = work()
+        step = self._recorded[rows, width, draws] = _Recorded(graph, inputs, layout, made)
+        return step
+
+    def _addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self._model.parameters()]
+
+
+def packed(ids: Tensor, logprobs: Tensor, raw: Tensor) -> Tensor:
+    """What was drawn for R rows, as the bits of [3, R] int32: one copy to the host."""
+    return torch.stack([ids.int(), logprobs.view(torch.int32), raw.view(torch.int32)])
+
+
+def rounded(rows: int) -> int:
+    """Up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: no more than a third of the rows is idle."""
+    if rows <= 3:
+        return rows
+    power = 1 << (rows - 1).bit_length()
+    return power if rows > power * 3 // 4 else power * 3 // 4
+
+
+def at_least(pages: int, least: int) -> int:
+    """`least` doubled until it reaches `pages`."""
+    size = max(1, least)
+    while size < pages:
+        size *= 2
+    return size

@@ -1,0 +1,246 @@
+"""Which tokens the next step computes, and what becomes of the tokens that it made.
+
+First come, first served. Running requests go first, in the order of admission; what is left of the token budget goes to
+waiting ones, long prompts in chunks. When blocks run out, the request admitted last gives way: it waits again, first in
+the queue, keeps its tokens, and computes their keys and values anew later. None of this can be seen in a completion:
+the bits of a token depend on its own sequence alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlloop.rollout.engine.choice_store import ChoiceStore
+from rlloop.rollout.engine.kv_cache import BlockManager
+from rlloop.rollout.engine.request import Request, RequestTable
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step's work: S requests, T tokens laid end to end. `emits` marks requests that get a new token from it."""
+
+    rows: np.ndarray  # [S] rows of the request table
+    context: np.ndarray  # [S] tokens of each request that are in the cache already
+    counts: np.ndarray  # [S] tokens of each request to compute now, at least 1
+    emits: np.ndarray  # [S] bool: the last known token is among them
+    alive: np.ndarray  # [S] bool: not ended meanwhile, so what is made for it counts
+    source: np.ndarray | None = None  # [S] which of the emitting requests of the step before made its token, where that
+    # step is not over and the table does not know the token
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was made."""
+
+    steps: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    made_tokens: int = 0
+    computed_tokens: int = 0  # that went through the model: all but cache hits, and again after a preemption
+    cached_tokens: int = 0  # that admissions found in the prefix cache
+    preemptions: int = 0
+
+
+class Scheduler:
+    """`schedule`, start the model, `advance`, `postprocess`: strictly in turn. Between the last two the next step may
+    be on its way: `schedule_ahead`, start the model, `advance`. What lies between must not fail half-way: blocks
+    are named when they are scheduled, so after a step that did not finish the scheduler has to be thrown away."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        stats: EngineStats,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        choices: ChoiceStore | None = None,
+    ) -> None:
+        self.blocks = blocks
+        self.stats = stats
+        self.max_batch_tokens = max_batch_tokens
+        self.table = RequestTable(max_running, blocks.page_size, choices)
+        self.waiting: deque[Request] = deque()
+        self.running = np.zeros(0, dtype=np.int64)  # rows, in order of admission
+        self._ahead: StepBatch | None = None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+        self.stats.requests += 1
+        self.stats.prompt_tokens += len(request.prompt_ids)
+
+    def remove(self, request_id: int) -> Request | None:
+        """Take a request out, wherever it is; None if it is not here."""
+        for request in self.waiting:
+            if request.id == request_id:
+                self.waiting.remove(request)
+                return request
+        for row in self.running.tolist():
+            if self.table.request(row).id == request_id:
+                self.running = self.running[self.running != row]
+                return self._release(row)
+        return None
+
+    def drain(self) -> list[Request]:
+        """Take every request out."""
+        requests = [self._release(row) for row in self.running.tolist()] + list(self.waiting)
+        self.running = self.running[:0]
+        self.waiting.clear()
+        return requests
+
+    def schedule(self) -> StepBatch:
+        """Choose the step's tokens and see that each has a slot. Empty only when there are no requests."""
+        preempted = self._make_room()
+        table, rows = self.table, self.running
+        context = table.computed[rows]
+        pending = table.length[rows] - context
+        counts = np.clip(self.max_batch_tokens - (np.cumsum(pending) - pending), 0, pending)
+        chosen = counts > 0
+        rows, context, counts = rows[chosen], context[chosen], counts[chosen]
+        after, size = context + counts, self.blocks.page_size
+        for index in np.flatnonzero(after // size > context // size).tolist():
+            self._remember(int(rows[index]), int(context[index]), int(after[index]))
+        if self.waiting and not preempted:
+            admitted = self._admit(self.max_batch_tokens - int(counts.sum()))
+            if admitted:
+                new_rows, new_counts = np.array(admitted).T
+                self.running = np.concatenate((self.running, new_rows))
+                rows, counts = np.concatenate((rows, new_rows)), np.concatenate((counts, new_counts))
+                context = table.computed[rows]
+        self._ahead = None
+        return StepBatch(rows, context, counts, context + counts == table.length[rows], np.ones(len(rows), bool))
+
+    def schedule_ahead(self, before: StepBatch) -> StepBatch | None:
+        """The step after `before`, which has been advanced and makes tokens that nobody knows yet.
+
+        A request that then turns out to have ended has computed one token for nothing. None where the step has to wait
+        for `before`: a request could come in or would have to give way, or somebody's prompt is not through.
+        """
+        self._ahead, table = None, self.table
+        rows = self.running[table.length[self.running] < table.max_length[self.running]]
+        made = np.full(len(table.length), -1)
+        made[before.rows[before.emits]] = np.arange(int(before.emits.sum()))
+        source, needy = made[rows], self._without_slot(rows)
+        alone = len(self.waiting) == 0 or self._place_for(self.waiting[0], 0) is None
+        if not (alone and 0 < len(rows) <= self.max_batch_tokens and (source >= 0).all()):
+            return None
+        if not self.blocks.may_append(len(needy)):
+            return None
+        self._append(needy)
+        ones = np.ones(len(rows), np.int64)
+        self._ahead = StepBatch(rows, table.computed[rows], ones, ones > 0, ones > 0, source)
+        return self._ahead
+
+    def advance(self, batch: StepBatch) -> None:
+        """The batch is on its way: its tokens count as computed, and those it makes as known."""
+        table = self.table
+        table.computed[batch.rows] += batch.counts
+        table.length[batch.rows[batch.emits]] += 1
+
+    def postprocess(
+        self, batch: StepBatch, token_ids: np.ndarray, logprobs: np.ndarray, raw_logprobs: np.ndarray
+    ) -> list[tuple[Request, bool]]:
+        """Record one new token for each request that emits; returns those it ends, and whether a stop token did."""
+        table, counts = self.table, batch.alive[batch.emits]
+        rows, at = (each[batch.emits][counts] for each in (batch.rows, batch.context + batch.counts))
+        token_ids = token_ids[counts]
+        self.stats.steps += 1
+        self.stats.computed_tokens += int(batch.counts.sum())
+        self.stats.made_tokens += len(rows)
+        table.tokens[rows, at] = token_ids
+        table.logprobs[rows, at] = logprobs[counts]
+        table.raw_logprobs[rows, at] = raw_logprobs[counts]
+        if batch.source is not None:  # scheduled when its tokens were not known, so nothing could be named
+            for row, after in zip(rows.tolist(), at.tolist(), strict=True):
+                if after % self.blocks.page_size == 0:
+                    self._remember(row, after - 1, after)
+        stopped = (table.stop_ids[rows] == token_ids[:, None]).any(1)
+        ended = stopped | (at + 1 == table.max_length[rows])
+        if not ended.any():
+            return []
+        gone = rows[ended]
+        table.length[gone], table.computed[gone] = at[ended] + 1, at[ended]  # whatever the step ahead makes
+        if self._ahead is not None and self._ahead is not batch:
+            self._ahead.alive[np.isin(self._ahead.rows, gone)] = False
+        self.running = self.running[~np.isin(self.running, gone)]
+        return [(self._release(row), stop) for row, stop in zip(gone.tolist(), stopped[ended].tolist(), strict=True)]
+
+    def _make_room(self) -> bool:
+        """A block for each running request that outgrew its own; preempts the last admitted until there are enough."""
+        table, size, preempted = self.table, self.blocks.page_size, False
+        needy = self._without_slot(self.running)
+        while not self.blocks.may_append(len(needy)):
+            self._preempt(int(self.running[-1]))
+            preempted = True
+            needy = self._without_slot(self.running)
+        self._append(needy)
+        assert (table.length[self.running] <= table.num_blocks[self.running] * size).all()
+        return preempted
+
+    def _without_slot(self, rows: np.ndarray) -> np.ndarray:
+        return rows[self.table.length[rows] > self.table.num_blocks[rows] * self.blocks.page_size]
+
+    def _append(self, rows: np.ndarray) -> None:
+        table = self.table
+        for row in rows.tolist():
+            table.blocks[row, table.num_blocks[row]] = self.blocks.append()
+            table.num_blocks[row] += 1
+
+    def _admit(self, budget: int) -> list[tuple[int, int]]:
+        """Move waiting requests into rows while tokens, blocks and rows last. Returns (row, tokens to compute now)."""
+        admitted = []
+        while self.waiting and budget > 0:
+            request = self.waiting[0]
+            place = self._place_for(request, len(admitted))
+            if place is None:
+                break
+            shared, fresh = place
+            self.waiting.popleft()
+            computed = len(shared) * self.blocks.page_size
+            row = self.table.load(request, self.blocks.allocate(shared, fresh), computed)
+            count = min(budget, len(request.token_ids) - computed)
+            budget -= count
+            self.stats.cached_tokens += computed
+            # At once, so that the next request of the same group shares blocks that this very step fills.
+            self._remember(row, computed, computed + count)
+            admitted.append((row, count))
+        return admitted
+
+    def _place_for(self, request: Request, newcomers: int) -> tuple[list[int], int] | None:
+        """The cached blocks that it begins with and how many more it needs, if there is room for it now."""
+        known = len(request.token_ids)
+        # The last known token is always computed: its hidden state is what the next token is drawn from.
+        shared = self._cached_blocks(request, (known - 1) // self.blocks.page_size)
+        fresh = -(-known // self.blocks.page_size) - len(shared)
+        # Leave each running request room to grow by a block, or the newcomer would soon be preempted for it.
+        room = self.blocks.can_allocate(shared, fresh + len(self.running) + newcomers)
+        return (shared, fresh) if room and self.table.num_free else None
+
+    def _cached_blocks(self, request: Request, count: int) -> list[int]:
+        if not self.blocks.prefix_caching:
+            return []
+        return self.blocks.match(self.blocks.chain(request.block_hashes, request.token_ids, count)[:count])
+
+    def _remember(self, row: int, computed: int, after: int) -> None:
+        """Name the blocks that this step fills, by taking the row's cached tokens from `computed` to `after`."""
+        size = self.blocks.page_size
+        if self.blocks.prefix_caching and after // size > computed // size:
+            names = self.blocks.chain(self.table.request(row).block_hashes, self.table.tokens[row], after // size)
+            for block in range(computed // size, after // size):
+                self.blocks.remember(int(self.table.blocks[row, block]), names[block])
+
+    def _preempt(self, row: int) -> None:
+        self.running = self.running[:-1]
+        self.waiting.appendleft(self._release(row))
+        self.stats.preemptions += 1
+
+    def _release(self, row: int) -> Request:
+        request, blocks = self.table.unload(row)
+        self.blocks.deallocate(blocks)
+        return request

@@ -1,0 +1,416 @@
+"""An engine behind a thread: requests come from anywhere and share its batches; weights change between batches."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from rlloop.errors import ConfigError, RlloopError
+from rlloop.protocols import Listener, SteppedEngine
+from rlloop.types import Completion, SamplingParams
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+PauseMode = Literal["wait", "abort", "keep"]
+SHUT = "the engine was shut down"
+
+
+class VersionUnavailable(RlloopError):
+    """The engine's weights are not those that a request asks for. `passed`: and never will be again."""
+
+    def __init__(self, have: int, lowest: int | None, highest: int | None) -> None:
+        self.have, self.lowest, self.highest = have, lowest, highest
+        self.passed = highest is not None and have > highest
+        wanted = f"{lowest}" if lowest == highest else f"from {lowest} to {'any' if highest is None else highest}"
+        super().__init__(f"this engine has version {have} of the weights; asked for is {wanted}")
+
+
+class Busy(RlloopError):
+    """More is waiting than the server was told to take on."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """The requests of one call, which are answered together."""
+
+    prompts: Sequence[list[int]]
+    sampling: Sequence[SamplingParams]
+    lowest: int | None
+    highest: int | None
+    listener: Listener | None = None
+    top: int = 0
+    score: int | None = None
+    only_score: bool = False
+    answer: Future[list[Completion]] = field(default_factory=Future)
+    scored: int = 0  # prompts
+    ids: list[int] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)  # of the ids
+    told: dict[int, int] = field(default_factory=dict)  # how many tokens of each request the listener knows
+    done: dict[int, Completion] = field(default_factory=dict)
+
+
+class EngineService:
+    """Owns `engine`: nothing else may call it while the service runs.
+
+    A completion has one version. So a change of weights waits until what runs is finished, while what comes in the
+    meantime waits for the change; `change_weights` runs it with nothing in flight.
+    """
+
+    def __init__(self, engine: SteppedEngine, *, max_waiting: int = 4096) -> None:
+        """`max_waiting`: requests (prompts) in flight or waiting; `submit` raises `Busy` above it, `ConfigError` for
+        one call of more."""
+        self._engine, self._max_waiting = engine, max_waiting
+        self._changed = threading.Condition()
+        self._inbox: list[_Job] = []
+        self._cancelled: set[Future[list[Completion]]] = set()
+        self._pause: tuple[Callable[[], Any], Future[Any]] | None = None
+        self._halt: tuple[PauseMode, Future[None]] | None = None  # whoever waits in `pause`, and for what
+        self._paused = False
+        self._closed, self._why = False, SHUT
+        self._admitted: list[_Job] = []  # taken from the inbox, and on their way into the engine
+        self._unscored: list[_Job] = []  # admitted, and their prompts are to be scored first
+        self._running: dict[int, _Job] = {}  # by request id
+        self._load = 0
+        self.halted: str | None = None  # why nothing may be served; written in the engine's thread
+        self._thread = threading.Thread(target=self._work, daemon=True, name="engine")
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        """-1: none that may serve."""
+        return self._engine.policy_version if self.halted is None else -1
+
+    @property
+    def paused(self) -> bool:
+        """Between `pause` and `resume`."""
+        return self._paused
+
+    @property
+    def load(self) -> int:
+        """Requests in flight or waiting."""
+        return self._load
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its completion may have together."""
+        return self._engine.longest
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self._engine.fingerprint()
+
+    def stats(self) -> Any:
+        """The engine's counts (`rlloop.rollout.engine.scheduler.EngineStats`)."""
+        return self._engine.stats()
+
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        lowest: int | None = None,
+        highest: int | None = None,
+        *,
+        listener: Listener | None = None,
+        top: int = 0,
+        score: int | None = None,
+        only_score: bool = False,
+    ) -> Future[list[Completion]]:
+        """Completions in the order of the prompts, all made by one version from `lowest` to `highest`.
+
+        `listener` hears of tokens as they are made. `top`: alternatives beside each. `score`: tell the listener the
+        logprobs of the prompts' own tokens first, with so many alternatives; one prompt a step of the engine, and a
+        list that follows itself in `prompts` is scored once. `only_score`: make nothing, so completions are empty.
+
+        The future raises `VersionUnavailable` where the engine, once it gets to them, has another version, and
+        `ConfigError` for prompts that it cannot take.
+        """
+        job = _Job(prompts, sampling, lowest, highest, listener, top, score, only_score)
+        job.answer.set_running_or_notify_cancel()  # only `cancel` ends it early
+        with self._changed:
+            self._check_open()
+            if len(prompts) > self._max_waiting:
+                raise ConfigError(
+                    f"one request has {len(prompts)} prompts, and {self._max_waiting} may wait here at all; send it in "
+                    "parts, or start the engine with a larger --max-waiting"
+                )
+            if self._load + len(prompts) > self._max_waiting:
+                raise Busy(f"{self._load} requests are waiting or in flight; at most {self._max_waiting} may be")
+            self._load += len(prompts)
+            self._inbox.append(job)
+            self._changed.notify()
+        return job.answer
+
+    def cancel(self, answer: Future[list[Completion]]) -> None:
+        """Nobody waits for it any more."""
+        with self._changed:
+            self._cancelled.add(answer)
+            self._changed.notify()
+
+    def change_weights(self, change: Callable[[], T]) -> T:
+        """Run `change` in the engine's thread once nothing is in flight. Returns or raises what it does; where it
+        raises, the weights are of no version, and nothing is served until another change succeeds."""
+        answer: Future[T] = Future()
+        with self._changed:
+            self._check_open()
+            assert self._pause is None, "one change of weights at a time"
+            self._pause = (change, answer)
+            self._changed.notify()
+        return answer.result()
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Compute nothing from when this returns until `resume`; what comes in the meantime waits.
+
+        What is in flight is finished first (`wait`), ends now, so that its callers get what there is (`abort`), or
+        stays as it is and goes on after (`keep`). A change of weights that comes meanwhile finds nothing in flight
+        after the first two; after `keep` it waits for `resume`, since a completion has one version.
+        """
+        answer: Future[None] = Future()
+        with self._changed:
+            self._check_open()
+            assert self._halt is None, "one pause at a time"
+            self._halt = (mode, answer)
+            self._changed.notify()
+        answer.result()
+
+    def resume(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify()
+
+    def close(self) -> None:
+        """What waits, for an answer, a pause or a change of weights, hears that it never comes: `Busy`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Busy(self._why)
+
+    # ---------------------------------------------------------------------------------------------- the thread
+
+    def _work(self) -> None:
+        why = SHUT
+        try:
+            self._serve()
+        except Exception as error:  # the engine cannot even be told to drop a request: nobody is to wait for it
+            why = self.halted = f"the engine failed: {type(error).__name__} {error}"
+            log.exception("the engine failed, and serves nothing any more")
+        with self._changed:
+            self._closed, self._why = True, why
+        for job in _each([*self._running.values(), *self._unscored, *self._admitted, *self._inbox]):
+            if not job.answer.done():
+                job.answer.set_exception(Busy(why))
+        for waiting in (self._halt, self._pause):
+            if waiting is not None and not waiting[1].done():
+                waiting[1].set_exception(Busy(why))
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._closed or self._cancelled or self._halt or self._may_work()):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                cancelled, self._cancelled = self._cancelled, set()
+                pause = self._pause
+                halt = self._halt
+                if pause is None and halt is None and not self._paused:
+                    self._admitted, self._inbox = self._inbox, []
+            self._drop(cancelled)
+            if halt is not None and (halt[0] != "wait" or not self._has_work):
+                self._stop(*halt)
+                continue
+            for job in self._admitted:
+                if not job.answer.done():
+                    self._admit(job)
+            self._admitted = []
+            if self._has_work:
+                if halt is not None or not self._paused:
+                    self._step()
+            elif pause is not None:
+                self._change(*pause)
+
+    def _may_work(self) -> bool:
+        if self._paused:  # a change of weights needs no computing, where nothing is in flight
+            return self._pause is not None and not self._has_work
+        return bool(self._inbox or self._pause or self._has_work)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._unscored) or self._engine.has_work
+
+    def _stop(self, mode: PauseMode, answer: Future[None]) -> None:
+        if mode == "abort":
+            for request, job in list(self._running.items()):
+                if request in self._running and (made := self._engine.abort(request)) is not None:
+                    self._keep(job, request, made)
+            for job in _each([*self._running.values(), *self._unscored]):
+                self._fail(job, Busy("ended in a pause, and nothing is left of it"))
+        with self._changed:
+            self._halt, self._paused = None, True
+        answer.set_result(None)
+
+    def _admit(self, job: _Job) -> None:
+        have = self._engine.policy_version if self.halted is None else -1
+        if (
+            self.halted is not None
+            or (job.lowest is not None and have < job.lowest)
+            or (job.highest is not None and have > job.highest)
+        ):
+            self._finish(job, error=VersionUnavailable(have, job.lowest, job.highest))
+            return
+        if job.score is None or not job.prompts:
+            self._enter(job)
+        else:
+            self._unscored.append(job)
+
+    def _enter(self, job: _Job) -> None:
+        if job.only_score or not job.prompts:
+            none, version = np.zeros(0, np.float32), self._engine.policy_version
+            each = zip(job.prompts, job.sampling, strict=True)
+            made = [Completion(prompt, [], none, none, version, "length", params) for prompt, params in each]
+            if all(self._heard(job, place, completion) for place, completion in enumerate(made)):
+                self._finish(job, made)
+            return
+        try:
+            for prompt, params in zip(job.prompts, job.sampling, strict=True):
+                job.ids.append(self._engine.add_request(prompt, params, top_logprobs=job.top))
+        except Exception as error:  # the caller's mistake, by name, or the engine's: neither is anybody else's
+            self._fail(job, error)
+            return
+        job.places = {request: place for place, request in enumerate(job.ids)}
+        self._running.update(dict.fromkeys(job.ids, job))
+
+    def _score(self, job: _Job) -> None:
+        """The job's next prompt."""
+        begin, prompts = job.scored, job.prompts
+        try:
+            scores = self._engine.score(prompts[begin], job.score or 0)
+            while job.scored < len(prompts) and prompts[job.scored] is prompts[begin]:
+                if job.listener is not None:
+                    job.listener.scored(job.scored, scores)
+                job.scored += 1
+        except Exception as error:  # belongs to who asked
+            self._fail(job, error)
+            return
+        if job.scored == len(prompts):
+            self._unscored.remove(job)
+            self._enter(job)
+
+    def _step(self) -> None:
+        if self._unscored:
+            self._score(self._unscored[0])
+        if not self._engine.has_work:
+            return
+        try:
+            finished = self._engine.step()
+        except Exception as error:  # the engine dropped everything in flight: each caller hears why, and it goes on
+            for job in _each(self._running.values()):
+                self._finish(job, error=error)
+            self._running.clear()
+            return
+        for request, completion in finished:
+            if request in self._running:  # else its listener failed
+                self._tell(self._running[request], request, completion)
+        for request, job in [each for each in self._running.items() if each[1].listener is not None]:
+            if request in self._running:
+                self._tell(job, request)
+
+    def _tell(self, job: _Job, request: int, completion: Completion | None = None) -> None:
+        """The listener what a step made of a request, which may end it. Where it ended, `completion` is all of it."""
+        kept = None
+        if job.listener is not None:
+            told = job.told.get(request, 0)
+            if completion is None:
+                part = self._engine.so_far(request, told)
+            else:
+                part = completion.part(told)
+                part = part[:-1] if completion.finish_reason == "stop" else part
+            job.told[request] = told + len(part.token_ids)
+            try:
+                kept = job.listener.made(job.places[request], part) if part.token_ids else None
+            except Exception as error:  # belongs to who listens
+                self._fail(job, error)
+                return
+        if kept is not None:
+            completion = completion or self._engine.abort(request)
+            assert completion is not None, "the engine lost a request"
+            completion = completion.stopped_at(kept)
+        if completion is not None:
+            self._keep(job, request, completion)
+
+    def _keep(self, job: _Job, request: int, completion: Completion) -> None:
+        self._running.pop(request, None)
+        job.done[request] = completion
+        if self._heard(job, job.places[request], completion) and len(job.done) == len(job.ids):
+            self._finish(job, [job.done[request] for request in job.ids])
+
+    def _heard(self, job: _Job, place: int, completion: Completion) -> bool:
+        try:
+            if job.listener is not None:
+                job.listener.finished(place, completion)
+        except Exception as error:  # belongs to who listens
+            self._fail(job, error)
+            return False
+        return True
+
+    def _change(self, change: Callable[[], Any], answer: Future[Any]) -> None:
+        halted, self.halted = self.halted, "a change of weights did not end"
+        try:
+            result = change()
+        except Exception as error:  # belongs to who asked for the change
+            self.halted = halted or self.halted
+            self._changed_weights()
+            answer.set_exception(error)
+        else:
+            self.halted = None
+            self._changed_weights()
+            answer.set_result(result)
+
+    def _changed_weights(self) -> None:
+        with self._changed:
+            self._pause = None
+
+    def _drop(self, cancelled: set[Future[list[Completion]]]) -> None:
+        if not cancelled:
+            return
+        for job in _each([*self._running.values(), *self._unscored, *self._admitted]):
+            if job.answer in cancelled:
+                self._fail(job, Busy("cancelled"))
+        with self._changed:
+            waiting = [job for job in self._inbox if job.answer in cancelled]
+            self._inbox = [job for job in self._inbox if job.answer not in cancelled]
+        for job in waiting:
+            self._finish(job, error=Busy("cancelled"))
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        """Nothing of it stays, in the engine or here."""
+        self._unscored = [other for other in self._unscored if other is not job]
+        for request in job.ids:
+            self._engine.abort(request)
+            self._running.pop(request, None)
+        self._finish(job, error=error)
+
+    def _finish(
+        self, job: _Job, completions: list[Completion] | None = None, error: BaseException | None = None
+    ) -> None:
+        with self._changed:
+            self._load -= len(job.prompts)
+        if error is not None:
+            job.answer.set_exception(error)
+        else:
+            assert completions is not None
+            job.answer.set_result(completions)
+
+
+def _each(jobs: Iterable[_Job]) -> Iterable[_Job]:
+    """Each job once, though it has many requests."""
+    return list({id(job): job for job in jobs}.values())

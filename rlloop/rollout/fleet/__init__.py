@@ -1,0 +1,1 @@
+"""Engines over HTTP: servers, clients, and the router over them."""

@@ -1,0 +1,227 @@
+"""From a request for completions to its answer, whole or as server-sent events; and OpenAI's routes, which do that.
+
+Tokens go out as the engine makes them, and a client that leaves ends its work in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from rlloop.errors import RlloopError
+from rlloop.rollout.engine.service import EngineService
+from rlloop.rollout.fleet.generation import Choice, Generation, Piece, Served, writer_for
+from rlloop.rollout.fleet.openai_api import Completions, Dialect, Name
+from rlloop.rollout.fleet.openai_chat import Chat
+from rlloop.rollout.fleet.text import Tokenizer
+from rlloop.types import Completion, Part, PromptScores
+from rlloop.web.server import gone, refusal
+
+LEFT = 499  # the status of an answer that nobody reads
+Told = tuple[int, Part | Completion]  # of which choice, and what it got, or all of it at its end
+
+
+async def outcome(
+    service: EngineService, request: Request, future: Future[list[Completion]], keep: bool = False
+) -> list[Completion] | None:
+    """None where the client left; what it waited for is dropped then, unless it may come back for it (`keep`)."""
+    made = asyncio.wrap_future(future)
+    if await _came(request, made):
+        return made.result()
+    made.add_done_callback(lambda late: late.cancelled() or late.exception())  # seen, though nobody waits
+    if not keep:
+        service.cancel(future)
+    return None
+
+
+async def _came(request: Request, awaited: asyncio.Future[Any]) -> bool:
+    """Waits for it; False where the client left before."""
+    left = asyncio.create_task(gone(request))
+    await asyncio.wait({awaited, left}, return_when=asyncio.FIRST_COMPLETED)
+    left.cancel()
+    return awaited.done()
+
+
+class Listening:
+    """Hears from the engine's thread of one request's tokens, and ends a choice where its text has a stop string."""
+
+    def __init__(self, ask: Generation, tokenizer: Tokenizer | None, tell: Callable[[Told], None] | None) -> None:
+        """`tell`: of tokens as they come; from the engine's thread."""
+        self._tell = tell
+        self._writers = [writer_for(index, ask, tokenizer) for index in range(len(ask.prompts))] if ask.stops else []
+        self.stopped: set[int] = set()  # choices that a stop string ended
+        self.scores: dict[int, PromptScores] = {}
+
+    def scored(self, index: int, scores: PromptScores) -> None:
+        self.scores[index] = scores
+
+    def made(self, index: int, part: Part) -> int | None:
+        kept = None
+        if self._writers and (writer := self._writers[index]) is not None:
+            before = writer.count
+            writer.write(part.token_ids)
+            if writer.stop is not None:
+                kept = writer.count
+                self.stopped.add(index)
+                part = part[: kept - before]
+        if self._tell is not None:
+            self._tell((index, part))
+        return kept
+
+    def finished(self, index: int, completion: Completion) -> None:
+        if self._tell is not None:
+            self._tell((index, completion))
+
+
+class OpenAiRoutes:
+    """`/v1/*`, over an engine behind a service."""
+
+    def __init__(self, service: EngineService, served: Served) -> None:
+        self._service, self._served, self._started = service, served, int(time.time())
+        self.routes: Sequence[BaseRoute] = [
+            Route("/v1/completions", self._answering(Completions()), methods=["POST"]),
+            Route("/v1/chat/completions", self._answering(Chat()), methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{model:path}", self._model),
+        ]
+
+    # ---------------------------------------------------------------------------------------------- models
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        return JSONResponse(self._card()) if name == self._served.model else self._unknown(name)
+
+    def _card(self) -> dict[str, Any]:
+        card = {"id": self._served.model, "object": "model", "created": self._started, "owned_by": "rlloop"}
+        return {**card, "max_model_len": self._served.longest}
+
+    def _unknown(self, name: str) -> Response:
+        text = f"model {name!r} is not served here; {self._served.model!r} is"
+        return refusal(404, "model_not_found", text, param="model")
+
+    # ---------------------------------------------------------------------------------------------- completions
+
+    def _answering(self, dialect: Dialect) -> Callable[[Request], Any]:
+        async def answer(request: Request) -> Response:
+            body = await request.body()
+            ask = await run_in_threadpool(dialect.parse, body, self._served)  # text may be long
+            if ask.model != self._served.model:
+                return self._unknown(ask.model)
+            return await (self._stream if ask.stream else self._whole)(request, dialect, ask)
+
+        return answer
+
+    async def _whole(self, request: Request, dialect: Dialect, ask: Generation) -> Response:
+        listener = Listening(ask, self._served.tokenizer, None)
+        needed = ask.stops or ask.score is not None  # else nobody has to look at each step
+        completions = await outcome(self._service, request, self._submit(ask, listener if needed else None))
+        if completions is None:
+            return Response(status_code=LEFT)
+
+        def written() -> bytes:
+            pieces = [
+                Choice(index, ask, self._served.tokenizer).end(
+                    made, listener.scores.get(index), index in listener.stopped
+                )
+                for index, made in enumerate(completions)
+            ]
+            content = dialect.whole(secrets.token_hex(12), ask, pieces, self._name(ask))
+            return msgspec.json.encode({**content, "usage": ask.usage(completions)})
+
+        return Response(await run_in_threadpool(written), media_type="application/json")
+
+    async def _stream(self, request: Request, dialect: Dialect, ask: Generation) -> Response:
+        loop, told = asyncio.get_running_loop(), asyncio.Queue[Told | None]()
+
+        def tell(news: Told | None) -> None:
+            loop.call_soon_threadsafe(told.put_nowait, news)
+
+        listener = Listening(ask, self._served.tokenizer, tell)
+        future = self._submit(ask, listener)
+        future.add_done_callback(lambda _: tell(None))
+        first = asyncio.ensure_future(told.get())
+        if not await _came(request, first):
+            first.cancel()
+            self._service.cancel(future)
+            return Response(status_code=LEFT)
+        if first.result() is None:
+            future.result()  # raises what was wrong with the request
+        events = self._events(dialect, ask, listener, future, first.result(), told)
+        return _Events(events, lambda: self._service.cancel(future))
+
+    async def _events(
+        self, dialect: Dialect, ask: Generation, listener: Listening, future: Future[list[Completion]],
+        news: Told | None, told: asyncio.Queue[Told | None],
+    ) -> AsyncIterator[bytes]:  # fmt: skip
+        id, name, tokenizer = secrets.token_hex(12), self._name(ask), self._served.tokenizer
+        choices = [Choice(index, ask, tokenizer) for index in range(len(ask.prompts))]
+        more = {"usage": None} if ask.usage_in_stream else {}
+
+        def chunk(pieces: list[Piece]) -> bytes:
+            return _event({**dialect.chunk(id, ask, pieces, name), **more})
+
+        while news is not None:
+            index, got = news
+            if isinstance(got, Completion):
+                piece = choices[index].end(got, listener.scores.get(index), index in listener.stopped)
+            else:
+                piece = choices[index].more(got, listener.scores.get(index))
+            yield chunk([piece])
+            news = await told.get()
+        try:
+            completions = future.result()
+        except Exception as error:  # its status is gone already, so it comes as an event
+            if not isinstance(error, RlloopError):
+                logging.getLogger(__name__).error("a stream broke off", exc_info=error)
+            content = {"message": str(error), "type": "server_error", "param": None, "code": "engine_failed"}
+            yield _event({"error": content})
+            return
+        if ask.usage_in_stream:
+            yield _event({**dialect.chunk(id, ask, [], name), "usage": ask.usage(completions)})
+        yield b"data: [DONE]\n\n"
+
+    def _submit(self, ask: Generation, listener: Listening | None) -> Future[list[Completion]]:
+        return self._service.submit(
+            ask.prompts, ask.sampling, ask.lowest, ask.highest,
+            listener=listener, top=ask.logprobs or 0, score=ask.score, only_score=ask.only_score,
+        )  # fmt: skip
+
+    def _name(self, ask: Generation) -> Name:
+        tokenizer = self._served.tokenizer
+        if tokenizer is None or ask.names_are_ids:
+            return lambda id: f"token_id:{id}"
+        return functools.cache(lambda id: tokenizer.decode([id]))
+
+
+class _Events(StreamingResponse):
+    """`left` is called however it ends."""
+
+    def __init__(self, events: AsyncIterator[bytes], left: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._left = left
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._left()
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"

@@ -1,0 +1,284 @@
+"""The client's side of an engine over HTTP: `RemoteEngine` for a loop, `EngineClient` for a fleet.
+
+Nothing is sent twice unless it may be: a generation carries an idempotency key, under which its engine makes it once,
+and everything else only reads or says again what was said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import httpx
+import msgspec
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from rlloop.errors import ConfigError, RlloopError
+from rlloop.rollout.engine.service import Busy, VersionUnavailable
+from rlloop.rollout.engine.validation import one_for_each
+from rlloop.rollout.fleet.wire import (
+    CONTENT_TYPE,
+    Answer,
+    Ask,
+    BadAnswer,
+    EngineState,
+    Lease,
+    decode,
+    error_of,
+    reading,
+    unpack,
+)
+from rlloop.types import Completion, SamplingParams
+from rlloop.web.clients import CONNECT_SECONDS, async_client
+
+PROMPTS_PER_CALL = 256
+MAX_ANSWER = 1 << 30  # bytes
+
+T = TypeVar("T")
+
+
+class EngineLost(RlloopError):
+    """The engine cannot be reached, or broke off in the middle."""
+
+
+class Fenced(RlloopError):
+    """Another process drives the engine now; this one's time is over."""
+
+
+class WrongToken(ConfigError):
+    """The engine's server was started with another one."""
+
+
+class EngineClient:
+    """One engine. For one event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ca_file: str | Path | None = None,
+        timeout: float = 600.0,
+        holder: str = "",
+        term: int = 0,
+        vocabulary: int | None = None,
+        attempts: int = 3,
+    ) -> None:
+        """`timeout`: seconds that one answer may take. `holder` and `term`: see `rlloop.rollout.fleet.wire.Lease`.
+        `vocabulary`: tokens that the model has, where that is known."""
+        self.url, self._lease, self._attempts = url.rstrip("/"), Lease(holder, term), attempts
+        self._timeout, self._vocabulary = timeout, vocabulary
+        self._telling: set[asyncio.Task[None]] = set()  # the engine, that nobody waits for a request any more
+        self._http = async_client(
+            token=token,
+            ca_file=ca_file,
+            most=MAX_ANSWER,
+            base_url=self.url,
+            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=64, max_keepalive_connections=16),
+        )
+
+    async def state(self, timeout: float | None = None) -> EngineState:
+        content = await self._send("GET", "/rlloop/state", timeout=timeout)
+        return decode(content, EngineState, f"the state of {self.url}")
+
+    async def lease(self, timeout: float | None = None) -> None:
+        """Drive the engine from now on. Raises `Fenced` where a later term does."""
+        await self._send("POST", "/rlloop/lease", timeout=timeout, content=msgspec.msgpack.encode(self._lease))
+
+    async def wake(self, version: int, wait: float) -> EngineState:
+        """Have the engine look for new weights; its state once `version` serves, or after `wait` seconds."""
+        params = {"version": version, "wait": wait}
+        content = await self._send("POST", "/rlloop/weights/wake", params=params, timeout=wait + 10.0)
+        return decode(content, EngineState, f"the state of {self.url}")
+
+    async def generate(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        *,
+        lowest: int | None = None,
+        highest: int | None = None,
+        boot: str | None = None,
+    ) -> list[Completion]:
+        """Completions in order. `boot`: the engine's process that is meant.
+
+        Raises `EngineLost`, `VersionUnavailable`, `Fenced`, `Busy` (later, or elsewhere), `BadAnswer` (the engine is
+        not in order) or `ConfigError` (the request is not). Cancelled, it tells the engine to stop.
+        """
+        ask = Ask(list(prompts), list(sampling), lowest, highest, self._lease.holder, self._lease.term)
+        key = secrets.token_hex(16)
+        headers = {"Idempotency-Key": key, "Content-Type": CONTENT_TYPE}
+        try:
+            content = await self._send("POST", "/rlloop/generate", content=msgspec.msgpack.encode(ask), headers=headers)
+        except asyncio.CancelledError:
+            task = asyncio.create_task(self._forget(key))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+            raise
+        answer = decode(content, Answer, f"the answer of {self.url}")
+        if boot is not None and answer.boot != boot:
+            raise EngineLost(f"{self.url} was restarted")
+        return unpack(ask, answer, self._vocabulary)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._telling)
+        await self._http.aclose()
+
+    async def _forget(self, key: str) -> None:
+        with contextlib.suppress(httpx.HTTPError):  # an engine that is gone has nothing to stop
+            await self._http.delete(f"/rlloop/requests/{key}", timeout=2.0)
+
+    async def _send(self, method: str, path: str, *, timeout: float | None = None, **request: Any) -> bytes:
+        """What it answers. Raises one of the errors of `generate`."""
+        if timeout is not None:
+            request["timeout"] = httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS))
+
+        async def once() -> httpx.Response:
+            try:
+                async with asyncio.timeout(timeout or self._timeout):  # however slowly it trickles
+                    return await self._http.request(method, path, **request)
+            except TimeoutError:
+                raise httpx.ReadTimeout("the answer takes too long") from None
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(httpx.TransportError),
+            stop=stop_after_attempt(self._attempts),
+            wait=wait_random_exponential(multiplier=0.1, max=1.0),
+            reraise=True,
+        )
+        with reading(f"the answer of {self.url}"):
+            try:
+                reply: httpx.Response = await retrying(once)
+            except httpx.TransportError as error:
+                raise EngineLost(f"{self.url} cannot be reached: {type(error).__name__} {error}") from None
+        if reply.is_success:
+            return reply.content
+        raise _refusal(self.url, reply)
+
+
+def _refusal(url: str, reply: httpx.Response) -> RlloopError:
+    error = error_of(reply.content)
+    code, have = error.get("code"), error.get("have")
+    message = f"{url}: {error.get('message', f'HTTP {reply.status_code}')!s:.500}"
+    if code in ("version_behind", "version_passed") and isinstance(have, int):
+        unavailable = VersionUnavailable(have, None, None)
+        unavailable.passed, unavailable.args = code == "version_passed", (message,)
+        return unavailable
+    if code == "fenced":
+        return Fenced(message)
+    if reply.status_code in (429, 503):
+        return Busy(message)
+    if reply.status_code == 401:
+        return WrongToken(f"{url} refuses the token; give the one that its server was started with")
+    if reply.status_code < 500:
+        return ConfigError(message) if error else BadAnswer(f"{message}, as no server of rlloop does")
+    return EngineLost(message)
+
+
+class LoopThread:
+    """An event loop in a thread, for callers that are not asynchronous."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=name)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self.start(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        self.run(_cancel_others())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+class RemoteEngine:
+    """An engine behind `rlloop serve engine`, as the Engine of a loop. Not thread-safe.
+
+    Asks for exactly `policy_version`, which `set_version` sets; None, as at first: whatever the engine serves.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ca_file: str | Path | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        """`timeout`: seconds that an answer may take, and that the engine may take to get to a version."""
+        self._timeout = timeout
+        self._version: int | None = None
+        self._thread = LoopThread(f"client of {url}")
+        self._client = EngineClient(url, token=token, ca_file=ca_file, timeout=timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def policy_version(self) -> int:
+        return self._thread.run(self._client.state()).version if self._version is None else self._version
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
+        return self._thread.run(self._generate(prompts, one_for_each(prompts, sampling)))
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self._thread.run(self._client.state()).fingerprint
+
+    def close(self) -> None:
+        self._thread.run(self._client.close())
+        self._thread.close()
+
+    async def _generate(self, prompts: list[list[int]], each: list[SamplingParams]) -> list[Completion]:
+        parts = [slice(start, start + PROMPTS_PER_CALL) for start in range(0, len(prompts), PROMPTS_PER_CALL)]
+        made = await asyncio.gather(*(self._call(prompts[part], each[part]) for part in parts))
+        return [completion for part in made for completion in part]
+
+    async def _call(self, prompts: list[list[int]], each: list[SamplingParams]) -> list[Completion]:
+        version, clock = self._version, asyncio.get_running_loop().time
+        deadline = clock() + self._timeout
+        while True:
+            try:
+                return await self._client.generate(prompts, each, lowest=version, highest=version)
+            except VersionUnavailable as unavailable:
+                if unavailable.passed or version is None or clock() > deadline:
+                    raise
+                try:
+                    serves = (await self._client.wake(version, wait=min(10.0, self._timeout))).version == version
+                except Busy:  # others wait for weights there already
+                    serves = False
+                if not serves:  # it may have answered at once
+                    await asyncio.sleep(0.5)
+            except Busy:
+                if clock() > deadline:
+                    raise
+                await asyncio.sleep(0.5)

@@ -1,0 +1,123 @@
+"""The trainer's end of a fleet over HTTP: its versions of the weights, and the door by which engines join.
+
+    GET  /latest, /blobs/{hash}   the store (rlloop.sync.http); POST /squash/{version}, too
+    POST /fleet/join              {"url": ..., "region": ...}: said again every few seconds, it is a sign of life
+    POST /fleet/leave             {"url": ...}
+    GET  /fleet/engines           who there is
+    GET  /health, /metrics
+
+And, for trainers that are not rlloop's (`rlloop serve trainer`), which publish and sample through it:
+
+    POST /fleet/publish?step=N    the weights as safetensors: the newest version from now on, served when it answers
+    POST /fleet/generate          rlloop.rollout.fleet.wire.Ask -> Answer, made by whichever engines serve the version
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rlloop.config.fleet import is_address
+from rlloop.errors import ConfigError, RlloopError
+from rlloop.rollout.engine.service import VersionUnavailable
+from rlloop.rollout.engine.validation import one_for_each
+from rlloop.rollout.fleet import wire
+from rlloop.rollout.fleet.router import Router
+from rlloop.sync.http import StoreRoutes
+from rlloop.sync.store import Store
+from rlloop.web.server import body_of, parsed, refusal, whole_number
+
+Publish = Callable[[bytes, int], Mapping[str, float]]  # safetensors, step -> metrics; returns when it is served
+
+
+class Joining(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    region: str = "home"
+
+
+def trainer_app(
+    store: Store, router: Router, squash: Callable[[int], bool], publish: Publish | None = None
+) -> Starlette:
+    """`squash`: the publisher's. `publish`: only for trainers elsewhere; without it neither publishing nor sampling is
+    offered."""
+    served = StoreRoutes(store, squash)
+    registry = CollectorRegistry()
+    Gauge("rlloop_store_served_bytes", "bytes of weights given out", registry=registry).set_function(
+        lambda: served.served_bytes
+    )
+    engines = Gauge("rlloop_engines", "engines by region and status", ["region", "status"], registry=registry)
+    publishing = asyncio.Lock()
+
+    async def join(request: Request) -> Response:
+        joining = parsed(await body_of(request), Joining)
+        if not is_address(joining.url) or not joining.region or "/" in joining.region:
+            raise ConfigError("joining takes the engine's http(s) address and a region's name without /")
+        await run_in_threadpool(router.join, joining.url, joining.region)
+        return JSONResponse({})
+
+    async def leave(request: Request) -> Response:
+        await run_in_threadpool(router.leave, parsed(await body_of(request), Joining).url)
+        return JSONResponse({})
+
+    async def listed(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(router.members))
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ready"})
+
+    async def metrics(request: Request) -> Response:
+        engines.clear()
+        for member in await run_in_threadpool(router.members):
+            engines.labels(member["region"], member["status"]).inc()
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def publish_weights(request: Request) -> Response:
+        assert publish is not None
+        step = whole_number(request.query_params.get("step"), "step, as in /fleet/publish?step=3,")
+        async with publishing:  # before the body is read: it is as large as the model
+            return JSONResponse(dict(await run_in_threadpool(publish, await request.body(), step)))
+
+    async def generate(request: Request) -> Response:
+        ask = parsed(await body_of(request), wire.Ask, packed=True)
+        each = one_for_each(ask.prompts, ask.sampling)
+        have, lowest = router.version, max(ask.lowest or 0, 0)
+        if have < lowest or (ask.highest is not None and have > ask.highest):
+            raise VersionUnavailable(have, lowest, ask.highest)
+        # In no thread of the pool: those are for the weights and the joining that it may have to wait for.
+        made = await asyncio.wrap_future(router.begin(ask.prompts, each, have))
+        answer = wire.Answer([wire.pack(completion) for completion in made], "fleet")
+        return Response(msgspec.msgpack.encode(answer), media_type=wire.CONTENT_TYPE)
+
+    foreign = [
+        Route("/fleet/publish", publish_weights, methods=["POST"]),
+        Route("/fleet/generate", generate, methods=["POST"]),
+    ]
+    return Starlette(
+        routes=[
+            *served.routes,
+            Route("/fleet/join", join, methods=["POST"]),
+            Route("/fleet/leave", leave, methods=["POST"]),
+            Route("/fleet/engines", listed),
+            Route("/health", health),
+            Route("/metrics", metrics),
+            *(foreign if publish is not None else []),
+        ],
+        exception_handlers={
+            **served.handlers,
+            VersionUnavailable: _unavailable,
+            RlloopError: lambda _, error: refusal(503, "fleet_failed", str(error)),
+        },
+    )
+
+
+def _unavailable(_: Request, error: Exception) -> Response:
+    assert isinstance(error, VersionUnavailable)
+    return refusal(409, "version_passed" if error.passed else "version_behind", str(error), have=error.have)

@@ -1,0 +1,419 @@
+"""A `vllm serve` as an engine of a fleet: its tokens and weights, over routes of vLLM's that only this process may use.
+
+`ServedEngine` is what `EngineService` drives, so admission, versions, pauses and the server's routes are the embedded
+engine's. The replica is in vLLM's worker (`rlloop.rollout.vllm.worker_replica`); `ServedReplica` has it look for new
+weights, and runs its changes with nothing in flight, vLLM paused and its caches dropped.
+
+Each completion says from which weights vLLM made it. Where they are not those that were committed last (vLLM was
+started anew, or somebody else changed them), it is refused and the weights are brought over again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, TypeVar
+
+import httpx
+import msgspec
+import numpy as np
+
+from rlloop.errors import ConfigError, RlloopError, SyncError
+from rlloop.rollout.engine.scheduler import EngineStats
+from rlloop.rollout.engine.service import EngineService, PauseMode, VersionUnavailable
+from rlloop.rollout.engine.validation import check_request, drawn_seed
+from rlloop.rollout.fleet.client import MAX_ANSWER, LoopThread
+from rlloop.rollout.fleet.weight_follower import Source
+from rlloop.rollout.fleet.wire import Array, unpack_array
+from rlloop.rollout.vllm.messages import Chosen, Facts, Standing
+from rlloop.rollout.vllm.requests import RAW_ID, check_alone, check_sampling, raw_of_stock, vllm_params
+from rlloop.sync.replica import State
+from rlloop.sync.target import TORN
+from rlloop.types import NOTHING, Completion, Part, PromptScores, SamplingParams, stop_ids
+from rlloop.web.clients import CONNECT_SECONDS, async_client
+
+T = TypeVar("T")
+TICK = 0.01  # seconds that a step waits for vLLM, while other requests may come in
+LOOK = 0.05  # seconds between looks at a replica that is busy
+START = (
+    "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment and the options --worker-extension-cls "
+    "rlloop.rollout.vllm.worker_replica.Following and, where it has that one (0.32), --enable-scale-out"
+)
+
+
+class UpstreamError(RlloopError):
+    """vLLM's server does not answer, or not as it should."""
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+    token_id: int | None = None
+    token: str = ""  # 0.26 says "token_id:7" in place of it
+
+    @property
+    def id(self) -> int:
+        return int(self.token.removeprefix("token_id:")) if self.token_id is None else self.token_id
+
+
+class _Content(msgspec.Struct):
+    logprob: float
+    top_logprobs: list[_Logprob]
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Content]
+
+
+class _Weights(msgspec.Struct):
+    version: str
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _Logprobs
+    finish_reason: Literal["stop", "length", "abort"]
+    weight_versions: list[_Weights] | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class Upstream:
+    """The routes of vLLM's server, for callers in any thread."""
+
+    def __init__(self, url: str, key: str | None = None, timeout: float = 600.0) -> None:
+        """`key`: what vLLM was started with (--api-key). `timeout`: seconds that one answer may take."""
+        self.url = url.rstrip("/")
+        self._thread = LoopThread(f"client of {url}")
+        self._http = async_client(
+            token=key,
+            most=MAX_ANSWER,
+            base_url=self.url,
+            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    def start(self, path: str, body: Any) -> Future[bytes]:
+        return self._thread.start(self._post(path, body, {}))
+
+    def post(self, path: str, body: Any = None, **params: str) -> bytes:
+        return self._thread.run(self._post(path, body, params))
+
+    def rpc(self, kind: type[T], method: str, *arguments: str) -> T:
+        """Of the worker; rlloop's model and its stock twin have one."""
+        answer = self.post("/collective_rpc", {"method": method, "args": arguments})
+        return msgspec.convert(msgspec.json.decode(answer)["results"][0], kind)
+
+    def models(self) -> list[str]:
+        """The names it serves its model under."""
+        content = self._thread.run(self._send("GET", "/v1/models"))
+        return [each["id"] for each in msgspec.json.decode(content)["data"]]
+
+    def close(self) -> None:
+        self._thread.run(self._http.aclose())
+        self._thread.close()
+
+    def _post(self, path: str, body: Any, params: Mapping[str, str]) -> Coroutine[Any, Any, bytes]:
+        return self._send("POST", path, json=body, params=params)
+
+    async def _send(self, method: str, path: str, **request: Any) -> bytes:
+        try:
+            reply = await self._http.request(method, path, **request)
+        except httpx.TransportError as error:
+            raise UpstreamError(f"vLLM at {self.url} does not answer: {type(error).__name__} {error}") from None
+        if not reply.is_success:
+            raise UpstreamError(f"vLLM at {self.url} answers {path} with {reply.status_code}: {reply.text[:500]}")
+        return reply.content
+
+
+def facts_of(upstream: Upstream) -> Facts:
+    """Raises `ConfigError` where vLLM was not started for this."""
+    try:
+        facts = upstream.rpc(Facts, "rlloop_facts")
+        upstream.post(_abort_route(facts), {"request_ids": ["nobody's"]})
+    except UpstreamError as error:
+        raise ConfigError(f"{error}; {START}") from None
+    if facts.refused:
+        raise ConfigError(f"vLLM at {upstream.url} cannot be followed: {facts.refused}")
+    return facts
+
+
+def _abort_route(facts: Facts) -> str:
+    return "/inference/v1/abort_requests" if facts.says_weights else "/abort_requests"
+
+
+class ServedEngine:
+    """Continues prompts inside vLLM's server. For one thread; `policy_version` is `TORN` before the first commit."""
+
+    def __init__(self, upstream: Upstream, facts: Facts, *, seed: int = 0) -> None:
+        self.policy_version = TORN
+        self.label = ""  # of the weights that were committed last
+        self._upstream, self.facts, self._seed = upstream, facts, seed
+        self._boot = secrets.token_hex(8)
+        self._next_id = 0
+        self._running: dict[int, tuple[list[int], SamplingParams, Future[bytes]]] = {}
+        self._answered: SimpleQueue[int] = SimpleQueue()
+        self._held = False
+        self._stats = EngineStats()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def longest(self) -> int:
+        return self.facts.positions
+
+    def so_far(self, request_id: int, begin: int = 0) -> Part:
+        """Nothing: vLLM is asked for whole completions."""
+        return NOTHING
+
+    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
+        raise ConfigError(
+            "vLLM's server scores no prompts for rlloop (echo with logprobs, prompt_logprobs); leave it out"
+        )
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
+        check_alone(top_logprobs)
+        facts = self.facts
+        check_request(prompt_ids, sampling, facts.vocabulary, facts.positions, facts.positions, facts.eos_token_ids)
+        check_sampling(sampling, facts.stock)
+        if facts.stock and sampling.min_tokens:
+            raise ConfigError(
+                f"min_tokens is {sampling.min_tokens}: vLLM's server bans other tokens meanwhile than the trainer does "
+                "(its tokenizer's end among them); leave it off, or serve rlloop's model"
+            )
+        id = self._next_id
+        self._next_id += 1
+        if sampling.seed is None:
+            sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
+        stop = stop_ids(sampling, facts.eos_token_ids)
+        columns = 0 if facts.stock else 2
+        name = self._name(id) if facts.chooses else None
+        params = vllm_params(sampling, stop, raw=not facts.stock, columns=columns, name=name)
+        body = {"request_id": self._name(id), "token_ids": prompt_ids, "sampling_params": params}
+        answer = self._upstream.start("/inference/v1/generate", body)
+        self._running[id] = (prompt_ids, sampling, answer)
+        answer.add_done_callback(lambda _: self._answered.put(id))
+        return id
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """What vLLM finished meanwhile. Where one request fails, all in flight are dropped, as any engine does it."""
+        self._stats.steps += 1
+        done = []
+        try:
+            ids = [self._answered.get(timeout=TICK)]
+            while not self._answered.empty():
+                ids.append(self._answered.get())
+        except Empty:
+            return []
+        try:
+            running = [id for id in ids if id in self._running]
+            chosen = self._chosen(running)
+            done = [(id, self._completion(id, chosen, at)) for at, id in enumerate(running)]
+        except RlloopError:
+            self._drop()
+            raise
+        return done
+
+    def abort(self, request_id: int) -> Completion | None:
+        """End one request now; returns what it has, or None if it is not in flight, or vLLM cannot tell."""
+        if request_id not in self._running:
+            return None
+        answer = self._running[request_id][2]
+        try:
+            while not answer.done():  # it may not have come to vLLM yet
+                self._end([request_id])
+                wait([answer], LOOK)
+            return self._completion(request_id, self._chosen([request_id]), 0)
+        except RlloopError:
+            self._running.pop(request_id, None)
+            return None
+
+    def hold(self) -> None:
+        """Compute nothing more, and keep what is in flight."""
+        self._upstream.post("/pause", mode="keep")
+        self._held = True
+
+    def release(self) -> None:
+        if self._held:
+            self._upstream.post("/resume")
+            self._held = False
+
+    def stats(self) -> EngineStats:
+        """Counts of what was made here; what vLLM cached and preempted, its own metrics say."""
+        return dataclasses.replace(self._stats)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.facts.fingerprint
+
+    def _chosen(self, ids: Sequence[int]) -> Chosen | None:
+        """What these requests chose, if anything; and which weights serve, where answers do not say it."""
+        if not ids or not (self.facts.chooses or not self.facts.says_weights):
+            return None
+        names = msgspec.json.encode([self._name(id) for id in ids]).decode()
+        return self._upstream.rpc(Chosen, "rlloop_chosen", names)
+
+    def _completion(self, id: int, chosen: Chosen | None, at: int) -> Completion:
+        """`chosen.experts[at]` are its own."""
+        prompt, sampling, answer = self._running.pop(id)
+        try:
+            [made] = msgspec.json.decode(answer.result(), type=_Answer).choices
+            rows = made.logprobs.content
+            logprobs = np.array([row.logprob for row in rows], np.float32)
+            if self.facts.stock:
+                raw = raw_of_stock(sampling, logprobs)
+            else:
+                columns = [{each.id: each.logprob for each in row.top_logprobs} for row in rows]
+                raw = np.array([row[RAW_ID] for row in columns], np.float32)
+        except (msgspec.DecodeError, ValueError, KeyError) as error:
+            raise UpstreamError(f"vLLM at {self._upstream.url} answered what is no completion: {error!r}") from None
+        if self.facts.says_weights or chosen is None:
+            labels = [each.version for each in made.weight_versions or ()]
+        else:
+            labels = [chosen.label]  # the proxy changes them with nothing in flight, so they served all the time
+        if made.token_ids and labels != [self.label]:
+            version, self.policy_version, self.label = self.policy_version, TORN, ""
+            raise VersionUnavailable(TORN, version, version)
+        computed = len(prompt) + len(made.token_ids) - 1 if made.token_ids else 0  # the last token is only drawn
+        self._stats.requests += 1
+        self._stats.prompt_tokens += len(prompt)
+        self._stats.made_tokens += len(made.token_ids)
+        return Completion(
+            prompt_ids=list(prompt),
+            token_ids=made.token_ids,
+            logprobs=logprobs,
+            raw_logprobs=raw,
+            policy_version=self.policy_version,
+            finish_reason=made.finish_reason,
+            sampling=sampling,
+            routed_experts=None if chosen is None else _rows(chosen.experts[at], computed),
+            selected=None if chosen is None else _rows(chosen.selected[at], computed),
+        )
+
+    def _drop(self) -> None:
+        ids = list(self._running)
+        self._running.clear()
+        with suppress(UpstreamError):  # what failed may be vLLM itself
+            if ids:  # none would mean all, anybody's
+                self._end(ids)
+
+    def _end(self, ids: Sequence[int]) -> None:
+        names = [f"generate-tokens-{self._name(id)}" for id in ids]  # as vLLM calls them
+        self._upstream.post(_abort_route(self.facts), {"request_ids": names})
+
+    def _name(self, id: int) -> str:
+        return f"{self._boot}-{id}"
+
+
+def _rows(packed: Array | None, count: int) -> np.ndarray | None:
+    """The first `count` of what was recorded: whole blocks of tokens come."""
+    array = unpack_array(packed)
+    return None if array is None or count == 0 else array[:count]
+
+
+class ServedService(EngineService):
+    """vLLM goes on by itself, so what is kept in a pause must be kept there."""
+
+    def __init__(self, engine: ServedEngine, *, max_waiting: int = 4096) -> None:
+        self._served = engine
+        super().__init__(engine, max_waiting=max_waiting)
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        if mode != "keep":
+            self._served.release()
+        super().pause(mode)
+        if mode == "keep":
+            self._served.hold()
+
+    def resume(self) -> None:
+        self._served.release()
+        super().resume()
+
+
+class ServedReplica:
+    """The replica in vLLM's worker, as `ReplicaFollower` drives one."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        engine: ServedEngine,
+        source: Source,
+        exclusively: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """`exclusively` runs a change with nothing in flight, as `EngineService.change_weights` does."""
+        self._upstream, self._engine, self._exclusively = upstream, engine, exclusively
+        self._source, self.any_run = msgspec.json.encode(source).decode(), source.any_run
+        self._standing: Standing | None = None
+        self._lost = ""  # why vLLM could not be asked
+        self._paused = 0.0
+
+    @property
+    def state(self) -> State:
+        return State.error if self._lost or self._standing is None else self._standing.state
+
+    @property
+    def run_id(self) -> str | None:
+        return None if self._standing is None else self._standing.run_id
+
+    @property
+    def error(self) -> str:
+        return self._lost or ("" if self._standing is None else self._standing.error)
+
+    @property
+    def ready(self) -> bool:
+        standing = self._standing
+        return standing is not None and standing.ready and standing.label == self._engine.label
+
+    @property
+    def torn(self) -> bool:
+        return self._standing is not None and self._standing.torn
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        known = {} if self._standing is None else self._standing.metrics
+        return {**known, "sync/pause_seconds": self._paused}
+
+    def poll(self) -> bool:
+        """Have the worker look for newer weights, and bring them over. Returns whether others serve now."""
+        before = self._engine.label
+        try:
+            standing = self._look("rlloop_follow", self._source)
+            while True:
+                other = standing.step != TORN and standing.label != self._engine.label
+                if standing.waiting or (other and not standing.busy):
+                    with suppress(SyncError):  # which the standing says, too
+                        self._exclusively(self._settle)
+                elif standing.busy:
+                    time.sleep(LOOK)
+                else:
+                    break
+                standing = self._look("rlloop_standing")
+        except UpstreamError as error:
+            self._lost = str(error)
+            return False
+        self._lost = ""
+        return self._engine.label != before
+
+    def _look(self, method: str, *arguments: str) -> Standing:
+        self._standing = self._upstream.rpc(Standing, method, *arguments)
+        return self._standing
+
+    def _settle(self) -> None:
+        """Run what waits in the worker. Then vLLM's weights, what it calls them and what is said here are one."""
+        began = time.perf_counter()
+        self._upstream.post("/pause", mode="wait")  # which drops its caches, too
+        standing = self._upstream.rpc(Standing, "rlloop_commit")
+        if standing.step == TORN:  # and it stays paused
+            raise SyncError("the weights inside vLLM are of no version")
+        if self._engine.facts.says_weights:
+            self._upstream.post("/update_weight_version", {"new_version": standing.label})
+        self._upstream.post("/resume")
+        self._engine.policy_version, self._engine.label = standing.step, standing.label
+        self._paused = time.perf_counter() - began

@@ -1,0 +1,98 @@
+"""Tier 2: vLLM as it is, model and numerics its own. Its logprobs are measured against the trainer's, and corrected."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rlloop.errors import ConfigError, SyncError
+from rlloop.models.architecture import LatentConfig
+from rlloop.models.weights import HEAD
+from rlloop.rollout.vllm import plugin, versions
+from rlloop.rollout.vllm.engine import VllmEngine
+from rlloop.rollout.vllm.weights import Part, plain
+from rlloop.sync.bits import digest
+from rlloop.sync.live import bits_of, named_weights
+
+CPU_PAGE = 32  # of vLLM's CPU kernel: pages are a multiple of it
+CPU_LATENT_PAGE = 16  # exactly this, with latent attention
+GPU_PAGE = 16
+CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim of the only shape that its kernel for that knows
+
+
+class StockVllmEngine(VllmEngine):
+    """Continues prompts by vLLM's own model and kernels: not bit-exact, so for `parity.mode=observe` or `fallback`.
+
+    vLLM has parameters of its own. `set_version` copies those of `model` into them, in place and fused as vLLM has
+    them, compares digests of what is there afterwards, and forgets what was computed with others.
+    """
+
+    raw_column = False
+    formats: ClassVar = {"load_format": plugin.STOCK_FORMAT}
+
+    def live_parts(self) -> dict[str, Part]:
+        """vLLM's live weights by Hugging Face name; where all are views, `rlloop.sync.live.LiveTarget` takes them."""
+        [parts] = self._llm.collective_rpc("live_parts")
+        return parts
+
+    @torch.no_grad()
+    def set_version(self, version: int) -> None:
+        """Raises `SyncError` where a name reaches no live parameter, or what is served is not what was sent."""
+        sent, live = named_weights(self.model), self.live_parts()
+        tied = {HEAD} if self.model.config.tied else set()
+        if apart := sorted((sent.keys() ^ live.keys()) - tied):
+            raise SyncError(f"the trainer's weights and vLLM's are not the same: {', '.join(apart[:5])}")
+        names = [name for name in sent if name in live]
+        for name in names:
+            live[name].copy_(sent[name])
+        wrong = [name for name in names if _digest(sent[name]) != _digest(plain(live[name]))]
+        if wrong:
+            raise SyncError(f"vLLM serves other weights than it was sent: {', '.join(wrong[:5])}")
+        if self.model.config.latent is not None:
+            self._llm.collective_rpc("renew")
+        super().set_version(version)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The model's facts with vLLM's in place of our operations': never the trainer's fingerprint."""
+        return versions.stock_fingerprint(self.model.fingerprint())
+
+    def _start(self, **settings: Any) -> Any:
+        if os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") == "1":
+            raise ConfigError(
+                "VLLM_USE_FLASHINFER_SAMPLER=1: that sampler has no logprobs of what it sampled from; unset it"
+            )
+        latent, least = self.model.config.latent, GPU_PAGE
+        if self.model.device.type == "cpu":
+            least = CPU_PAGE if latent is None else CPU_LATENT_PAGE
+            # A seeded request whose prompt is cut fails on the CPU build (its generator has no offset to go back to).
+            settings["enable_chunked_prefill"] = False
+            settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], settings["max_model_len"])
+            if latent is not None:
+                _check_latent(latent)
+                settings["attention_backend"] = "CPU_MLA"  # where AMX has its own, kv_b_proj is taken apart and let go
+        elif latent is not None and latent.indexer is not None:
+            raise ConfigError("rollout.engine=vllm_stock with an indexer was not tried; rollout.engine=vllm runs it")
+        elif self.model.route_shape() is not None:
+            settings["moe_backend"] = "triton"  # whose weights lie as a checkpoint has them
+        page = -(-settings["block_size"] // least) * least
+        settings["kv_cache_memory_bytes"] *= page // settings["block_size"] + 1  # a page more than whole ones need
+        settings["block_size"] = page
+        return super()._start(logprobs_mode="processed_logprobs", **settings)
+
+
+def _check_latent(latent: LatentConfig) -> None:
+    """Raises `ConfigError` for what vLLM's CPU kernel for latent attention does not know."""
+    if latent.indexer is None and (latent.kv_rank, latent.rope_dim) == CPU_LATENT:
+        return
+    given = f"{latent.kv_rank} and {latent.rope_dim}" if latent.indexer is None else "an indexer"
+    raise ConfigError(
+        f"rollout.engine=vllm_stock with latent attention: vLLM's CPU kernel knows kv_lora_rank={CPU_LATENT[0]} with "
+        f"qk_rope_head_dim={CPU_LATENT[1]}, without an indexer; this model has {given}. rollout.engine=vllm runs it"
+    )
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return digest(bits_of(tensor).array)

@@ -1,0 +1,67 @@
+"""What both of vLLM's workers, the CPU's and the GPU's, have of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed import parallel_state
+
+from rlloop.models import Model
+from rlloop.rollout.engine.choice_store import Choices
+from rlloop.rollout.vllm.loading import LENT_AS
+from rlloop.rollout.vllm.model import RlloopForCausalLM
+from rlloop.rollout.vllm.recording import Recorder
+from rlloop.rollout.vllm.weights import Part, live_parts, renew
+from rlloop.rollout.vllm.worker_replica import Following
+
+
+class Inside:
+    """Stands before vLLM's worker among the bases. Its methods but the first three are for `collective_rpc`."""
+
+    model_runner: Any
+    vllm_config: Any
+    recorder: Recorder | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        # vLLM makes a process's groups once, and where that was for a dense model, none for experts. All have one rank.
+        if self.vllm_config.model_config.is_moe and parallel_state._EP is None:
+            group = parallel_state.get_tp_group()
+            backend = torch.distributed.get_backend(group.device_group)
+            parallel_state._EP = parallel_state.init_model_parallel_group(
+                [group.ranks], group.local_rank, backend, group_name="ep"
+            )
+        super().load_model(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)  # pyright: ignore[reportAttributeAccessIssue]
+        given = self.vllm_config.additional_config
+        # Only if somebody asks: an engine of this process, or rlloop's proxy. The newer runner has other tables.
+        asked = (isinstance(given, dict) and LENT_AS in given) or isinstance(self, Following)
+        if asked and not self.vllm_config.use_v2_model_runner:
+            self.recorder = Recorder.of(self.model_runner, self.model_runner.get_model())
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        if self.recorder is not None:
+            self.recorder.before(scheduler_output)
+        return super().execute_model(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def run(self, policy: Model) -> None:
+        """Another view of the weights, of a caller in this process."""
+        model = self.model_runner.get_model()
+        assert isinstance(model, RlloopForCausalLM), "vLLM's own model has no views"
+        model.policy = self.model_runner.sampler.policy = policy
+        model.graphs = None
+
+    def choices(self, asked: list[tuple[str, int]]) -> list[Choices]:
+        """What was chosen for the first tokens of requests (id, how many)."""
+        assert self.recorder is not None
+        return self.recorder.read(asked)
+
+    def live_parts(self) -> dict[str, Part]:
+        """A stock model's live weights by Hugging Face name; for callers in this process."""
+        return live_parts(self.model_runner.get_model())
+
+    def renew(self) -> None:
+        """What a stock model makes of its weights, once they have changed."""
+        renew(self.model_runner.get_model(), self.vllm_config.model_config.dtype)

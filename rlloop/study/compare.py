@@ -1,0 +1,243 @@
+"""Runs side by side: what came out, the verdict, and in which keys their configurations differ."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rlloop.errors import ConfigError
+from rlloop.runs.console import clock
+from rlloop.runs.folder import require_run, summarize
+from rlloop.study.analysis import (
+    Arm,
+    CollapseRule,
+    Dose,
+    Run,
+    arms_of,
+    differences,
+    dose,
+    last_part,
+    over_seeds,
+    verdict_of,
+)
+
+Rows = list[tuple[str, list[str]]]  # (label, a cell an arm)
+SIDE_BY_SIDE = 4  # more arms than this are rows of the page's tables
+LABEL, CELL = 28, 22  # characters of a printed table's columns that cells fold well in
+
+STYLE = (
+    "body{font:15px system-ui;margin:2em auto;max-width:100em;padding:0 1em}table{border-collapse:collapse}"
+    "td,th{text-align:left;padding:.25em 1.2em .25em 0;border-bottom:1px solid #ddd;vertical-align:top}"
+    "img{max-width:100%}.wide{overflow-x:auto}"
+)
+
+
+def compare(paths: Sequence[Path], output: Path | None = None) -> None:
+    """Prints the tables; writes a PNG of the curves, or an HTML page with its pictures and data, where `output` asks.
+
+    Each path is a run's folder or a multirun's.
+    """
+    if output is not None and output.suffix not in (".png", ".html"):
+        raise ConfigError(f"-o is {str(output)!r}; it must end in .html or .png")
+    if output is not None:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"-o is {str(output)!r}; its folder cannot be made: {error.strerror}") from None
+    runs = Run.read_all(run for path in paths for run in _runs_in(path))
+    if len(runs) < 2:
+        raise ConfigError(f"{', '.join(map(str, paths))} is one run; name another one to compare it with")
+    arms = arms_of(runs)
+    doses = {run.path: dose(run, CollapseRule.of(run).judge(run.records)) for run in runs}
+    if len(paths) == 1:  # a multirun's folders come by the alphabet; its control, without a mismatch, goes first
+        arms.sort(key=lambda arm: any(doses[run.path].largest > 0 for run in arm.runs))
+    names = [arm.name for arm in arms]
+    outcomes, configuration = _outcomes(arms, doses), differences(arms)
+    console = Console()
+    for title, rows in (("outcomes", outcomes), ("configuration", configuration)):
+        if rows:
+            abreast = max(1, (console.width - LABEL) // CELL)
+            for first in range(0, len(names), abreast):
+                some = slice(first, first + abreast)
+                console.print(_table(title, names[some], [(label, cells[some]) for label, cells in rows]))
+        else:
+            console.print(f"{title}: no key differs")
+    rules = _rules(runs)
+    console.print(f"Collapse, as declared before the runs: {rules}", highlight=False, soft_wrap=True)
+    for file in [] if output is None else _write(output, arms, doses, outcomes, configuration, rules):
+        console.print(f"written: {file}", highlight=False, soft_wrap=True)
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """The run at `path`, or the runs of a multirun under it."""
+    inside = sorted(file.parent for file in path.glob("*/config.yaml"))
+    return inside if inside and not (path / "config.yaml").is_file() else [require_run(path)]
+
+
+def _rules(runs: Sequence[Run]) -> str:
+    return "; or, in some runs: ".join(dict.fromkeys(str(CollapseRule.of(run)) for run in runs))
+
+
+def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> Rows:
+    summaries = {run.path: summarize(run.records, "") for arm in arms for run in arm.runs}
+
+    def curve(arm: Arm, name: str) -> str:
+        series = [[value for _, value in run.series(name)] for run in arm.runs if run.series(name)]
+        if not series:
+            return "-"
+        first, last, best = (sum(map(of, series)) / len(series) for of in (lambda s: s[0], lambda s: s[-1], max))
+        return f"{first:.3f} -> {last:.3f} (best {best:.3f})"
+
+    def each(of: Any, form: str = "{:.3f}") -> list[str]:
+        return [over_seeds(arm, of, form) for arm in arms]
+
+    def total(arm: Arm, of: Any) -> int:
+        return sum(of(summaries[run.path]) for run in arm.runs)
+
+    rows: Rows = [
+        ("verdict, trainer's weights", [verdict_of(arm) for arm in arms]),
+        ("verdict, through the engine", [verdict_of(arm, "eval/engine_reward") for arm in arms]),
+        ("seeds", [", ".join(str(run.seed) for run in arm.runs) for arm in arms]),
+        ("steps", each(lambda run: summaries[run.path]["step"], "{:.0f}")),
+        ("pass@1, held-out", [curve(arm, "eval/solved") for arm in arms]),
+        ("pass@1, held-out, through the engine", [curve(arm, "eval/engine_solved") for arm in arms]),
+        ("reward", [curve(arm, "reward/mean") for arm in arms]),
+        ("largest train-inference KL (k3)", each(lambda run: abs(summaries[run.path]["parity"]["k3_max"]), "{:.3g}")),
+        ("KL as applied: its first 20 steps", each(lambda run: doses[run.path].early, "{:.3g}")),
+        ("KL as applied: until collapse or end", each(lambda run: doses[run.path].mean, "{:.3g}")),
+        (
+            "tokens that differ",
+            [
+                f"{total(arm, lambda s: s['parity']['tokens_different']):,} of "
+                f"{total(arm, lambda s: s['parity']['tokens']):,}"
+                for arm in arms
+            ],
+        ),
+        ("tokens discarded, last tenth", each(lambda run: last_part(run, "loss/tokens_discarded"))),
+        ("entropy, last tenth", each(lambda run: last_part(run, "loss/entropy"))),
+        ("gradient norm, last tenth", each(lambda run: last_part(run, "loss/grad_norm"))),
+        (
+            "completions trained",
+            [
+                f"{total(arm, lambda s: s['ledger']['trained']):,} of {total(arm, lambda s: s['ledger']['sampled']):,}"
+                for arm in arms
+            ],
+        ),
+        ("time in steps, all seeds", [clock(total(arm, lambda s: s["seconds"])) for arm in arms]),
+    ]
+    return [row for row in rows if set(row[1]) != {"-"}]
+
+
+def _table(title: str, names: Sequence[str], rows: Rows) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in ("", *names):
+        table.add_column(heading, overflow="fold")
+    for label, cells in rows:
+        table.add_row(label, *cells)
+    return table
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def _write(
+    output: Path, arms: Sequence[Arm], doses: Mapping[Path, Dose], outcomes: Rows, configuration: Rows, rules: str
+) -> list[Path]:
+    from rlloop.study.plots import draw_arms, draw_doses  # matplotlib takes a second to import
+
+    curves = draw_arms(arms)
+    if output.suffix == ".png":
+        return _save({output: curves})
+    response = draw_doses(arms, doses)
+    names, machines = [arm.name for arm in arms], _machines(arms)
+    data = {
+        "rule": rules,
+        "arms": {
+            name: {
+                "runs": [{"path": str(run.path), "seed": run.seed, "dose": vars(doses[run.path])} for run in arm.runs],
+                "outcomes": {label: cells[index] for label, cells in outcomes},
+                "configuration": {label: cells[index] for label, cells in configuration},
+            }
+            for index, (name, arm) in enumerate(zip(names, arms, strict=True))
+        },
+        "machines": machines,
+    }
+    files = {
+        output: _page(names, outcomes, configuration, rules, machines, curves, response).encode(),
+        output.with_suffix(".curves.png"): curves,
+        output.with_suffix(".dose.png"): response,
+        output.with_suffix(".json"): (json.dumps(data, indent=1) + "\n").encode(),
+    }
+    return _save(files)
+
+
+def _save(files: Mapping[Path, bytes]) -> list[Path]:
+    for file, content in files.items():
+        try:
+            file.write_bytes(content)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written: {error.strerror}; give -o another name") from None
+    return list(files)
+
+
+def _machines(arms: Sequence[Arm]) -> list[str]:
+    """What the runs' fingerprints say of hardware and versions, each once."""
+    files = (run.path / "fingerprints.json" for arm in arms for run in arm.runs)
+    fingerprints = [each for file in files if file.exists() for each in json.loads(file.read_text()).values()]
+    facts = [
+        [each.get("device"), each.get("instruction_set"), *map(" ".join, each.get("versions", {}).items())]
+        for each in fingerprints
+    ]
+    return list(filter(None, dict.fromkeys(" ".join(filter(None, some)) for some in facts)))
+
+
+def _page(
+    names: Sequence[str],
+    outcomes: Rows,
+    configuration: Rows,
+    rules: str,
+    machines: Sequence[str],
+    curves: bytes,
+    response: bytes,
+) -> str:
+    def table(rows: Rows) -> str:
+        if len(names) > SIDE_BY_SIDE:
+            headings = [label for label, _ in rows]
+            body = [(name, [cells[index] for _, cells in rows]) for index, name in enumerate(names)]
+        else:
+            headings, body = names, rows
+        head = "".join(f"<th>{html.escape(text)}</th>" for text in ("", *headings))
+        lines = (
+            f"<tr><th>{html.escape(label)}</th>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+            for label, cells in body
+        )
+        return f"<div class=wide><table><tr>{head}</tr>{''.join(lines)}</table></div>"
+
+    def picture(alt: str, png: bytes) -> str:
+        return f"<img alt='{alt}' src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
+
+    verdicts = [row for row in outcomes if row[0].startswith("verdict")]
+    rest = [row for row in outcomes if not row[0].startswith("verdict")]
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><title>rlloop compare</title>",
+        f"<style>{STYLE}</style><h1>{len(names)} arms compared</h1>",
+        f"<h2>Verdict</h2><p>Collapse was declared before the runs: {html.escape(rules)}.</p>{table(verdicts)}",
+        "<h2>Curves</h2><p>Lines are means over seeds, bands their smallest and largest. Step-wise metrics are running "
+        "means over a fortieth of the run.</p>",
+        picture("reward, pass@1, KL, tokens discarded, entropy and gradient norm by step and arm", curves),
+        "<h2>Dose and response</h2><p>One point a run. The dose is the KL (k3) between engine and trainer, averaged "
+        "from the first step in which it is not 0 to the collapse, or to the end where there is none.</p>",
+        picture("held-out pass@1 against KL", response),
+        f"<h2>Outcomes</h2><p>Means over seeds, with the smallest and the largest.</p>{table(rest)}",
+        "<h2>Configuration: the keys that differ, and no other does</h2>",
+        table(configuration) if configuration else "<p>None.</p>",
+        f"<p>{html.escape('; '.join(machines))}</p>" if machines else "",
+    ]
+    return "\n".join(filter(None, parts)) + "\n"

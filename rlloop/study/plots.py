@@ -1,0 +1,107 @@
+"""The pictures of a study: curves by arm with bands over seeds, and outcome against dose."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from rlloop.runs.plots import COLOURS, DASHES, LINTHRESH
+from rlloop.study.analysis import Arm, Dose, Run, band
+
+# Title, metric, and the metric drawn dashed beside it where the engine's own is another.
+PANELS = (
+    ("reward of the training batch", "reward/mean", None),
+    ("held-out pass@1 (dashed: through the engine)", "eval/solved", "eval/engine_solved"),
+    ("train-inference KL (k3)", "parity/k3", None),
+    ("tokens discarded by clipping or masking", "loss/tokens_discarded", None),
+    ("entropy, nats", "loss/entropy", None),
+    ("gradient norm, before clipping", "loss/grad_norm", None),
+)
+BANDED = 8  # more arms than this are drawn without bands
+
+
+def draw_arms(arms: Sequence[Arm]) -> bytes:
+    """Every panel, a line an arm (mean over seeds) in a band (smallest to largest), as a PNG."""
+    longest = max(len(run.records) for arm in arms for run in arm.runs)
+    window = max(1, longest // 40)
+    figure = _figure(15, 8.4)
+    lines = {}
+    for axes, (title, metric, dashed) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
+        for index, arm in enumerate(arms):
+            for name, dash in ((metric, _dash(index)), (dashed, ":")):
+                found = band(arm, name, 1 if name and name.startswith("eval/") else window) if name else None
+                if found is None:
+                    continue
+                colour = COLOURS[index % len(COLOURS)]
+                (line,) = axes.plot(found.steps, found.mean, dash, color=colour, linewidth=1.6)
+                if name == metric:
+                    lines.setdefault(arm.name, line)
+                if len(arms) <= BANDED and len(arm.runs) > 1:
+                    axes.fill_between(found.steps, found.low, found.high, color=colour, alpha=0.15, linewidth=0)
+        axes.set(title=title, xlabel="step")
+        _finish(axes)
+        if metric == "parity/k3":
+            axes.set_yscale("symlog", linthresh=LINTHRESH)
+            axes.set_ylim(bottom=-LINTHRESH)
+        elif metric == "loss/grad_norm" and axes.dataLim.ymax > 0:
+            axes.set_yscale("log", nonpositive="clip")
+        else:
+            axes.set_ylim(bottom=0)
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(5, len(lines)), frameon=False)
+    return _png(figure)
+
+
+def draw_doses(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> bytes:
+    """Last held-out pass@1 of every run against the KL that it was given, as a PNG. `doses` is by the run's path."""
+    figure = _figure(8.5, 5)
+    axes = figure.subplots()
+    for index, arm in enumerate(arms):
+        colour = COLOURS[index % len(COLOURS)]
+        for metric, face in (("eval/engine_solved", "none"), ("eval/solved", colour)):
+            points = [(doses[run.path].mean, _last(run, metric)) for run in arm.runs if run.series(metric)]
+            if points:
+                x, y = zip(*points, strict=True)
+                label = arm.name if metric == "eval/solved" else None
+                marker = "os^Dv"[index // len(COLOURS) % 5]
+                axes.scatter(x, y, s=45, marker=marker, facecolors=face, edgecolors=colour, label=label)
+    axes.set_xscale("symlog", linthresh=LINTHRESH)
+    axes.set_xlim(left=-LINTHRESH)
+    axes.set_ylim(bottom=0)
+    axes.set(
+        xlabel="train-inference KL (k3), mean from its first step to the collapse or the end",
+        ylabel="held-out pass@1 at the end (hollow: through the engine)",
+    )
+    _finish(axes)
+    if axes.get_legend_handles_labels()[1]:  # none where no run was evaluated
+        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+    return _png(figure)
+
+
+def _last(run: Run, metric: str) -> float:
+    return run.series(metric)[-1][1]
+
+
+def _dash(index: int) -> str:
+    return DASHES[index // len(COLOURS) % 3]
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _finish(axes: Axes) -> None:
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, dpi=110, format="png", metadata={"Software": None})
+    return file.getvalue()

@@ -1,0 +1,410 @@
+"""What every server of rlloop shares: who may ask, how much, over what; and how a server starts and ends.
+
+Off loopback nothing is answered without the token, on any route; on loopback without one, nothing but programs of this
+machine is: a browser's pages of other sites are refused by their Origin, and by the name that they ask for. Needs the
+extra `serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from rlloop.errors import UNREADABLE, ConfigError
+from rlloop.web.clients import bearer
+from rlloop.web.connections import STALL_SECONDS, Listener
+
+try:
+    import uvicorn
+    from h11 import LocalProtocolError
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, RedirectResponse, Response
+except ImportError:
+    raise ConfigError("servers need the extra `serve`: pip install 'rlloop[serve]'") from None
+
+TOKEN_VARIABLE = "RLLOOP_TOKEN"
+SHORTEST_TOKEN = 16
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+MAX_BODY = 64 << 20  # bytes of one request
+MAX_NUMBER = (1 << 63) - 1  # in queries and paths: what SQLite, msgpack and numpy hold
+BLOCK = 1 << 18  # bytes of an answer that are written at a time
+HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
+    "x-content-type-options": "nosniff",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",  # where the application says nothing else
+}
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where a server listens, and for whom. Raises `ConfigError` for what would be open to strangers."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    token: str | None = None
+    certificate: Path | None = None  # PEM; with `key`, the server speaks TLS
+    key: Path | None = None
+    max_body: int = MAX_BODY
+    browser: bool = False  # people come with the token as ?token=, which becomes a cookie
+    names: tuple[str, ...] = ()  # more that requests may ask for, such as a proxy's
+
+    def __post_init__(self) -> None:
+        if not is_loopback(self.host) and self.token is None:
+            raise ConfigError(
+                f"listening on {self.host} would let anyone on the network use this server; give a token by "
+                f"--token-file or {TOKEN_VARIABLE}, or listen on 127.0.0.1"
+            )
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"the port is {self.port}; it must be 0 (any free one) to 65535")
+        if self.token is not None and len(self.token) < SHORTEST_TOKEN:
+            raise ConfigError(f"the token has {len(self.token)} characters; it must have at least {SHORTEST_TOKEN}")
+        bearer(self.token)
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("TLS needs both a certificate and its key; one of the two was given")
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.certificate is None else "https"
+
+    @property
+    def known_as(self) -> frozenset[str] | None:
+        """The names that requests may ask for; None: any.
+
+        A page from elsewhere whose name was made to point to this machine (DNS rebinding) sends its own name. It has no
+        token, but the cookies of a browser under that name.
+        """
+        if self.names or self.token is None or (self.browser and is_loopback(self.host)):
+            return frozenset(name.lower() for name in (*LOOPBACK, self.host, *self.names))
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name may resolve to anything
+
+
+def read_token(file: str | Path | None) -> str | None:
+    """The token of a file, else of the environment; None where neither is given."""
+    if file is None:
+        token = os.environ.get(TOKEN_VARIABLE) or None
+    else:
+        try:
+            token = Path(file).read_bytes().decode(errors="replace").strip()
+        except OSError as error:
+            raise ConfigError(f"the token file {file} cannot be read: {error.strerror}") from None
+    bearer(token)
+    return token
+
+
+# ------------------------------------------------------------------------------------------------ the door
+
+
+class Guard:
+    """In front of an application: refuses pages of other sites (403), who has no token (401), what is too large (413)
+    and what stalls (408)."""
+
+    def __init__(self, app: App, listen: Listen, listener: Listener | None = None) -> None:
+        self._app, self._listen, self._listener, self._names = app, listen, listener, listen.known_as
+        self._expected = None if listen.token is None else f"Bearer {listen.token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        exchange = _Exchange(scope, receive, send, self._listen.max_body, self._listener)
+        answer = self._refused(Request(scope)) or self._app
+        if self._listener is not None:
+            self._listener.hold(scope)
+        try:
+            await answer(scope, exchange.receive, exchange.send)
+        except ClientDisconnect:  # in the middle of its request: nobody is left to hear of it
+            pass
+        finally:
+            if self._listener is not None:
+                self._listener.release(scope)
+
+    def _refused(self, request: Request) -> Response | None:
+        """None where the request may pass."""
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if self._names is not None and _without_port(host) not in self._names:
+            return self._refusal(
+                403,
+                "wrong_host",
+                f"this server is not asked for as {host!r}, but as {', '.join(sorted(self._names))}; behind a proxy or "
+                f"under a name of its own it needs {'--allow-host NAME' if self._listen.browser else 'a token'}",
+            )
+        if origin is not None and (not host or origin.partition("://")[2].lower() != host.lower()):
+            return self._refusal(403, "foreign_origin", f"pages of {origin!r} may not use this server")
+        if self._expected is not None and not self._has_token(request):
+            given = request.query_params.get("token")
+            if self._listen.browser and request.scope["path"] == "/" and given and self._is_token(given):
+                answer = RedirectResponse("/", 303)  # so that the token stays in no history, bookmark or screenshot
+                answer.set_cookie(self._cookie, given, httponly=True, samesite="lax", max_age=30 * 86400)
+                return answer
+            hint = "open the address that it printed, which ends in ?token=..., or " if self._listen.browser else ""
+            return self._refusal(
+                401, "unauthorized", f"this server asks for its token: {hint}send `Authorization: Bearer TOKEN`"
+            )
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or int(length[:20]) > self._listen.max_body:
+            return self._refusal(413, "too_large", f"a request may have {self._listen.max_body} bytes")
+        return None
+
+    @property
+    def _cookie(self) -> str:
+        return f"rlloop_{self._listen.port}"  # since a browser shares cookies between all ports of a host
+
+    def _has_token(self, request: Request) -> bool:
+        assert self._expected is not None
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if hmac.compare_digest(given, self._expected):
+            return True
+        return self._listen.browser and self._is_token(request.cookies.get(self._cookie, ""))
+
+    def _is_token(self, given: str) -> bool:
+        assert self._expected is not None
+        return hmac.compare_digest(f"Bearer {given}".encode(errors="replace"), self._expected)
+
+    def _refusal(self, status: int, code: str, message: str) -> Response:
+        if not self._listen.browser:
+            return refusal(status, code, message)
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        return Response(f"{message[0].upper()}{message[1:]}.\n", status, headers, media_type="text/plain")
+
+
+class _Exchange:
+    """A request and its answer, neither of which may stall; the first is bounded."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, most: int, listener: Listener | None) -> None:
+        self._scope, self._receive, self._send, self._listener = scope, receive, send, listener
+        self._most, self._read = most, 0
+        self._is_whole = self._is_answered = False  # the request; its answer, at least begun
+
+    async def receive(self) -> Message:
+        if self._is_whole:  # what comes now is that the client has left
+            return await self._receive()
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                message = await self._receive()
+        except TimeoutError:
+            return self._end(408, f"of this request nothing came for {STALL_SECONDS:g} seconds")
+        self._is_whole = not message.get("more_body", False)
+        self._read += len(message.get("body", b""))
+        if self._read > self._most:
+            return self._end(413, f"a request may have {self._most} bytes")
+        return message
+
+    def _end(self, status: int, message: str) -> Message:
+        if not self._is_answered:
+            raise HTTPException(status, message)
+        self._drop()
+        return {"type": "http.disconnect"}
+
+    def _drop(self) -> None:
+        if self._listener is not None:
+            self._listener.drop(self._scope)
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._is_answered = True
+            given = {name.lower() for name, _ in message.get("headers", ())}
+            added = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in given]
+            message["headers"] = [*message.get("headers", ()), *added]
+        if "body" in message:
+            body = memoryview(message["body"])
+            while len(body) > BLOCK:  # so that a client that takes nothing is seen
+                await self._written({**message, "body": bytes(body[:BLOCK]), "more_body": True})
+                body = body[BLOCK:]
+            message = {**message, "body": bytes(body)}
+        await self._written(message)
+
+    async def _written(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                await self._send(message)
+        except TimeoutError:
+            self._drop()
+            await self._send(message)  # which hears that there is nobody
+        except LocalProtocolError:  # more came than the request, which was no HTTP: the connection is being closed
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+
+
+def _without_port(host: str) -> str:
+    """`[::1]:80` -> `::1`; `Localhost:80` -> `localhost`"""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower()
+
+
+def refusal(status: int, code: str, message: str, **details: Any) -> JSONResponse:
+    """An error in the shape that OpenAI's clients read. `details` stand beside the message."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    headers = {"Retry-After": "1"} if status in (409, 429, 503) else {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": None, "code": code, **details}}, status, headers
+    )
+
+
+# ------------------------------------------------------------------------------------------------ what is asked
+
+
+async def body_of(request: Request, most: int = MAX_BODY) -> bytes:
+    """For routes that take less than their server's largest."""
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > most:
+            raise HTTPException(413, f"a request to {request.url.path} may have {most} bytes")
+    return bytes(content)
+
+
+def parsed(body: bytes, kind: type[T], *, packed: bool = False) -> T:
+    """A body of JSON, or of msgpack. Raises `ConfigError`."""
+    try:
+        return (msgspec.msgpack if packed else msgspec.json).decode(body, type=kind)
+    except UNREADABLE as error:
+        form = "msgpack" if packed else "JSON"
+        raise ConfigError(f"the body must be {form} of {kind.__module__}.{kind.__qualname__}: {error}") from None
+
+
+def whole_number(text: str | None, name: str, default: int | None = None) -> int:
+    """Of a query or a path, from -1 on. Raises `ConfigError`."""
+    if text is None and default is not None:
+        return default
+    try:
+        number = int(text or "")
+    except ValueError:  # of thousands of digits, too
+        number = -2
+    if not -1 <= number <= MAX_NUMBER:
+        raise ConfigError(f"{name} is {text!r:.60}; it must be a whole number up to {MAX_NUMBER}")
+    return number
+
+
+async def gone(request: Request) -> None:
+    """Returns when the client has left. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# ------------------------------------------------------------------------------------------------ serving
+
+
+def serve(app: App, listen: Listen, announce: Callable[[str], None], ending: Callable[[], None] | None = None) -> None:
+    """Until a signal ends it. `announce` gets the address as soon as the socket listens; `ending` is called before open
+    answers are waited for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))  # a connection is a descriptor
+    listener = _bind(listen)
+    server, url = _server(app, listen, listener, ending), _address(listen, listener)
+    announce(url)
+    server.run(sockets=[listener])
+
+
+class BackgroundServer:
+    """The same in a thread, for a process whose main work is another."""
+
+    def __init__(self, app: App, listen: Listen) -> None:
+        listener = _bind(listen)
+        self._server = _server(app, listen, listener)
+        self.url = _address(listen, listener)
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True, name="http server")
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.005)
+        assert self._server.started, "the server did not start"
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+
+def _bind(listen: Listen) -> Listener:
+    try:
+        family = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0][0]
+    except (OSError, UnicodeError) as error:  # the latter for names with an empty part
+        raise ConfigError(f"cannot listen on {listen.host}: {error}") from None
+    listener = Listener(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((listen.host, listen.port))
+    except OSError as error:
+        listener.close()
+        where = f"{listen.host}, port {listen.port}"
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}; port 0 is any free one") from None
+    listener.listen(128)
+    return listener
+
+
+def _address(listen: Listen, listener: socket.socket) -> str:
+    host = f"[{listen.host}]" if ":" in listen.host else listen.host
+    return f"{listen.scheme}://{host}:{listener.getsockname()[1]}"
+
+
+class _Server(uvicorn.Server):
+    ending: Callable[[], None] | None = None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.ending is not None:
+            self.ending()
+        await super().shutdown(sockets)
+
+
+def _server(app: App, listen: Listen, listener: Listener, ending: Callable[[], None] | None = None) -> uvicorn.Server:
+    async def every_second() -> None:
+        listener.sweep()
+
+    listen = replace(listen, port=listener.getsockname()[1])
+    config = uvicorn.Config(
+        Guard(app, listen, listener),
+        loop="asyncio",  # whose way of accepting `Listener` knows
+        http="h11",
+        ws="none",
+        log_level="error",  # not a line for each request that is no HTTP
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # a client's address is the one it has
+        backlog=128,
+        timeout_graceful_shutdown=2,
+        callback_notify=every_second,
+        timeout_notify=1,
+        ssl_certfile=listen.certificate,
+        ssl_keyfile=listen.key,
+    )
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one
+        listener.close()
+        raise ConfigError(f"certificate {listen.certificate} and key {listen.key} cannot be used: {error}") from None
+    server = _Server(config)
+    server.ending = ending
+    return server
