@@ -68,7 +68,8 @@ class Writer:
                 for sample in trained
             ]
             found = compare(trained, trainer)
-            Certificate(folder.parity).append(
+            certificate = Certificate(folder.parity)
+            certificate.begin(
                 {
                     "step": self.step,
                     "version": self.step - 1,
@@ -79,6 +80,7 @@ class Writer:
                     "fingerprints": {"engine": content_digest({"a": 1}), "trainer": content_digest({"a": 1})},
                 }
             )
+            certificate.seal()
             outcomes = ["trained"] * len(trained) + ["dropped: no signal in its group"] * len(dropped)
             rows = rollout_rows(samples, outcomes, [*trainer, *[None] * len(dropped)], content_digest({"a": 1}))
             folder.write_rollouts(self.step, rows)
