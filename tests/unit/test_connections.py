@@ -165,7 +165,7 @@ def is_open(line: socket.socket) -> bool:
 SERVER = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from rlloop import connections, web
+from rlloop.web import connections, server as web
 connections.HEAD_SECONDS = 3.0
 if sys.argv[1] == "unbounded":
     connections.Listener.__init__.__defaults__ = (10**6,)

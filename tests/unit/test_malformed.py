@@ -50,10 +50,12 @@ BODIES = [
 
 
 class Words:
-    def encode(self, text: str) -> list[int]:
+    has_template = False
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [len(word) for word in text.split()]
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         return " ".join(map(str, token_ids))
 
 
