@@ -78,6 +78,22 @@ def test_fractions_touched(batch):
     assert fractions(tis={}, veto={"low": 0.3}) == {"is/truncated_high": (2, 5), "is/masked": (3, 5)}
 
 
+@pytest.mark.parametrize("bound", [0.5, 2.0])
+def test_a_ratio_at_a_bound_is_inside(bound):
+    batch = make_batch([[math.log(bound)]], rollout=[[0.0]], advantages=[[1.0]]).unmasked()
+    for correction in (
+        lambda b: tis(b, cap=2.0),
+        clip,
+        lambda b: mis(b, low=0.5),
+        lambda b: icepop(b, high=2.0),
+        lambda b: mask(b, level="token", low=0.5, high=2.0),
+        lambda b: veto(b, low=0.5, high=2.0),
+    ):
+        found = correction(batch)
+        assert found.weights.item() in (1.0, pytest.approx(bound))
+        assert not any(tokens.any() for tokens in found.touched.values())
+
+
 def test_a_weight_scales_the_policy_term_alone(batch):
     reference = replace(batch, ref_logprobs=batch.old_logprobs - 0.5)
     penalised = get_loss("reinforce", kl_coef=0.1, kl="k2")
