@@ -195,7 +195,11 @@ def test_divergence_from_the_reference_is_taken_from_the_reward():
     assert all(isinstance(kept, bool) for kept in keep)
 
 
-def test_arguments_reach_the_estimator():
+def test_arguments_reach_the_configured_loss_and_estimator():
+    batch = random_batch()
+    tight = preset("grpo", "algorithm.loss_args.clip_high=0.01")
+    assert loss_for(tight)(batch).loss.item() == get_loss("grpo", clip_high=0.01)(batch).loss.item()
+    assert loss_for(tight)(batch).loss.item() != get_loss("grpo")(batch).loss.item()
     config = preset("grpo", "algorithm.advantage_args.eps=1.0")
     advantages, _ = advantages_for(config, max_tokens=100, group_size=2)([1, -1], [0, 0], [1, 1], None)
     assert advantages[0] == pytest.approx(1 / (2**0.5 + 1))
