@@ -78,6 +78,12 @@ def test_fractions_touched(batch):
     assert fractions(tis={}, veto={"low": 0.3}) == {"is/truncated_high": (2, 5), "is/masked": (3, 5)}
 
 
+def test_several_corrections_multiply(batch):
+    veto_of_the_first = get_correction({"tis": {}, "veto": {"low": 0.3}})
+    assert veto_of_the_first(batch).weights.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.4, 2.0])
+    assert gradient(batch, corrected(dapo, veto_of_the_first))[:3].tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("bound", [0.5, 2.0])
 def test_a_ratio_at_a_bound_is_inside(bound):
     batch = make_batch([[math.log(bound)]], rollout=[[0.0]], advantages=[[1.0]]).unmasked()
