@@ -58,12 +58,13 @@ def test_dapo(batch):
     assert value(dapo(batch)) == pytest.approx(-((1.28 + 0.5) + (-3.0 - 1.6 - 2.0)) / 5)
 
 
-def test_dual_clip_bounds_what_a_bad_likely_token_can_do(batch):
-    output = dapo(batch, dual_clip=1.4)
+@pytest.mark.parametrize("loss", [dapo, ppo])
+def test_dual_clip_bounds_what_a_bad_likely_token_can_do(batch, loss):
+    output = loss(batch, clip_high=0.28, dual_clip=1.4)
     assert value(output) == pytest.approx(-((1.28 + 0.5) + (-2 * 1.4 - 1.6 - 2.0)) / 5)
     assert output.metrics["loss/clip_dual"].value == 1 / 5
-    assert gradient(batch, lambda b: dapo(b, dual_clip=1.4))[2] == 0
-    assert gradient(batch, dapo)[2] != 0
+    assert gradient(batch, lambda b: loss(b, dual_clip=1.4))[2] == 0
+    assert gradient(batch, loss)[2] != 0
 
 
 @pytest.mark.parametrize("loss", [grpo, dr_grpo, dapo, ppo, reinforce_pp])
