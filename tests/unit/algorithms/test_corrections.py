@@ -167,8 +167,9 @@ def test_no_ratio_overflows(batch):
 
 @pytest.mark.parametrize("correction", [tis, mis, icepop, lambda b: mask(b, level="token"), veto])
 @pytest.mark.parametrize("name", ["grpo", "reinforce", "cispo", "gspo", "importance_sampling"])
-def test_a_token_that_the_trainer_finds_impossible_is_dropped_not_spread(correction, name):
-    batch = make_batch([[-1.0, -1.5], [-1.0, -2.0]], advantages=[[1.0, 1.0], [-1.0, -1.0]])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_token_that_the_trainer_finds_impossible_is_dropped_not_spread(correction, name, sign):
+    batch = make_batch([[-1.0, -1.5], [-1.0, -2.0]], advantages=[[sign, sign], [-sign, -sign]])
     impossible = batch.logprobs.detach().clone()
     impossible[1] = -math.inf
     batch = replace(batch, logprobs=impossible.clone().requires_grad_(), old_logprobs=impossible)
@@ -176,7 +177,7 @@ def test_a_token_that_the_trainer_finds_impossible_is_dropped_not_spread(correct
     assert math.isfinite(output.loss.item())
     found = gradient(batch, corrected(get_loss(name), correction))
     assert found[1] == 0
-    assert (found[2:] > 0).all()
+    assert (sign * found[2:] > 0).all()
 
 
 def test_ratio_metrics_by_hand(batch):
