@@ -27,6 +27,7 @@ def test_equal_bits_are_exactly_zero_everywhere():
     result = compare([sample("a", [-0.1, -2.0]), sample("b", [-3.0])], [floats(-0.1, -2.0), floats(-3.0)])
     assert result.equal
     assert result.engine_digest == result.trainer_digest
+    assert result.raw_digests is None  # the trainer told none
     assert result.metrics == {
         "parity/tokens": 3,
         "parity/tokens_different": 0.0,

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -41,6 +43,31 @@ def test_micro_batches_hold_whole_sequences_in_order_under_the_budget() -> None:
     assert seen.sequence.tolist() == [0, 0, 0, 1]
     assert seen.rollout_logprobs.tolist() == [-1.0, -2.0, -3.0, -1.0]
     assert (seen.total_tokens, seen.total_sequences) == (13, 5)
+
+
+def test_micro_batches_are_filled_to_the_last_token() -> None:
+    batch = [sample([1] * (length - 1), [2], 1.0) for length in (10, 4, 6)]
+    step = make_step_batch(batch, max_batch_tokens=10)
+    assert [(part.sequences.start, part.sequences.stop) for part in step.micro_batches] == [(0, 1), (1, 3)]
+
+
+def test_all_that_a_sample_recorded_reaches_scoring_and_the_loss() -> None:
+    experts, selected = np.zeros((4, 1, 2), np.int16), np.ones((4, 1), np.int32)
+    made = sample([5, 6], [7, 8], 0.25)
+    made = replace(made, completion=replace(made.completion, routed_experts=experts, selected=selected))
+    step = make_step_batch([made], max_batch_tokens=9)
+    row = step.rows[0]
+    assert row.token_ids == [5, 6, 7, 8]
+    assert list(row.predict) == [2, 3]
+    assert row.sampling == made.completion.sampling
+    assert row.routed_experts is experts
+    assert row.selected is selected
+    logprobs, entropy, ref = torch.full((2,), -1.0), torch.full((2,), 0.5), torch.full((2,), -2.0)
+    seen = step.loss_batch(step.whole, logprobs, entropy, ref)
+    assert (seen.logprobs is logprobs, seen.entropy is entropy, seen.ref_logprobs is ref) == (True, True, True)
+    assert seen.advantages.tolist() == [0.25, 0.25]
+    assert seen.mask.dtype == torch.bool
+    assert seen.mask.tolist() == [True, True]
 
 
 def test_what_is_masked_is_not_counted() -> None:
