@@ -135,6 +135,14 @@ def test_what_was_skipped_does_not_outlive_the_history_that_replaces_it(tmp_path
     assert store.steps() == [1, 2]
 
 
+def test_a_step_saved_again_replaces_the_one_before(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "a" / "run")
+    for step, value in ((1, 1), (2, 2), (3, 3), (3, 4)):
+        store.save(step, [write(value)])
+    assert store.steps() == [2, 3]  # two are kept where nothing else is said
+    assert (store.root / "step_3" / "weights.bin").read_bytes() == bytes([4]) * 1000
+
+
 def test_the_same_state_is_the_same_bytes(tmp_path: Path) -> None:
     first, second = (CheckpointStore(tmp_path / name).save(3, [write(3)]) for name in "ab")
     for path in first.rglob("*"):
