@@ -232,7 +232,6 @@ def test_raw_logprobs_are_compared_where_the_others_say_nothing(tmp_path):
     said = judge.objection(found) or ""
     assert "1 of 2 trained tokens, in 1 sequences, have other raw bits" in said
     assert "sequence 1/0/0, token 0 of the completion (id 3): raw, engine -1 (0xbf800000), trainer -1.5" in said
-    judge.certificate.seal()
     (line,) = read_records(tmp_path / "parity.jsonl")
     assert (line["certain"], line["raw_different"], line["tokens_different"]) == (1, 1, 0)
     assert line["raw"]["engine"] != line["raw"]["trainer"]
@@ -271,7 +270,6 @@ def test_what_was_not_asked_for_is_judged_though_it_is_not_trained(tmp_path, mod
     other = dataclasses.replace(told(-1.0, -3.0), uid="1/0/7", fault="its prompt is [1], and was asked for as [2]")
     found = certified(judge, 1, 0, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 3]), None, [other])
     assert ("sequence 1/0/7: its prompt is [1]" in (judge.objection(found) or "")) == stops
-    judge.certificate.seal()
     (line,) = read_records(tmp_path / "parity.jsonl")
     assert line["faults"] == 1
 
