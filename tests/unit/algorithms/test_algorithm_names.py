@@ -187,6 +187,24 @@ def test_from_rewards_to_advantages():
     assert advantages == [0.0, 0.0, 0.5, -0.5]
 
 
+def test_divergence_from_the_reference_is_taken_from_the_reward():
+    estimate = advantages_for(preset("dr_grpo", "algorithm.reward_kl_coef=0.5"), max_tokens=100, group_size=2)
+    advantages, keep = estimate([1.0, 1.0], [0, 0], [10, 10], [2.0, 0.0])
+    assert advantages == [-0.5, 0.5]  # rewards 0 and 1
+    assert keep == [True, True]
+    assert all(isinstance(kept, bool) for kept in keep)
+
+
+def test_arguments_reach_the_configured_loss_and_estimator():
+    batch = random_batch()
+    tight = preset("grpo", "algorithm.loss_args.clip_high=0.01")
+    assert loss_for(tight)(batch).loss.item() == get_loss("grpo", clip_high=0.01)(batch).loss.item()
+    assert loss_for(tight)(batch).loss.item() != get_loss("grpo")(batch).loss.item()
+    config = preset("grpo", "algorithm.advantage_args.eps=1.0")
+    advantages, _ = advantages_for(config, max_tokens=100, group_size=2)([1, -1], [0, 0], [1, 1], None)
+    assert advantages[0] == pytest.approx(1 / (2**0.5 + 1))
+
+
 def test_an_overlong_buffer_beyond_the_budget_is_refused_before_any_work():
     with pytest.raises(ConfigError, match="overlong buffer is 500"):
         advantages_for(preset("grpo", "algorithm.overlong_buffer=500"), max_tokens=100, group_size=2)

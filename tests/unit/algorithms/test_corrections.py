@@ -78,6 +78,28 @@ def test_fractions_touched(batch):
     assert fractions(tis={}, veto={"low": 0.3}) == {"is/truncated_high": (2, 5), "is/masked": (3, 5)}
 
 
+def test_several_corrections_multiply(batch):
+    veto_of_the_first = get_correction({"tis": {}, "veto": {"low": 0.3}})
+    assert veto_of_the_first(batch).weights.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.4, 2.0])
+    assert gradient(batch, corrected(dapo, veto_of_the_first))[:3].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("bound", [0.5, 2.0])
+def test_a_ratio_at_a_bound_is_inside(bound):
+    batch = make_batch([[math.log(bound)]], rollout=[[0.0]], advantages=[[1.0]]).unmasked()
+    for correction in (
+        lambda b: tis(b, cap=2.0),
+        clip,
+        lambda b: mis(b, low=0.5),
+        lambda b: icepop(b, high=2.0),
+        lambda b: mask(b, level="token", low=0.5, high=2.0),
+        lambda b: veto(b, low=0.5, high=2.0),
+    ):
+        found = correction(batch)
+        assert found.weights.item() in (1.0, pytest.approx(bound))
+        assert not any(tokens.any() for tokens in found.touched.values())
+
+
 def test_a_weight_scales_the_policy_term_alone(batch):
     reference = replace(batch, ref_logprobs=batch.old_logprobs - 0.5)
     penalised = get_loss("reinforce", kl_coef=0.1, kl="k2")
@@ -145,8 +167,9 @@ def test_no_ratio_overflows(batch):
 
 @pytest.mark.parametrize("correction", [tis, mis, icepop, lambda b: mask(b, level="token"), veto])
 @pytest.mark.parametrize("name", ["grpo", "reinforce", "cispo", "gspo", "importance_sampling"])
-def test_a_token_that_the_trainer_finds_impossible_is_dropped_not_spread(correction, name):
-    batch = make_batch([[-1.0, -1.5], [-1.0, -2.0]], advantages=[[1.0, 1.0], [-1.0, -1.0]])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_token_that_the_trainer_finds_impossible_is_dropped_not_spread(correction, name, sign):
+    batch = make_batch([[-1.0, -1.5], [-1.0, -2.0]], advantages=[[sign, sign], [-sign, -sign]])
     impossible = batch.logprobs.detach().clone()
     impossible[1] = -math.inf
     batch = replace(batch, logprobs=impossible.clone().requires_grad_(), old_logprobs=impossible)
@@ -154,7 +177,7 @@ def test_a_token_that_the_trainer_finds_impossible_is_dropped_not_spread(correct
     assert math.isfinite(output.loss.item())
     found = gradient(batch, corrected(get_loss(name), correction))
     assert found[1] == 0
-    assert (found[2:] > 0).all()
+    assert (sign * found[2:] > 0).all()
 
 
 def test_ratio_metrics_by_hand(batch):

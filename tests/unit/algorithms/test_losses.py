@@ -16,6 +16,7 @@ from rlloop.algorithms import (
     grpo,
     gspo,
     importance_sampling,
+    kl_estimate,
     ppo,
     reinforce,
     reinforce_pp,
@@ -57,12 +58,13 @@ def test_dapo(batch):
     assert value(dapo(batch)) == pytest.approx(-((1.28 + 0.5) + (-3.0 - 1.6 - 2.0)) / 5)
 
 
-def test_dual_clip_bounds_what_a_bad_likely_token_can_do(batch):
-    output = dapo(batch, dual_clip=1.4)
+@pytest.mark.parametrize("loss", [dapo, ppo])
+def test_dual_clip_bounds_what_a_bad_likely_token_can_do(batch, loss):
+    output = loss(batch, clip_high=0.28, dual_clip=1.4)
     assert value(output) == pytest.approx(-((1.28 + 0.5) + (-2 * 1.4 - 1.6 - 2.0)) / 5)
     assert output.metrics["loss/clip_dual"].value == 1 / 5
-    assert gradient(batch, lambda b: dapo(b, dual_clip=1.4))[2] == 0
-    assert gradient(batch, dapo)[2] != 0
+    assert gradient(batch, lambda b: loss(b, dual_clip=1.4))[2] == 0
+    assert gradient(batch, loss)[2] != 0
 
 
 @pytest.mark.parametrize("loss", [grpo, dr_grpo, dapo, ppo, reinforce_pp])
@@ -153,6 +155,15 @@ def test_clip_fractions_are_by_the_sign_of_the_advantage(batch):
     assert (gradient(batch, grpo) == 0).tolist() == [True, False, False, True, False]
 
 
+@pytest.mark.parametrize("loss", [grpo, dr_grpo, dapo, ppo, reinforce_pp, gspo, cispo])
+def test_a_ratio_at_a_bound_is_not_clipped(loss):
+    batch = make_batch([[-1.0], [-2.0]], advantages=[[1.0], [-1.0]])
+    metrics = loss(batch, clip_low=0.0, clip_high=0.0).metrics
+    assert metrics["loss/clip_high"].value == metrics["loss/clip_low"].value == 0
+    if loss in (dapo, ppo):
+        assert loss(batch, dual_clip=1.0).metrics["loss/clip_dual"].value == 0
+
+
 def test_a_zero_advantage_is_not_clipping():
     batch = make_batch([[-0.1, -3.0]], old=[[-1.0, -1.0]], advantages=[[0.0, 0.0]])
     metrics = grpo(batch).metrics
@@ -186,6 +197,17 @@ def test_penalties_by_hand():
     assert value(by_sequence) == pytest.approx(0.1 * ((k3[0] + k3[1]) / 2 + k3[2]) / 2 - 0.01 * (1.5 / 2 + 2.0) / 2), (
         "penalties share the loss's own denominator"
     )
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_the_penalty_is_of_the_kind_that_was_asked_for(name, kl):
+    batch = random_batch(seed=5)
+    asked, bare = (get_loss(name, kl_coef=coef, kl=kl)(batch) for coef in (0.5, 0.0))
+    tokens = kl_estimate(batch.logprobs, batch.ref_logprobs, kl)[batch.mask]
+    assert asked.metrics["loss/kl_ref"].value == pytest.approx(tokens.mean().item())
+    if name in ("dapo", "ppo", "reinforce_pp", "cispo", "importance_sampling"):  # means over tokens
+        assert value(asked) - value(bare) == pytest.approx(0.5 * tokens.mean().item())
 
 
 def test_on_policy_ratio_is_exactly_one():

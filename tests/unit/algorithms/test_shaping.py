@@ -16,6 +16,11 @@ def test_overlong_penalty_is_zero_then_linear_then_one():
     ]
 
 
+def test_the_buffer_may_be_one_token_or_the_whole_budget():
+    assert overlong_penalty([99, 100], max_tokens=100, buffer=1).tolist() == [0.0, -1.0]
+    assert overlong_penalty([0, 50, 100], max_tokens=100, buffer=100).tolist() == [0.0, -0.5, -1.0]
+
+
 @pytest.mark.parametrize("buffer", [0, -1, 101])
 def test_an_impossible_buffer_is_refused(buffer):
     with pytest.raises(ConfigError, match="from 1 to max_tokens"):

@@ -7,8 +7,8 @@ import pytest
 from rlloop.config.run import ParityConfig, ParityMode
 from rlloop.errors import ConfigError
 from rlloop.metrics import LOG_RATIO_EDGES
-from rlloop.parity.certificate import Certificate, find_breaks
-from rlloop.parity.monitor import ParityMonitor, compare, report
+from rlloop.parity.certificate import Certificate, bits_digest, content_digest, find_breaks
+from rlloop.parity.monitor import Finding, ParityMonitor, compare, fingerprint_differences, report
 from rlloop.runs.folder import Journal, read_records
 from rlloop.types import Completion, Example, Recomputed, RewardResult, Sample, SamplingParams
 
@@ -27,6 +27,7 @@ def test_equal_bits_are_exactly_zero_everywhere():
     result = compare([sample("a", [-0.1, -2.0]), sample("b", [-3.0])], [floats(-0.1, -2.0), floats(-3.0)])
     assert result.equal
     assert result.engine_digest == result.trainer_digest
+    assert result.raw_digests is None  # the trainer told none
     assert result.metrics == {
         "parity/tokens": 3,
         "parity/tokens_different": 0.0,
@@ -271,3 +272,63 @@ def test_what_was_not_asked_for_is_judged_though_it_is_not_trained(tmp_path, mod
     assert ("sequence 1/0/7: its prompt is [1]" in (judge.objection(found) or "")) == stops
     (line,) = read_records(tmp_path / "parity.jsonl")
     assert line["faults"] == 1
+
+
+def test_what_a_line_and_a_report_hold(tmp_path):
+    judge = monitor(tmp_path, ParityMode.require)
+    found = certified(judge, 4, 3, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 5], (0.0, -2.5)))
+    (line,) = read_records(tmp_path / "parity.jsonl")
+    assert {key: line[key] for key in line if key not in ("previous", "hash")} == {
+        "step": 4,
+        "version": 3,
+        "tokens": 2,
+        "tokens_different": 1,
+        "engine": bits_digest([floats(0.0, -2.0)]),
+        "trainer": bits_digest([floats(0.0, -2.5)]),
+        "certain": 1,
+        "raw_different": 0,
+        "raw": {"engine": bits_digest([floats(-1.0, -3.0)]), "trainer": bits_digest([floats(-1.0, -3.0)])},
+        "redrawn": 2,
+        "redrawn_different": 1,
+        "faults": 0,
+        "fingerprints": {"engine": content_digest({"cpu": "x"}), "trainer": content_digest({"cpu": "x"})},
+        "rung": "bitwise",
+    }
+    difference = {
+        "uid": "1/0/0",
+        "index": 1,
+        "position": 3,
+        "token_id": 3,
+        "engine": -2.0,
+        "engine_bits": "0xc0000000",
+        "trainer": -2.5,
+        "trainer_bits": "0xc0200000",
+        "raw": False,
+    }
+    assert report(4, "why", found, Finding("layer 3", {"layer": 3})) == {
+        "step": 4,
+        "objection": "why",
+        "tokens": 2,
+        "tokens_different": 1,
+        "sequences_different": 1,
+        "raw_different": 0,
+        "first": difference,
+        "worst": difference,
+        "redrawn": dataclasses.asdict(found.draws),
+        "faults": (),
+        "metrics": found.metrics,
+        "doctor": {"text": "layer 3", "layer": 3},
+    }
+    assert report(4, "why", found, None)["doctor"] is None
+
+
+def test_fingerprints_differ_by_dotted_key_and_absent_is_none():
+    engine = {"cpu": "a", "profile": {"linear": 1, "deep": {"x": 1, "same": 2}}, "only": 0, "kind": {"a": 1}}
+    trainer = {"cpu": "a", "profile": {"linear": 2, "deep": {"x": 3, "same": 2}}, "mine": 5, "kind": 7}
+    assert fingerprint_differences(engine, trainer) == {
+        "kind": ({"a": 1}, 7),
+        "mine": (None, 5),
+        "only": (0, None),
+        "profile.deep.x": (1, 3),
+        "profile.linear": (1, 2),
+    }

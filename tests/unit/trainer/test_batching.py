@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -43,6 +45,31 @@ def test_micro_batches_hold_whole_sequences_in_order_under_the_budget() -> None:
     assert (seen.total_tokens, seen.total_sequences) == (13, 5)
 
 
+def test_micro_batches_are_filled_to_the_last_token() -> None:
+    batch = [sample([1] * (length - 1), [2], 1.0) for length in (10, 4, 6)]
+    step = make_step_batch(batch, max_batch_tokens=10)
+    assert [(part.sequences.start, part.sequences.stop) for part in step.micro_batches] == [(0, 1), (1, 3)]
+
+
+def test_all_that_a_sample_recorded_reaches_scoring_and_the_loss() -> None:
+    experts, selected = np.zeros((4, 1, 2), np.int16), np.ones((4, 1), np.int32)
+    made = sample([5, 6], [7, 8], 0.25)
+    made = replace(made, completion=replace(made.completion, routed_experts=experts, selected=selected))
+    step = make_step_batch([made], max_batch_tokens=9)
+    row = step.rows[0]
+    assert row.token_ids == [5, 6, 7, 8]
+    assert list(row.predict) == [2, 3]
+    assert row.sampling == made.completion.sampling
+    assert row.routed_experts is experts
+    assert row.selected is selected
+    logprobs, entropy, ref = torch.full((2,), -1.0), torch.full((2,), 0.5), torch.full((2,), -2.0)
+    seen = step.loss_batch(step.whole, logprobs, entropy, ref)
+    assert (seen.logprobs is logprobs, seen.entropy is entropy, seen.ref_logprobs is ref) == (True, True, True)
+    assert seen.advantages.tolist() == [0.25, 0.25]
+    assert seen.mask.dtype == torch.bool
+    assert seen.mask.tolist() == [True, True]
+
+
 def test_what_is_masked_is_not_counted() -> None:
     batch = make_batch()
     silent = TrainSequence([1, 2, 3], [1, 2], np.ones(2, np.float32), np.zeros(2, np.float32), mask=np.zeros(2, bool))
@@ -73,6 +100,27 @@ def test_anchors() -> None:
     seen = given.loss_batch(given.whole, here, here, None)
     assert seen.old_logprobs.tolist() == [-7.0, -8.0]
     assert seen.rollout_logprobs.tolist() == [-1.0, -2.0]
+
+
+@pytest.mark.parametrize("redraws", [True, False])
+def test_what_an_engine_made_is_witnessed_and_split_by_sequence(redraws: bool) -> None:
+    step = make_step_batch([sample([1], [2, 3], 1.0), sample([1], [4], 1.0)], max_batch_tokens=9)
+    witness = step.witness(redraws)
+    assert witness is not None
+    assert witness.draws is redraws
+    witness.add(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([2, 3, 4]))
+    found = step.recomputed(torch.tensor([-4.0, -5.0, -6.0]), witness)
+    assert [part.tolist() for part in found.logprobs] == [[-4.0, -5.0], [-6.0]]
+    assert [part.tolist() for part in found.raw_logprobs or []] == [[-1.0, -2.0], [-3.0]]
+    assert [part.tolist() for part in found.redrawn or []] == [[2, 3], [4]]
+
+
+def test_a_demonstration_has_nothing_to_be_compared_with() -> None:
+    step = make_step_batch([TrainSequence.supervised([1], [2, 3])], max_batch_tokens=9)
+    assert step.witness(True) is None
+    found = step.recomputed(torch.tensor([-4.0, -5.0]), None)
+    assert [part.tolist() for part in found.logprobs] == [[-4.0, -5.0]]
+    assert (found.raw_logprobs, found.redrawn) == (None, None)
 
 
 def test_what_cannot_be_trained_is_refused_by_name() -> None:

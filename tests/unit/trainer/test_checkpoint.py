@@ -1,10 +1,13 @@
+import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from rlloop.errors import ConfigError, RunError
-from rlloop.trainer.checkpoint import CheckpointStore, find_damage
+from rlloop.trainer.checkpoint import CheckpointStore, find_damage, folder_digest, manifest_digest
 
 
 def write(value: int):
@@ -132,8 +135,57 @@ def test_what_was_skipped_does_not_outlive_the_history_that_replaces_it(tmp_path
     assert store.steps() == [1, 2]
 
 
+def test_a_step_saved_again_replaces_the_one_before(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "a" / "run")
+    for step, value in ((1, 1), (2, 2), (3, 3), (3, 4)):
+        store.save(step, [write(value)])
+    assert store.steps() == [2, 3]  # two are kept where nothing else is said
+    assert (store.root / "step_3" / "weights.bin").read_bytes() == bytes([4]) * 1000
+
+
 def test_the_same_state_is_the_same_bytes(tmp_path: Path) -> None:
     first, second = (CheckpointStore(tmp_path / name).save(3, [write(3)]) for name in "ab")
     for path in first.rglob("*"):
         if path.is_file():
             assert path.read_bytes() == (second / path.relative_to(first)).read_bytes()
+
+
+def test_the_manifest_lists_every_file_with_its_digest_and_size(tmp_path: Path) -> None:
+    folder = CheckpointStore(tmp_path).save(3, [write(3)])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["format"], manifest["step"]) == (1, 3)
+    assert list(manifest["files"]) == ["sub/state.json", "weights.bin"]
+    assert manifest["files"]["weights.bin"] == {"blake3": blake3(bytes([3]) * 1000).hexdigest(), "bytes": 1000}
+
+
+def test_digests_are_of_the_manifests_of_kept_steps_so_far(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    kept = {str(step): store.save(step, [write(step)]) / "manifest.json" for step in (1, 2, 3)}
+    assert store.digests(2) == {step: hashlib.sha256(kept[step].read_bytes()).hexdigest() for step in ("1", "2")}
+    kept["2"].unlink()
+    assert store.digests(3).keys() == {"1", "3"}
+    assert manifest_digest(tmp_path / "step_2") is None
+
+
+def test_a_models_digest_is_of_its_tensors_and_settings_by_name(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    (first / "model.safetensors").write_bytes(b"tensors")
+    (first / "config.json").write_text("{}")
+    shutil.copytree(first, second)
+    (second / "README.md").write_text("not the model")
+    assert folder_digest(first) == folder_digest(second)
+    (second / "config.json").rename(second / "other.json")
+    assert folder_digest(first) != folder_digest(second)
+    digests = {name: blake3((first / name).read_bytes()).hexdigest() for name in ("config.json", "model.safetensors")}
+    assert folder_digest(first) == blake3("".join(f"{n} {d}\n" for n, d in digests.items()).encode()).hexdigest()
+
+
+def test_files_and_both_folders_are_forced_to_the_disk(tmp_path: Path, monkeypatch) -> None:
+    """After the seal and before the rename, what is in the folder; after it, the folder's new name."""
+    forced = []
+    monkeypatch.setattr("rlloop.trainer.checkpoint._fsync", lambda path: forced.append(path.relative_to(tmp_path)))
+    CheckpointStore(tmp_path).save(1, [write(1)])
+    inside = [Path("tmp_1") / name for name in ("manifest.json", "weights.bin", "sub", "sub/state.json")]
+    assert sorted(forced) == sorted([*inside, Path("tmp_1"), Path()])
+    assert forced[-2:] == [Path("tmp_1"), Path()]
