@@ -75,6 +75,7 @@ def write_folder(folder: Path, file: Path, dtype: torch.dtype = torch.float32) -
         "bos_token_id": field("tokenizer.ggml.bos_token_id"),
         "eos_token_id": EOS,
         "pad_token_id": PAD,
+        "unk_token_id": field("tokenizer.ggml.unknown_token_id"),
         "dtype": str(dtype).removeprefix("torch."),
     }
     folder.mkdir(parents=True, exist_ok=True)
