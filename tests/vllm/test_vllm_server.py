@@ -228,10 +228,10 @@ def test_versions_reach_its_live_weights_and_caches_go(line):
 
 def test_nothing_of_vllms_own_is_reached_and_nothing_without_the_token(line):
     for path in ("/collective_rpc", "/pause", "/resume", "/update_weights", "/reset_prefix_cache", "/abort_requests",
-                 "/inference/v1/generate", "/v1/chat/completions", "/update_weight_version", "/sleep"):  # fmt: skip
+                 "/inference/v1/generate", "/update_weight_version", "/sleep"):  # fmt: skip
         assert line.client.post(path, json={}).status_code == 404, path
     assert line.client.post("/tokenize", json={"model": "policy", "prompt": "w5 w6"}).json()["tokens"] == [5, 6]
-    for path in ("/rlloop/pause", "/rlloop/generate", "/v1/completions", "/tokenize"):
+    for path in ("/rlloop/pause", "/rlloop/generate", "/v1/completions", "/v1/chat/completions", "/tokenize"):
         assert httpx.post(line.url + path, trust_env=False).status_code == 401
 
 
@@ -301,6 +301,8 @@ def test_a_run_over_regions_is_the_local_run_bit_for_bit(line, monkeypatch):
               "rollout.num_prompts=4", "rollout.group_size=4", "eval.num_draws=8"]  # fmt: skip
     fleet = ["fleet=regions", "fleet.store=weights", "fleet.signing_key=key", "fleet.heartbeat=0.2",
              f'+fleet.engines.eu=["{line.url}"]']  # fmt: skip
+    Path("regions").mkdir()
+    Path("regions/fleet.json").write_text('{"run_id": "run"}')  # whose versions the engine follows since it began
     for run, more in (("local", []), ("regions", fleet)):
         assert main(["train", "--config-name", "countdown", f"run.dir={run}", *shared, *more]) == 0
     assert outcome(line.folder / "regions") == outcome(line.folder / "local")
