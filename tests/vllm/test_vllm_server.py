@@ -259,8 +259,9 @@ def waiting(line: Line) -> float:
 
 def test_it_pauses(line):
     line.remote.set_version(line.publish(changed(line.folder, 1.05)))
-    prompts = [[5, 6, 7], [9], [11, 12]]
-    sampling = [SamplingParams(max_tokens=length, seed=length, ignore_eos=True) for length in (60, 2, 61)]
+    prompts = [[5, 6, 7], [9], [11, 12]] * 12  # more than run at once, so that a slow machine's pause comes in time
+    lengths = enumerate((60, 2, 61) * 12)
+    sampling = [SamplingParams(max_tokens=length, seed=seed, ignore_eos=True) for seed, length in lengths]
     expected = line.remote.generate(prompts, sampling)
 
     def post(path: str) -> dict:
