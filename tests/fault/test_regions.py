@@ -63,9 +63,11 @@ def test_killed_stopped_damaged_and_restarted_it_is_the_run_without_faults(fleet
     finish(local)
 
     run = tmp_path / "run"
+    (tmp_path / "hold").touch()  # until both engines are there
     process = train(run, *STEPS, *fleet.settings())
+    until(lambda: len(events(run, "joined")) == 2, process)
+    (tmp_path / "hold").unlink()
     until(lambda: steps(run) >= 1, process)
-    assert len(events(run, "joined")) == 2
     until(lambda: cut_short(run, eu, us), process)  # somebody ends what is in flight
     until(lambda: steps(run) >= 3, process)
     eu.signal(signal.SIGKILL)  # an engine dies

@@ -15,8 +15,9 @@ from rlloop.runs.folder import RunFolder
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """Writes files and imports the module `mine_<number>` anew."""
+    """Writes files of the package `mine` and imports it anew."""
     (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").touch()  # a folder without it gives way to any mine.py on the path
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(**files):
@@ -39,7 +40,7 @@ REWARD = (
 
 def test_a_digest_is_of_a_rewards_own_files(project):
     score = project(reward=REWARD, words="WORDS = ['a']", table="import os", other="x = 1")
-    assert list(reward_sources(score)) == ["mine.reward", "mine.table", "mine.words"]
+    assert list(reward_sources(score)) == ["mine", "mine.reward", "mine.table", "mine.words"]
     first = reward_digest(score)
     assert reward_digest(functools.partial(score, 1)) == first
     assert reward_digest(project(other="x = 2")) == first
