@@ -218,6 +218,21 @@ def test_headers_of_steps_that_no_encoder_writes(numbers, rest, message):
         decode("steps", codec._framed([header]), "BF16", (8,), old, coders=REFERENCE)
 
 
+@pytest.mark.parametrize(
+    ("plain", "announced", "after", "message"),
+    [
+        (8, True, b"x", "a frame cannot be read"),
+        (9, True, b"", "a frame announces another size than it must have"),
+        (7, False, b"", "a frame has 7 bytes, not 8"),
+    ],
+)
+def test_frames_that_no_encoder_writes(plain, announced, after, message):
+    stream = zstandard.ZstdCompressor(1, write_content_size=announced).compressobj(size=plain if announced else -1)
+    frame = stream.compress(bytes(plain)) + stream.flush() + after
+    with pytest.raises(CodecError, match=message):
+        decode("full", codec._framed([codec._framed([frame])]), "U8", (8,), None)
+
+
 def test_noncontiguous_tensors():
     old, new = trained_pair(600, 1e-4)
     a, b = Bits("BF16", old.array.reshape(20, 30).T), Bits("BF16", new.array.reshape(20, 30).T)
@@ -243,7 +258,7 @@ def test_the_shortest_way_is_taken():
     one.array[4321] ^= 1
     assert len(encode(one, old).content) < 40
     noise = Bits("F32", rng.integers(0, 2**32, 5000, np.uint32))
-    assert len(encode(noise, None).content) <= max_encoded("F32", (5000,))
+    assert len(encode(noise, None).content) <= max_encoded("F32", (5000,)) == 20_000 + 156 + 256
 
 
 @pytest.mark.parametrize("small", [0, codec.SMALL])
