@@ -218,6 +218,20 @@ def test_headers_of_steps_that_no_encoder_writes(numbers, rest, message):
         decode("steps", codec._framed([header]), "BF16", (8,), old, coders=REFERENCE)
 
 
+def test_parts_come_back_and_are_exactly_as_many_as_asked_for():
+    parts = [b"first", b"", b"x", b""]
+    content = codec._framed(parts)
+    assert [bytes(part) for part in codec._unframed(memoryview(content), 4)] == parts
+    for damaged, count, message in (
+        (content, 5, "the content ends before its parts do"),
+        (content[:-1], 4, "the content ends before its parts do"),
+        (content[:8], 1, "a part is longer than what there is"),
+        (content + b"abc", 4, "^3 bytes are left over"),
+    ):
+        with pytest.raises(CodecError, match=message):
+            list(codec._unframed(memoryview(damaged), count))
+
+
 @pytest.mark.parametrize(
     ("plain", "announced", "after", "message"),
     [
@@ -345,3 +359,5 @@ def test_what_is_adaptive_ends_where_its_encoder_ended():
         odd = Bits(dtype, np.zeros(shape, UNSIGNED[WIDTH[dtype]]))
         with pytest.raises(CodecError, match=r"no more than|is not for F32"):
             decode("adaptive", b"", dtype, shape, odd)
+    with pytest.raises(CodecError, match="steps is not for F32"):
+        decode("steps", encode(odd, odd).content, "F32", (4,), odd)
