@@ -347,10 +347,12 @@ def test_changes_outside_of_the_tensor_or_the_type(monkeypatch, small):
                 decode(made.codec, made.content, "BF16", (100,), last, coders=coders)
 
 
-def test_what_is_adaptive_ends_where_its_encoder_ended():
+def test_what_is_adaptive_ends_where_its_encoder_ended(monkeypatch):
+    monkeypatch.setattr(codec, "SMALL", 2000)  # as many as there are
     old, new = trained_pair(2000, 1e-5)
     made = encode(new, old)
     assert made.codec == "adaptive"
+    assert decode("adaptive", made.content, "BF16", (2000,), old).same(new)
     for content in (made.content + b"\0", made.content + b"x"):
         for coders in (REFERENCE, None):
             with pytest.raises(CodecError, match="end as no encoder's do"):
