@@ -48,6 +48,7 @@ class Simulation:
         self.next_id = 0
         self.overlap = overlap
         self.flight: tuple[StepBatch, np.ndarray] | None = None
+        self.counted: Counter[str] = Counter()  # what the statistics must say
         self.overlapped = 0
         self.wasted = 0
 
@@ -58,11 +59,12 @@ class Simulation:
         id = self.next_id
         self.next_id += 1
         self.requests[id] = (prompt, max_tokens)
+        self.counted.update(requests=1, prompt_tokens=len(prompt))
         self.scheduler.add(Request.of(id, prompt, SamplingParams(max_tokens=max_tokens, seed=id), (EOS,)))
         return id
 
     def step(self) -> None:
-        batch, made = self.flight or self.start(self.scheduler.schedule())
+        batch, made = self.flight or self.start(self.schedule())
         self.flight = None
         ahead = self.scheduler.schedule_ahead(batch) if self.overlap else None
         if ahead is not None:
@@ -74,12 +76,24 @@ class Simulation:
             if not self.flight[0].alive.any():
                 self.flight = None
 
+    def schedule(self) -> StepBatch:
+        before = self.running_ids()
+        batch = self.scheduler.schedule()
+        self.counted.update(preemptions=len(set(before) - set(self.running_ids())))
+        return batch
+
+    def running_ids(self) -> list[int]:
+        return [self.scheduler.table.request(row).id for row in self.scheduler.running.tolist()]
+
     def start(self, batch: StepBatch, before: np.ndarray | None = None) -> tuple[StepBatch, np.ndarray]:
         table, size = self.scheduler.table, self.blocks.page_size
         assert len(batch.rows) > 0
         assert len(set(batch.rows.tolist())) == len(batch.rows) <= self.max_running
         assert (batch.counts > 0).all()
         assert batch.counts.sum() <= self.max_batch_tokens
+        assert (table.num_blocks[batch.rows] == -(-table.length[batch.rows] // size)).all(), (
+            "a block too many or too few"
+        )
         slots_of = {
             row: [int(table.blocks[row, p // size]) * size + p % size for p in range(context + count)]
             for row, context, count in zip(
@@ -105,6 +119,9 @@ class Simulation:
         return batch, made
 
     def finish_step(self, batch: StepBatch, made: np.ndarray) -> None:
+        self.counted.update(
+            steps=1, computed_tokens=int(batch.counts.sum()), made_tokens=int(batch.alive[batch.emits].sum())
+        )
         scores = made.astype(np.float32)
         for request, stopped in self.scheduler.postprocess(batch, made, scores, -scores):
             completion = request.completion(self.version, "stop" if stopped else "length")
@@ -126,6 +143,7 @@ class Simulation:
             return
         request = self.scheduler.remove(id)
         assert request is not None
+        assert request.id == id
         prompt, max_tokens = self.requests.pop(id)
         made = request.completion(self.version, "abort").token_ids
         assert made == expected(prompt, max_tokens)[: len(made)]
@@ -148,7 +166,8 @@ class Simulation:
         assert self.blocks.num_free == self.blocks.num_blocks, "a block leaked"
 
     def check(self) -> None:
-        """Every block is in one state, and its references are its users."""
+        """Every block is in one state, its references are its users, and the statistics are what happened."""
+        assert {name: getattr(self.stats, name) for name in self.counted} == dict(self.counted)
         table, blocks = self.scheduler.table, self.blocks
         users = Counter(
             block

@@ -66,7 +66,7 @@ class AnyTraffic(RuleBasedStateMachine):
             self.simulation.finish()
 
 
-AnyTraffic.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+AnyTraffic.TestCase.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
 TestAnyTraffic = AnyTraffic.TestCase
 
 
@@ -87,10 +87,53 @@ def test_decoding_goes_on_before_its_tokens_are_known():
     late = simulation.add([4, 4], 3)  # comes in as soon as the step in flight is over
     simulation.step()
     simulation.step()
-    assert late in [simulation.scheduler.table.request(row).id for row in simulation.scheduler.running.tolist()]
+    assert late in simulation.running_ids()
     simulation.finish()
     assert simulation.overlapped > simulation.stats.steps / 2
     assert simulation.wasted > 0, "nobody ended while a step of theirs was in flight"
+
+
+def test_one_request_alone_is_decoded_ahead_up_to_its_last_token():
+    simulation = Simulation(num_blocks=8, page_size=2, max_batch_tokens=1, max_running=1, overlap=True)
+    simulation.add([1], 4)
+    simulation.finish()
+    assert len(simulation.finished[0]) == 4
+    assert (simulation.overlapped, simulation.wasted, simulation.stats.computed_tokens) == (3, 0, 4)
+
+
+def test_nothing_is_decoded_ahead_where_a_request_could_come_in():
+    simulation = Simulation(num_blocks=3, page_size=4, max_batch_tokens=8, max_running=2, overlap=True)
+    simulation.add([1, 2], 6)
+    batch, _ = simulation.start(simulation.schedule())
+    simulation.add([3, 3], 2)  # a block for itself and one for the other to grow by: the last two
+    assert simulation.scheduler.schedule_ahead(batch) is None
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_an_abort_takes_out_that_request_and_no_other(waiting):
+    simulation = Simulation(num_blocks=64, page_size=2, max_batch_tokens=64, max_running=3)
+    for first in (1, 2, 3, 4):
+        simulation.add([first, 3, 3], 8)
+    simulation.step()
+    assert simulation.scheduler.remove(99) is None
+    simulation.abort(3 if waiting else 1)
+    assert simulation.running_ids() == ([0, 1, 2] if waiting else [0, 2])
+    assert [request.id for request in simulation.scheduler.waiting] == ([] if waiting else [3])
+    simulation.check()
+    simulation.finish()
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_filled_by_new_tokens_serve_the_next_turn(overlap, page_size):
+    simulation = Simulation(num_blocks=64, page_size=page_size, max_batch_tokens=64, max_running=8, overlap=overlap)
+    first = simulation.add([1, 2, 3], 10)
+    simulation.finish()
+    turn = [1, 2, 3, *simulation.finished[first]]
+    assert len(turn) == 13, "it ended early"
+    simulation.add([*turn, 5], 1)
+    simulation.finish()
+    assert simulation.stats.cached_tokens == 12  # the last token was never computed
 
 
 def test_a_group_shares_its_prompt_within_one_step():
@@ -131,6 +174,8 @@ def test_long_prompts_are_cut_and_running_requests_go_on_meanwhile():
     batch = simulation.scheduler.schedule()
     assert batch.counts.tolist() == [1, 4]
     assert batch.emits.tolist() == [True, False]
+    simulation.finish_step(*simulation.start(batch))
+    simulation.finish()
 
 
 def test_least_recently_freed_blocks_are_evicted_first_and_tails_before_heads():

@@ -150,6 +150,103 @@ def test_chunks_in_parallel_are_the_same_bytes(monkeypatch):
         assert decode(made.codec, made.content, "BF16", new.shape, old, pool=pool).same(new)
 
 
+def test_numbers_of_every_length_come_back_and_limits_are_included():
+    values = [0, 1, 127, 128, 129, 1 << 14, 3 << 20, (1 << 28) + 1, (1 << 32) - 1]
+    content = codec._numbers(values)
+    assert content[:5] == b"\x00\x01\x7f\x80\x01"
+    reader = codec._Numbers(memoryview(content + b"rest"))
+    assert [reader.next(value) for value in values] == values
+    assert (bytes(reader.bytes(2)), bytes(reader.rest())) == (b"re", b"st")
+    with pytest.raises(CodecError, match="the content ends early"):
+        reader.bytes(3)
+    with pytest.raises(CodecError, match="a number is 128, above 127"):
+        codec._Numbers(memoryview(codec._numbers([128]))).next(127)
+    for endless in (b"", b"\x80", b"\x80" * 5 + b"\x01"):
+        with pytest.raises(CodecError, match="a number does not end"):
+            codec._Numbers(memoryview(endless)).next(1 << 40)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_planes_order_patterns_as_their_values(kind):
+    """What differences are small of follows from it, so every version of the library has to order alike."""
+    values = np.array([-np.inf, -3.5, -1, -1e-7, -0.0, 0.0, 1e-7, 1, 3.5, np.inf], kind)
+    patterns = values.view(f"<u{values.itemsize}")
+    order = codec._monotone(patterns, True)
+    assert (np.diff(order.view(f"<i{values.itemsize}")) > 0).all()
+    assert (order[-5:] == patterns[-5:]).all()
+    assert (codec._monotone(order, True) == patterns).all()
+    assert codec._monotone(patterns, False) is patterns
+
+
+def test_no_change_is_no_symbol():
+    same = np.arange(100, dtype=np.uint16)
+    for coders in (REFERENCE, codec.fast()):
+        changes = coders.steps.find_changes(same, same, ORDERINGS["BF16"])
+        assert changes.counts.sum() == len(changes.symbols) == len(changes.far) == len(changes.remainders) == 0
+
+
+@pytest.mark.parametrize("last", [1000, 0x8000])
+def test_a_far_and_large_change_among_near_and_small_ones(monkeypatch, last):
+    """More than a symbol and a byte can say, of the gap and of the step."""
+    monkeypatch.setattr(codec, "SMALL", 0)
+    old = Bits("BF16", np.zeros(20_000, np.uint16))
+    new = Bits("BF16", old.array.copy())
+    new.array[:2000] = 1
+    new.array[-2:] = 0x7F80, last
+    assert same_by_both_coders(new, old).codec == "steps"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "rest", "message"),
+    [
+        ([0], b"x", "bytes follow a chunk without changes"),
+        ([9], b"", "a number is 9, above 8"),
+        ([1, 256], b"", "a number is 256, above 255"),
+        ([1, 255, 1], b"", "a number is 1, above 0"),
+        ([1, 0, 0, 2], b"", "a number is 2, above 1"),
+        ([1, 0, 0, 0, 0, 0, 0, 1, 22], b"", "a number is 22, above 21"),
+        ([2, 0, 0, 0, 0, 0, 0, 1, 0], b"", "classes have 1 changes of 2"),
+        ([1, 0, 0, 0, 0, 0, 0, 1, 0, 0], b"x", "1 bytes of low bits are too many or too few"),
+        ([1, 0, 0, 0, 0, 0, 0, 1, 9, 0], b"x", "1 bytes of low bits are too many or too few"),
+        ([1, 0, 0, 0, 0, 0, 0, 1, 0, 1], b"", "the content ends early"),
+    ],
+)
+def test_headers_of_steps_that_no_encoder_writes(numbers, rest, message):
+    header = codec._numbers(numbers) + rest
+    old = Bits("BF16", np.zeros(8, np.uint16))
+    with pytest.raises(CodecError, match=message):
+        decode("steps", codec._framed([header]), "BF16", (8,), old, coders=REFERENCE)
+
+
+def test_parts_come_back_and_are_exactly_as_many_as_asked_for():
+    parts = [b"first", b"", b"x", b""]
+    content = codec._framed(parts)
+    assert [bytes(part) for part in codec._unframed(memoryview(content), 4)] == parts
+    for damaged, count, message in (
+        (content, 5, "the content ends before its parts do"),
+        (content[:-1], 4, "the content ends before its parts do"),
+        (content[:8], 1, "a part is longer than what there is"),
+        (content + b"abc", 4, "^3 bytes are left over"),
+    ):
+        with pytest.raises(CodecError, match=message):
+            list(codec._unframed(memoryview(damaged), count))
+
+
+@pytest.mark.parametrize(
+    ("plain", "announced", "after", "message"),
+    [
+        (8, True, b"x", "a frame cannot be read"),
+        (9, True, b"", "a frame announces another size than it must have"),
+        (7, False, b"", "a frame has 7 bytes, not 8"),
+    ],
+)
+def test_frames_that_no_encoder_writes(plain, announced, after, message):
+    stream = zstandard.ZstdCompressor(1, write_content_size=announced).compressobj(size=plain if announced else -1)
+    frame = stream.compress(bytes(plain)) + stream.flush() + after
+    with pytest.raises(CodecError, match=message):
+        decode("full", codec._framed([codec._framed([frame])]), "U8", (8,), None)
+
+
 def test_noncontiguous_tensors():
     old, new = trained_pair(600, 1e-4)
     a, b = Bits("BF16", old.array.reshape(20, 30).T), Bits("BF16", new.array.reshape(20, 30).T)
@@ -175,7 +272,7 @@ def test_the_shortest_way_is_taken():
     one.array[4321] ^= 1
     assert len(encode(one, old).content) < 40
     noise = Bits("F32", rng.integers(0, 2**32, 5000, np.uint32))
-    assert len(encode(noise, None).content) <= max_encoded("F32", (5000,))
+    assert len(encode(noise, None).content) <= max_encoded("F32", (5000,)) == 20_000 + 156 + 256
 
 
 @pytest.mark.parametrize("small", [0, codec.SMALL])
@@ -237,22 +334,25 @@ def test_changes_outside_of_the_tensor_or_the_type(monkeypatch, small):
     new = Bits("BF16", old.array.copy())
     new.array[99] += 1
     made = encode(new, old)
-    shorter = Bits("BF16", old.array[:50])
-    for coders in (REFERENCE, None):
-        with pytest.raises(CodecError, match="reach outside"):
-            decode(made.codec, made.content, "BF16", (50,), shorter, coders=coders)
-    top = Bits("BF16", np.full(100, 0x7FFF, np.uint16))  # the same class in another place of the order
-    bottom = Bits("BF16", np.full(100, 0x7F80, np.uint16))
-    made = encode(top, bottom)
-    for coders in (REFERENCE, None):
-        with pytest.raises(CodecError, match="reach outside"):
-            decode(made.codec, made.content, "BF16", (100,), top, coders=coders)
+    for count in (50,) if small else (50, 99):  # 99 of 100 may be another whole tensor to the adaptive coder
+        shorter = Bits("BF16", old.array[:count])
+        for coders in (REFERENCE, None):
+            with pytest.raises(CodecError, match="reach outside"):
+                decode(made.codec, made.content, "BF16", (count,), shorter, coders=coders)
+    for end, before in ((0x7FFF, 0x7F80), (0x7FFF, 0x7FFE), (0xFFFF, 0xFFFE)):
+        last = Bits("BF16", np.full(100, end, np.uint16))  # the same class in another place of the order
+        made = encode(last, Bits("BF16", np.full(100, before, np.uint16)))
+        for coders in (REFERENCE, None):
+            with pytest.raises(CodecError, match="reach outside"):
+                decode(made.codec, made.content, "BF16", (100,), last, coders=coders)
 
 
-def test_what_is_adaptive_ends_where_its_encoder_ended():
+def test_what_is_adaptive_ends_where_its_encoder_ended(monkeypatch):
+    monkeypatch.setattr(codec, "SMALL", 2000)  # as many as there are
     old, new = trained_pair(2000, 1e-5)
     made = encode(new, old)
     assert made.codec == "adaptive"
+    assert decode("adaptive", made.content, "BF16", (2000,), old).same(new)
     for content in (made.content + b"\0", made.content + b"x"):
         for coders in (REFERENCE, None):
             with pytest.raises(CodecError, match="end as no encoder's do"):
@@ -261,3 +361,5 @@ def test_what_is_adaptive_ends_where_its_encoder_ended():
         odd = Bits(dtype, np.zeros(shape, UNSIGNED[WIDTH[dtype]]))
         with pytest.raises(CodecError, match=r"no more than|is not for F32"):
             decode("adaptive", b"", dtype, shape, odd)
+    with pytest.raises(CodecError, match="steps is not for F32"):
+        decode("steps", encode(odd, odd).content, "F32", (4,), odd)
