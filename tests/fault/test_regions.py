@@ -8,11 +8,13 @@ import signal
 from pathlib import Path
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from rlloop.audit import Extent, verify
 from rlloop.rollout.fleet.client import RemoteEngine
+from rlloop.rollout.fleet.wire import EngineState
 from rlloop.runs.folder import read_rollouts, rollout_files
 from rlloop.sync.manifest import Head
 from rlloop.sync.store import FolderStore
@@ -48,18 +50,24 @@ def flip_bits(cache: Path) -> int:
 
 
 def cut_short(run: Path, *engines: Server) -> bool:
-    """End what is in flight. Whether it was anything."""
+    """End what is in flight, if anything is: a step samples for a tenth of a second. Whether that was seen."""
+    token = {"Authorization": f"Bearer {TOKEN}"}
     for engine in engines:
-        for path in ("pause?mode=abort", "resume"):
-            token = {"Authorization": f"Bearer {TOKEN}"}
-            httpx.post(f"{engine.url}/rlloop/{path}", headers=token, timeout=60, trust_env=False).raise_for_status()
+        with httpx.Client(base_url=f"{engine.url}/rlloop/", headers=token, timeout=60, trust_env=False) as client:
+            for _ in range(100):
+                state = msgspec.msgpack.decode(client.get("state").content, type=EngineState)
+                if state.load:
+                    client.post("pause?mode=abort").raise_for_status()
+                    client.post("resume").raise_for_status()
+                    break
     return any("cut short" in event["why"] or "a pause" in event["why"] for event in events(run, "reissued"))
 
 
 def test_killed_stopped_damaged_and_restarted_it_is_the_run_without_faults(fleet, tmp_path):
     local = train(tmp_path / "local", *STEPS)
     relays = {region: fleet.relay(region) for region in ("eu", "us")}
-    eu, us = (fleet.engine(region, relay) for region, relay in relays.items())
+    slow = ["--max-batch-tokens", "1"]  # so that something is in flight long enough to be ended
+    eu, us = (fleet.engine(region, relay, *slow) for region, relay in relays.items())
     finish(local)
 
     run = tmp_path / "run"
