@@ -14,7 +14,7 @@ from rlloop.algorithms import advantages_for
 from rlloop.audit.history import History, Rollouts, Row
 from rlloop.audit.parts import Parts
 from rlloop.config.run import RunConfig
-from rlloop.loop.step_data import completion_seed, reward_metrics, rollout_metrics
+from rlloop.loop.step_data import reward_metrics, rollout_metrics, training_sampling
 from rlloop.parity.asked import ending_fault, fault_of
 from rlloop.parity.certificate import bits_digest
 from rlloop.parity.monitor import compare
@@ -198,7 +198,7 @@ class Requests:
         for (prompt, place), row in places.items():
             if row.group != prompt:
                 problems.append(f"{row.uid} stands in group {row.group}")
-            fault = self._fault(row, self._asked(step.step, prompt, place))
+            fault = self._fault(row, training_sampling(self.config, step.step, prompt, place))
             problems += [] if fault is None else [f"{row.uid}: {fault}"]
         self.checked += len(places)
         return problems
@@ -208,18 +208,6 @@ class Requests:
         prompts = f"{self.examples} prompts against the task" if why is None else f"prompts not checked: {why}"
         ends = "seeds and ends" if self.parts.known is not None else "seeds (no weights are stored, so no stop tokens)"
         return f"{self.checked} {ends}; {prompts}"
-
-    def _asked(self, step: int, prompt: int, place: int) -> SamplingParams:
-        config = self.config.rollout
-        return SamplingParams(
-            max_tokens=config.max_tokens,
-            min_tokens=config.min_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            seed=completion_seed(self.config.seed, "train", step, prompt, place),
-        )
 
     def _against_task(self, step: Rollouts, batches: int, places: dict[tuple[int, int], Row]) -> list[str]:
         """The task's batches are taken in order, so a missing step leaves those after it without a place."""

@@ -21,7 +21,14 @@ import numpy as np
 from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import ParityError, RlloopError, RunError
 from rlloop.loop.environments import player_for
-from rlloop.loop.step_data import completion_seed, minibatches, new_sample, reward_metrics, rollout_metrics
+from rlloop.loop.step_data import (
+    completion_seed,
+    minibatches,
+    new_sample,
+    reward_metrics,
+    rollout_metrics,
+    training_sampling,
+)
 from rlloop.metrics import Mean, Reduction, merge, values
 from rlloop.parity.asked import AskedEngine, Vocabulary
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
@@ -136,18 +143,7 @@ class Loop:
         played = self.player.play(
             engine,
             [examples[p - first] for p, _ in places],
-            [
-                SamplingParams(
-                    max_tokens=config.max_tokens,
-                    min_tokens=config.min_tokens,
-                    temperature=config.temperature,
-                    top_p=config.top_p,
-                    top_k=config.top_k,
-                    min_p=config.min_p,
-                    seed=completion_seed(seed, "train", step, p, g),
-                )
-                for p, g in places
-            ],
+            [training_sampling(self.config, step, p, g) for p, g in places],
         )
         samples = []
         for (p, g), made in zip(places, played, strict=True):

@@ -7,14 +7,29 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlloop.config.run import RunConfig
 from rlloop.loop.environments import Played, cut_short
-from rlloop.types import RewardResult, Sample
+from rlloop.types import RewardResult, Sample, SamplingParams
 
 
 def completion_seed(run_seed: int, purpose: str, step: int, prompt: int, place: int) -> int:
     """The seed of one completion, below 2**63: a hash of its coordinates, so that no order of work can change it."""
     name = f"{run_seed}/{purpose}/{step}/{prompt}/{place}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+
+
+def training_sampling(config: RunConfig, step: int, prompt: int, place: int) -> SamplingParams:
+    """How a step asks for one completion: a function of the configuration and its coordinates."""
+    sampled = config.rollout
+    return SamplingParams(
+        max_tokens=sampled.max_tokens,
+        min_tokens=sampled.min_tokens,
+        temperature=sampled.temperature,
+        top_p=sampled.top_p,
+        top_k=sampled.top_k,
+        min_p=sampled.min_p,
+        seed=completion_seed(config.seed, "train", step, prompt, place),
+    )
 
 
 def minibatches(samples: Sequence[Sample], count: int) -> list[list[int]]:
