@@ -17,6 +17,7 @@ from rlloop.config.engine import EngineKind, check_engine
 from rlloop.config.fleet import FleetConfig, FleetKind
 from rlloop.config.numerics import DriftConfig, ProfileConfig, RolloutProfile
 from rlloop.errors import ConfigError
+from rlloop.numerics.implementations import batch_invariant, is_outside
 from rlloop.numerics.profile import SETTINGS
 
 
@@ -350,10 +351,11 @@ class RunConfig:
                     f"rollout.profile.{op} is {sampled} and model.profile.{op} is {trained}: engine and trainer would "
                     "differ, which parity.mode=require refuses; set parity.mode=observe to measure the difference"
                 )
-            if op not in SETTINGS and trained != "rlloop":
+            if op not in SETTINGS and not batch_invariant(trained):
+                promise = f", declare BATCH_INVARIANT = True in {trained} where it holds" if is_outside(trained) else ""
                 raise ConfigError(
                     f"model.profile.{op} is {trained}, so bits vary with the batch: parity.mode=require cannot hold; "
-                    "leave it at rlloop, or set parity.mode=observe"
+                    f"leave it at rlloop{promise}, or set parity.mode=observe"
                 )
 
 

@@ -24,6 +24,7 @@ from rlloop.parity.asked import Vocabulary
 from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import Finding, TokenDifference
 from rlloop.rollout import Engine, vllm
+from rlloop.study.drifted_ops import drifted_ops
 from rlloop.sync.bundle import Bundle, BundlePublisher, BundleReplica
 from rlloop.sync.live import LiveTarget, named_weights, tensors_of
 from rlloop.trainer import Trainer
@@ -60,7 +61,7 @@ def make_engine(
     model: Model, profile: ProfileConfig, rollout: RolloutConfig, drift: Drift | None = None
 ) -> Engine | VllmEngine:
     """An engine over `model`'s own parameters, under `profile` and with the drift that it declares."""
-    sampled = model.with_profile(NumericsProfile(**vars(profile), drift=drift))
+    sampled = model.with_profile(NumericsProfile(**vars(profile), drift=drift), drifted_ops)
     settings = {
         "page_size": rollout.page_size,
         "max_batch_tokens": rollout.max_batch_tokens,

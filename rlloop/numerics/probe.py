@@ -106,14 +106,14 @@ def _prefill_and_decode(ops: Ops, draw: Draw, device: str | torch.device) -> tup
 def _fused(ops: Ops, draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(operation, what it makes as a part of a kernel with others, and alone)"""
     x, first, second, third = draw(ROWS, 128), draw(256, 128), draw(128, 128), draw(128, 128)
-    for together, weight in zip(ops.three_linears(x, first, second, third), (first, second, third), strict=True):
+    for together, weight in zip(ops.qkv_linear(x, first, second, third), (first, second, third), strict=True):
         yield "linear", together, ops.linear(x, weight)
     yield "activation", ops.gated_linear(x, second, third), ops.silu_mul(ops.linear(x, second), ops.linear(x, third))
     q, k, v, table, norms = draw(ROWS, 4, 64), draw(ROWS, 2, 64), draw(ROWS, 2, 64), draw(ROWS, 32).float(), draw(2, 64)
     positions = torch.arange(ROWS, device=q.device)
     keys, values = torch.zeros_like(k), torch.zeros_like(v)
     slots = positions.flip(0)
-    entered = ops.enter(q, k, v, (norms[0], norms[1]), 1e-6, positions, (table, table), slots, keys, values)
+    entered = ops.qkv_cache_write(q, k, v, (norms[0], norms[1]), 1e-6, positions, (table, table), slots, keys, values)
     yield "rope", entered, ops.rope(ops.rms_norm(q, norms[0], 1e-6)[0], positions, table, table)
     yield "rope", keys[slots], ops.rope(ops.rms_norm(k, norms[1], 1e-6)[0], positions, table, table)
     yield "attention", values[slots], v

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlloop.errors import ConfigError
 from rlloop.models import Model
-from rlloop.numerics.drift import DriftedOps
-from rlloop.numerics.fp8 import fits
-from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import Drift
-from rlloop.numerics.quantize import quantized
+from rlloop.study.drifted_ops import DriftedOps, drifted_ops
+from rlloop.study.fp8 import fits
+from rlloop.study.quantize import quantized
 from rlloop.sync.colocated import Versioned
 
 FILE = "drifted_sync.safetensors"
@@ -41,6 +41,11 @@ class DriftedSync:
     def __init__(self, trained: Model, engine: ModelEngine, *others: Versioned) -> None:
         assert engine.model.profile.drift is not None
         self.drift: Drift = engine.model.profile.drift
+        if self.drift.products == "fp8" and trained.device.type != "cuda":
+            raise ConfigError(
+                "the drift has products=fp8, kernels of a GPU; leave it at none (the same roundings, and the profile's "
+                f"products), or use device=cuda in place of {trained.device.type}"
+            )
         self._trained, self._engine, self._others = trained, engine, others
         self._own = dict(engine.model.named_parameters())
         self._published: dict[int, dict[str, Tensor]] = {}  # the trainer's last weights, by version
@@ -54,7 +59,7 @@ class DriftedSync:
         first, served = self.drift.from_step - 1, version
         drifting = version >= first
         model = self._engine.model
-        model.ops = ops_for(model.profile if drifting else dataclasses.replace(model.profile, drift=None))
+        model.ops = drifted_ops(model.profile if drifting else dataclasses.replace(model.profile, drift=None))
         if drifting and self.drift.lossy_sync and version > first:
             self._add(now, self._published[max(self._published)])
         else:

@@ -23,7 +23,7 @@ from rlloop.models.logits_processing import on_device, warp_for
 from rlloop.models.routing_record import Routes
 from rlloop.models.scoring import likeliest, score_prompt
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
-from rlloop.numerics.logprob import check_drawn
+from rlloop.numerics.operators.token_logprob import check_drawn
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.graphs import DecodeGraphs, packed
 from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlloop.numerics.layout import Carried
+from rlloop.numerics.layout import RecurrentState
 
 
 class BlockManager:
@@ -150,9 +150,9 @@ class PagedCache:
         ]
         self.rows = torch.empty(0, dtype=torch.int64, device=device)
 
-    def carried(self, layer: int, name: str) -> Carried:
+    def carried(self, layer: int, name: str) -> RecurrentState:
         """What a recurrent layer keeps of this step's sequences. A sequence that begins finds nothing there."""
-        return Carried(self.states[layer][name], self.rows)
+        return RecurrentState(self.states[layer][name], self.rows)
 
     def places(self, layer: int, *names: str) -> tuple[Tensor, ...]:
         """Where `write` would put this step's tokens: their slots, and the stores of these names."""

@@ -11,7 +11,7 @@ from rlloop.launch.compose import build, compose_recipe
 from rlloop.models import Model, new_model
 from rlloop.numerics import fp8
 from rlloop.numerics.drift import DriftedOps
-from rlloop.numerics.layout import AttentionLayout, Reach
+from rlloop.numerics.layout import AttentionLayout, AttentionMask
 from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.numerics.quantize import e4m3_rows, quantized, rounded_activation
 from rlloop.numerics.stock import attention, by_expert, padded_attention
@@ -62,10 +62,10 @@ def test_padded_attention_is_the_loop_over_sequences(window):
     pages = torch.tensor([[0, 8], [16, 999], [40, 32]])  # the second sequence has no second page
     layout = AttentionLayout(starts, contexts, pages, block_size=8, contiguous=False)
     q, k, v = torch.randn(8, 4, 16), torch.randn(48, 2, 16), torch.randn(48, 2, 16)
-    expected = attention(q, k, v, layout, 0.3, Reach(window=window))
+    expected = attention(q, k, v, layout, 0.3, AttentionMask(window=window))
     torch.testing.assert_close(padded_attention(q, k, v, layout, 0.3, window), expected)
     single = AttentionLayout(torch.arange(4), contexts, pages, block_size=8, contiguous=False)
-    expected = attention(q[:3], k, v, single, 0.3, Reach(window=window))
+    expected = attention(q[:3], k, v, single, 0.3, AttentionMask(window=window))
     torch.testing.assert_close(padded_attention(q[:3], k, v, single, 0.3, window), expected)
 
 

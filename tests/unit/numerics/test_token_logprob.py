@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from warp_cases import bits, head, mixed, warp_of
 
 from rlloop.numerics import logprob, reference, stock
-from rlloop.numerics.kernels.cpu.distribution import log
+from rlloop.numerics.kernels.cpu.compiled.distribution import log
 from rlloop.numerics.layout import LogitsWarp
 from rlloop.numerics.logprob import token_logprob
 
