@@ -2,8 +2,8 @@
 
     python examples/own_loss.py            # under a minute on a laptop; nothing is downloaded
 
-A loss is a function from a `LossBatch` to a `LossOutput`. This script calls the trainer with it; `rlloop train` takes the
-same function. A small random model learns to repeat the letter that it is given. Arrays carry their shape in their
+A loss is a function from a `LossBatch` to a `LossOutput`. This script calls the trainer with it; `rlloop train` takes
+the same function. A small random model learns to repeat the letter that it is given. Arrays carry their shape in their
 names: S sequences (prompts x completions of each), N tokens of all of them.
 """
 
@@ -30,7 +30,7 @@ GROUP, TOKENS = 16, 6
 
 
 def asymmetric(batch: LossBatch, *, negative: float = 0.5) -> LossOutput:
-    """−1/N sum_n w_n A_n logprob_n with w = 1 where A >= 0, else `negative`: REINFORCE that punishes less than it rewards.
+    """REINFORCE that punishes less than it rewards: −1/N sum_n w_n A_n logprob_n, w = 1 where A >= 0, else `negative`.
 
     Denominator: the tokens of the whole optimizer step, so that the shares of its micro-batches add up to its mean.
     """
