@@ -8,8 +8,8 @@ one of them at least: those that it leaves out stay rlloop's. Gradients are its 
     BATCH_INVARIANT = True
 
 which promises that the bits of a row depend on that row alone. Then the profile holds the contract: the start-up probe
-checks the functions as it checks rlloop's, and `parity.mode=require` is allowed. Without it, require refuses the module.
-Fingerprints have the path and a digest of the source.
+checks the functions as it checks rlloop's, and `parity.mode=require` is allowed. Without it, require refuses the
+module. Fingerprints have the path and a digest of the source.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def batch_invariant(name: str) -> bool:
 def source_digest(path: str) -> str:
     """SHA-256 of a module's file; of a package's, of all its Python files by name."""
     spec = importlib.util.find_spec(path)
-    assert spec is not None and spec.origin is not None, path
+    assert spec is not None, path
+    assert spec.origin is not None, path
     file, digest = Path(spec.origin), hashlib.sha256()
     files = sorted(file.parent.rglob("*.py")) if spec.submodule_search_locations else [file]
     for each in files:

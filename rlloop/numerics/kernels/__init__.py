@@ -3,10 +3,10 @@
 The tensors' device chooses. A module is imported when the first tensor of its device type arrives, so a run on a GPU
 imports no numba and a run on a CPU no Triton. Another backend is one module and one registration, either of
 
-    register_kernels("npu", "their_module.kernels")          # before the first tensor of that type
+    register_kernels("npu", "their_package.kernels")  # before the first tensor of that type
 
-    [project.entry-points."rlloop.kernels"]                    # in the pyproject.toml of an installed module
-    npu = "their_module.kernels"
+    [project.entry-points."rlloop.kernels"]           # in the pyproject.toml of an installed package
+    npu = "their_package.kernels"
 
 `rlloop.numerics.operators` has what kernels do not: schemas, gradients, and the choice by device.
 """
@@ -24,9 +24,9 @@ import torch
 from rlloop.numerics.kernels.protocol import Kernels
 
 if TYPE_CHECKING:
-    from rlloop.numerics.kernels import cpu
+    from rlloop.numerics.kernels.cpu import backend
 
-    _conforms: Kernels = cpu
+    _conforms: Kernels = backend
 
 _modules = {"cpu": "rlloop.numerics.kernels.cpu.backend", "cuda": "rlloop.numerics.kernels.triton.backend"}
 _loaded: dict[str, Kernels] = {}
@@ -62,15 +62,14 @@ def kernels_for(device: torch.device) -> Kernels:
 
 def kernel(device_type: str, name: str) -> Callable[..., Any]:
     """The function `name` for tensors of `device_type`, whose module is imported at the first call."""
-    function: Callable[..., Any] | None = None
 
-    def call(*args: Any) -> Any:
+    def first(*args: Any) -> Any:
         nonlocal function
-        if function is None:
-            function = getattr(_load(device_type), name, None) or functools.partial(_missing, device_type, name)
+        function = getattr(_load(device_type), name, None) or functools.partial(_missing, device_type, name)
         return function(*args)
 
-    return call
+    function: Callable[..., Any] = first
+    return lambda *args: function(*args)
 
 
 def _load(device_type: str) -> Kernels:

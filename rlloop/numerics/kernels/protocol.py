@@ -33,7 +33,7 @@ class Kernels(Protocol):
         ...
 
     def product(self, rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype) -> Tensor:
-        """For gradients: rows [M, K] (not `by_row`: [K, M]) times lanes [N, K] (not `lanes_by_row`: [K, N]) -> [M, N]."""
+        """For gradients: rows [M, K] times lanes [N, K] -> [M, N]. Not `by_row`: rows are [K, M]; so for lanes."""
         ...
 
     def sum_of_rows(self, x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Kernels(Protocol):
     def rms_norm_backward(
         self, stream: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, grad_stream: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """`stream` is what was normed, `grad_stream` its own gradient. -> (of the stream [..., D], of the weight [D])."""
+        """`stream` is what was normed, `grad_stream` its own gradient. -> (of it [..., D], of the weight [D])."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

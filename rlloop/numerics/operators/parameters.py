@@ -1,4 +1,4 @@
-"""Parameters that every token reads through PyTorch's own operations, with gradients that sum over tokens as products do.
+"""Parameters that every token reads through PyTorch's own operations. Their gradients sum over tokens as products do.
 
 On a CPU, PyTorch's own sums over tokens are long chains, in bfloat16 where the parameter is, and some depend on
 threads. In float64 they stay.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rlloop.numerics.kernels.cpu.compiled import linear as kernels
 from rlloop.numerics.kernels.cpu.compiled.jit import flat
-from rlloop.numerics.operators.parameters import each_row, embedding
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.operators.parameters import each_row, embedding
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile

@@ -8,14 +8,14 @@ import torch
 from rlloop.config.numerics import DriftConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.compose import build, compose_recipe
-from rlloop.models import Model, new_model
-from rlloop.numerics import fp8
-from rlloop.numerics.drift import DriftedOps
+from rlloop.models import Model
 from rlloop.numerics.layout import AttentionLayout, AttentionMask
 from rlloop.numerics.profile import Drift, NumericsProfile
-from rlloop.numerics.quantize import e4m3_rows, quantized, rounded_activation
 from rlloop.numerics.stock import attention, by_expert, padded_attention
-from tests.support.drifted_pair import CONFIG, EMBEDDING, LINEAR, NORM, Pair
+from rlloop.study import fp8
+from rlloop.study.drifted_ops import DriftedOps
+from rlloop.study.quantize import e4m3_rows, quantized, rounded_activation
+from tests.support.drifted_pair import EMBEDDING, LINEAR, NORM, Pair
 
 FP8: dict[str, Any] = {"weights": "fp8", "granularity": "channel", "activations": "fp8", "products": "fp8"}
 
@@ -79,7 +79,7 @@ def test_an_fp8_cache_rounds_what_it_keeps_and_fp4_activations_what_enters_a_lin
 
 def test_a_cpu_refuses_fp8_kernels():
     with pytest.raises(ConfigError, match="products=fp8, kernels of a GPU"):
-        new_model(CONFIG, 0).with_profile(NumericsProfile(drift=Drift(**FP8)))
+        Pair(**FP8)
     with pytest.raises(ConfigError, match="products=fp8 calls kernels of a GPU"):  # before a warm start begins
         build(compose_recipe("countdown/collapse_gpu", ["arm=fp8_kernels", "device=cpu"]))
 
