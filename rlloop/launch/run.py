@@ -30,8 +30,8 @@ from rlloop.errors import ConfigError, ModelError, ParityError, RlloopError
 from rlloop.launch.ray_pool import EngineDied, FleetEngine, FleetSync, RemoteTrainer
 from rlloop.launch.signals import Interrupts
 from rlloop.launch.workers import Colocated, Replica, load, make_engine, make_trainer, vocabulary_of
-from rlloop.loop.loop import Advantages, Loop, Parts
-from rlloop.loop.schedule import PipelinedLoop
+from rlloop.loop.loop import Loop
+from rlloop.loop.parts import Advantages, Parts
 from rlloop.models.config import read_config
 from rlloop.numerics.profile import Drift
 from rlloop.parity.certificate import Certificate
@@ -172,8 +172,8 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
         sync = ColocatedSync(*engines) if drift is None else DriftedSync(model, engine, eval_engine)
         yield Parts(
             task=prepared.task,
-            source=Path(path),
             engine=engine,
+            engine_lag=config.rollout.drift.stale_steps,
             eval_engine=eval_engine,
             trainer=trainer,
             sync=sync,
@@ -234,9 +234,7 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
         engine = FleetEngine(trainer, [place(Replica, bundle) for bundle in range(1, count)])
         yield Parts(
             task=prepared.task,
-            source=Path(path),
             engine=engine,
-            eval_engine=engine,
             trainer=RemoteTrainer(trainer),
             sync=FleetSync(engine, trainer.reference),
             scorer=prepared.scorer,
@@ -366,12 +364,11 @@ def _drive(
         observers: list[Any] = make_sinks(config.sinks, folder.path, job.plain)
         for sink in observers:
             stack.callback(sink.close)
-        kind = PipelinedLoop if config.fleet.max_version_lag else Loop
-        loop = kind(config, parts, folder, monitor, observers)
-        stack.callback(loop.player.close)
+        loop = Loop(config, parts, folder, monitor, observers)
+        stack.callback(loop.close)
         start = loop.restore()
-        if start == 0 and parts.source is not None:
-            certificate.note(model=folder_digest(parts.source))
+        if start == 0:
+            certificate.note(model=folder_digest(Path(prepared.task.model_folder())))
         if config.parity.redraw and not config.redraws:
             folder.log("tokens are not drawn again: the engine draws them by another operation than the trainer's")
         changed = note_reward(folder, prepared.scorer.reward, start)
