@@ -19,7 +19,6 @@ from rlloop.trainer.batching import TrainSequence
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.support.loop_run import Run
 
-
 KNOWN = Vocabulary(8, (0,))
 
 
