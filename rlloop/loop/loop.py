@@ -19,7 +19,7 @@ import numpy as np
 
 from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import RlloopError, RunError
-from rlloop.loop.parts import Advantages, Parts
+from rlloop.loop.parts import Parts
 from rlloop.loop.recorder import Recorder, Untrained
 from rlloop.loop.sampler import Sampler
 from rlloop.loop.step_data import minibatches, reward_metrics, rollout_metrics
@@ -28,8 +28,6 @@ from rlloop.parity.monitor import ParityMonitor
 from rlloop.protocols import Engine, Observer
 from rlloop.runs.folder import RunFolder
 from rlloop.types import Recomputed, RewardResult, Sample
-
-__all__ = ["Advantages", "Loop", "Parts", "RewardsFailed"]
 
 
 class RewardsFailed(RlloopError):
