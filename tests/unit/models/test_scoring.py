@@ -11,7 +11,7 @@ from torch import Tensor
 from rlloop.errors import ConfigError
 from rlloop.models import Model, ScoreRow, load_model, score, token_logprobs
 from rlloop.types import SamplingParams
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 PAIRS = [([5, 6, 7], [8, 9, 10, 11]), ([12], [13, 2]), (list(range(3, 40)), list(range(40, 90))), ([1, 2], [3])]
 SAMPLING = [

@@ -3,12 +3,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sequences import make_batch
 
 from rlloop.errors import ConfigError
 from rlloop.trainer import TrainSequence
 from rlloop.trainer.batching import make_step_batch
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
+from tests.support.train_sequences import make_batch
 
 
 def sample(prompt: list[int], made: list[int], advantage: float) -> Sample:
