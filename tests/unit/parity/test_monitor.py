@@ -8,7 +8,7 @@ from rlloop.config.run import ParityConfig, ParityMode
 from rlloop.errors import ConfigError
 from rlloop.metrics import LOG_RATIO_EDGES
 from rlloop.parity.certificate import Certificate, bits_digest, content_digest, find_breaks
-from rlloop.parity.monitor import Finding, ParityMonitor, compare, fingerprint_differences, report
+from rlloop.parity.monitor import Finding, ParityMonitor, compare, describe, fingerprint_differences, report
 from rlloop.runs.folder import Journal, read_records
 from rlloop.types import Completion, Example, Recomputed, RewardResult, Sample, SamplingParams
 
@@ -84,8 +84,13 @@ def test_first_and_worst_difference_are_named_with_their_bits():
     assert (result.first.uid, result.first.index, result.first.position, result.first.token_id) == ("1/0/0", 1, 3, 3)
     assert (result.first.engine_bits, result.first.trainer_bits) == ("0xc0000000", "0xc0200000")
     assert (result.worst.uid, result.worst.trainer) == ("1/0/1", -9.0)
-    for part in ("1/0/0", "token 1", "id 3", "-2 (0xc0000000)", "-2.5 (0xc0200000)"):
-        assert part in str(result.first)
+    assert str(result.first) == (
+        "sequence 1/0/0, token 1 of the completion (id 3): engine -2 (0xc0000000), trainer -2.5 (0xc0200000)"
+    )
+    assert describe(result) == (
+        "2 of 4 trained tokens, in 2 sequences, have other bits in the trainer than in the engine. "
+        f"First: {result.first}"
+    )
 
 
 def test_a_trainer_that_scored_other_tokens_is_a_broken_invariant():
@@ -122,6 +127,8 @@ def test_fallback_steps_down_once_stays_there_and_stops_above_its_limit(tmp_path
     for step, theirs in enumerate([-1.0, -1.001, -1.0], start=1):
         result = certified(judge, step, step - 1, [sample("a", [-1.0])], Recomputed([floats(theirs)]))
         assert judge.objection(result) is None
+        down = f"stepped down from bitwise to correction: {describe(result)}"
+        assert result.step_down == (down if step == 2 else None)
         rungs.append(judge.rung)
     assert rungs == ["bitwise", "correction", "correction"]
     assert [line["rung"] for line in read_records(tmp_path / "parity.jsonl")] == rungs
@@ -129,12 +136,17 @@ def test_fallback_steps_down_once_stays_there_and_stops_above_its_limit(tmp_path
     assert "max_k3=0.01" in (judge.objection(far) or "")
     nothing = certified(judge, 5, 4, [sample("a", [-1.0])], Recomputed([floats(np.nan)]))
     assert judge.objection(nothing) is not None  # not a number is not below the limit
+    found = compare([sample("a", [-1.0])], [floats(-1.25)])
+    k3 = found.metrics["parity/k3"]
+    assert monitor(tmp_path, ParityMode.fallback, max_k3=k3).objection(found) is None
+    assert monitor(tmp_path, ParityMode.fallback, max_k3=float(np.nextafter(k3, 0))).objection(found) is not None
 
 
 def test_differing_fingerprints_are_refused_by_require_only(tmp_path):
-    mine, theirs = {"cpu": "avx2", "profile": {"linear": "stock"}}, {"cpu": "avx2", "profile": {"linear": "rlloop"}}
+    mine, theirs = {"cpu": "avx2", "profile": {"linear": "stock"}}, {"cpu": "amx", "profile": {"linear": "rlloop"}}
     certificate = Certificate(Journal(tmp_path / "parity.jsonl"))
-    with pytest.raises(ConfigError, match=r"profile\.linear: engine 'stock', trainer 'rlloop'"):
+    listed = r"\n  cpu: engine 'avx2', trainer 'amx'\n  profile\.linear: engine 'stock', trainer 'rlloop'\nparity\.mode"
+    with pytest.raises(ConfigError, match=listed):
         ParityMonitor(ParityConfig(), certificate, mine, theirs)
     ParityMonitor(ParityConfig(mode=ParityMode.observe), certificate, mine, theirs)
 
@@ -193,8 +205,12 @@ def test_replay_is_the_rung_between_where_expert_choices_differ(tmp_path):
     assert rungs == ("bitwise", "replay", "replay", "correction", "correction")
     assert replays == (False, True, True, True, True)
     assert [text is not None for text in texts] == [False, True, False, True, False]
-    assert "25.00% of expert choices differ" in texts[1]
-    assert "with the engine's experts too" in texts[3]
+    described = describe(found)  # the same at each step that differs
+    assert texts[1] == (
+        f"stepped down from bitwise to replay: {described}; 25.00% of expert choices differ: the trainer takes the "
+        "engine's"
+    )
+    assert texts[3] == f"stepped down from replay to correction: with the engine's experts too, {described}"
     lines = list(read_records(judge.certificate._journal.path))
     assert ["reason" in line for line in lines] == [False, True, False, True, False]
     judge.certificate.reload()
@@ -269,7 +285,10 @@ def test_what_was_not_asked_for_is_judged_though_it_is_not_trained(tmp_path, mod
     judge = monitor(tmp_path, ParityMode(mode))
     other = dataclasses.replace(told(-1.0, -3.0), uid="1/0/7", fault="its prompt is [1], and was asked for as [2]")
     found = certified(judge, 1, 0, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 3]), None, [other])
-    assert ("sequence 1/0/7: its prompt is [1]" in (judge.objection(found) or "")) == stops
+    assert found.faults == ("1/0/7: its prompt is [1], and was asked for as [2]",)
+    assert judge.objection(found) == (
+        f"1 completions are not what the engine was asked for. First, sequence {found.faults[0]}" if stops else None
+    )
     (line,) = read_records(tmp_path / "parity.jsonl")
     assert line["faults"] == 1
 
