@@ -63,6 +63,23 @@ def test_formulas_and_signs_by_hand():
     assert (found["is/ratio_max"], found["is/ratio_min"]) == (pytest.approx(r.max()), pytest.approx(r.min()))
 
 
+def test_the_perplexity_ratio_is_a_mean_over_sequences_that_have_tokens():
+    samples = [sample("a", []), sample("b", [-1.0, -2.0]), sample("c", [-3.0]), sample("d", [])]
+    found = compare(samples, [floats(), floats(-1.5, -1.75), floats(-3.5), floats()]).metrics
+    assert found["parity/ppl_ratio"] == pytest.approx((np.exp(-1.5 + 1.625) + np.exp(-3.0 + 3.5)) / 2)
+
+
+def test_infinities_are_seen_and_not_warned_of():
+    found = compare([sample("a", [-np.inf, -1.0, -1e30])], [floats(-np.inf, -np.inf, -1.0)])
+    assert (found.tokens_different, found.metrics["is/ratio_max"]) == (2, pytest.approx(np.nan, nan_ok=True))
+    assert sum(found.metrics["is/log_ratio_histogram"]["counts"]) == 2  # inf − inf belongs to no bin
+
+
+def test_a_ratio_at_an_edge_of_the_histogram_is_in_the_bin_that_begins_there():
+    found = compare([sample("a", [-1.5, -0.5])], [floats(-0.5, -1.5)]).metrics["is/log_ratio_histogram"]
+    assert [found["counts"][LOG_RATIO_EDGES.index(edge) + 1] for edge in (-1.0, 1.0)] == [1, 1]
+
+
 def test_k3_of_a_tiny_drift_is_not_lost_in_rounding():
     a = np.float32(-1.0)
     b = np.nextafter(a, np.float32(0))
