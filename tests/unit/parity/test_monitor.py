@@ -28,6 +28,7 @@ def test_equal_bits_are_exactly_zero_everywhere():
     assert result.equal
     assert result.engine_digest == result.trainer_digest
     assert result.raw_digests is None  # the trainer told none
+    assert (result.first, result.worst) == (None, None)
     assert result.metrics == {
         "parity/tokens": 3,
         "parity/tokens_different": 0.0,
@@ -108,6 +109,14 @@ def test_first_and_worst_difference_are_named_with_their_bits():
         "2 of 4 trained tokens, in 2 sequences, have other bits in the trainer than in the engine. "
         f"First: {result.first}"
     )
+
+
+@pytest.mark.parametrize(("trainer", "worst"), [((-7.5, -3.0, -2.0), 1), ((-7.5, np.nan, -30.0), 1)])
+def test_the_worst_difference_is_the_widest_and_nothing_is_wider_than_not_a_number(trainer, worst):
+    result = compare([sample("a", [-8.0, -1.0, -2.0])], [floats(*trainer)])
+    assert result.first is not None
+    assert result.worst is not None
+    assert (result.first.index, result.worst.index) == (0, worst)
 
 
 def test_a_trainer_that_scored_other_tokens_is_a_broken_invariant():
