@@ -28,7 +28,7 @@ def test_equal_bits_are_exactly_zero_everywhere():
     assert result.equal
     assert result.engine_digest == result.trainer_digest
     assert result.raw_digests is None  # the trainer told none
-    assert (result.first, result.worst) == (None, None)
+    assert (result.first, result.worst, result.certain) == (None, None, 0)
     assert result.metrics == {
         "parity/tokens": 3,
         "parity/tokens_different": 0.0,
