@@ -93,7 +93,8 @@ def _train(
     run: History, config: RunConfig, folder: Path, start: Checkpoint, target: int, progress: Callable[[str], None]
 ) -> tuple[list[str], bool]:
     """(what is wrong with checkpoints on the way, whether the numerics are not those of the run)."""
-    from rlloop.launch.run import local_parts, prepare
+    from rlloop.launch.local import local_parts
+    from rlloop.launch.prepare import prepare
     from rlloop.loop.loop import Loop
 
     folder.mkdir()
