@@ -231,7 +231,7 @@ def test_replay_is_the_rung_between_where_expert_choices_differ(tmp_path):
     assert rungs == ("bitwise", "replay", "replay", "correction", "correction")
     assert replays == (False, True, True, True, True)
     assert [text is not None for text in texts] == [False, True, False, True, False]
-    described = describe(found)  # the same at each step that differs
+    described = describe(compare(samples, other))
     assert texts[1] == (
         f"stepped down from bitwise to replay: {described}; 25.00% of expert choices differ: the trainer takes the "
         "engine's"
