@@ -27,12 +27,12 @@ import rlloop.launch.run, rlloop.rollout, rlloop.trainer
 from rlloop.models import new_model
 from rlloop.numerics import kernels
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
-from tests.support.tiny_models import QWEN3
+from tests.support.drifted_pair import CONFIG
 
 kernels._loaded["meta"] = types.SimpleNamespace(  # operators without values have no kernels; these are no operators
     embedding_backward=lambda grad, tokens, rows: grad.new_empty(rows, grad.shape[1])
 )
-model = new_model(QWEN3, 0).to("meta")
+model = new_model(CONFIG, 0).to("meta")
 ids, start = torch.zeros(8, dtype=torch.int64, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta")
 layout = AttentionLayout(start, start[:1], start[:1, None], 8, True)
 hidden = model.hidden(ids, ids, layout)

@@ -66,6 +66,28 @@ def test_a_declared_one_holds_the_contract_and_is_probed(module):
     assert list(probe(Ops(NumericsProfile(activation=bad)), torch.float32)) == ["activation"]
 
 
+def test_every_operation_from_outside_is_probed(module):
+    """Modules that pass ours on, and ones that add what the batch decides, knob by knob."""
+    names = [name for names in OPERATIONS.values() for name in names]
+    honest = "BATCH_INVARIANT = True\nfrom rlloop.numerics.operators import " + ", ".join(names)
+    path = module(honest)
+    profile = NumericsProfile(**dict.fromkeys(OPERATIONS, path))
+    assert probe(Ops(profile), torch.float32) == {}
+    for knob, names in OPERATIONS.items():
+        for name in names:
+            if name == "sample":
+                continue  # is checked by drawing again, token by token
+            path = module(
+                "from rlloop.numerics import operators\n"
+                f"def {name}(x, *rest, **options):\n"
+                f"    made = operators.{name}(x, *rest, **options)\n"
+                "    rows = len(x) % 6\n"
+                "    return made + rows if hasattr(made, 'shape') else (made[0] + rows, *made[1:])\n",
+                f"varying_{name}",
+            )
+            assert list(probe(Ops(NumericsProfile(**{knob: path})), torch.float32)) == [knob], name
+
+
 def test_require_asks_for_the_declaration(module):
     def config(path: str, *overrides: str) -> RunConfig:
         return build(compose_recipe("countdown", [f"model.profile.activation={path}", *overrides]))
