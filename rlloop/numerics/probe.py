@@ -32,7 +32,8 @@ def probe(ops: Ops, dtype: torch.dtype, device: str | torch.device = "cpu") -> d
     """What varies here, by operation: empty where the contract holds.
 
     Each operation runs on 67 rows and on some of them alone, with all of torch's threads and with one; attention also
-    as decode over a paged cache against prefill. Of the less common operations only those from outside are run. On a GPU, products run on up to 1300 rows, past every tile's edge.
+    as decode over a paged cache against prefill. Of the less common operations only those from outside run. On a GPU,
+    products run on up to 1300 rows, past every tile's edge.
     """
     generator = torch.Generator().manual_seed(0)
 

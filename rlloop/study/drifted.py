@@ -41,11 +41,7 @@ class DriftedSync:
     def __init__(self, trained: Model, engine: ModelEngine, *others: Versioned) -> None:
         assert engine.model.profile.drift is not None
         self.drift: Drift = engine.model.profile.drift
-        if self.drift.products == "fp8" and trained.device.type != "cuda":
-            raise ConfigError(
-                "the drift has products=fp8, kernels of a GPU; leave it at none (the same roundings, and the profile's "
-                f"products), or use device=cuda in place of {trained.device.type}"
-            )
+        check_drift(self.drift, trained.device)
         self._trained, self._engine, self._others = trained, engine, others
         self._own = dict(engine.model.named_parameters())
         self._published: dict[int, dict[str, Tensor]] = {}  # the trainer's last weights, by version
@@ -113,6 +109,15 @@ class DriftedSync:
         apart = torch.stack([(own - now[name]).double().square().sum() for name, own in self._own.items()]).sum()
         whole = torch.stack([weight.double().square().sum() for weight in now.values()]).sum()
         return float((apart / whole).sqrt())  # one wait for the device, not one a weight
+
+
+def check_drift(drift: Drift, device: torch.device) -> None:
+    """Raises `ConfigError` for a drift that a model on this device cannot have."""
+    if drift.products == "fp8" and device.type != "cuda":
+        raise ConfigError(
+            "the drift has products=fp8, kernels of a GPU; leave it at none (the same roundings, and the profile's "
+            f"products), or use device=cuda in place of {device.type}"
+        )
 
 
 def _kept(name: str, weight: Tensor) -> bool:

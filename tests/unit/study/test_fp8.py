@@ -8,11 +8,10 @@ import torch
 from rlloop.config.numerics import DriftConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.compose import build, compose_recipe
-from rlloop.models import Model
 from rlloop.numerics.layout import AttentionLayout, AttentionMask
 from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.numerics.stock import attention, by_expert, padded_attention
-from rlloop.study import fp8
+from rlloop.study import drifted, fp8
 from rlloop.study.drifted_ops import DriftedOps
 from rlloop.study.quantize import e4m3_rows, quantized, rounded_activation
 from tests.support.drifted_pair import EMBEDDING, LINEAR, NORM, Pair
@@ -93,7 +92,7 @@ def test_fp8_products_need_fp8_operands():
 
 
 def test_the_sync_narrows_linear_weights_at_each_version(monkeypatch):
-    monkeypatch.setattr(Model, "check_profile", lambda *_: None)  # a CPU has the dense product, if a slow one
+    monkeypatch.setattr(drifted, "check_drift", lambda *_: None)  # a CPU has the dense product, if a slow one
     pair = Pair(**FP8)
     parameters = dict(pair.engine.model.named_parameters())
     for version in range(2):
