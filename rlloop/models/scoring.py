@@ -97,7 +97,7 @@ def _replayed(model: Model, rows: Sequence[ScoreRow]) -> Tensor:
                 "replayed; sample with Engine(..., record_choices=True)"
             )
         parts.append(row.routed_experts[: int(row.predict[-1])])
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(model.device)
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(model.context.device)
 
 
 def token_logprobs(
@@ -193,12 +193,12 @@ def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0)
     if not len(model_input):
         raise ConfigError("a prompt is empty; it must have at least one token")
     _check(model, [ScoreRow(model_input.token_ids, range(1, len(model_input)), model_input=model_input)])
-    ids = torch.tensor(model_input.token_ids, device=model.device)
+    ids = torch.tensor(model_input.token_ids, device=model.context.device)
     count = len(ids) - 1
     if count == 0:
         return PromptScores(np.zeros(0, np.float32))
-    layout = AttentionLayout.of_sequences([count], model.device)
-    hidden = model.hidden(ids[:-1], torch.from_numpy(model_input.positions_at(0, count)).to(model.device), layout)
+    positions = torch.from_numpy(model_input.positions_at(0, count)).to(ids.device)
+    hidden = model.hidden(ids[:-1], positions, AttentionLayout.of_sequences([count], ids.device))
     logprobs = model.ops.token_logprob(hidden, model.head, ids[1:], LogitsWarp())[0].cpu().numpy()
     if not top:
         return PromptScores(logprobs)
@@ -225,7 +225,7 @@ def likeliest(
 def _score(
     model: Model, rows: Sequence[ScoreRow], routes: Routes | None = None, witness: Witness | None = None
 ) -> tuple[Tensor, Tensor]:
-    device = model.head.device
+    device = model.context.device
     used = [row for row in rows if len(row.predict)]
     if not used:
         return torch.zeros(0, device=device), torch.zeros(0, device=device)
@@ -250,7 +250,7 @@ def _names(used: Sequence[ScoreRow]) -> tuple[np.ndarray, np.ndarray]:
 
 def _predicted(model: Model, used: Sequence[ScoreRow], routes: Routes | None) -> tuple[Tensor, Tensor, LogitsWarp]:
     """The forward, one for all rows: the hidden state [N, D] that each predicted token comes from, the tokens [N]."""
-    device = model.head.device
+    device = model.context.device
     picked = [np.asarray(row.predict, np.int64) for row in used]
     # Nothing is predicted from the last scored token or what follows it.
     tokens = [np.asarray(row.token_ids, np.int64) for row in used]

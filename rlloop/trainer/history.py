@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlloop.models import Model, score
+from rlloop.models.parameters import ParameterStore
 from rlloop.trainer.batching import make_step_batch
 from rlloop.trainer.moe import Routers
 from rlloop.types import Recomputed, Sample
@@ -39,7 +40,7 @@ class WeightHistory:
 
     def remember(self, version: int) -> None:
         """The model's weights are those of `version` now."""
-        self._versions[version] = {name: weight.detach().clone() for name, weight in self._live.named_parameters()}
+        self._versions[version] = ParameterStore(self._live).snapshot()
         for old in [each for each in self._versions if each < version - self._keep]:
             del self._versions[old]
 
@@ -51,13 +52,12 @@ class WeightHistory:
         watching: dict[str, Any] = {"replay": self._routers.replay, "watch": self._routers.watch}
         for version in sorted({sample.completion.policy_version for sample in samples}):
             places = [i for i, sample in enumerate(samples) if sample.completion.policy_version == version]
-            for name, weight in self._twin.named_parameters():
-                weight.copy_(self._versions[version][name])
+            ParameterStore(self._twin).copy_from(self._versions[version])
             batch = make_step_batch(
                 [samples[i] for i in places],
                 max_batch_tokens=self._max_batch_tokens,
                 old_logprobs=None,
-                device=self._twin.device,
+                device=self._twin.context.device,
             )
             watching["witness"] = witness = batch.witness(self._redraws)
             parts = [score(self._twin, batch.rows[part.sequences], **watching)[0] for part in batch.micro_batches]
@@ -78,4 +78,4 @@ class WeightHistory:
         self._versions = {}
         for key, weight in load_file(folder / FILE).items():
             version, _, name = key.partition("/")
-            self._versions.setdefault(int(version), {})[name] = weight.to(self._twin.device)
+            self._versions.setdefault(int(version), {})[name] = weight.to(self._twin.context.device)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlloop.algorithms import Loss, LossOutput
 from rlloop.algorithms.kl import sequence_kl
@@ -23,7 +22,7 @@ from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Mean, Reduction, Sum, merge
 from rlloop.models import Model, Witness, read_state, save_model, score
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
-from rlloop.trainer.master_weights import Masters
+from rlloop.trainer.master_weights import MasterWeights
 from rlloop.trainer.mfu import utilisation
 from rlloop.trainer.moe import Routers
 from rlloop.trainer.schedule import learning_rate
@@ -71,8 +70,9 @@ class Trainer:
         self.model = model
         self.config = config
         self.reference = reference
+        model.checkpoint_layers = config.checkpoint_every
         self.updates = 0  # optimizer steps taken or refused
-        self._masters = Masters(model)
+        self._masters = MasterWeights(model)
         self._optimizer = _adamw(self._masters.tensors, config)
         self._has_gradient = False
         self.routers = Routers(model, config)
@@ -171,13 +171,12 @@ class Trainer:
         """
         if not self._has_gradient:
             raise ConfigError("optim_step has no gradient to apply; call forward_backward first")
-        gradients = [tensor.grad for tensor in self.masters.values() if tensor.grad is not None]
-        norm = get_total_norm(gradients)
+        norm = self._masters.gradient_norm()
         finite = math.isfinite(norm)
         lr = learning_rate(self.updates, self.config)
         if finite:
             if self.config.grad_clip > 0:
-                clip_grads_with_norm_(self.masters.values(), self.config.grad_clip, norm)
+                self._masters.clip_gradient(self.config.grad_clip, norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
@@ -190,8 +189,7 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Masters as a Hugging Face folder that `load_model` and others read, and beside them what training needs."""
-        weights = {name: tensor.detach() for name, tensor in self.masters.items()}
-        save_model(weights, folder, self.model.source_path, config=self.model.config)
+        save_model(self._masters.state(), folder, self.model.source_path, config=self.model.config)
         optimizer = {
             f"{key}.{name}": self._optimizer.state[tensor][key].cpu()
             for name, tensor in self.masters.items()
@@ -219,7 +217,7 @@ class Trainer:
         return self.model.fingerprint()
 
     def _flatten(self, batch: Batch, old_logprobs: Sequence[np.ndarray] | None = None) -> StepBatch:
-        budget, device = self.config.max_batch_tokens, self.model.device
+        budget, device = self.config.max_batch_tokens, self.model.context.device
         return make_step_batch(batch, max_batch_tokens=budget, old_logprobs=old_logprobs, device=device)
 
     def _begin(self) -> None:
@@ -254,8 +252,8 @@ class Trainer:
     def _reference_logprobs(self, step: StepBatch) -> Tensor:
         """[N] of all predicted tokens."""
         assert self.reference is not None
-        home = self.reference.device
-        self.reference.to(self.model.device)
+        home = self.reference.context.device
+        self.reference.to(self.model.context.device)
         logprobs = _score(self.reference, step, step.micro_batches)[0]
         self.reference.to(home)
         return logprobs
