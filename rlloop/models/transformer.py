@@ -26,7 +26,7 @@ from rlloop.models.latent import LatentAttention
 from rlloop.models.layers import Cache, Linear, Mlp, Norm, PlainMlp, Step, Weight
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable, rope_table
-from rlloop.models.routing_record import Routes
+from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.kernels.cpu.parameters import embedding
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
@@ -244,7 +244,7 @@ class Model(nn.Module):
         layout: AttentionLayout,
         cache: Cache | None = None,
         *,
-        routes: Routes | None = None,
+        routes: RoutingRecord | None = None,
     ) -> Tensor:
         """Last hidden states of flat tokens, normed. tokens and positions [T] int64 -> [T, D].
 

@@ -200,7 +200,7 @@ def _compute(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def _as_stored(state: Mapping[str, Tensor], stored: StoredWeights) -> dict[str, Tensor]:
-    """Routers' biases, which are float32 in memory, in the source's type where that loses nothing."""
+    """MoeTraining' biases, which are float32 in memory, in the source's type where that loses nothing."""
     kept = dict(state)
     for name, tensor in stored.tensors.items():
         narrow = kept[name].to(tensor.dtype)
