@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models import Model
+from rlloop.models.parameters import ParameterStore
 from rlloop.numerics.profile import Drift
 from rlloop.study.drifted_ops import DriftedOps, drifted_ops
 from rlloop.study.fp8 import fits
@@ -43,7 +44,7 @@ class DriftedSync:
         self.drift: Drift = engine.model.profile.drift
         check_drift(self.drift, trained.device)
         self._trained, self._engine, self._others = trained, engine, others
-        self._own = dict(engine.model.named_parameters())
+        self._own = {name: entry.live for name, entry in ParameterStore(engine.model).entries.items()}
         self._published: dict[int, dict[str, Tensor]] = {}  # the trainer's last weights, by version
 
     @torch.no_grad()
@@ -51,7 +52,7 @@ class DriftedSync:
         """Call with each version in turn; the same one again changes nothing. Version v is what samples step v + 1."""
         for other in self._others:
             other.set_version(version)
-        now = {name: weight.detach().clone() for name, weight in self._trained.named_parameters()}
+        now = ParameterStore(self._trained).snapshot()
         first, served = self.drift.from_step - 1, version
         drifting = version >= first
         model = self._engine.model

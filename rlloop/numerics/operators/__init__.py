@@ -4,7 +4,9 @@ Shapes, meaning and signatures are those of `rlloop.numerics.ops.Ops`; the kerne
 `rlloop.numerics.kernels.protocol.Kernels`.
 """
 
-from rlloop.numerics.operators.attention import (
+from rlloop.numerics.operators.distribution import logits, sample, score_logits, token_logprob, token_redraw
+from rlloop.numerics.operators.elementwise import rms_norm, rope, sigmoid_mul, silu_mul
+from rlloop.numerics.operators.masked_attention import (
     attention,
     index_weights,
     layer_norm,
@@ -12,11 +14,9 @@ from rlloop.numerics.operators.attention import (
     select,
     sparse_attention,
 )
-from rlloop.numerics.operators.elementwise import rms_norm, rope, sigmoid_mul, silu_mul
 from rlloop.numerics.operators.mixture import combine, experts, route, router_logits
 from rlloop.numerics.operators.products import gated_linear, head_linear, linear, qkv_linear
 from rlloop.numerics.operators.recurrence import causal_conv, recurrent_gates, scan
-from rlloop.numerics.operators.token_logprob import logits, sample, score_logits, token_logprob, token_redraw
 
 __all__ = [
     "attention",

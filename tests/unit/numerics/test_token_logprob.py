@@ -12,8 +12,8 @@ from rlloop.numerics import reference, stock
 from rlloop.numerics.kernels.cpu import distribution as kernels
 from rlloop.numerics.kernels.cpu.compiled.distribution import log
 from rlloop.numerics.layout import LogitsWarp
-from rlloop.numerics.operators import token_logprob as logprob
-from rlloop.numerics.operators.token_logprob import token_logprob
+from rlloop.numerics.operators import distribution as logprob
+from rlloop.numerics.operators.distribution import token_logprob
 from tests.support.sampling_cases import bits, head, mixed, warp_of
 
 VOCABULARIES = [17, 64, 1000, 4099, 32000]
