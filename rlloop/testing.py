@@ -54,7 +54,7 @@ def planted_fault(op: str) -> Iterator[None]:
 
     make_engine = launch.make_engine
 
-    def faulty(*args: Any) -> Engine | VllmEngine:
+    def faulty(*args: Any) -> Any:
         engine = make_engine(*args)
         plant_fault(engine, op)
         return engine

@@ -17,7 +17,8 @@ from rlloop.algorithms.batch import Loss
 from rlloop.algorithms.corrections import CORRECTIONS, WEIGHING, Correction, corrected, measured, possible
 from rlloop.algorithms.losses import LOSSES
 from rlloop.algorithms.shaping import groups_with_signal, overlong_penalty
-from rlloop.config.run import AlgorithmConfig, Anchor
+from rlloop.config.algorithm import AlgorithmConfig, Anchor
+from rlloop.config.instantiate import accepts, resolve
 from rlloop.errors import ConfigError
 
 StepAdvantages = Callable[
@@ -59,7 +60,12 @@ def get_correction(corrections: Mapping[str, Mapping[str, Any] | None]) -> Corre
             raise ConfigError(
                 f"correction {name} is {args!r}; it must be a mapping of its arguments, as {{{name}: {{}}}}"
             )
-    parts = [_get("correction", CORRECTIONS, name, dict(args or {})) for name, args in corrections.items()]
+    parts = [
+        resolve(args, f"algorithm.correction.{name}", ("batch",))
+        if args and "_target_" in args
+        else _get("correction", CORRECTIONS, name, dict(args or {}))
+        for name, args in corrections.items()
+    ]
     weighing = [name for name in corrections if name in WEIGHING]
     if len(weighing) > 1:
         raise ConfigError(
@@ -71,7 +77,10 @@ def get_correction(corrections: Mapping[str, Mapping[str, Any] | None]) -> Corre
 
 def loss_for(algorithm: AlgorithmConfig) -> Loss:
     """The configured loss with its correction, and with the `is/*` statistics where the ratio is known."""
-    loss = get_loss(algorithm.loss, **algorithm.loss_args)
+    if isinstance(algorithm.loss, Mapping):
+        loss = resolve(algorithm.loss, "algorithm.loss", ("batch",))
+    else:
+        loss = get_loss(algorithm.loss, **algorithm.loss_args)
     if algorithm.correction:
         correction = get_correction(algorithm.correction)
         if algorithm.anchor is Anchor.rollout:
@@ -98,7 +107,10 @@ def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int)
     divergence from the reference in nats, for `reward_kl_coef`. Samples with keep False are not trained on: dynamic
     sampling found no signal in their group. Advantages are estimated over all samples.
     """
-    estimator = get_advantage(algorithm.advantage, **algorithm.advantage_args)
+    if isinstance(algorithm.advantage, Mapping):
+        estimator = resolve(algorithm.advantage, "algorithm.advantage", ("rewards", "groups"))
+    else:
+        estimator = get_advantage(algorithm.advantage, **algorithm.advantage_args)
     if group_size == 1 and algorithm.advantage in GROUP_RELATIVE:
         raise ConfigError(
             f"rollout.group_size is 1, but advantage {algorithm.advantage} compares samples of one prompt with each "
@@ -122,7 +134,12 @@ def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int)
             shaped = shaped + algorithm.overlong_penalty * penalty
         if kl is not None:
             shaped = shaped - algorithm.reward_kl_coef * np.asarray(kl)
-        return estimator(shaped, groups).tolist(), keep.tolist()
+        advantages = np.asarray(estimator(shaped, groups), dtype=np.float64)
+        if advantages.shape != shaped.shape:
+            raise ConfigError(
+                f"algorithm.advantage returned an array of shape {advantages.shape} for rewards of shape {shaped.shape}"
+            )
+        return advantages.tolist(), keep.tolist()
 
     return estimate
 
@@ -145,14 +162,10 @@ def _get(kind: str, registry: Mapping[str, Callable[..., Any]], name: str, args:
 
 def _check(where: str, key: str, value: Any, hint: Any) -> None:
     if get_origin(hint) is Literal:
-        good, allowed = value in get_args(hint), f"one of {', '.join(get_args(hint))}"
+        good, allowed = accepts(hint, value), f"one of {', '.join(get_args(hint))}"
     else:
         in_range, allowed = _RANGES[key]
-        kinds = (hint,) if isinstance(hint, type) else get_args(hint)
-        typed = any(
-            isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool) for kind in kinds
-        )
-        good = typed and not (isinstance(value, float) and math.isnan(value)) and in_range(value)
+        good = accepts(hint, value) and in_range(value)
         allowed = f"a whole number, {allowed}" if hint is int else f"a number {allowed}"
     if not good:
         raise ConfigError(f"{where} is {value!r}; it must be {allowed}")

@@ -46,6 +46,7 @@ FREE = (
     "algorithm.correction",
 )
 
+NAMED = ("algorithm.loss", "algorithm.advantage", "rollout.engine")  # a name, or a mapping with `_target_`
 GROUPS = ("algorithm", "fleet")  # beside a recipe's own, which are its folders
 
 _store = ConfigStore.instance()
@@ -131,19 +132,37 @@ def _compose(folder: Path, stem: str, overrides: Sequence[str]) -> DictConfig:
             f"{folder / stem}.yaml does not begin with `defaults: [rlloop, ...]`, so its keys are not rlloop's"
         )
     _refuse_added(composed)
+    if not OmegaConf.is_missing(composed, "algorithm"):
+        _drop_preset_arguments(composed.algorithm)
     return composed
 
 
 def _opened(override: str) -> str:
-    """`algorithm.correction={tis: {}}` brings keys of its own, which Hydra takes by ++ alone. Who reads a free section
-    refuses what it does not know."""
+    """The override in the form in which Hydra takes it where a section's keys are open.
+
+    `algorithm.correction={tis: {}}` brings keys of its own, which Hydra takes by ++ alone; the code that reads such a
+    section refuses what it does not know. `algorithm.loss._target_=mine.loss` puts a mapping where a name stands.
+    """
     parsed = _parse_one(override)
-    key = parsed.get_key_element()
-    return (
-        f"++{override}"
-        if override.startswith(f"{key}=") and isinstance(parsed.value(), dict) and _is_free(key)
-        else override
-    )
+    key, value = parsed.key_or_group, override.partition("=")[2]
+    if parsed.is_delete():
+        return override
+    named = next((each for each in NAMED if f"{key}.".startswith(f"{each}.")), None)
+    if named is not None and key != named:
+        for name in reversed(key.removeprefix(f"{named}.").split(".")):
+            value = f"{{{name}: {value or repr('')}}}"
+        return f"++{named}={value}"
+    is_open = named is not None or (override.startswith(f"{key}=") and _is_free(key))
+    return f"++{key}={value}" if is_open and isinstance(parsed.value(), dict) else override
+
+
+def _drop_preset_arguments(algorithm: DictConfig) -> None:
+    """A loss or advantage by `_target_` has its arguments beside it: a preset's, for the named one, do not apply."""
+    for kind in ("loss", "advantage"):
+        if isinstance(algorithm._get_node(kind), DictConfig):
+            args = OmegaConf.to_container(algorithm[f"{kind}_args"])
+            if args in [getattr(preset, f"{kind}_args") for preset in PRESETS.values()]:
+                algorithm[f"{kind}_args"] = {}
 
 
 def _is_free(section: str) -> bool:

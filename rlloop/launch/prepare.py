@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from rlloop.algorithms import advantages_for, loss_for
-from rlloop.config.instantiate import resolve
+from rlloop.config.instantiate import lacking, resolve
 from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import ConfigError, ModelError
+from rlloop.launch.workers import engine_factory
 from rlloop.loop.loop import Advantages
 from rlloop.protocols import Task
 from rlloop.rewards import resolve_reward
@@ -46,6 +47,8 @@ def prepare(config: RunConfig) -> Prepared:
     reward = resolve_reward(config.reward)
     advantages = advantages_for(algorithm, config.rollout.max_tokens, config.rollout.group_size)
     loss = loss_for(algorithm)
+    if isinstance(config.rollout.engine, Mapping):
+        engine_factory(config.rollout.engine)
     check_sinks(config.sinks)
     for key in ("path", "reference_path"):
         path = getattr(config.model, key)
@@ -57,8 +60,7 @@ def prepare(config: RunConfig) -> Prepared:
         have = "cpu, cuda" if torch.cuda.is_available() else "cpu (torch sees no CUDA device here)"
         raise ConfigError(f"device is {config.device!r}; it must be one of {have}")
     task = resolve({"seed": config.seed, "model_path": config.model.path, **config.task}, "task")
-    missing = [name for name in vars(Task) if not name.startswith("_") and not hasattr(task, name)]
-    if missing:
+    if missing := lacking(Task, task):
         raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
     scorer = RewardRunner(reward, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
     return Prepared(task, scorer, advantages, loss)
