@@ -55,7 +55,7 @@ def planted_fault(op: str) -> Iterator[None]:
     make_engine = launch.make_engine
 
     def faulty(*args: Any) -> Any:
-        engine = make_engine(*args)
+        engine: Any = make_engine(*args)
         plant_fault(engine, op)
         return engine
 
