@@ -154,9 +154,9 @@ def _check(
     by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     allowed = [name for name in by_name if name not in (*by_position[: len(positional)], *settings)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters) and not settings  # else it is for these
     for key, value in keywords.items():
-        if key not in allowed and (not takes_any or key in settings):
+        if key not in allowed and not takes_any:
             names = ", ".join(allowed) or "none"
             raise ConfigError(f"{section}.{key} is no argument of {path}; allowed are {names}")
         if key in hints and value is not signature.parameters[key].default and not accepts(hints[key], value):

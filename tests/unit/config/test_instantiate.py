@@ -84,6 +84,7 @@ def test_what_does_not_fit_is_refused_by_name(config, says):
             "cannot be called with (model, page_size=..., cache=...): got an unexpected keyword argument 'cache'",
         ),
         ("make", {"page_size": 3}, "section.page_size is no argument of mine.make; allowed are own"),
+        ("make", {"onw": 3}, "section.onw is no argument of mine.make; allowed are own"),
         ("make", {"own": 1.5}, "section.own is 1.5; mine.make takes int"),
     ],
 )
