@@ -14,7 +14,7 @@ from rlloop.config.instantiate import lacking, resolve
 from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import ConfigError, ModelError
 from rlloop.launch.workers import engine_factory
-from rlloop.loop.loop import Advantages
+from rlloop.loop.parts import Advantages
 from rlloop.protocols import Task
 from rlloop.rewards import resolve_reward
 from rlloop.rewards.runner import RewardRunner

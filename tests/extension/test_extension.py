@@ -137,7 +137,7 @@ def test_an_engine_whose_logprobs_are_not_the_trainers_is_stopped_in_its_first_s
     assert ran.metrics == []
     measured = train("measured", "rollout.engine.offset=1e-3", "parity.mode=observe", "trainer.num_steps=1")
     assert measured.code == 0, measured.output
-    assert measured.metrics[0]["parity/mean_abs_diff"] == pytest.approx(1e-3, rel=1e-2)
+    assert measured.metrics[0]["parity/logprob_diff_mean"] == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_what_a_factory_makes_must_be_an_engine(train):
