@@ -1,4 +1,4 @@
-"""Losses, estimators and corrections by name, with their arguments checked before any work starts."""
+"""Losses, estimators and corrections by name or by `_target_`, with their arguments checked before any work starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ StepAdvantages = Callable[
     [Sequence[float], Sequence[int], Sequence[int], Sequence[float] | None], tuple[list[float], list[bool]]
 ]
 
-# What an argument of this name may be, in every function that takes it; its type comes from the annotation.
+# The range of an argument by its name, in every function that takes it; its type comes from the annotation.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "clip_low": (lambda x: 0 <= x <= 1, "from 0 to 1"),
     "clip_high": (lambda x: x >= 0, "0 or more"),
@@ -52,7 +52,11 @@ def get_advantage(name: str, **args: Any) -> Callable[[ArrayLike, ArrayLike], ND
 
 
 def get_correction(corrections: Mapping[str, Mapping[str, Any] | None]) -> Correction:
-    """Named corrections as one, their factors multiplied: `get_correction({"tis": {"cap": 3.0}, "veto": {}})`."""
+    """Corrections as one, their factors multiplied: `get_correction({"tis": {"cap": 3.0}, "veto": {}})`.
+
+    One of your own has a name of your choice and a `_target_` among its arguments: a function from a `LossBatch` to
+    `Weights`. Whether it weighs tokens by the ratio, as only one should, is then yours to know.
+    """
     if not corrections:
         raise ConfigError(f"no correction is named; there are {', '.join(CORRECTIONS)}")
     for name, args in corrections.items():
@@ -101,7 +105,7 @@ def loss_for(algorithm: AlgorithmConfig) -> Loss:
 
 
 def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int) -> StepAdvantages:
-    """The configured way from rewards to advantages, as `(rewards, groups, lengths, kl) -> (advantages, keep)`, [n].
+    """The configured function from rewards to advantages, `(rewards, groups, lengths, kl) -> (advantages, keep)`, [n].
 
     `lengths` are tokens of each one's longest turn, `max_tokens` a turn's budget (`rollout.max_tokens`); `kl` is its
     divergence from the reference in nats, for `reward_kl_coef`. Samples with keep False are not trained on: dynamic
@@ -154,9 +158,9 @@ def _get(kind: str, registry: Mapping[str, Callable[..., Any]], name: str, args:
         if key not in parameters:
             raise ConfigError(f"{kind} {name} has no argument {key!r}; it has {', '.join(parameters) or 'none'}")
         _check(f"{kind} {name}: {key}", key, value, hints[key])
-    given = {n: p.default for n, p in parameters.items()} | args
-    if {"low", "high"} <= given.keys() and given["low"] >= given["high"]:
-        raise ConfigError(f"{kind} {name}: low ({given['low']}) must be below high ({given['high']})")
+    values = {n: p.default for n, p in parameters.items()} | args
+    if {"low", "high"} <= values.keys() and values["low"] >= values["high"]:
+        raise ConfigError(f"{kind} {name}: low ({values['low']}) must be below high ({values['high']})")
     return partial(function, **args)
 
 

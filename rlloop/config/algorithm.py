@@ -37,15 +37,13 @@ class AlgorithmConfig:
     anchor: Anchor = Anchor.trainer
     correction: dict[str, Any] = field(
         default_factory=dict
-    )  # name -> its arguments, or _target_ and them; they multiply
+    )  # name -> arguments, with or without _target_; they multiply
     dynamic_sampling: bool = False  # do not train on groups whose rewards are all equal
     max_refills: int = limited(0, zero_or_more("none"))  # with it: further batches of prompts that a step may sample
     reward_kl_coef: float = limited(0.0, zero_or_more("off"))  # of KL(policy ‖ reference), taken from each reward
     reward_kl: str = limited("k1", one_of("k1", "k2", "k3"))  # estimate of that KL, summed over a completion
-    overlong_buffer: int = limited(
-        0, zero_or_more("off")
-    )  # last tokens of rollout.max_tokens: a penalty grows over them
-    overlong_penalty: float = limited(1.0, ZERO_OR_MORE)  # the full one, for a turn that fills its budget
+    overlong_buffer: int = limited(0, zero_or_more("off"))  # last tokens of rollout.max_tokens, where a penalty grows
+    overlong_penalty: float = limited(1.0, ZERO_OR_MORE)  # the whole penalty, of a turn that fills its budget
 
     def __post_init__(self) -> None:
         check_limits("algorithm", self)

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from rlloop.config.limits import (
     SECONDS,
-    ZERO_OR_MORE,
+    ZERO_OR_MORE_SECONDS,
     Limit,
     at_least,
     check_limits,
@@ -33,9 +33,7 @@ class FleetConfig:
     """
 
     kind: FleetKind = FleetKind.node
-    max_version_lag: int = limited(
-        0, zero_or_more("on-policy")
-    )  # age in steps of the weights that made a trained sample
+    max_version_lag: int = limited(0, zero_or_more("on-policy"))  # steps that a trained sample's weights may be old
     engines: dict[str, list[str]] = field(default_factory=dict)  # region -> URLs. Engines may also join by themselves
     host: str = "127.0.0.1"  # where the trainer serves its weights and lets engines join
     port: int = limited(0, Limit(lambda x: 0 <= x < 65536, "0 (any free one) to 65535"))
@@ -44,15 +42,13 @@ class FleetConfig:
     key: str | None = None
     ca_file: str | None = None  # PEM: whose certificates engines must have; null: the system's authorities
     store: str | None = None  # of the versions: a folder or an fsspec URL; null: weights/ in the run's folder
-    signing_key: str | None = None  # Ed25519; null: signing_key in the run's folder, made when it is not there
+    signing_key: str | None = None  # Ed25519; null: signing_key in the run's folder, created when missing
     anchor_every: int = limited(50, at_least(1))  # versions between whole copies, which engines that join begin from
     canary_prompts: int = limited(2, zero_or_more("none"))  # completions an engine must make right to serve a version
     heartbeat: float = limited(1.0, SECONDS)  # between looks at an engine
     timeout: float = limited(3.0, SECONDS)  # of one look, which is tried three times before an engine counts as lost
     patience: float = limited(120.0, SECONDS)  # without any engine, after which the run stops
-    settle: float = limited(
-        10.0, Limit(ZERO_OR_MORE.holds, "0 or more seconds")
-    )  # a new version waits for slow engines
+    settle: float = limited(10.0, ZERO_OR_MORE_SECONDS)  # that a new version waits for the slower engines
     calls: int = limited(2, at_least(1))  # at a time to one engine
     chunk: int = limited(128, at_least(1))  # prompts of one call, at most
     hedge: float | None = limited(None, or_null(SECONDS, "off"))  # age of a call when another engine is asked as well
@@ -72,7 +68,7 @@ class FleetConfig:
 
 
 def is_address(url: str) -> bool:
-    """Whether somebody could listen there over HTTP."""
+    """True for an http or https URL with a host and a usable port."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

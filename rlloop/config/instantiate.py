@@ -17,7 +17,7 @@ TARGET = "{_target_: package.module.name, ...}"  # for messages
 
 
 def names_target(value: object, key: str, otherwise: str = "") -> bool:
-    """Whether `value`, of the configuration's `key`, is a mapping that names a function or class by `_target_`.
+    """True if `value`, of the configuration's `key`, is a mapping that names a function or class by `_target_`.
 
     Raises `ConfigError` for a mapping without it; `otherwise` says where its keys may have been meant to stand.
     """
@@ -73,7 +73,7 @@ def lacking(protocol: type, value: object) -> list[str]:
 
 
 def accepts(hint: Any, value: object) -> bool:
-    """Whether `value`, of YAML, fits an annotation. Only numbers, strings, None and `Literal` are judged."""
+    """True if `value`, of YAML, fits the annotation `hint`. Only numbers, strings, None and `Literal` are judged."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if not all(kind in (int, float, str, bool, NoneType) or get_origin(kind) is Literal for kind in kinds):
         return True
@@ -124,7 +124,7 @@ def locate(path: str, key: str) -> Any:
 
 
 def _module_depth(names: list[str]) -> int:
-    """How many leading names are a module. Looks before it imports, so that a module's own failing import shows."""
+    """The number of leading names that are a module. Nothing is imported, so that a failing import shows later."""
     depth = 0
     for count in range(1, len(names)):
         try:

@@ -28,6 +28,7 @@ class Limit:
 POSITIVE = Limit(lambda x: 0 < x < math.inf, "a positive number")
 SECONDS = Limit(POSITIVE.holds, "a positive number of seconds")
 ZERO_OR_MORE = Limit(lambda x: 0 <= x < math.inf, "0 or more")
+ZERO_OR_MORE_SECONDS = Limit(ZERO_OR_MORE.holds, "0 or more seconds")
 UNIT = Limit(lambda x: 0 <= x <= 1, "from 0 to 1")
 ABOVE_ZERO_TO_ONE = Limit(lambda x: 0 < x <= 1, "above 0 and at most 1")
 BELOW_ONE = Limit(lambda x: 0 <= x < 1, "from 0 to below 1")

@@ -1,7 +1,7 @@
 """The configuration of a run, as structured dataclasses. Imports neither torch, ray nor vllm.
 
 Hydra composes a recipe's YAML over these (`rlloop.launch.compose`); building them then refuses what cannot work, by
-name, before anything starts. Each `__post_init__` checks its own section, `RunConfig`'s what concerns several.
+name, before anything starts. Each `__post_init__` checks its own section, `RunConfig`'s checks across sections.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class TrainerConfig:
 
 @dataclass
 class ScoringConfig:
-    """How a reward is run; its own arguments stand in `reward`."""
+    """Execution of the reward; its own arguments stand in `reward`."""
 
     timeout: float = limited(60.0, SECONDS)  # of one sample; a sample that takes longer is rejected, with that reason
     concurrency: int = limited(64, at_least(1))  # samples at a time, for an async reward
@@ -108,9 +108,7 @@ class ScoringConfig:
 @dataclass
 class ParityConfig:
     mode: ParityMode = ParityMode.require
-    max_k3: float = limited(
-        0.1, POSITIVE
-    )  # fallback: the train-inference KL (k3 estimate, nats) above which a run stops
+    max_k3: float = limited(0.1, POSITIVE)  # fallback: train-inference KL (estimate k3, in nats) that stops the run
     replay: bool = False  # observe: the trainer takes the engine's experts in every step, not its own
     redraw: bool = True  # the trainer draws every trained token again by its seed, and compares the ids
 
@@ -219,7 +217,7 @@ class RunConfig:
 
     @property
     def redraws(self) -> bool:
-        """Whether tokens are drawn again: as asked for, where the engine draws by the trainer's operation at all."""
+        """True where the trainer draws tokens again: `parity.redraw`, and the engine draws by the same operation."""
         samplers = {self.rollout.profile.over(self.model.profile).token_logprob, self.model.profile.token_logprob}
         ours = samplers == {"rlloop"} and self.rollout.engine is not EngineKind.vllm_stock
         return self.parity.redraw and ours

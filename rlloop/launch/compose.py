@@ -8,7 +8,7 @@ A recipe's YAML begins with
       - _self_
 
 and Hydra composes it, groups beside it and overrides included. What Hydra or OmegaConf refuse becomes a `ConfigError`
-of one or two lines that names the key, what was given and what is allowed.
+of one or two lines that names the key, its value and what is allowed.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ for _name, _algorithm in PRESETS.items():
 
 
 def find_recipe(name: str) -> tuple[Path, str]:
-    """The folder and file stem of `NAME` or `NAME/VARIANT`. Raises `ConfigError` that lists what there is."""
-    found = recipes.find(name)
-    if found is not None:
-        return found
+    """The folder and file stem of `NAME` or `NAME/VARIANT`. Raises `ConfigError` that lists the recipes there are."""
+    recipe = recipes.find(name)
+    if recipe is not None:
+        return recipe
     have = recipes.available()
     near = difflib.get_close_matches(name, have, n=1)
     listed = "\n".join(f"  {known}  ({file})" for known, file in have.items()) or "  (none)"
@@ -108,7 +108,7 @@ def expand_sweep(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def build(composed: DictConfig) -> RunConfig:
-    """Check everything and make plain dataclasses of it. Raises `ConfigError`."""
+    """Plain dataclasses, every key and every combination checked. Raises `ConfigError`."""
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
@@ -170,7 +170,7 @@ def _is_free(section: str) -> bool:
 
 
 def _refuse_added(node: DictConfig, path: str = "") -> None:
-    """`+key=value` adds keys where they are free, as in `reward`; elsewhere nothing would read them."""
+    """Refuses keys added by `+key=value`, but for sections with keys of their own, such as `reward`."""
     schema = OmegaConf.get_type(node)
     for name in map(str, node):
         if is_dataclass(schema) and name not in {field.name for field in fields(schema)}:
@@ -210,7 +210,7 @@ def _quoted(override: str) -> str:
 
 
 def _explain(error: Exception, folder: Path, stem: str, overrides: Sequence[str]) -> str:
-    """One or two lines: which key, what was given, what is allowed."""
+    """One or two lines: the key, its value, what is allowed."""
     if isinstance(error, MissingConfigException):
         return _explain_missing(error, folder)
     cause = error.__cause__ or error
@@ -256,13 +256,13 @@ def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) ->
 
 
 def _nearest(key: str, known: list[str]) -> str:
-    """Suggests what is spelled alike beside the key, else anywhere; and says what stands beside it."""
+    """Suggests keys spelled alike, in the same section or else anywhere, and lists the section's keys."""
     parent, _, leaf = key.rpartition(".")
     beside = [name for name in known if name.rpartition(".")[0] == parent]
     there_are = f"there are {', '.join(beside)}"
     for names in (beside, known):
         by_leaf = {name.rpartition(".")[2]: name for name in reversed(names)}
-        near = [by_leaf[found] for found in difflib.get_close_matches(leaf, by_leaf, n=2)]
+        near = [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=2)]
         if near:
             return f"; did you mean {' or '.join(near)}?" + (
                 "" if names is beside or not parent else f" Else {there_are}"

@@ -1,4 +1,4 @@
-"""What a configuration names: found and checked before a model is loaded."""
+"""Resolves everything that a configuration names (task, reward, loss, advantage, engine) before a model is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlloop.runs.sinks import check_sinks
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a configuration names, found and checked, before a model is loaded."""
+    """The resolved parts of a run that need no model."""
 
     task: Task
     scorer: RewardRunner
@@ -32,7 +32,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Find everything that `config` names. Raises within seconds for what is not there or cannot work."""
+    """Raises `ConfigError` or `ModelError`, within seconds, for what is not there or cannot work."""
     algorithm = config.algorithm
     corrects = algorithm.correction or algorithm.loss == "importance_sampling"
     if config.parity.mode is ParityMode.fallback and not corrects:

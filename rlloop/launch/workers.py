@@ -47,9 +47,9 @@ def load(config: RunConfig, source: str | Path) -> Model:
     if config.parity.mode is ParityMode.require:
         broken = probe(model.ops, model.dtype, model.device)
         if broken:
-            found = "; ".join(f"{operation}: {why}" for operation, why in broken.items())
+            reasons = "; ".join(f"{operation}: {why}" for operation, why in broken.items())
             raise ConfigError(
-                f"this machine does not keep the numerical contract in {config.model.dtype} ({found}), so "
+                f"this machine does not keep the numerical contract in {config.model.dtype} ({reasons}), so "
                 "parity.mode=require cannot hold; `rlloop doctor` says more, and parity.mode=observe measures it"
             )
     return model
@@ -114,12 +114,12 @@ class Replica:
         self._sync = BundleReplica(target, threads)
 
     def generate(self, version: int, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
-        """Refuses to sample from any version but the one asked for."""
+        """Completions by the weights of `version`, which must be those that the engine has."""
         assert self.engine.policy_version == version, f"has version {self.engine.policy_version}, not {version}"
         return self.engine.generate(prompts, sampling)
 
     def apply(self, bundle: Bundle) -> dict[str, float]:
-        """Brings the live parameters to the bundle's version. Raises `SyncError`; then the version before serves."""
+        """Brings the live parameters to the bundle's version. Raises `SyncError`, and then keeps the previous one."""
         return self._sync.apply(bundle)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Colocated(Replica):
         self.engine.set_version(version)
 
     def publish(self, version: int) -> Bundle:
-        """The weights are those of `version` now. What a replica of the version before needs to have the same bits."""
+        """The bundle that brings a replica of the previous version to the trainer's weights, now `version`."""
         self.engine.set_version(version)
         tensors, aliases = tensors_of(named_weights(self.model).items())
         bundle = self._publisher.publish(tensors, version, aliases)
@@ -151,7 +151,7 @@ class Colocated(Replica):
         return self._published
 
     def joining(self) -> Bundle:
-        """What any replica needs for the version that was published last."""
+        """The bundle that brings any replica, of whatever version, to the last published one."""
         return self._publisher.joining()
 
     def forward_backward(
