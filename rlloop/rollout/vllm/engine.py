@@ -23,7 +23,7 @@ from rlloop.models.scoring import score_prompt
 from rlloop.rollout.engine.choice_store import Choices
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.validation import Limits
-from rlloop.rollout.vllm import plugin, versions
+from rlloop.rollout.vllm import names, versions
 from rlloop.rollout.vllm.requests import check_alone, check_sampling, raw_of_stock, vllm_params
 from rlloop.types import NOTHING, Completion, FinishReason, Part, PromptScores, SamplingParams, stop_ids
 
@@ -63,7 +63,7 @@ class VllmEngine(EngineFrontEnd):
     Raises `ConfigError` where vLLM cannot be used here (`rlloop doctor` says why, too).
     """
 
-    formats: ClassVar = {"config_format": plugin.FORMAT, "load_format": plugin.FORMAT}
+    formats: ClassVar = {"config_format": names.FORMAT, "load_format": names.FORMAT}
     raw_column = True  # whether the sampler sends logprobs at temperature 1 as well
 
     def __init__(
@@ -182,10 +182,10 @@ class VllmEngine(EngineFrontEnd):
 
     def _drop(self) -> None:
         """Blocks are named when they are scheduled; after a step that did not finish, they may hold anything."""
-        names = list(self._requests)
+        ids = list(self._requests)
         self._requests.clear()
         self._forget_begun()
-        self._llm.engine_core.abort_requests(names)
+        self._llm.engine_core.abort_requests(ids)
         self._forget_cached()
 
     def _forget_cached(self) -> None:
@@ -237,9 +237,9 @@ class VllmEngine(EngineFrontEnd):
             (Path(folder) / "config.json").write_text(json.dumps(self.model.config.raw))
             settings |= {**self.formats, "additional_config": lend(self.model)}
             if self.model.device.type == "cuda":
-                settings |= {"worker_cls": plugin.GPU_WORKER, "gpu_memory_utilization": 0.02}
+                settings |= {"worker_cls": names.GPU_WORKER, "gpu_memory_utilization": 0.02}
                 settings |= {"enable_sleep_mode": self._sleeps}
-                settings |= {"logits_processors": [plugin.GATE]} if self.raw_column else {}
+                settings |= {"logits_processors": [names.GATE]} if self.raw_column else {}
             return LLMEngine.from_engine_args(EngineArgs(model=folder, **settings))
 
     def _check(self, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
