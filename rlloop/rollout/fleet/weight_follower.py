@@ -141,21 +141,10 @@ class ReplicaFollower:
             self._odd = ""
             try:
                 if self._replica.poll():
-                    self._progress = self._measured(self._replica.metrics)
+                    self._progress = Progress.of(self._service.version, self._replica.metrics)
             except Exception as error:  # memory that ran out, say: the engine tells it, and the next look tries again
                 self._odd = str(error) or type(error).__name__
             with self._changed:
                 self._caught_up = not self.error
                 self._polls += 1
                 self._changed.notify_all()
-
-    def _measured(self, metrics: Mapping[str, float]) -> Progress:
-        return Progress(
-            self._service.version,
-            int(metrics.get("sync/wire_bytes", 0)),
-            metrics.get("sync/fetch_seconds", 0.0),
-            metrics.get("sync/stage_seconds", 0.0),
-            metrics.get("sync/verify_seconds", 0.0),
-            metrics.get("sync/drain_seconds", 0.0),
-            metrics.get("sync/pause_seconds", 0.0),
-        )

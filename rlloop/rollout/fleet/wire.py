@@ -78,6 +78,12 @@ class Progress(msgspec.Struct):
         if not all(map(math.isfinite, self.seconds().values())):
             raise ValueError("a time is no number")
 
+    @classmethod
+    def of(cls, version: int, metrics: Mapping[str, float]) -> Progress:
+        """From a replica's sync/* metrics."""
+        seconds = {name: metrics.get(f"sync/{name}", 0.0) for name in cls.__struct_fields__ if name.endswith("seconds")}
+        return cls(version, int(metrics.get("sync/wire_bytes", 0)), **seconds)
+
     def seconds(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_seconds")}
 
