@@ -23,6 +23,13 @@ def test_the_minimal_loop_learns_without_a_difference(monkeypatch, capsys):
     assert capsys.readouterr().out.count(", 0 of 768 tokens differ") == 20
 
 
+def test_a_loss_of_the_readers_own_learns_without_a_difference(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    rewards = importlib.import_module("own_loss").main(steps=20)
+    assert rewards[-1] > 0.15 > 0.05 > rewards[0]
+    assert capsys.readouterr().out.count(" below the mean, 0 differ") == 20
+
+
 def test_a_run_of_one_part_keeps_the_others_figures(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     schema = importlib.import_module("results_schema")
