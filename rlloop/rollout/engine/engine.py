@@ -30,7 +30,7 @@ from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_t
 from rlloop.rollout.engine.request import Request
 from rlloop.rollout.engine.scheduler import Scheduler, StepBatch
 from rlloop.rollout.engine.validation import Limits
-from rlloop.types import NOTHING, Alternatives, Completion, Part, PromptScores, SamplingParams
+from rlloop.types import NOTHING, Alternatives, Completion, ModelInput, Part, PromptScores, SamplingParams
 
 if TYPE_CHECKING:
     from rlloop.models import Model
@@ -128,8 +128,8 @@ class Engine(EngineFrontEnd):
         ids, logprobs, raw = table.tokens[row, at], table.logprobs[row, at], table.raw_logprobs[row, at]
         return Part(ids.tolist(), logprobs.copy(), raw.copy(), Alternatives.joined(likeliest))
 
-    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
-        return score_prompt(self.model, prompt_ids, top_logprobs)
+    def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0) -> PromptScores:
+        return score_prompt(self.model, prompt, top_logprobs)
 
     @property
     def in_flight(self) -> int:
@@ -201,23 +201,25 @@ class Engine(EngineFrontEnd):
         end = np.cumsum(batch.counts)
         query_start = np.concatenate(([0], end))
         sequence = np.repeat(np.arange(len(batch.rows)), batch.counts)  # [T] which request each flat token is of
-        positions = np.arange(end[-1]) - query_start[sequence] + batch.context[sequence]
+        index = np.arange(end[-1]) - query_start[sequence] + batch.context[sequence]  # [T] in its sequence
+        positions = table.rope_positions(batch.rows, batch.context, batch.counts, index)
         blocks = -(-int((batch.context + batch.counts).max()) // self.page_size)
         block_start = table.blocks[batch.rows, :blocks] * self.page_size
-        slots = block_start[sequence, positions // self.page_size] + positions % self.page_size
+        slots = block_start[sequence, index // self.page_size] + index % self.page_size
         emitting = batch.rows[batch.emits]
-        if self._graphs is not None and len(emitting) == end[-1]:  # each request decodes
+        decodes = len(emitting) == end[-1] and positions.ndim == 1  # one token each
+        if self._graphs is not None and decodes:
             if tokens_before is None:
-                tokens = self._tensor(table.tokens[batch.rows, positions])
+                tokens = self._tensor(table.tokens[batch.rows, index])
             else:
                 tokens = self._picked(tokens_before, batch.source)
-            where, warp = (tokens, positions, slots, block_start), self._warp(emitting)
+            where, warp = (tokens, index, positions, slots, block_start), self._warp(emitting)
             if self._draws_plainly(warp) and not table.top[emitting].any():
                 token_ids, made = self._graphs.draw(*where, table.seed[emitting])
             else:
                 token_ids, made = self._sample([self._graphs.logits(*where)], emitting, warp)
         else:
-            tokens_now = table.tokens[batch.rows[sequence], positions]
+            tokens_now = table.tokens[batch.rows[sequence], index]
             hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start)
             last, head = hidden[self._tensor(end[batch.emits] - 1)], self.model.head
             at_once = max(1, LOGITS_AT_ONCE[self._device.type] // len(head))
@@ -326,5 +328,5 @@ class Engine(EngineFrontEnd):
             choices=self._choices,
         )
 
-    def _accept(self, id: int, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int) -> None:
-        self._scheduler.add(Request.of(id, prompt_ids, sampling, self.limits.eos_token_ids, top_logprobs))
+    def _accept(self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int) -> None:
+        self._scheduler.add(Request.of(id, prompt, sampling, self.limits.eos_token_ids, top_logprobs))

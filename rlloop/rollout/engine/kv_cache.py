@@ -1,14 +1,15 @@
 """The paged key-value cache: who owns which block, and the tensors behind the blocks.
 
 A block is `page_size` consecutive slots; a slot holds one token's keys and values in every layer. Full blocks are named
-by a hash chained over all tokens up to their end and salted by the policy version, so equal names mean equal contents
-and a block can be shared by any request that starts with those tokens.
+by the digest of a key (`BlockKey`) over all that decides their contents, so equal names mean equal contents and a block
+can be shared by any request that begins alike.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
 
@@ -17,6 +18,32 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.layout import Carried
+from rlloop.types import ModelInput
+
+
+@dataclass(frozen=True)
+class SequenceKey:
+    """All that decides the keys and values of a whole sequence besides its tokens."""
+
+    policy_version: int
+    adapter: str | None = None
+
+    def name(self) -> bytes:
+        adapter = b"" if self.adapter is None else b", adapter " + self.adapter.encode()
+        return blake2b(b"policy version %d" % self.policy_version + adapter, digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class BlockKey:
+    """All that decides the keys and values of one full block: its own tokens, and everything before them."""
+
+    parent: bytes  # name of the block before it; of the first one, the sequence's
+    token_ids: np.ndarray  # [page_size] int64
+    content: bytes = b""  # `ModelInput.content_key` of its tokens; b"" for text
+
+    def name(self) -> bytes:
+        tokens = np.ascontiguousarray(self.token_ids).tobytes()  # of one length, so nothing can be taken for another
+        return blake2b(tokens + self.content, digest_size=16, key=self.parent).digest()
 
 
 class BlockManager:
@@ -43,13 +70,23 @@ class BlockManager:
         """Blocks that can be handed out, remembered ones included."""
         return len(self._blank) + len(self._remembered)
 
-    def chain(self, hashes: list[bytes], token_ids: np.ndarray, count: int) -> list[bytes]:
-        """Extend `hashes`, in place, to the names of the first `count` blocks of `token_ids`."""
+    def chain(
+        self,
+        hashes: list[bytes],
+        token_ids: np.ndarray,
+        count: int,
+        model_input: ModelInput | None = None,
+        adapter: str | None = None,
+    ) -> list[bytes]:
+        """Extend `hashes`, in place, to the names of the first `count` blocks of `token_ids`.
+
+        `model_input`: what the tokens stand for; None for text. `adapter`: the one that computes them.
+        """
         size = self.page_size
-        for block in range(len(hashes), count):
-            parent = hashes[-1] if hashes else self._salt
-            tokens = np.ascontiguousarray(token_ids[block * size : (block + 1) * size])
-            hashes.append(blake2b(tokens.tobytes(), digest_size=16, key=parent).digest())
+        for begin in range(len(hashes) * size, count * size, size):
+            parent = hashes[-1] if hashes else SequenceKey(self._version, adapter).name()
+            content = b"" if model_input is None else model_input.content_key(begin, begin + size)
+            hashes.append(BlockKey(parent, token_ids[begin : begin + size], content).name())
         return hashes
 
     def match(self, hashes: list[bytes]) -> list[int]:
@@ -102,7 +139,7 @@ class BlockManager:
 
     def forget(self, policy_version: int) -> None:
         """Drop every name: what was computed is not what `policy_version` would compute."""
-        self._salt = blake2b(b"policy version %d" % policy_version, digest_size=16).digest()
+        self._version = policy_version
         self._block_of.clear()
         self._name_of.clear()
         self._blank.extend(reversed(self._remembered))

@@ -225,13 +225,17 @@ class Scheduler:
     def _cached_blocks(self, request: Request, count: int) -> list[int]:
         if not self.blocks.prefix_caching:
             return []
-        return self.blocks.match(self.blocks.chain(request.block_hashes, request.token_ids, count)[:count])
+        return self.blocks.match(self._names(request, request.token_ids, count)[:count])
+
+    def _names(self, request: Request, token_ids: np.ndarray, count: int) -> list[bytes]:
+        """The names of its first `count` blocks, and of those after them that were asked for before."""
+        return self.blocks.chain(request.block_hashes, token_ids, count, request.model_input, request.adapter)
 
     def _remember(self, row: int, computed: int, after: int) -> None:
         """Name the blocks that this step fills, by taking the row's cached tokens from `computed` to `after`."""
         size = self.blocks.page_size
         if self.blocks.prefix_caching and after // size > computed // size:
-            names = self.blocks.chain(self.table.request(row).block_hashes, self.table.tokens[row], after // size)
+            names = self._names(self.table.request(row), self.table.tokens[row], after // size)
             for block in range(computed // size, after // size):
                 self.blocks.remember(int(self.table.blocks[row, block]), names[block])
 

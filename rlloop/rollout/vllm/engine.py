@@ -24,8 +24,8 @@ from rlloop.rollout.engine.choice_store import Choices
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.validation import Limits
 from rlloop.rollout.vllm import names, versions
-from rlloop.rollout.vllm.requests import check_alone, check_sampling, raw_of_stock, vllm_params
-from rlloop.types import NOTHING, Completion, FinishReason, Part, PromptScores, SamplingParams, stop_ids
+from rlloop.rollout.vllm.requests import check_sampling, check_supported, raw_of_stock, vllm_params
+from rlloop.types import NOTHING, Completion, FinishReason, ModelInput, Part, PromptScores, SamplingParams, stop_ids
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
@@ -141,11 +141,11 @@ class VllmEngine(EngineFrontEnd):
         request = self._requests.get(str(request_id))
         return NOTHING if request is None else Part(request.token_ids[begin:], *self._logprobs(request, begin))
 
-    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
+    def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0) -> PromptScores:
         """By the trainer's forward, beside vLLM."""
         if not self.raw_column:
             raise ConfigError("scores of a prompt would be the trainer's, not vLLM's; use the engine vllm or embedded")
-        return score_prompt(self.model, prompt_ids, top_logprobs)
+        return score_prompt(self.model, prompt, top_logprobs)
 
     @property
     def in_flight(self) -> int:
@@ -242,17 +242,17 @@ class VllmEngine(EngineFrontEnd):
                 settings |= {"logits_processors": [names.GATE]} if self.raw_column else {}
             return LLMEngine.from_engine_args(EngineArgs(model=folder, **settings))
 
-    def _check(self, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
-        check_alone(top_logprobs)
-        super()._check(prompt_ids, sampling)
+    def _check(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
+        check_supported(prompt, top_logprobs)
+        super()._check(prompt, sampling)
         check_sampling(sampling, stock=not self.raw_column)
 
-    def _accept(self, id: int, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int) -> None:
+    def _accept(self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int) -> None:
         self.wake_up()
-        llm, prompt = self._llm, {"prompt_token_ids": prompt_ids}
+        llm, asked = self._llm, {"prompt_token_ids": prompt.token_ids}
         tasks = llm.get_supported_tasks()
-        llm.engine_core.add_request(llm.input_processor.process_inputs(str(id), prompt, self._params(sampling), tasks))
-        self._requests[str(id)] = _Request(id, prompt_ids, sampling)
+        llm.engine_core.add_request(llm.input_processor.process_inputs(str(id), asked, self._params(sampling), tasks))
+        self._requests[str(id)] = _Request(id, prompt.token_ids, sampling)
 
     def _rest(self) -> None:
         if self._sleeps:
