@@ -36,7 +36,8 @@ def canary_requests(config: RunConfig, task: Task) -> tuple[list[list[int]], lis
 
 
 def numerics_objection(trainer: Mapping[str, Any], mode: ParityMode, state: EngineState) -> str | None:
-    """Why `parity.mode=require` does not let the engine in: its arithmetic is not the trainer's. None: it may serve."""
+    """The reason for which `parity.mode=require` refuses an engine whose arithmetic is not the trainer's; None: it may
+    serve."""
     if mode is not ParityMode.require:
         return None
     theirs, ours = (json.loads(json.dumps(each)) for each in (state.fingerprint, trainer))  # as they cross the wire

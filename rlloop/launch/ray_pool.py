@@ -211,7 +211,7 @@ class ActorPool:
         self.engine.pool.close()
 
     def _canary(self, version: int) -> Canary | None:
-        """What the trainer's own engine makes, asked for once a replica joins or is back."""
+        """The completions of the trainer's own engine, computed only when a replica joins or is back."""
         prompts, sampling = self._requests
         if not prompts:
             return None

@@ -114,7 +114,7 @@ def open_pool(fleet: FleetConfig, record: Callable[[Mapping[str, Any]], object],
 
 
 class Reference:
-    """What engines of the trainer's hardware class must make of the canary, by an engine on the trainer's weights."""
+    """Makes the canary's expected completions, by an engine on the trainer's weights and hardware class."""
 
     def __init__(self, model: Model, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
         self._prompts, self._sampling = prompts, sampling
@@ -152,7 +152,7 @@ class RegionSync:
 
 
 def run_id_of(path: Path) -> str:
-    """The run's name in its versions: the same wherever its folder is moved to, and no other run's."""
+    """The run's unique name in its versions; it stays the same when the folder is moved."""
     file = path / "fleet.json"
     if not file.exists():
         write_whole(file, json.dumps({"run_id": f"{path.absolute().name}-{secrets.token_hex(4)}"}).encode())
@@ -160,7 +160,7 @@ def run_id_of(path: Path) -> str:
 
 
 def note_address(folder: RunFolder, url: str) -> None:
-    """Where engines and relays find this run, for people and for `--join`."""
+    """Writes the address by which engines and relays find this run, for people and for `--join`."""
     folder.log(f"the fleet's address is {url}")
     write_whole(folder.path / "fleet_address", f"{url}\n".encode(), durable=False)
 

@@ -1,8 +1,8 @@
 """Decode steps on a GPU as CUDA graphs: one launch in place of some hundreds.
 
 A graph is recorded for a number of rows and of pages a row, rounded up, when a step first needs it. It reads tokens,
-indices, positions, slots, seeds and pages from buffers of its own, and the weights where they lie, so an update in place
-is seen by the next replay. Rows that nobody uses decode token 0 at position 0 of a slot that nobody reads.
+indices, positions, slots, seeds and pages from buffers of its own, and the weights where they lie, so the next replay
+sees an update in place. Rows that nobody uses decode token 0 at position 0 of a slot that nobody reads.
 
 Where no row's distribution is warped, the graph draws the tokens, too.
 """
@@ -34,7 +34,7 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor  # [R, 5 + B] int64: token, index, position, slot, seed, first slots of pages
     layout: AttentionLayout  # filled from them
-    made: tuple[Tensor, ...]  # logits [R, V] float32; or ids [R] int64 and, packed, [3, R] int32
+    outputs: tuple[Tensor, ...]  # logits [R, V] float32; or ids [R] int64 and, packed, [3, R] int32
 
 
 class DecodeGraphs:
@@ -73,7 +73,7 @@ class DecodeGraphs:
         pages: np.ndarray,
         seeds: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
-        """The next tokens, from distributions as they are: ids [S] and, as `packed` has them, [3, S]."""
+        """The next tokens, drawn from unwarped distributions: ids [S] and, as `packed` has them, [3, S]."""
         ids, made = self._replay(True, tokens, pages, index, positions, slots, seeds)
         return ids[: len(tokens)], made[:, : len(tokens)]
 
@@ -90,7 +90,7 @@ class DecodeGraphs:
         step.inputs.copy_(given, non_blocking=True)
         step.inputs[:count, 0] = tokens
         step.graph.replay()
-        return step.made
+        return step.outputs
 
     def _record(self, rows: int, width: int, draws: bool) -> _Recorded:
         device, ops = self._model.device, self._model.ops
@@ -132,12 +132,12 @@ class DecodeGraphs:
 
 
 def packed(ids: Tensor, logprobs: Tensor, raw: Tensor) -> Tensor:
-    """What was drawn for R rows, as the bits of [3, R] int32: one copy to the host."""
+    """Ids, logprobs and raw logprobs of R rows as the bits of [3, R] int32: one copy to the host."""
     return torch.stack([ids.int(), logprobs.view(torch.int32), raw.view(torch.int32)])
 
 
 def rounded(rows: int) -> int:
-    """Up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: no more than a third of the rows is idle."""
+    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: no more than a third of the rows is idle."""
     if rows <= 3:
         return rows
     power = 1 << (rows - 1).bit_length()

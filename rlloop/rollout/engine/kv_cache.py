@@ -1,4 +1,4 @@
-"""The paged key-value cache: who owns which block, and the tensors behind the blocks.
+"""The paged key-value cache: the blocks' owners, and the tensors behind the blocks.
 
 A block is `page_size` consecutive slots; a slot holds one token's keys and values in every layer. Full blocks are named
 by the digest of a key (`BlockKey`) over all that decides their contents, so equal names mean equal contents and a block
@@ -90,17 +90,17 @@ class BlockManager:
         return hashes
 
     def match(self, hashes: list[bytes]) -> list[int]:
-        """The longest run of leading blocks that are still there."""
-        found = []
+        """The longest run of leading blocks that are still cached."""
+        matched = []
         for name in hashes if self.prefix_caching else ():
             block = self._block_of.get(name)
             if block is None:
                 break
-            found.append(block)
-        return found
+            matched.append(block)
+        return matched
 
     def can_allocate(self, shared: list[int], count: int) -> bool:
-        """Whether `allocate` of the same would succeed. Shared blocks nobody uses stop being free when they are."""
+        """True where `allocate` with the same arguments would succeed. Unused shared blocks stop being free by it."""
         revived = sum(self.references[block] == 0 for block in shared)
         return count + revived <= self.num_free
 
@@ -113,7 +113,7 @@ class BlockManager:
         return shared + [self._take() for _ in range(count)]
 
     def may_append(self, count: int) -> bool:
-        """Whether `count` running requests can each get one more block."""
+        """True where `count` running requests can each get one more block."""
         return count <= self.num_free
 
     def append(self) -> int:
@@ -121,10 +121,10 @@ class BlockManager:
         return self._take()
 
     def deallocate(self, blocks: list[int]) -> None:
-        """Let go of one request's blocks. The last ones are evicted first: a chain is of no use without its head."""
+        """Release one request's blocks. The last ones are evicted first: a chain is of no use without its head."""
         for block in reversed(blocks):
             self.references[block] -= 1
-            assert self.references[block] >= 0, f"block {block} was let go more often than taken"
+            assert self.references[block] >= 0, f"block {block} was released more often than taken"
             if self.references[block] == 0:
                 if block in self._name_of:
                     self._remembered[block] = None
@@ -188,11 +188,11 @@ class PagedCache:
         self.rows = torch.empty(0, dtype=torch.int64, device=device)
 
     def carried(self, layer: int, name: str) -> Carried:
-        """What a recurrent layer keeps of this step's sequences. A sequence that begins finds nothing there."""
+        """A recurrent layer's state of this step's sequences. A sequence that begins finds zeros there."""
         return Carried(self.states[layer][name], self.rows)
 
     def places(self, layer: int, *names: str) -> tuple[Tensor, ...]:
-        """Where `write` would put this step's tokens: their slots, and the stores of these names."""
+        """The slots of this step's tokens, and the stores of these names: where `write` would put them."""
         return self.slots, *(self.stores[layer][name] for name in names)
 
     def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:

@@ -55,7 +55,7 @@ class Request:
         return self.model_input.token_ids
 
     def completion(self, policy_version: int, reason: FinishReason) -> Completion:
-        """What was made so far; for a request that is not running."""
+        """The completion so far, of a request that is not running."""
         begin, (experts, selected) = len(self.prompt_ids), self.choices()
         return Completion(
             prompt_ids=self.prompt_ids,
@@ -73,7 +73,7 @@ class Request:
 
 
 class RequestTable:
-    """The running requests, one row each; R rows, W tokens, B blocks and K stop tokens wide.
+    """Running requests, one row each: R rows, W tokens, B blocks and K stop tokens wide.
 
     Rows never move while a request runs. The arrays widen to the longest request seen.
     """
@@ -150,8 +150,11 @@ class RequestTable:
         return request, self.blocks[row, : self.num_blocks[row]].tolist()
 
     def rope_positions(self, rows: np.ndarray, begin: np.ndarray, counts: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Of the `counts` [S] tokens of each row from `begin` [S] on, whose indices are `index` [T]: [T] int64, or
-        [axes, T] where a prompt among them has positions of several axes. A text's position is its index."""
+        """Positions for the rope, [T] int64, or [axes, T] where a prompt among them has positions of several axes.
+
+        The tokens are `counts` [S] of each row, from its `begin` [S] on; their indices in the sequences are `index`
+        [T], which are the positions of a text.
+        """
         if not self.placed.any():
             return index
         positions = index + np.repeat(np.where(self.placed[rows], self.shift[rows], 0), counts)

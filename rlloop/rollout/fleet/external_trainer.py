@@ -1,4 +1,4 @@
-"""Weights of a trainer that is not rlloop's: safetensors in, a published version out."""
+"""Publishing for trainers that are not rlloop's: safetensors in, a published version out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlloop.sync.store import Store
 
 
 class Publishing:
-    """A publisher for who sends whole states. One call at a time."""
+    """A publisher of whole states. One call at a time."""
 
     def __init__(self, store: Store, key: Ed25519PrivateKey, run_id: str, anchor_every: int) -> None:
         self._publisher = Publisher(store, key, run_id, anchor_every=anchor_every)

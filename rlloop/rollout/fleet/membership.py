@@ -24,7 +24,7 @@ from rlloop.rollout.fleet.wire import BadAnswer, EngineState
 from rlloop.types import Completion, SamplingParams
 
 Status = Literal["joining", "behind", "serving", "quarantined", "lost"]
-Record = Callable[[Mapping[str, Any]], object]
+Record = Callable[[Mapping[str, Any]], object]  # receives an event
 
 
 class NoEngine(RlloopError):
@@ -170,7 +170,7 @@ class Membership:
         ]  # fmt: skip
 
     async def _attend(self, member: Member) -> None:
-        """Looks at one engine for as long as it is a member."""
+        """The caretaker of one engine: polls it for as long as it is a member."""
         settings = self.settings
         while True:
             member.kick.clear()
@@ -347,20 +347,20 @@ class Membership:
 
 
 async def _at_most(seconds: float, event: asyncio.Event) -> None:
-    """Until the event, or as long as that."""
+    """Wait for the event, at most that long."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
 
 
 async def _let_go(member: Member) -> None:
-    """Its calls were cancelled: they tell the engine so before its client is gone."""
+    """Close its client once its cancelled calls have told the engine so."""
     await asyncio.gather(*member.calls, return_exceptions=True)
     await member.client.close()
 
 
 def reason(error: BaseException) -> str:
-    """Of an engine's being out of service: errors of ours speak for themselves."""
+    """The reason why an engine is out of service: the message of rlloop's own errors, type and message of others."""
     return str(error) if isinstance(error, RlloopError) else f"{type(error).__name__}: {error}"
 
 

@@ -40,8 +40,8 @@ from rlloop.rollout.fleet.wire import BadAnswer, EngineState
 from rlloop.types import Completion, SamplingParams
 
 T = TypeVar("T")
-TRIES = 10  # of a chunk at least, and `fleet.patience` seconds of them, before its batch fails
-PASSING = (Busy, EngineLost, VersionUnavailable)  # what says nothing against an engine
+TRIES = 10  # failed tries of a chunk, over at least `fleet.patience` seconds, before its batch fails
+PASSING = (Busy, EngineLost, VersionUnavailable)  # temporary: an engine with one of these may be in order
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class _Batch:
 
 @dataclass(eq=False)
 class _Chunk:
-    """Some places of a batch, made by one engine in one call."""
+    """Prompts of a batch that one engine completes in one call."""
 
     batch: _Batch
     places: list[int]
@@ -65,8 +65,8 @@ class _Chunk:
     made: bool = False
     began: float = 0.0
     hedged: bool = False
-    tries: int = 0  # that failed,
-    since: float = 0.0  # the first of them when
+    tries: int = 0  # that failed
+    since: float = 0.0  # when the first of them did
     refused: dict[Member, Exception] = field(default_factory=dict)  # by which engines: it may be the request's fault
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class EnginePool:
 
     @property
     def version(self) -> int:
-        """What serves, or is to; -1 before the first."""
+        """The version that serves, or is to; -1 before the first."""
         return self._members.version
 
     def serve_version(self, version: int, canary: Canary | None) -> dict[str, float]:
@@ -127,11 +127,11 @@ class EnginePool:
     def begin(
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], version: int
     ) -> Future[list[Completion]]:
-        """The same for who does not wait in a thread."""
+        """Like `generate`, for callers that do not wait in a thread."""
         return self._thread.start(self._generate(prompts, sampling, version))
 
     def take_metrics(self) -> dict[str, float]:
-        """What happened since the last call."""
+        """`fleet/*`: what happened since the last call."""
         return self._thread.run(_run(self._members.take_metrics))
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class EnginePool:
             self._start(member, chunk)
 
     def _give_up_refused(self) -> None:
-        """One engine that refuses a request may be wrong, or smaller than others; where all do, the request is."""
+        """Fail batches that every engine refuses. One engine that refuses may be wrong, or smaller than others."""
         for chunk in [chunk for chunk in self._queue if chunk.refused]:
             hopes = [
                 member.status
@@ -274,7 +274,7 @@ class EnginePool:
         self._take(member, chunk, made)
 
     def _ended(self, member: Member, chunk: _Chunk, call: asyncio.Task[None]) -> None:
-        """Whatever came of a call, its chunk is made, waits again, or its batch has failed."""
+        """After every call its chunk is done, waits again, or its batch has failed."""
         del member.calls[call]
         failure = asyncio.CancelledError() if call.cancelled() else call.exception()
         try:
@@ -291,7 +291,7 @@ class EnginePool:
     def _take(self, member: Member, chunk: _Chunk, made: list[Completion]) -> None:
         batch = chunk.batch
         if chunk.made:
-            return  # the other of two calls was first
+            return  # the other of two hedged calls was first
         origin = member.name if self.settings.origins else None
         for place, completion in zip(chunk.places, made, strict=True):
             batch.made[place] = dataclasses.replace(completion, origin=origin)
@@ -369,7 +369,7 @@ class PoolEngine:
         return self.pool.generate(prompts, one_for_each(prompts, sampling), self.policy_version)
 
     def serve_version(self, version: int, canary: Canary | None) -> dict[str, float]:
-        """As `EnginePool.serve_version`; requests are made by `version` from then on."""
+        """Like `EnginePool.serve_version`; further requests are made by `version`."""
         metrics = self.pool.serve_version(version, canary)
         self.policy_version = version
         return metrics

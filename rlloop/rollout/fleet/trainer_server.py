@@ -1,9 +1,9 @@
-"""The trainer's end of a fleet over HTTP: its versions of the weights, and the door by which engines join.
+"""The trainer's server in a fleet: its versions of the weights, and the routes by which engines join.
 
     GET  /latest, /blobs/{hash}   the store (rlloop.sync.http); POST /squash/{version}, too
-    POST /fleet/join              {"url": ..., "region": ...}: said again every few seconds, it is a sign of life
+    POST /fleet/join              {"url": ..., "region": ...}: repeated every few seconds, as a heartbeat
     POST /fleet/leave             {"url": ...}
-    GET  /fleet/engines           who there is
+    GET  /fleet/engines           the members and their status
     GET  /health, /metrics
 
 And, for trainers that are not rlloop's (`rlloop serve trainer`), which publish and sample through it:
