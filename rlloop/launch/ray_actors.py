@@ -16,7 +16,7 @@ from rlloop.launch.prepare import Prepared
 from rlloop.launch.ray_pool import ActorPool, RemoteTrainer, pool_settings
 from rlloop.launch.ray_session import RayHandle, import_ray, ray_session
 from rlloop.launch.workers import Colocated, Replica, vocabulary_of
-from rlloop.loop.loop import Parts
+from rlloop.loop.parts import Parts
 from rlloop.models.config import read_config
 from rlloop.runs.folder import Journal, RunFolder
 from rlloop.trainer import CheckpointStore
@@ -79,9 +79,7 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
         stack.callback(actors.close)
         yield Parts(
             task=prepared.task,
-            source=Path(path),
             engine=actors.engine,
-            eval_engine=actors.engine,
             trainer=RemoteTrainer(trainer),
             sync=actors,
             scorer=prepared.scorer,

@@ -22,7 +22,8 @@ from rlloop.config.run import RunConfig
 from rlloop.launch.admission import canary_requests, numerics_objection
 from rlloop.launch.prepare import Prepared
 from rlloop.launch.workers import load, make_trainer, vocabulary_of
-from rlloop.loop.loop import Parts
+from rlloop.loop.parts import Parts
+from rlloop.loop.schedule import InStep, Pipelined
 from rlloop.models import Model
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.first_difference import diagnose
@@ -56,7 +57,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
     lag = fleet.max_version_lag
     history = None
     if lag:
-        history = WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.routers, redraws=config.redraws)
+        history = WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.moe, redraws=config.redraws)
     key = load_or_make_key(folder.path / "signing_key" if fleet.signing_key is None else Path(fleet.signing_key))
     store = open_store(str(folder.path / "weights") if fleet.store is None else fleet.store)
     publisher = Publisher(store, key, run_id_of(folder.path), anchor_every=fleet.anchor_every)
@@ -79,9 +80,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
         engine = PoolEngine(pool, model.fingerprint())
         yield Parts(
             task=prepared.task,
-            source=Path(path),
             engine=engine,
-            eval_engine=engine,
             trainer=trainer,
             sync=RegionSync(model, publisher, engine, reference, history),
             scorer=prepared.scorer,
@@ -90,7 +89,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
             vocabulary=vocabulary_of(model.config),
             doctor=partial(diagnose, model.with_profile(NumericsProfile(**vars(config.model.profile))), model),
-            history=history,
+            schedule=InStep() if history is None else Pipelined(lag, history, config.trainer.num_steps),
             measured=pool.take_metrics,
         )
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from rlloop.protocols import Engine
 from rlloop.types import Completion, FinishReason, SamplingParams, stop_ids
 
 
@@ -16,30 +14,6 @@ class Vocabulary:
 
     size: int
     eos_token_ids: tuple[int, ...]
-
-
-class AskedEngine:
-    """An engine whose every answer is held against its request, for requests that all name different seeds."""
-
-    def __init__(self, engine: Engine, known: Vocabulary) -> None:
-        self._engine, self._known = engine, known
-        self.faults: dict[int | None, str] = {}  # by seed: of several turns, the first fault
-
-    @property
-    def policy_version(self) -> int:
-        return self._engine.policy_version
-
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
-        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        completions = self._engine.generate(prompts, each)
-        for made, prompt, params in zip(completions, prompts, each, strict=True):
-            assert len(made.token_ids) == len(made.logprobs) == len(made.raw_logprobs), "a logprob for each token"
-            if (fault := fault_of(made, prompt, params, self._known)) is not None:
-                self.faults.setdefault(params.seed, fault)
-        return completions
-
-    def fingerprint(self) -> dict[str, Any]:
-        return self._engine.fingerprint()
 
 
 def fault_of(made: Completion, prompt_ids: Sequence[int], sampling: SamplingParams, known: Vocabulary) -> str | None:

@@ -54,15 +54,15 @@ def as_result(value: Any) -> Outcome:
     return RewardResult(float(result.reward), bool(result.solved), components)  # numpy's and torch's are in no record
 
 
-def _is_timeout(outcome: Any) -> bool:
+def is_timeout(outcome: Any) -> bool:
     return isinstance(outcome, RewardFailure) and outcome.kind == "timeout"
 
 
-def _failure(error: BaseException) -> RewardFailure:
+def failure(error: BaseException) -> RewardFailure:
     return RewardFailure("error", f"{type(error).__name__}: {error}")
 
 
-def _not_tried(tried: int, timeout: float) -> RewardFailure:
+def not_tried(tried: int, timeout: float) -> RewardFailure:
     return RewardFailure("timeout", f"not tried: the first {tried} took longer than {timeout:g} s")
 
 
@@ -136,7 +136,7 @@ class RewardRunner:
         try:
             return self.accept(value)
         except Exception as error:  # whatever the user's code raises is that sample's outcome
-            return _failure(error)
+            return failure(error)
 
     def _score_async(
         self, requests: Sequence[Request], accept: Callable[[Any], Any], function: Callable[..., Any] | None = None
@@ -144,12 +144,12 @@ class RewardRunner:
         """All at a time on one event loop; where that is blocked, it is abandoned and another takes the rest."""
         outcomes: dict[int, Any] = {}
         while len(outcomes) < len(requests):
-            if len(outcomes) >= HOPELESS and all(map(_is_timeout, outcomes.values())):
-                rest = _not_tried(len(outcomes), self.timeout)
+            if len(outcomes) >= HOPELESS and all(map(is_timeout, outcomes.values())):
+                rest = not_tried(len(outcomes), self.timeout)
                 return [outcomes.get(place, rest) for place in range(len(requests))]
             if self._loop is None:
                 self._loop = EventLoop()
-            going = _Round(function or self.reward, accept, self.timeout, self.concurrency)
+            going = Calls(function or self.reward, accept, self.timeout, self.concurrency)
             left = {place: each for place, each in enumerate(requests) if place not in outcomes}
             try:
                 self._loop.run(going.score(left), self.timeout)
@@ -170,16 +170,16 @@ class RewardRunner:
         """
         outcomes: list[Any] = []
         while len(outcomes) < len(requests):
-            if len(outcomes) >= HOPELESS and all(map(_is_timeout, outcomes)):
-                return outcomes + [_not_tried(len(outcomes), self.timeout)] * (len(requests) - len(outcomes))
+            if len(outcomes) >= HOPELESS and all(map(is_timeout, outcomes)):
+                return outcomes + [not_tried(len(outcomes), self.timeout)] * (len(requests) - len(outcomes))
             worker = _Worker(self.reward, accept, requests[len(outcomes) :])
             threading.Thread(target=worker.run, daemon=True, name="rlloop-reward").start()
             outcomes += worker.wait(self.timeout)
         return outcomes
 
 
-class _Round:
-    """Requests on an event loop, until all have an outcome or the loop is abandoned."""
+class Calls:
+    """Calls of an async function on an event loop: each has an outcome in the end, unless the loop is abandoned."""
 
     def __init__(
         self, reward: Callable[..., Any], accept: Callable[[Any], Any], timeout: float, concurrency: int
@@ -189,9 +189,9 @@ class _Round:
         self._places, self._tasks = asyncio.Semaphore(concurrency), dict[int, asyncio.Task[Any]]()
 
     async def score(self, requests: Mapping[int, Request]) -> None:
-        await asyncio.gather(*(self._one(place, request) for place, request in requests.items()))
+        await asyncio.gather(*(self.one(place, request) for place, request in requests.items()))
 
-    async def _one(self, place: int, request: Request) -> None:
+    async def one(self, place: int, request: Request) -> None:
         async with self._places:
             OWNER.set((self, place))
             task = self._tasks[place] = asyncio.ensure_future(self._call(request))
@@ -211,13 +211,13 @@ class _Round:
         except TimeoutError as error:  # of the reward's own
             return RewardFailure("timeout", str(error) or "raised TimeoutError")
         except BaseException as error:  # whatever the user's code raises is that sample's outcome; SystemExit, too
-            return _failure(error)
+            return failure(error)
 
     def unfinished(self) -> list[int]:
         """Whose coroutine still runs."""
         return [place for place, task in self._tasks.items() if not task.done()]
 
-    def at_fault(self, owner: tuple[_Round, int] | None) -> list[int]:
+    def at_fault(self, owner: tuple[Calls, int] | None) -> list[int]:
         """Who blocks the loop: a sample of this round, nobody in it, or, where that cannot be told, all that run."""
         if owner is None:
             return self.unfinished()
@@ -238,7 +238,7 @@ class _Worker:
             try:
                 outcome = self.accept(self.reward(*request))
             except BaseException as error:  # SystemExit would end this thread without a word
-                outcome = _failure(error)
+                outcome = failure(error)
             if self.abandoned:
                 return
             self.outcomes.append(outcome)
