@@ -28,7 +28,7 @@ from rlloop.dashboard.runs import Run
 from rlloop.dashboard.tokens import explain, find_tokenizer, load_tokenizer
 from rlloop.errors import UNREADABLE, ConfigError
 from rlloop.study.analysis import repeats
-from rlloop.web.server import whole_number
+from rlloop.web.requests import whole_number
 
 STATIC = Path(__file__).parent / "static"
 

@@ -34,7 +34,8 @@ from rlloop.parity.asked import AskedEngine, Vocabulary
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
 from rlloop.parity.regions import by_region
 from rlloop.protocols import Checkpoints, Engine, Observer, Scorer, Stateful, Task, Trainer, WeightSync
-from rlloop.runs.folder import REPORT, RunFolder, rollout_rows
+from rlloop.runs.folder import REPORT, RunFolder
+from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Recomputed, RewardResult, Sample, SamplingParams
 
 # (rewards, groups, lengths of the longest turns, KL to the reference or None) -> (advantages, keep), [n] each

@@ -28,7 +28,7 @@ from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.profile import IMPLEMENTATIONS, SETTINGS, NumericsProfile
 from rlloop.rollout import Engine
 from rlloop.runs.folder import read_rollouts, rollout_files
-from rlloop.runs.packed_experts import unpack_experts
+from rlloop.runs.rollouts import unpack_experts
 from rlloop.types import SamplingParams
 
 PROMPT, COMPLETION = "prompt", "completion"

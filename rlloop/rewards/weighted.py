@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlloop.errors import ConfigError
+from rlloop.rewards.resolve import resolve_reward
 from rlloop.rewards.runner import TAKEN, RewardFailure, as_result
 from rlloop.types import Example, RewardResult
 
@@ -31,8 +32,6 @@ class Weighted:
     """
 
     def __init__(self, parts: dict[str, dict[str, Any]], solved_by: str | None = None) -> None:
-        from rlloop.rewards import resolve_reward
-
         if not parts:
             raise ConfigError("reward.parts is empty; name at least one reward there")
         self.solved_by = solved_by or next(iter(parts))

@@ -26,19 +26,15 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 import yaml
 import zstandard
 
 from rlloop.config.resume import refuse_other_run
 from rlloop.errors import UNREADABLE, RunError
-from rlloop.runs.packed_experts import pack_experts
-from rlloop.types import Sample, SamplingParams
 
 REPORT = "parity_report.json"
 SIGNATURES = "signatures.jsonl"
@@ -231,84 +227,6 @@ def write_whole(file: Path, content: bytes, *, durable: bool = True) -> None:
             handle.flush()
             os.fsync(handle.fileno())
     temporary.replace(file)
-
-
-# ------------------------------------------------------------------------------------------------ rollouts
-
-
-def rollout_rows(
-    samples: Sequence[Sample],
-    outcomes: Sequence[str],
-    trainer_logprobs: Sequence[np.ndarray | None],
-    engine: str,
-) -> list[dict[str, Any]]:
-    """Completions as JSON objects.
-
-    `outcomes`: trained, or "rejected: ..." or "dropped: ..." with the reason. `trainer_logprobs` (None: not scored)
-    stand only where a bit differs, `raw_logprobs` only where they differ from `logprobs`. `engine`: its fingerprint's
-    digest.
-    """
-    logprobs = [sample.completion.logprobs for sample in samples]
-    raw = [sample.completion.raw_logprobs for sample in samples]
-    scored = [mine if other is None else other for mine, other in zip(logprobs, trainer_logprobs, strict=True)]
-    texts, rows = _floats(logprobs), []
-    for sample, outcome, text in zip(samples, outcomes, texts, strict=True):
-        made = sample.completion
-        rows.append(
-            {
-                "uid": sample.uid,
-                "example": sample.example.id,
-                "group": sample.group,
-                "policy_version": made.policy_version,
-                "engine": engine,
-                "outcome": outcome,
-                "reward": sample.result.reward,
-                "solved": sample.result.solved,
-                "components": sample.result.components,
-                "advantage": sample.advantage,
-                "prompt": sample.example.prompt,
-                "text": sample.text,
-                "finish_reason": made.finish_reason,
-                "sampling": {key: value for key, value in vars(made.sampling).items() if value != _DEFAULTS[key]},
-                "prompt_ids": made.prompt_ids,
-                "token_ids": made.token_ids,
-                **({} if made.origin is None else {"origin": made.origin}),
-                "logprobs": text,
-            }
-        )
-        if sample.fault is not None:
-            rows[-1]["fault"] = sample.fault
-        if made.turns is not None:
-            rows[-1]["turns"] = made.turns
-        if made.routed_experts is not None:
-            rows[-1]["routed_experts"] = pack_experts(made.routed_experts)
-    for name, arrays in (("raw_logprobs", raw), ("trainer_logprobs", scored)):
-        differing = _differing(logprobs, arrays)
-        for index, text in zip(differing, _floats([arrays[index] for index in differing]), strict=True):
-            rows[index][name] = text
-    return rows
-
-
-_DEFAULTS = {**vars(SamplingParams(max_tokens=1)), "max_tokens": None}
-
-
-def _differing(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> list[int]:
-    """Indices of the float32 arrays that differ in a bit: as integers, so that −0 and NaN count as what they are."""
-    if not ours:
-        return []
-    mine, other = (np.concatenate(arrays).astype(np.float32, copy=False).view(np.int32) for arrays in (ours, theirs))
-    owner = np.repeat(np.arange(len(ours)), [len(array) for array in ours])
-    return np.unique(owner[mine != other]).tolist()
-
-
-def _floats(arrays: Sequence[np.ndarray]) -> list[msgspec.Raw]:
-    """float32 arrays as JSON, 9 significant digits so that they round-trip; null is −inf (or NaN, in a broken run)."""
-    flat = np.concatenate([np.zeros(0, np.float32), *arrays])
-    texts = (",".join(["%.9g"] * len(flat)) % tuple(flat.tolist())).split(",")
-    if not np.isfinite(flat).all():
-        texts = ["null" if "n" in text else text for text in texts]
-    cuts = np.cumsum([0, *map(len, arrays)]).tolist()
-    return [msgspec.Raw(f"[{','.join(texts[start:end])}]".encode()) for start, end in pairwise(cuts)]
 
 
 # ------------------------------------------------------------------------------------------------ reading

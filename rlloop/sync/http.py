@@ -21,7 +21,7 @@ from rlloop.errors import ConfigError, SyncError
 from rlloop.sync.manifest import hash_of
 from rlloop.sync.relay import CachingStore
 from rlloop.sync.store import Missing, Store
-from rlloop.web.server import refusal, whole_number
+from rlloop.web.requests import refusal, whole_number
 
 HASH = re.compile("[0-9a-f]{64}")
 RANGE = re.compile(r"bytes=([0-9]{1,18})-")

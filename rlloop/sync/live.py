@@ -2,7 +2,7 @@
 
 A live parameter may be a part of a larger tensor: engines fuse projections and stack experts, while versions name them
 one by one. Targets take views into such tensors, so a write lands in the fused tensor itself: `named_weights` gives
-them for rlloop's own models, `split` and `unstack` help with others.
+them for rlloop's own models, `split` helps with others.
 """
 
 from __future__ import annotations
@@ -130,8 +130,3 @@ def split(fused: Tensor, rows: Mapping[str, int]) -> dict[str, Tensor]:
     """Views of a tensor that holds several along its first dimension: name -> rows, in order."""
     assert sum(rows.values()) == fused.shape[0], (rows, fused.shape)
     return dict(zip(rows, fused.split(list(rows.values())), strict=True))
-
-
-def unstack(stacked: Tensor, pattern: str) -> dict[str, Tensor]:
-    """Views of a tensor that holds one for each expert: `pattern` has {} where its number goes."""
-    return {pattern.format(index): part for index, part in enumerate(stacked.unbind(0))}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,6 +23,8 @@ from rlloop.sync.packing import listing_of, pack
 from rlloop.sync.replica import SQUASHED, Manifests, Replica
 from rlloop.sync.store import Conflict, Store
 from rlloop.sync.target import MemoryTarget
+
+KEPT_CHAINS = 2  # that `Publisher.collect` leaves: replicas may still be on their way along the older one
 
 
 @dataclass(frozen=True)
@@ -49,20 +51,15 @@ class Publisher:
         run_id: str,
         *,
         anchor_every: int = 100,
-        chains: int = 2,
         threads: int = 1,
-        wake: Callable[[Head], None] | None = None,
     ) -> None:
-        """`anchor_every`: versions after which an anchor is due (earlier where the chain weighs more than one);
-        `chains`: whole chains, each from an anchor on, that `collect` keeps; `wake`: told of each new head, best effort
-        (an error in it is the caller's to swallow: it must not raise)."""
+        """`anchor_every`: versions after which an anchor is due (earlier where the chain weighs more than one)."""
         if not run_id or "/" in run_id:
             raise ConfigError(f"run_id is {run_id!r}; it must be a name without a slash")
-        if anchor_every < 1 or chains < 1:
-            raise ConfigError(f"anchor_every is {anchor_every} and chains {chains}; both must be at least 1")
+        if anchor_every < 1:
+            raise ConfigError(f"anchor_every is {anchor_every}; it must be at least 1")
         self.store, self.run_id = store, run_id
-        self._key, self._threads, self._wake = key, threads, wake
-        self._anchor_every, self._chains = anchor_every, chains
+        self._key, self._threads, self._anchor_every = key, threads, anchor_every
         self._publishing, self._squashing = threading.Lock(), threading.Lock()
         self._head_bytes = store.latest()
         self.head = None if self._head_bytes is None else Head.decode(self._head_bytes)
@@ -176,7 +173,7 @@ class Publisher:
         """Store the newest version whole, for joiners; then `collect`."""
         with self._publishing:
             published = self._shortcut({}, None)
-            self._collect(None)
+            self._collect()
             return published
 
     def squash(self, base: int) -> Published:
@@ -200,20 +197,18 @@ class Publisher:
                 self.squash(sequence)
             return True
 
-    def collect(self, pinned: set[int] | None = None) -> int:
-        """Delete what no replica needs: all but the last `chains` anchors and what follows the older of them.
+    def collect(self) -> int:
+        """Delete the blobs of all but the last two chains, each an anchor and the versions after it.
 
-        `pinned`: sequences that live replicas stand at; the chain from the lowest of them on stays. Returns the number
-        of blobs deleted.
+        Returns the number of blobs deleted.
         """
         with self._publishing:
-            return self._collect(pinned)
+            return self._collect()
 
-    def _collect(self, pinned: set[int] | None) -> int:
+    def _collect(self) -> int:
         head, _ = self._standing()
         anchors = sorted({link.sequence for link in (*head.chain, *head.shortcuts) if link.base is None})
-        first = anchors[-self._chains] if len(anchors) >= self._chains else anchors[0]
-        first = min([first, *(place for place in pinned or () if place >= head.chain[0].sequence)])
+        first = anchors[-KEPT_CHAINS:][0]
         chain = tuple(link for link in head.chain if link.sequence >= first)
         shortcuts = tuple(
             link for link in head.shortcuts if link.sequence >= first and (link.base is None or link.base >= first)
@@ -292,8 +287,6 @@ class Publisher:
             if self.store.latest() != content:  # else an earlier try had come through after all
                 raise
         self.head, self._head_bytes = head, content
-        if self._wake is not None:
-            self._wake(head)
 
 
 def state_at(

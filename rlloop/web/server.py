@@ -18,11 +18,9 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
-from rlloop.errors import UNREADABLE, ConfigError
+from rlloop.errors import ConfigError
 from rlloop.web.clients import bearer
 from rlloop.web.connections import STALL_SECONDS, Listener
 
@@ -31,15 +29,15 @@ try:
     from h11 import LocalProtocolError
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse, RedirectResponse, Response
+    from starlette.responses import RedirectResponse, Response
+
+    from rlloop.web.requests import MAX_BODY, refusal
 except ImportError:
     raise ConfigError("servers need the extra `serve`: pip install 'rlloop[serve]'") from None
 
 TOKEN_VARIABLE = "RLLOOP_TOKEN"
 SHORTEST_TOKEN = 16
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-MAX_BODY = 64 << 20  # bytes of one request
-MAX_NUMBER = (1 << 63) - 1  # in queries and paths: what SQLite, msgpack and numpy hold
 BLOCK = 1 << 18  # bytes of an answer that are written at a time
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
@@ -54,7 +52,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -262,58 +259,6 @@ def _without_port(host: str) -> str:
     """`[::1]:80` -> `::1`; `Localhost:80` -> `localhost`"""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.lower()
-
-
-def refusal(status: int, code: str, message: str, **details: Any) -> JSONResponse:
-    """An error in the shape that OpenAI's clients read. `details` stand beside the message."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    headers = {"Retry-After": "1"} if status in (409, 429, 503) else {}
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(
-        {"error": {"message": message, "type": kind, "param": None, "code": code, **details}}, status, headers
-    )
-
-
-# ------------------------------------------------------------------------------------------------ what is asked
-
-
-async def body_of(request: Request, most: int = MAX_BODY) -> bytes:
-    """For routes that take less than their server's largest."""
-    content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > most:
-            raise HTTPException(413, f"a request to {request.url.path} may have {most} bytes")
-    return bytes(content)
-
-
-def parsed(body: bytes, kind: type[T], *, packed: bool = False) -> T:
-    """A body of JSON, or of msgpack. Raises `ConfigError`."""
-    try:
-        return (msgspec.msgpack if packed else msgspec.json).decode(body, type=kind)
-    except UNREADABLE as error:
-        form = "msgpack" if packed else "JSON"
-        raise ConfigError(f"the body must be {form} of {kind.__module__}.{kind.__qualname__}: {error}") from None
-
-
-def whole_number(text: str | None, name: str, default: int | None = None) -> int:
-    """Of a query or a path, from -1 on. Raises `ConfigError`."""
-    if text is None and default is not None:
-        return default
-    try:
-        number = int(text or "")
-    except ValueError:  # of thousands of digits, too
-        number = -2
-    if not -1 <= number <= MAX_NUMBER:
-        raise ConfigError(f"{name} is {text!r:.60}; it must be a whole number up to {MAX_NUMBER}")
-    return number
-
-
-async def gone(request: Request) -> None:
-    """Returns when the client has left. The body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 # ------------------------------------------------------------------------------------------------ serving

@@ -14,9 +14,9 @@ from rlloop.runs.folder import (
     read_rollouts,
     require_run,
     rollout_files,
-    rollout_rows,
     summarize,
 )
+from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
 
 RUN = Path("run")

@@ -18,7 +18,8 @@ from rlloop.launch.compose import as_container
 from rlloop.models import save_model
 from rlloop.parity.certificate import Certificate, bits_digest
 from rlloop.rollout import Engine
-from rlloop.runs.folder import Journal, RunFolder, read_rollouts, rollout_rows
+from rlloop.runs.folder import Journal, RunFolder, read_rollouts
+from rlloop.runs.rollouts import rollout_rows
 from rlloop.trainer import CheckpointStore
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.parity.models import tiny_qwen3

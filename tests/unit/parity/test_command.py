@@ -17,7 +17,8 @@ from rlloop import Engine, load_model
 from rlloop.cli.main import main
 from rlloop.errors import ConfigError
 from rlloop.parity_tool.sides import open_side, parse_profile, read_logprobs
-from rlloop.runs.folder import RunFolder, rollout_rows
+from rlloop.runs.folder import RunFolder
+from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.checkpoints import make_checkpoint
 
