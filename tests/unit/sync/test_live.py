@@ -115,7 +115,7 @@ def test_a_replica_that_missed_a_version_says_so_and_joins_anew():
         with torch.no_grad():
             next(trained.parameters()).add_(1)
         bundles.append(publisher.publish(tensors(), version, {}))
-    with pytest.raises(SyncError, match="no way leads"):
+    with pytest.raises(SyncError, match="no route leads"):
         replica.apply(bundles[1])
     assert versions == [TORN, 0]
     replica.apply(publisher.joining())

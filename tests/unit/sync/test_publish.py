@@ -161,7 +161,7 @@ def test_a_replica_of_another_history_needs_an_anchor(store, tmp_path):
         publisher.publish(versions[step], step)
     head = publisher.head
     assert [link.sequence for link in route(head, (0, head.chain[0].manifest), 2)] == [1, 2]
-    with pytest.raises(Refused, match="no way leads"):
+    with pytest.raises(Refused, match="no route leads"):
         route(head, (1, b"x" * 32), 2)
     publisher.anchor()
     assert [link.base for link in route(publisher.head, (1, b"x" * 32), 2)] == [None]
@@ -410,7 +410,7 @@ def test_keys(tmp_path):
             load_key(wrong)
     with pytest.raises(ConfigError, match="64 hexadecimal"):
         public_key("abc")
-    with pytest.raises(ConfigError, match=r"is a private key; its .pub file") as mistaken:  # nothing of which is told
+    with pytest.raises(ConfigError, match=r"is a private key .its .pub file") as mistaken:  # nothing of which is told
         public_key((tmp_path / "key").read_text())
     assert "MC4C" not in str(mistaken.value)
 
