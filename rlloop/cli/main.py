@@ -236,7 +236,7 @@ def _verify(arguments: list[str]) -> int:
     problems = 0
     with Console(stderr=True).status("reading") as status:
         for check in verify(given.run, extent, status.update):
-            print(f"{'ok ' if not check.problems else 'BAD'} {check.name}: {check.found}", flush=True)
+            print(f"{'ok ' if not check.problems else 'BAD'} {check.name}: {check.summary}", flush=True)
             for problem in check.problems[:SHOWN_PROBLEMS]:
                 print(f"      {problem}")
             if (more := len(check.problems) - SHOWN_PROBLEMS) > 0:
