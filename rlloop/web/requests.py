@@ -1,4 +1,4 @@
-"""Parsing requests, and answers that refuse one: for the routes of every server."""
+"""Helpers of route handlers: parsing requests, and error answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def refusal(status: int, code: str, message: str, **details: Any) -> JSONResponse:
-    """An error in the shape that OpenAI's clients read. `details` stand beside the message."""
+    """An error answer in OpenAI's format. `details` are further keys beside the message."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     headers = {"Retry-After": "1"} if status in (409, 429, 503) else {}
     if status == 401:
@@ -29,17 +29,17 @@ def refusal(status: int, code: str, message: str, **details: Any) -> JSONRespons
 
 
 async def body_of(request: Request, most: int = MAX_BODY) -> bytes:
-    """For routes that take less than their server's largest."""
+    """The body of a request of at most `most` bytes, for routes with a smaller limit than their server's."""
     content = bytearray()
     async for part in request.stream():
         content += part
         if len(content) > most:
-            raise HTTPException(413, f"a request to {request.url.path} may have {most} bytes")
+            raise HTTPException(413, f"a request to {request.url.path} may have at most {most} bytes")
     return bytes(content)
 
 
 def parsed(body: bytes, kind: type[T], *, packed: bool = False) -> T:
-    """A body of JSON, or of msgpack. Raises `ConfigError`."""
+    """A body decoded from JSON, or from msgpack if `packed`. Raises `ConfigError`."""
     try:
         return (msgspec.msgpack if packed else msgspec.json).decode(body, type=kind)
     except UNREADABLE as error:
@@ -48,12 +48,12 @@ def parsed(body: bytes, kind: type[T], *, packed: bool = False) -> T:
 
 
 def whole_number(text: str | None, name: str, default: int | None = None) -> int:
-    """Of a query or a path, from -1 on. Raises `ConfigError`."""
+    """A whole number of a query or path, -1 or more. Raises `ConfigError`."""
     if text is None and default is not None:
         return default
     try:
         number = int(text or "")
-    except ValueError:  # of thousands of digits, too
+    except ValueError:  # also for thousands of digits
         number = -2
     if not -1 <= number <= MAX_NUMBER:
         raise ConfigError(f"{name} is {text!r:.60}; it must be a whole number up to {MAX_NUMBER}")
@@ -61,6 +61,6 @@ def whole_number(text: str | None, name: str, default: int | None = None) -> int
 
 
 async def gone(request: Request) -> None:
-    """Returns when the client has left. The body must have been read."""
+    """Wait until the client disconnects. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
