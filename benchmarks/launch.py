@@ -47,7 +47,8 @@ def overhead(records: list[dict[str, Any]]) -> float:
 def seconds_to_first_token(root: Path) -> float:
     """From before `ray.init` to a sampled token: Ray, the placement group, two actors, their models, weights."""
     from rlloop.launch.compose import build, compose_recipe
-    from rlloop.launch.run import prepare, ray_parts
+    from rlloop.launch.prepare import prepare
+    from rlloop.launch.ray_actors import ray_parts
     from rlloop.runs.folder import RunFolder
     from rlloop.types import SamplingParams
 

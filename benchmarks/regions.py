@@ -336,7 +336,7 @@ def record(found: dict[int, dict[str, Any]]) -> None:
 def model_folder(settings: list[str]) -> Path:
     """Where the recipe's own model lies: engines start from the same folder."""
     from rlloop.launch.compose import build, compose_recipe
-    from rlloop.launch.run import prepare
+    from rlloop.launch.prepare import prepare
 
     prepared = prepare(build(compose_recipe("countdown", settings[3:])))
     prepared.scorer.close()

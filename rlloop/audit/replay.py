@@ -94,7 +94,8 @@ def _train(
 ) -> tuple[list[str], bool]:
     """Train from `start` to step `target` in `folder`. Returns problems with checkpoints on the way, and True if this
     machine's numerics are not the run's, so that nothing was trained."""
-    from rlloop.launch.run import local_parts, prepare
+    from rlloop.launch.local import local_parts
+    from rlloop.launch.prepare import prepare
     from rlloop.loop.loop import Loop
 
     folder.mkdir()

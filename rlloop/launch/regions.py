@@ -15,10 +15,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlloop.config.fleet import FleetConfig
 from rlloop.config.run import ParityMode, RunConfig
+from rlloop.launch.prepare import Prepared
 from rlloop.launch.workers import load, make_trainer, vocabulary_of
 from rlloop.loop.loop import Parts
 from rlloop.models import Model
@@ -39,9 +40,6 @@ from rlloop.trainer import CheckpointStore
 from rlloop.trainer.history import WeightHistory
 from rlloop.types import Completion, SamplingParams
 from rlloop.web.server import BackgroundServer, Listen, read_token
-
-if TYPE_CHECKING:
-    from rlloop.launch.run import Prepared
 
 log = logging.getLogger(__name__)
 

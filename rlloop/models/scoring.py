@@ -14,7 +14,7 @@ from rlloop.models.logits_processing import warp_for
 from rlloop.models.routing_record import Routes
 from rlloop.models.transformer import Model
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
-from rlloop.types import Alternatives, PromptScores, SamplingParams, is_ids
+from rlloop.types import Alternatives, ModelInput, PromptScores, SamplingParams, as_model_input, is_ids
 
 LOGITS_AT_ONCE = 1 << 25  # elements of logits that looking for the likeliest may hold
 
@@ -27,10 +27,15 @@ class ScoreRow:
     """
 
     token_ids: list[int]
-    predict: Sequence[int]  # ascending positions, 1 or more: the token there is predicted from those before it
+    predict: Sequence[int]  # ascending indices, 1 or more: the token there is predicted from those before it
     sampling: SamplingParams | None = None  # the distribution to score under; None: temperature 1, nothing truncated
     routed_experts: np.ndarray | None = None  # [tokens, layers, top_k], as the engine recorded them
     selected: np.ndarray | None = None  # [tokens, layers], likewise
+    model_input: ModelInput | None = None  # of its first tokens, where they are more than text
+
+    def positions(self, count: int) -> np.ndarray:
+        """[count] or [axes, count]: of its first tokens, for the rope."""
+        return np.arange(count) if self.model_input is None else self.model_input.positions_at(0, count)
 
 
 class Witness:
@@ -97,15 +102,16 @@ def _replayed(model: Model, rows: Sequence[ScoreRow]) -> Tensor:
 
 def token_logprobs(
     model: Model,
-    sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+    sequences: Sequence[tuple[ModelInput | Sequence[int], Sequence[int]]],
     *,
     sampling: Sequence[SamplingParams | None] | None = None,
     max_tokens: int | None = None,
 ) -> list[Tensor]:
     """Logprobs of completions given their prompts, as the trainer computes them: differentiable.
 
-    `sequences` are (prompt_ids, completion_ids); `sampling`, one a sequence, is the distribution to score under (None:
-    temperature 1, nothing truncated, so equal to an engine's `raw_logprobs`). Returns one [T] float32 tensor each.
+    `sequences` are (prompt, completion_ids), the prompt as token ids or a `ModelInput`. `sampling`, one a sequence, is
+    the distribution to score under (None: temperature 1, nothing truncated, so equal to an engine's `raw_logprobs`).
+    Returns one [T] float32 tensor each.
 
     `max_tokens` bounds the tokens of one forward (a longer sequence goes alone); None: one forward for all. It changes
     memory and no bits.
@@ -123,7 +129,9 @@ def token_logprobs(
     for index, ((prompt, completion), params) in enumerate(zip(sequences, sampling, strict=True)):
         if not len(prompt):
             raise ConfigError(f"sequence {index} has an empty prompt; it must have at least one token")
-        rows.append(ScoreRow([*prompt, *completion], range(len(prompt), len(prompt) + len(completion)), params))
+        begin = as_model_input(prompt)
+        written = range(len(begin), len(begin) + len(completion))
+        rows.append(ScoreRow([*begin.token_ids, *completion], written, params, model_input=begin))
     _check(model, rows)
     return [
         logprobs
@@ -176,20 +184,21 @@ def _redraw(model: Model, rows: list[ScoreRow], replay: bool) -> list[Redrawn]:
 
 
 @torch.inference_mode()
-def score_prompt(model: Model, token_ids: list[int], top: int = 0) -> PromptScores:
-    """The logprobs of a prompt's own tokens, the bits of `token_logprobs(model, [(token_ids[:1], token_ids[1:])])`.
+def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0) -> PromptScores:
+    """The logprobs of a prompt's own tokens, the bits of `token_logprobs(model, [(prompt[:1], prompt[1:])])`.
 
     With `top`, the likeliest tokens at each place as well. Raises `ConfigError` as `token_logprobs` does.
     """
-    if not len(token_ids):
+    model_input = as_model_input(prompt)
+    if not len(model_input):
         raise ConfigError("a prompt is empty; it must have at least one token")
-    _check(model, [ScoreRow(token_ids, range(1, len(token_ids)))])
-    ids = torch.tensor(token_ids, device=model.device)
+    _check(model, [ScoreRow(model_input.token_ids, range(1, len(model_input)), model_input=model_input)])
+    ids = torch.tensor(model_input.token_ids, device=model.device)
     count = len(ids) - 1
     if count == 0:
         return PromptScores(np.zeros(0, np.float32))
     layout = AttentionLayout.of_sequences([count], model.device)
-    hidden = model.hidden(ids[:-1], torch.arange(count, device=model.device), layout)
+    hidden = model.hidden(ids[:-1], torch.from_numpy(model_input.positions_at(0, count)).to(model.device), layout)
     logprobs = model.ops.token_logprob(hidden, model.head, ids[1:], LogitsWarp())[0].cpu().numpy()
     if not top:
         return PromptScores(logprobs)
@@ -253,7 +262,7 @@ def _predicted(model: Model, used: Sequence[ScoreRow], routes: Routes | None) ->
 
     hidden = model.hidden(
         flat([ids[:length] for ids, length in zip(tokens, lengths, strict=True)]),
-        flat([np.arange(length) for length in lengths]),
+        torch.from_numpy(_positions(used, lengths)).to(device),
         AttentionLayout.of_sequences(lengths, device),
         routes=routes,
     )
@@ -267,6 +276,13 @@ def _predicted(model: Model, used: Sequence[ScoreRow], routes: Routes | None) ->
     before = flat([at - 1 + start for at, start in zip(picked, starts, strict=True)])
     targets = flat([ids[at] for ids, at in zip(tokens, picked, strict=True)])
     return hidden.index_select(0, before), targets, warp
+
+
+def _positions(rows: Sequence[ScoreRow], lengths: Sequence[int]) -> np.ndarray:
+    """[T] int64; [axes, T] where one of the rows has positions of several axes: a text's are the same on each."""
+    parts = [row.positions(length) for row, length in zip(rows, lengths, strict=True)]
+    axes = max((part.shape[:-1] for part in parts), key=len)
+    return np.concatenate([np.broadcast_to(part, (*axes, part.shape[-1])) for part in parts], axis=-1)
 
 
 def _made(picked: Sequence[np.ndarray]) -> np.ndarray:
@@ -301,6 +317,8 @@ def _check(model: Model, rows: Sequence[ScoreRow]) -> None:
             raise ConfigError(f"sequence {index} is {ids!r:.60}; it must be a list of token ids")
         if len(ids) > limit:
             raise ConfigError(f"sequence {index} has {len(ids)} tokens; the model has {limit} positions")
+        if row.model_input is not None and (last := row.positions(len(ids)).max(initial=0)) >= limit:
+            raise ConfigError(f"sequence {index} has position {last}; the model has {limit} positions, from 0 on")
         stops = row.sampling.stop_token_ids if row.sampling is not None else ()
         if wrong := [id for id in (min(ids), max(ids), *stops) if not 0 <= id < vocabulary]:
             raise ConfigError(

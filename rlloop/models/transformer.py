@@ -226,9 +226,17 @@ class Model(nn.Module):
     ) -> Tensor:
         """Last hidden states of flat tokens, normed. tokens and positions [T] int64 -> [T, D].
 
+        Positions are the rope's alone; masks and the cache go by the layout. Raises `ConfigError` for positions of
+        several axes, which no rope here has.
+
         Without a cache the layout must be the trainer's (`AttentionLayout.of_sequences`). `routes` records which
         experts each token goes to, or says it.
         """
+        if positions.ndim != 1:
+            raise ConfigError(
+                f"positions have {positions.shape[0]} axes; the rope of {self.config.architecture} takes one position "
+                "a token (positions [T])"
+            )
         rope = (self.rope.table[0], self.rope.table[1])
         step = Step(positions, rope, layout, cache, self.ops, routes)
         delta, stream = embedding(tokens, self.model.embed_tokens.weight), None

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlloop.algorithms import LossBatch
 from rlloop.errors import ConfigError
 from rlloop.models import ScoreRow, Witness
-from rlloop.types import Recomputed, Sample, SamplingParams
+from rlloop.types import ModelInput, Recomputed, Sample, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,14 @@ class TrainSequence:
     """
 
     token_ids: list[int]  # the whole sequence: prompt, completion, further turns
-    predict: Sequence[int]  # [P] ascending positions, 1 or more: the token there is predicted from those before it
+    predict: Sequence[int]  # [P] ascending indices, 1 or more: the token there is predicted from those before it
     advantages: np.ndarray  # [P] float32
     rollout_logprobs: np.ndarray | None = None  # [P] float32, as the engine sampled; None: not from an engine
     sampling: SamplingParams | None = None  # the distribution to score under; None: temperature 1, nothing truncated
     routed_experts: np.ndarray | None = None  # [tokens, layers, top_k], as the engine recorded them
     selected: np.ndarray | None = None  # [tokens, layers], likewise
     mask: np.ndarray | None = None  # [P] bool; False: scored, compared and recorded, but not trained. None: all trained
+    model_input: ModelInput | None = None  # of its first tokens, where they are more than text
 
     @classmethod
     def of_sample(cls, sample: Sample) -> TrainSequence:
@@ -45,6 +46,7 @@ class TrainSequence:
             sampling=made.sampling,
             routed_experts=made.routed_experts,
             selected=made.selected,
+            model_input=made.model_input,
         )
 
     @classmethod
@@ -151,7 +153,7 @@ def make_step_batch(
     assert advantages is not None
     return StepBatch(
         rows=[
-            ScoreRow(item.token_ids, item.predict, item.sampling, item.routed_experts, item.selected)
+            ScoreRow(item.token_ids, item.predict, item.sampling, item.routed_experts, item.selected, item.model_input)
             for item in sequences
         ],
         micro_batches=_cut([len(item.token_ids) for item in sequences], counts, max_batch_tokens),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlloop.runs.folder import read_records
-from tests.fault.tiny_run import history, make_model, train
+from tests.support.tiny_run import history, make_model, train
 
 pytest.importorskip("ray")
 

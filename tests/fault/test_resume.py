@@ -12,7 +12,7 @@ import pytest
 
 from rlloop.audit import Extent, verify
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
-from tests.fault.tiny_run import LEARNABLE, history, train
+from tests.support.tiny_run import LEARNABLE, history, train
 
 STEPS = 60
 

@@ -21,7 +21,7 @@ from rlloop.sync.publisher import Publisher
 from rlloop.sync.replica import Replica, State
 from rlloop.sync.store import Conflict, FolderStore, StoreError
 from rlloop.sync.target import TORN, MemoryTarget
-from tests.unit.sync.weights import KEY, PUBLIC, history, same
+from tests.support.weight_history import KEY, PUBLIC, history, same
 
 
 class Fault(SyncError):

@@ -18,8 +18,8 @@ from rlloop.parity.certificate import Statement
 from rlloop.parity.witness import message
 from rlloop.recipes.countdown.task import Countdown
 from rlloop.runs.folder import as_json_file, read_rollouts, summarize
-from tests.fault import tampering
-from tests.fault.tampering import (
+from tests.support import tampering
+from tests.support.tampering import (
     KEPT,
     STEPS,
     Tamper,

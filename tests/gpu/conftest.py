@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlloop.models import new_model, save_model
-from tests.fault.tiny_run import LEARNABLE
-from tests.gpu.runs import KINDS, SHARED
+from tests.support.gpu_runs import KINDS, SHARED
+from tests.support.tiny_run import LEARNABLE
 
 HERE = Path(__file__).parent
 
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def working_folder(tmp_path, monkeypatch) -> None:
-    """With the models of `tests.gpu.runs` and the reward that its runs name."""
+    """With the models of `tests.support.gpu_runs` and the reward that its runs name."""
     for kind, more in KINDS.items():
         save_model(new_model({**SHARED, **more}, seed=0, dtype="bfloat16"), tmp_path / kind)
     (tmp_path / "learnable.py").write_text(LEARNABLE)

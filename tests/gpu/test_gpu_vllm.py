@@ -8,10 +8,10 @@ from rlloop.errors import ConfigError
 from rlloop.models import token_logprobs
 from rlloop.rollout.engine.engine import Engine
 from rlloop.types import SamplingParams
-from tests.gpu.test_gpu_engine import model_of as dense_model_of
-from tests.gpu.test_gpu_mixture import model_of, traffic
-from tests.parity.test_engine_bits import bits
-from tests.parity.test_engine_bits import traffic as every_kind
+from tests.support.gpu_mixtures import model_of, traffic
+from tests.support.gpu_models import dense_model as dense_model_of
+from tests.support.traffic import bits
+from tests.support.traffic import traffic as every_kind
 
 pytest.importorskip("vllm", reason="vLLM 0.26 is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.tiny_run import history
-from tests.gpu.runs import KINDS, train
+from tests.support.gpu_runs import KINDS, train
+from tests.support.tiny_run import history
 
 pytest.importorskip("vllm", reason="vLLM 0.26 is not installed")
 pytestmark = [  # the warnings are vLLM's

@@ -31,9 +31,9 @@ from rlloop.sync.live import named_weights, tensors_of
 from rlloop.sync.manifest import load_or_make_key, new_key
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import FolderStore
-from tests.fault.fleet_run import TOKEN, Server, free_port
-from tests.fault.tiny_run import LEARNABLE
-from tests.gpu.runs import KINDS, OVERRIDES, SHARED
+from tests.support.fleet_run import TOKEN, Server, free_port
+from tests.support.gpu_runs import KINDS, OVERRIDES, SHARED
+from tests.support.tiny_run import LEARNABLE
 
 pytest.importorskip("vllm", reason="vLLM 0.26 is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own

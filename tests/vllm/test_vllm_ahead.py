@@ -13,8 +13,8 @@ import torch
 
 from rlloop import Engine, load_model
 from rlloop.rollout.vllm.engine import VllmEngine
-from tests.checkpoints import make_checkpoint
-from tests.vllm.test_vllm_engine import bits, traffic
+from tests.support.checkpoints import make_checkpoint
+from tests.support.vllm_traffic import bits, traffic
 
 
 class Idle:

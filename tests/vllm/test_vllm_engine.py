@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,45 +18,9 @@ from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.rollout.vllm.stock_engine import StockVllmEngine
 from rlloop.testing import plant_fault
 from rlloop.types import Completion, Part, PromptScores
-from tests.checkpoints import EVERY, RECURRENT, make_checkpoint
-from tests.parity.models import tiny_qwen3
-
-SAMPLINGS = (
-    {"temperature": 1.0},
-    {"temperature": 0.7, "ignore_eos": True},
-    {"temperature": 0.0},
-    {"temperature": 1.3, "top_k": 20},
-    {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
-    {"temperature": 1.0, "stop_token_ids": (7, 8, 9), "min_tokens": 6},
-)
-
-
-def traffic(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Mixed requests: prompts that begin alike and prompts that repeat, every kind of sampling."""
-    rng = np.random.default_rng(5)
-    preamble = rng.integers(3, 300, 70).tolist()
-    prompts, sampling = [], []
-    for i in range(count):
-        own = rng.integers(3, 300, int(rng.integers(1, 60))).tolist()
-        prompts.append(prompts[i - 5] if i % 5 == 4 and i > 5 else preamble[: 17 * (i % 4)] + own)
-        sampling.append(SamplingParams(max_tokens=12 + 9 * (i % 4), seed=100 + i, **SAMPLINGS[i % len(SAMPLINGS)]))
-    return prompts, sampling
-
-
-def bits(completions: list[Completion]) -> list[tuple]:
-    return [
-        (
-            each.prompt_ids,
-            each.token_ids,
-            each.logprobs.tobytes(),
-            each.raw_logprobs.tobytes(),
-            each.finish_reason,
-            each.sampling,
-            None if each.routed_experts is None else (each.routed_experts.dtype, each.routed_experts.tobytes()),
-            None if each.selected is None else each.selected.tobytes(),
-        )
-        for each in completions
-    ]
+from tests.support.checkpoints import EVERY, RECURRENT, make_checkpoint
+from tests.support.tiny_models import tiny_qwen3
+from tests.support.vllm_traffic import bits, traffic
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -12,7 +12,7 @@ from rlloop.models.scoring import ScoreRow, score
 from rlloop.rollout.vllm.stock_engine import StockVllmEngine
 from rlloop.rollout.vllm.weights import plain
 from rlloop.sync.live import named_weights
-from tests.vllm.test_vllm_stock import gaps, k3
+from tests.support.mismatch import gaps, k3
 
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 320, "hidden_size": 64,

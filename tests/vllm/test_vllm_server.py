@@ -4,14 +4,10 @@ follows a store of weights, as an engine of a fleet."""
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +15,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from rlloop import Engine, Model, SamplingParams
 from rlloop.cli.main import main
@@ -31,15 +23,14 @@ from rlloop.rollout.fleet.client import EngineClient, LoopThread, RemoteEngine
 from rlloop.rollout.vllm.proxy import proxy_app
 from rlloop.runs.folder import read_records
 from rlloop.sync.live import named_weights, tensors_of
-from rlloop.sync.manifest import load_or_make_key, new_key
+from rlloop.sync.manifest import load_or_make_key
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import FolderStore
 from rlloop.types import Completion
-from tests.fault.fleet_run import TOKEN, Server, free_port, outcome
-from tests.fault.tiny_run import make_model
-from tests.vllm.test_vllm_runs import FAMILIES, SMALL
-
-KEY = "a key of vLLM's own"
+from tests.support.fleet_run import TOKEN, outcome
+from tests.support.tiny_run import make_model
+from tests.support.vllm_families import FAMILIES, SMALL
+from tests.support.vllm_server import KEY, proxy_of, vllm_of
 
 
 @pytest.fixture(scope="module")
@@ -51,41 +42,6 @@ def served(tmp_path_factory) -> Iterator[tuple[str, Path]]:
     save_model(new_model({**SMALL, **FAMILIES["mixture"]}, seed=0), folder / "model")
     with vllm_of(folder, "--config-format", "rlloop", "--load-format", "rlloop", "--dtype", "float32") as url:
         yield url, folder
-
-
-@contextmanager
-def vllm_of(folder: Path, *options: str) -> Iterator[str]:
-    """The address of a vLLM server of `folder`'s model."""
-    shutil.copytree(folder / "model", folder / "served")
-    words = Tokenizer(WordLevel({f"w{id}": id for id in range(160)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder / "served")
-    port = free_port()
-    environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": KEY}
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
-    # What `vllm serve` starts. The command itself asks for metadata of `vllm`, which the package vllm-cpu has not.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "served")]
-    command += [*options, "--enforce-eager"]
-    command += ["--served-model-name", "policy", "--max-num-seqs", "16", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--enable-scale-out", "--worker-extension-cls", "rlloop.rollout.vllm.worker_replica.Following"]
-    with (folder / "log").open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while not _answers(url):
-            assert server.poll() is None, (folder / "log").read_text()[-6000:]
-            time.sleep(0.2)
-        yield url
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def ask(url: str, path: str, **body: object) -> httpx.Response:
@@ -148,17 +104,6 @@ class Line(NamedTuple):
         tensors, aliases = tensors_of(named_weights(model).items())
         publisher.publish(tensors, step, aliases=aliases)
         return step
-
-
-def proxy_of(folder: Path, url: str) -> Server:
-    """In front of the vLLM server at `url`, which follows the store `weights`."""
-    new_key(folder / "key")
-    (folder / "weights").mkdir()
-    (folder / "vllm_key").write_text(KEY)
-    return Server(
-        folder, "proxy", "--upstream", url, "--upstream-key-file", "vllm_key",
-        "--store", "weights", "--public-key", "key.pub", "--interval", "0.2",
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from pathlib import Path
 from rlloop.cli.main import main
 from rlloop.models import new_model, save_model
 from rlloop.runs.folder import read_records
-from tests.fault.fleet_run import TOKEN
-from tests.fault.tiny_run import make_model
-from tests.vllm.test_vllm_runs import FAMILIES, SMALL
-from tests.vllm.test_vllm_server import proxy_of, vllm_of
+from tests.support.fleet_run import TOKEN
+from tests.support.tiny_run import make_model
+from tests.support.vllm_families import FAMILIES, SMALL
+from tests.support.vllm_server import proxy_of, vllm_of
 
 STOCK = ["--load-format", "rlloop_stock", "--logprobs-mode", "processed_logprobs", "--no-enable-chunked-prefill"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
-from rlloop import ConfigError, Model, SamplingParams, token_logprobs
+from rlloop import ConfigError, Model, SamplingParams
 from rlloop.errors import SyncError
 from rlloop.models import new_model
 from rlloop.rollout.vllm.stock_engine import StockVllmEngine
 from rlloop.sync.live import LiveTarget
-from tests.parity.models import tiny_qwen3
+from tests.support.mismatch import gaps, k3
+from tests.support.tiny_models import tiny_qwen3
 
 
 @pytest.fixture(scope="module", params=[("bfloat16", True), ("float32", False)], ids=["bf16-tied", "fp32-untied"])
@@ -30,22 +30,6 @@ def engine(model) -> Iterator[StockVllmEngine]:
     engine = StockVllmEngine(model, max_running=32)
     yield engine
     engine.close()
-
-
-def gaps(model: Model, engine: StockVllmEngine) -> np.ndarray:
-    """Trainer's logprob minus the engine's, of each token."""
-    rng = np.random.default_rng(1)
-    prompts = [rng.integers(3, 300, int(rng.integers(2, 60))).tolist() for _ in range(16)]
-    sampling = [SamplingParams(max_tokens=30, seed=i, temperature=(1.0, 0.7)[i % 2]) for i in range(16)]
-    made = engine.generate(prompts, sampling)
-    scored = token_logprobs(model, [(each.prompt_ids, each.token_ids) for each in made], sampling=sampling)
-    assert np.isnan(made[1].raw_logprobs).all()
-    assert made[0].raw_logprobs.tobytes() == made[0].logprobs.tobytes()
-    return torch.cat(scored).detach().double().numpy() - np.concatenate([each.logprobs for each in made])
-
-
-def k3(gap: np.ndarray) -> float:
-    return float((np.expm1(gap) - gap).mean())
 
 
 def test_near_the_trainer_and_not_equal_before_and_after_an_update(model, engine):

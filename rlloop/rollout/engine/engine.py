@@ -9,7 +9,6 @@ knows yet, and the host learns of both a step later.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,12 @@ from rlloop.models.scoring import likeliest, score_prompt
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.logprob import check_drawn
 from rlloop.rollout.engine.choice_store import ChoiceStore
+from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.graphs import DecodeGraphs, packed
 from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token
 from rlloop.rollout.engine.request import Request
-from rlloop.rollout.engine.scheduler import EngineStats, Scheduler, StepBatch
-from rlloop.rollout.engine.validation import check_request, drawn_seed, one_for_each
+from rlloop.rollout.engine.scheduler import Scheduler, StepBatch
+from rlloop.rollout.engine.validation import Limits
 from rlloop.types import NOTHING, Alternatives, Completion, Part, PromptScores, SamplingParams
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class _Flight:
     made: Callable[[], Made]  # waits for them
 
 
-class Engine:
+class Engine(EngineFrontEnd):
     """Continues prompts with `model`. One caller at a time: it is not thread-safe.
 
     - `page_size`: tokens of a cache block; prefixes are shared in whole blocks.
@@ -86,14 +86,10 @@ class Engine:
             if value < 1:
                 raise ConfigError(f"Engine's {name} is {value}; it must be at least 1")
         self.model = model
-        self.policy_version = 0
         self.page_size = page_size
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._prefix_caching = prefix_caching and not model.recurrent
-        self._seed = seed
-        self._next_id = 0
-        self._stats = EngineStats()
         self._device = model.head.device
         spec, dtype = model.cache_spec(), model.head.dtype
         if max_cache_tokens is None:
@@ -104,9 +100,11 @@ class Engine:
                 f"Engine's max_cache_tokens is {max_cache_tokens}; it must be at least one page ({page_size} tokens)"
             )
         self._num_blocks = max_cache_tokens // page_size
+        room = self._num_blocks * page_size
+        super().__init__(Limits(len(model.head), model.max_positions, room, model.eos_token_ids), seed)
         states = model.state_spec()
-        self._cache = PagedCache(spec, self._num_blocks * page_size, dtype, self._device, states, max_running)
-        self._choices = ChoiceStore.of(model, self._num_blocks * page_size) if record_choices else None
+        self._cache = PagedCache(spec, room, dtype, self._device, states, max_running)
+        self._choices = ChoiceStore.of(model, room) if record_choices else None
         self._graphs = None
         if self._device.type == "cuda":
             self._graphs = DecodeGraphs(model, self._cache, page_size, self._choices)
@@ -115,48 +113,9 @@ class Engine:
         self._ended: list[tuple[Request, bool]] = []  # not handed out yet, and whether a stop token ended them
         self._last_warp: tuple[list[SamplingParams], LogitsWarp] = ([], LogitsWarp())
 
-    # ---------------------------------------------------------------------------------------------- whole batches
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: SamplingParams | list[SamplingParams],
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> list[Completion]:
-        """Continue every prompt; completions come in the order of the prompts.
-
-        `sampling` is one for all, or a list with one for each. `on_progress(finished, tokens)` is called after each
-        step with the number of finished completions and of tokens made so far.
-        """
-        if self.has_work:
-            raise ConfigError("Engine.generate was called while requests are in flight; step() until has_work is False")
-        each = one_for_each(prompts, sampling)
-        for prompt, params in zip(prompts, each, strict=True):
-            self._check(prompt, params)
-        done: dict[int, Completion] = {}
-        made = self._stats.made_tokens
-        try:
-            ids = [self._add(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
-            while self.has_work:
-                done.update(self.step())
-                if on_progress is not None:
-                    on_progress(len(done), self._stats.made_tokens - made)
-        finally:
-            self.abort_all()  # nothing is left unless an exception or an interrupt passes through
-        return [done[id] for id in ids]
-
     # ---------------------------------------------------------------------------------------------- step by step
 
-    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
-        """Queue one prompt; returns the id under which `step` will hand out its completion.
-
-        With `top_logprobs`, the completion has that many `alternatives` a token (of a small vocabulary, all).
-        """
-        self._check(prompt_ids, sampling)
-        return self._add(prompt_ids, sampling, top_logprobs)
-
     def so_far(self, request_id: int, begin: int = 0) -> Part:
-        """What a request in flight has made, from its `begin`-th token on; nothing of one that waits or has ended."""
         table = self._scheduler.table
         row = table.row_of.get(request_id)
         if row is None:
@@ -170,18 +129,13 @@ class Engine:
         return Part(ids.tolist(), logprobs.copy(), raw.copy(), Alternatives.joined(likeliest))
 
     def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
-        """The logprobs of a prompt's own tokens, in one forward of the trainer's kind: nothing is cached or sampled."""
         return score_prompt(self.model, prompt_ids, top_logprobs)
 
     @property
-    def has_work(self) -> bool:
-        return self._scheduler.num_requests > 0 or len(self._ended) > 0
+    def in_flight(self) -> int:
+        return self._scheduler.num_requests + len(self._ended)
 
     def step(self) -> list[tuple[int, Completion]]:
-        """Compute one batch of tokens; returns the requests that it finished.
-
-        If it raises, every request in flight is dropped and the engine is ready for new ones.
-        """
         ended, self._ended = self._ended, []
         if self._scheduler.num_requests == 0:
             return self._completions(ended)
@@ -203,7 +157,6 @@ class Engine:
         return self._completions(ended + late)
 
     def abort(self, request_id: int) -> Completion | None:
-        """End one request now; returns what it has, or None if it is not in flight."""
         self._settle()
         for request, stopped in self._ended:
             if request.id == request_id:
@@ -213,7 +166,6 @@ class Engine:
         return None if request is None else request.completion(self.policy_version, "abort")
 
     def abort_all(self) -> list[tuple[int, Completion]]:
-        """End every request now; returns what each has."""
         self._settle()
         ended, self._ended = self._ended, []
         drained = self._scheduler.drain()
@@ -231,28 +183,12 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------- weights and facts
 
-    def set_version(self, version: int) -> None:
-        """The model's weights are now those of `version`: forget everything computed with others."""
-        if self.has_work:
-            raise ConfigError(
-                f"Engine.set_version({version}) came while {self._scheduler.num_requests} requests are in flight; "
-                "a completion has one version, so finish them or call abort_all() first"
-            )
-        self.policy_version = version
-        self._scheduler.blocks.forget(version)
+    def _forget_cached(self) -> None:
+        self._scheduler.blocks.forget(self.policy_version)
         if self._graphs is not None:
             self._graphs.check_weights()
 
-    @property
-    def longest(self) -> int:
-        """Tokens that a prompt and its completion may have together."""
-        return min(self.model.max_positions, self._num_blocks * self.page_size + 1)
-
-    def stats(self) -> EngineStats:
-        return dataclasses.replace(self._stats)
-
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides the bits. The engine's own settings do not, so they are not in it."""
         return self.model.fingerprint()
 
     # ---------------------------------------------------------------------------------------------- one step
@@ -390,17 +326,5 @@ class Engine:
             choices=self._choices,
         )
 
-    def _check(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
-        room = self._num_blocks * self.page_size
-        check_request(
-            prompt_ids, sampling, len(self.model.head), self.model.max_positions, room, self.model.eos_token_ids
-        )
-
-    def _add(self, prompt_ids: list[int], sampling: SamplingParams, top: int = 0) -> int:
-        id = self._next_id
-        self._next_id += 1
-        if sampling.seed is None:
-            sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
-        ids = np.asarray(prompt_ids).tolist()  # whole numbers of Python, whoever's they were
-        self._scheduler.add(Request.of(id, ids, sampling, self.model.eos_token_ids, top))
-        return id
+    def _accept(self, id: int, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int) -> None:
+        self._scheduler.add(Request.of(id, prompt_ids, sampling, self.limits.eos_token_ids, top_logprobs))

@@ -1,23 +1,33 @@
-"""What every engine refuses, and the seeds that it draws where a caller leaves them out."""
+"""Checks of requests, and the seeds of requests that have none of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from rlloop.errors import ConfigError
 from rlloop.types import SamplingParams, is_ids, stop_ids
 
 
-def check_request(
-    prompt_ids: list[int],
-    sampling: SamplingParams,
-    vocabulary: int,
-    limit: int,
-    room: int,
-    eos_token_ids: tuple[int, ...],
-) -> None:
-    """Raises `ConfigError` for what no engine can continue: `limit` positions of the model, `room` cached tokens."""
+@dataclass(frozen=True)
+class Limits:
+    """The sizes that a request must fit into."""
+
+    vocabulary: int  # tokens
+    positions: int  # of the model
+    cache_tokens: int  # that one request may have in the cache
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its completion may have together; the last one is never cached."""
+        return min(self.positions, self.cache_tokens + 1)
+
+
+def check_request(prompt_ids: list[int], sampling: SamplingParams, limits: Limits) -> None:
+    """Raises `ConfigError` for a request that does not fit into `limits`."""
+    vocabulary, eos_token_ids = limits.vocabulary, limits.eos_token_ids
     if not is_ids(prompt_ids):
         raise ConfigError(f"a prompt is {prompt_ids!r:.60}; it must be a list of token ids, and prompts a list of such")
     if len(prompt_ids) == 0:
@@ -32,15 +42,15 @@ def check_request(
             "the first; leave some out of stop_token_ids"
         )
     total = len(prompt_ids) + sampling.max_tokens
-    if total > limit:
+    if total > limits.positions:
         raise ConfigError(
             f"a prompt of {len(prompt_ids)} tokens with max_tokens={sampling.max_tokens} takes {total} positions; "
-            f"the model has {limit}. Shorten the prompt or lower max_tokens"
+            f"the model has {limits.positions}. Shorten the prompt or lower max_tokens"
         )
-    if total - 1 > room:  # the last token is never read
+    if total - 1 > limits.cache_tokens:  # the last token is never read
         raise ConfigError(
             f"a prompt of {len(prompt_ids)} tokens with max_tokens={sampling.max_tokens} needs {total - 1} cached "
-            f"tokens; the cache holds {room}. Raise max_cache_tokens or lower max_tokens"
+            f"tokens; the cache holds {limits.cache_tokens}. Raise max_cache_tokens or lower max_tokens"
         )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import os
 import random
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -22,8 +21,8 @@ import torch
 from rlloop.errors import ConfigError, RunError
 from rlloop.models.scoring import score_prompt
 from rlloop.rollout.engine.choice_store import Choices
-from rlloop.rollout.engine.scheduler import EngineStats
-from rlloop.rollout.engine.validation import check_request, drawn_seed, one_for_each
+from rlloop.rollout.engine.front_end import EngineFrontEnd
+from rlloop.rollout.engine.validation import Limits
 from rlloop.rollout.vllm import plugin, versions
 from rlloop.rollout.vllm.requests import check_alone, check_sampling, raw_of_stock, vllm_params
 from rlloop.types import NOTHING, Completion, FinishReason, Part, PromptScores, SamplingParams, stop_ids
@@ -55,7 +54,7 @@ class _Request:
             self.logprobs += made.new_logprobs.logprobs.tobytes()
 
 
-class VllmEngine:
+class VllmEngine(EngineFrontEnd):
     """Continues prompts with `model` inside vLLM, in this process: the parameters are shared, nothing is copied.
 
     The arguments are those of `rlloop.Engine`, and as there, none of them decides a completion's bits. One caller at a
@@ -93,18 +92,14 @@ class VllmEngine:
             )
         self._sleeps, self._asleep = sleep, False
         self._model = model
-        self.policy_version = 0
-        self._seed = seed
-        self._next_id = 0
         self._requests: dict[str, _Request] = {}  # by vLLM's id
-        self._stats = EngineStats()
         self._chooses = bool(model.route_shape() or model.indexed_layers())
         spec = model.cache_spec()
         token_bytes = sum(prod(shape) for layer in spec for shape in layer.values()) * model.dtype.itemsize
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
             max_cache_tokens = max(model.max_positions, min(whole, DEFAULT_CACHE_BYTES // token_bytes))
-        self._room = max_cache_tokens
+        super().__init__(Limits(len(model.head), model.max_positions, max_cache_tokens, model.eos_token_ids), seed)
         blocks = -(-max_cache_tokens // page_size) + 1  # vLLM keeps one to itself
         gc.collect()  # engines that nobody has any more go now, not in the midst of this one's beginning
         if sleep and model.device.type == "cuda" and any(other.sleeps for other in _LIVE):
@@ -140,61 +135,23 @@ class VllmEngine:
         self._model = view
         self._llm.collective_rpc("run", args=(view,))
 
-    # ---------------------------------------------------------------------------------------------- whole batches
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: SamplingParams | list[SamplingParams],
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> list[Completion]:
-        """As `rlloop.Engine.generate`; completions come in the order of the prompts."""
-        if self.has_work:
-            raise ConfigError("generate was called while requests are in flight; step() until has_work is False")
-        each = one_for_each(prompts, sampling)
-        for prompt, params in zip(prompts, each, strict=True):
-            self._check(prompt, params)
-        done: dict[int, Completion] = {}
-        try:
-            ids = [self._add(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
-            while self.has_work:
-                done.update(self.step())
-                if on_progress is not None:
-                    on_progress(len(done), sum(len(completion.token_ids) for completion in done.values()))
-        finally:
-            self.abort_all()  # nothing is left unless an exception or an interrupt passes through
-            if self._sleeps:
-                self.sleep()
-        return [done[id] for id in ids]
-
     # ---------------------------------------------------------------------------------------------- step by step
 
-    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
-        """Queue one prompt; returns the id under which `step` will hand out its completion."""
-        check_alone(top_logprobs)
-        self._check(prompt_ids, sampling)
-        return self._add(prompt_ids, sampling)
-
     def so_far(self, request_id: int, begin: int = 0) -> Part:
-        """What a request in flight has made, from its `begin`-th token on."""
         request = self._requests.get(str(request_id))
         return NOTHING if request is None else Part(request.token_ids[begin:], *self._logprobs(request, begin))
 
     def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
-        """As `rlloop.Engine.score`: the trainer's forward, beside vLLM."""
+        """By the trainer's forward, beside vLLM."""
         if not self.raw_column:
             raise ConfigError("scores of a prompt would be the trainer's, not vLLM's; use the engine vllm or embedded")
         return score_prompt(self.model, prompt_ids, top_logprobs)
 
     @property
-    def has_work(self) -> bool:
-        return bool(self._requests)
+    def in_flight(self) -> int:
+        return len(self._requests)
 
     def step(self) -> list[tuple[int, Completion]]:
-        """Compute one batch of tokens; returns the requests that it finished.
-
-        If it raises, every request in flight is dropped and the engine is ready for new ones.
-        """
         if not self.has_work:
             return []
         self._stats.steps += 1
@@ -212,12 +169,10 @@ class VllmEngine:
             raise
 
     def abort(self, request_id: int) -> Completion | None:
-        """End one request now; returns what it has, or None if it is not in flight."""
         ended = self._abort([self._requests[str(request_id)]] if str(request_id) in self._requests else [])
         return ended[0][1] if ended else None
 
     def abort_all(self) -> list[tuple[int, Completion]]:
-        """End every request now; returns what each has."""
         return self._abort(list(self._requests.values()))
 
     def _abort(self, requests: list[_Request]) -> list[tuple[int, Completion]]:
@@ -231,9 +186,9 @@ class VllmEngine:
         self._requests.clear()
         self._forget_begun()
         self._llm.engine_core.abort_requests(names)
-        self._forget_pages()
+        self._forget_cached()
 
-    def _forget_pages(self) -> None:
+    def _forget_cached(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RunError("vLLM kept its prefix cache, though no request is in flight")
 
@@ -244,16 +199,6 @@ class VllmEngine:
 
     # ---------------------------------------------------------------------------------------------- weights and facts
 
-    def set_version(self, version: int) -> None:
-        """The model's weights are now those of `version`: forget everything computed with others."""
-        if self.has_work:
-            raise ConfigError(
-                f"set_version({version}) came while {len(self._requests)} requests are in flight; a completion has one "
-                "version, so finish them or call abort_all() first"
-            )
-        self.policy_version = version
-        self._forget_pages()
-
     def sleep(self) -> None:
         """Gives the memory of the caches back until `wake_up`, or until the next request. The weights stay."""
         if self._asleep:
@@ -262,7 +207,7 @@ class VllmEngine:
             raise ConfigError(f"sleep came while {len(self._requests)} requests are in flight; call abort_all() first")
         if self.model.device.type == "cuda" and not self._sleeps:
             raise ConfigError("on a GPU, an engine that is to sleep has to be made with sleep=True")
-        self._forget_pages()
+        self._forget_cached()
         self._llm.collective_rpc("release_caches")
         self._asleep = self._live.asleep = True
 
@@ -272,17 +217,8 @@ class VllmEngine:
         self._llm.collective_rpc("restore_caches")
         self._asleep = self._live.asleep = False
 
-    @property
-    def longest(self) -> int:
-        """Tokens that a prompt and its completion may have together."""
-        return min(self.model.max_positions, self._room + 1)
-
-    def stats(self) -> EngineStats:
-        """Counts since the engine was made, of what it finished; vLLM does not tell how often it preempted."""
-        return dataclasses.replace(self._stats)
-
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides the bits: of that, vLLM is no part."""
+        """The model's: vLLM decides no bits."""
         return self.model.fingerprint()
 
     def close(self) -> None:
@@ -306,23 +242,21 @@ class VllmEngine:
                 settings |= {"logits_processors": [plugin.GATE]} if self.raw_column else {}
             return LLMEngine.from_engine_args(EngineArgs(model=folder, **settings))
 
-    def _check(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
-        check_request(
-            prompt_ids, sampling, len(self.model.head), self.model.max_positions, self._room, self.model.eos_token_ids
-        )
+    def _check(self, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
+        check_alone(top_logprobs)
+        super()._check(prompt_ids, sampling)
         check_sampling(sampling, stock=not self.raw_column)
 
-    def _add(self, prompt_ids: list[int], sampling: SamplingParams) -> int:
+    def _accept(self, id: int, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int) -> None:
         self.wake_up()
-        id = self._next_id
-        self._next_id += 1
-        if sampling.seed is None:
-            sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
-        llm, prompt = self._llm, {"prompt_token_ids": list(prompt_ids)}
+        llm, prompt = self._llm, {"prompt_token_ids": prompt_ids}
         tasks = llm.get_supported_tasks()
         llm.engine_core.add_request(llm.input_processor.process_inputs(str(id), prompt, self._params(sampling), tasks))
-        self._requests[str(id)] = _Request(id, list(prompt_ids), sampling)
-        return id
+        self._requests[str(id)] = _Request(id, prompt_ids, sampling)
+
+    def _rest(self) -> None:
+        if self._sleeps:
+            self.sleep()
 
     def _params(self, sampling: SamplingParams) -> Any:
         from vllm.sampling_params import SamplingParams as VllmParams
@@ -348,7 +282,7 @@ class VllmEngine:
     ) -> tuple[int, Completion]:
         del self._requests[str(request.id)]
         logprobs, raw = self._logprobs(request, 0)
-        self._count(len(request.prompt_ids), len(request.token_ids), request.cached)
+        self._count(request.prompt_ids, request.token_ids, request.cached)
         reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
         return request.id, Completion(
             prompt_ids=request.prompt_ids,
@@ -367,14 +301,6 @@ class VllmEngine:
         columns = 1 + self.raw_column
         made = np.frombuffer(request.logprobs[4 * columns * begin :], np.float32).reshape(-1, columns).T.copy()
         return made[0], made[1] if self.raw_column else raw_of_stock(request.sampling, made[0])
-
-    def _count(self, prompt: int, made: int, cached: int) -> None:
-        stats = self._stats
-        stats.requests += 1
-        stats.prompt_tokens += prompt
-        stats.made_tokens += made
-        stats.cached_tokens += cached
-        stats.computed_tokens += prompt + made - 1 - cached
 
 
 class _Life:

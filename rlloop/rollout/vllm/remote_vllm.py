@@ -10,7 +10,6 @@ started anew, or somebody else changed them), it is refused and the weights are 
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -24,9 +23,9 @@ import msgspec
 import numpy as np
 
 from rlloop.errors import ConfigError, RlloopError, SyncError
-from rlloop.rollout.engine.scheduler import EngineStats
+from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.service import EngineService, PauseMode, VersionUnavailable
-from rlloop.rollout.engine.validation import check_request, drawn_seed
+from rlloop.rollout.engine.validation import Limits
 from rlloop.rollout.fleet.client import MAX_ANSWER, LoopThread
 from rlloop.rollout.fleet.weight_follower import Source
 from rlloop.rollout.fleet.wire import Array, unpack_array
@@ -148,27 +147,22 @@ def _abort_route(facts: Facts) -> str:
     return "/inference/v1/abort_requests" if facts.says_weights else "/abort_requests"
 
 
-class ServedEngine:
+class ServedEngine(EngineFrontEnd):
     """Continues prompts inside vLLM's server. For one thread; `policy_version` is `TORN` before the first commit."""
 
     def __init__(self, upstream: Upstream, facts: Facts, *, seed: int = 0) -> None:
+        super().__init__(Limits(facts.vocabulary, facts.positions, facts.positions, facts.eos_token_ids), seed)
         self.policy_version = TORN
         self.label = ""  # of the weights that were committed last
-        self._upstream, self.facts, self._seed = upstream, facts, seed
+        self._upstream, self.facts = upstream, facts
         self._boot = secrets.token_hex(8)
-        self._next_id = 0
         self._running: dict[int, tuple[list[int], SamplingParams, Future[bytes]]] = {}
         self._answered: SimpleQueue[int] = SimpleQueue()
         self._held = False
-        self._stats = EngineStats()
 
     @property
-    def has_work(self) -> bool:
-        return bool(self._running)
-
-    @property
-    def longest(self) -> int:
-        return self.facts.positions
+    def in_flight(self) -> int:
+        return len(self._running)
 
     def so_far(self, request_id: int, begin: int = 0) -> Part:
         """Nothing: vLLM is asked for whole completions."""
@@ -179,29 +173,25 @@ class ServedEngine:
             "vLLM's server scores no prompts for rlloop (echo with logprobs, prompt_logprobs); leave it out"
         )
 
-    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
+    def _check(self, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
         check_alone(top_logprobs)
-        facts = self.facts
-        check_request(prompt_ids, sampling, facts.vocabulary, facts.positions, facts.positions, facts.eos_token_ids)
-        check_sampling(sampling, facts.stock)
-        if facts.stock and sampling.min_tokens:
+        super()._check(prompt_ids, sampling)
+        check_sampling(sampling, self.facts.stock)
+        if self.facts.stock and sampling.min_tokens:
             raise ConfigError(
                 f"min_tokens is {sampling.min_tokens}: vLLM's server bans other tokens meanwhile than the trainer does "
                 "(its tokenizer's end among them); leave it off, or serve rlloop's model"
             )
-        id = self._next_id
-        self._next_id += 1
-        if sampling.seed is None:
-            sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
-        stop = stop_ids(sampling, facts.eos_token_ids)
-        columns = 0 if facts.stock else 2
-        name = self._name(id) if facts.chooses else None
-        params = vllm_params(sampling, stop, raw=not facts.stock, columns=columns, name=name)
+
+    def _accept(self, id: int, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int) -> None:
+        stop = stop_ids(sampling, self.limits.eos_token_ids)
+        columns = 0 if self.facts.stock else 2
+        name = self._name(id) if self.facts.chooses else None
+        params = vllm_params(sampling, stop, raw=not self.facts.stock, columns=columns, name=name)
         body = {"request_id": self._name(id), "token_ids": prompt_ids, "sampling_params": params}
         answer = self._upstream.start("/inference/v1/generate", body)
         self._running[id] = (prompt_ids, sampling, answer)
         answer.add_done_callback(lambda _: self._answered.put(id))
-        return id
 
     def step(self) -> list[tuple[int, Completion]]:
         """What vLLM finished meanwhile. Where one request fails, all in flight are dropped, as any engine does it."""
@@ -236,6 +226,13 @@ class ServedEngine:
             self._running.pop(request_id, None)
             return None
 
+    def abort_all(self) -> list[tuple[int, Completion]]:
+        ended = [(id, self.abort(id)) for id in list(self._running)]
+        return [(id, completion) for id, completion in ended if completion is not None]
+
+    def _forget_cached(self) -> None:
+        """vLLM has: its caches are dropped in the pause in which its weights change."""
+
     def hold(self) -> None:
         """Compute nothing more, and keep what is in flight."""
         self._upstream.post("/pause", mode="keep")
@@ -245,10 +242,6 @@ class ServedEngine:
         if self._held:
             self._upstream.post("/resume")
             self._held = False
-
-    def stats(self) -> EngineStats:
-        """Counts of what was made here; what vLLM cached and preempted, its own metrics say."""
-        return dataclasses.replace(self._stats)
 
     def fingerprint(self) -> dict[str, Any]:
         return self.facts.fingerprint
@@ -282,9 +275,7 @@ class ServedEngine:
             version, self.policy_version, self.label = self.policy_version, TORN, ""
             raise VersionUnavailable(TORN, version, version)
         computed = len(prompt) + len(made.token_ids) - 1 if made.token_ids else 0  # the last token is only drawn
-        self._stats.requests += 1
-        self._stats.prompt_tokens += len(prompt)
-        self._stats.made_tokens += len(made.token_ids)
+        self._count(prompt, made.token_ids)
         return Completion(
             prompt_ids=list(prompt),
             token_ids=made.token_ids,

@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from batches import random_batch
 from omegaconf import OmegaConf
 
 import rlloop.algorithms
@@ -18,6 +17,7 @@ from rlloop.algorithms.losses import LOSSES
 from rlloop.algorithms.presets import PRESETS
 from rlloop.config.run import AlgorithmConfig, Anchor
 from rlloop.errors import ConfigError
+from tests.support.loss_batches import random_batch
 
 
 def preset(name: str, *overrides: str, max_tokens: int = 100) -> AlgorithmConfig:

@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from batches import POLICY_LOSSES, gradient, make_batch, random_batch
 
 from rlloop.algorithms import (
     clip,
@@ -22,6 +21,7 @@ from rlloop.algorithms import (
     veto,
 )
 from rlloop.algorithms.corrections import CORRECTIONS, LOG_RATIO_EDGES
+from tests.support.loss_batches import POLICY_LOSSES, gradient, make_batch, random_batch
 
 # Ratios of the trainer's probability to the engine's: two sequences, of 3 and 2 tokens.
 RATIOS = [[3.0, 0.25, 1.0], [0.4, 6.0]]

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import POLICY_LOSSES, gradient, make_batch, random_batch, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlloop.algorithms import corrected, dapo, get_correction, get_loss, grpo, gspo, measured
 from rlloop.algorithms.losses import LOSSES
 from rlloop.metrics import Max, Min, merge, values
+from tests.support.loss_batches import POLICY_LOSSES, gradient, make_batch, random_batch, take
 
 PENALISED = {"kl_coef": 0.3, "entropy_coef": 0.05}
 

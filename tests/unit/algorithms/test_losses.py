@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import POLICY_LOSSES, gradient, make_batch, random_batch
 
 from rlloop.algorithms import (
     cispo,
@@ -24,6 +23,7 @@ from rlloop.algorithms import (
     sft,
 )
 from rlloop.errors import ConfigError
+from tests.support.loss_batches import POLICY_LOSSES, gradient, make_batch, random_batch
 
 # Two completions: of 2 tokens with advantage 1, of 3 tokens with advantage −2. Ratios to old and rollout:
 RATIOS = [[1.5, 0.5], [1.5, 0.5, 1.0]]

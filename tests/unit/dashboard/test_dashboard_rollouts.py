@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
-from dashboard_runs import write_run
 
 from rlloop.dashboard.rollouts import ORDERS, RolloutIndex, page_query
 from rlloop.runs.folder import read_rollouts, rollout_files
+from tests.support.dashboard_runs import write_run
 
 
 def plain(run) -> list[dict]:

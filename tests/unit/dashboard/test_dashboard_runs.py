@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 import pytest
-from dashboard_runs import Writer, write_run
 
 from rlloop.dashboard.runs import Run, Runs, find_runs
 from rlloop.runs.folder import RunFolder
+from tests.support.dashboard_runs import Writer, write_run
 
 
 def column(run: Run, name: str) -> list[float]:

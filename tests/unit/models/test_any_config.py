@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rlloop.errors import ModelError
 from rlloop.models.config import parse_config
 from rlloop.models.transformer import Model
-from tests.checkpoints import EVERY
-from tests.unit.models.test_model_config import raw
+from tests.support.checkpoints import EVERY
+from tests.support.raw_config import raw
 
 NONSENSE = (
     None, True, False, 0, 1, 2, 3, 7, -1, 2**24, 10**30, 1.0, 0.5, -0.5, 1e-300, 1e300, math.nan, math.inf, "1", "", [],

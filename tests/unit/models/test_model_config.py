@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,20 +15,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rlloop.errors import ModelError
 from rlloop.models.config import Llama3Scaling, RopeConfig, parse_config, read_config
 from rlloop.models.ropes import rope_table
-from tests.checkpoints import EVERY, SIZES
+from tests.support.checkpoints import EVERY
+from tests.support.raw_config import raw
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-
-
-def raw(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
-    """A config.json as transformers writes it; a change to `...` leaves the key out."""
-    make, own = EVERY[family]
-    made = make(**{**SIZES, **own})
-    written = {
-        **json.loads(made.to_json_string()),
-        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[made.model_type]],
-    }
-    return {name: value for name, value in {**written, **changes}.items() if value is not ...}
 
 
 def test_what_sets_the_families_apart():

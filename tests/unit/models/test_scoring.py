@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models import Model, ScoreRow, load_model, score, token_logprobs
-from rlloop.types import SamplingParams
-from tests.checkpoints import make_checkpoint
+from rlloop.models.scoring import score_prompt
+from rlloop.types import ModelInput, SamplingParams
+from tests.support.checkpoints import make_checkpoint
 
 PAIRS = [([5, 6, 7], [8, 9, 10, 11]), ([12], [13, 2]), (list(range(3, 40)), list(range(40, 90))), ([1, 2], [3])]
 SAMPLING = [
@@ -51,6 +53,37 @@ def test_without_sampling_parameters_logprobs_are_raw(model: Model) -> None:
     assert same(plain, token_logprobs(model, PAIRS, sampling=[SamplingParams(max_tokens=64)] * 4))
     sampled = token_logprobs(model, PAIRS, sampling=SAMPLING)
     assert [torch.equal(a, b) for a, b in zip(plain, sampled, strict=True)] == [False, True, False, True]
+
+
+def test_positions_are_the_ropes_and_nothing_elses(model: Model) -> None:
+    """Rope knows distances alone, so positions all moved by three keep the logprobs near, and others do not."""
+    prompt, completion = [5, 6, 7], [8, 9, 10]
+    (plain,) = token_logprobs(model, [(prompt, completion)])
+
+    def at(*positions: int) -> Tensor:
+        other = (ModelInput(prompt, np.array(positions)), completion)
+        (alone,) = token_logprobs(model, [other])
+        assert same(token_logprobs(model, [(prompt, completion), other]), [plain, alone])  # among others, too
+        return alone
+
+    assert same([at(0, 1, 2)], [plain])
+    torch.testing.assert_close(at(3, 4, 5), plain, rtol=0, atol=1e-4)
+    assert (at(0, 40, 41) - plain).abs().max() > 1e-3
+    scores = [score_prompt(model, [*prompt, *completion]).logprobs]
+    scores += [score_prompt(model, ModelInput([*prompt, *completion], np.array(p))).logprobs for p in
+               ([0, 1, 2, 3, 4, 5], [0, 40, 41, 42, 43, 44])]  # fmt: skip
+    assert np.array_equal(scores[0], scores[1])
+    assert np.array_equal(scores[2][2:], at(0, 40, 41).detach().numpy())
+
+
+def test_positions_that_the_rope_cannot_take_are_refused(model: Model) -> None:
+    axes = ModelInput([5, 6], np.zeros((3, 2), np.int64))
+    for pairs in ([(axes, [7])], [([5, 6], [7]), (axes, [7])]):
+        with pytest.raises(ConfigError, match=r"positions have 3 axes; the rope of Qwen3ForCausalLM takes one"):
+            token_logprobs(model, pairs)
+    far = ModelInput([5, 6], np.array([0, model.max_positions - 1]))
+    with pytest.raises(ConfigError, match=rf"sequence 0 has position {model.max_positions}; the model has"):
+        token_logprobs(model, [(far, [7])])
 
 
 def test_what_follows_the_scored_tokens_does_not_matter(model: Model) -> None:

@@ -13,7 +13,7 @@ from rlloop.models.scoring import ScoreRow
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.types import SamplingParams
-from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.support.checkpoints import FAMILIES, make_checkpoint
 
 REFERENCE = NumericsProfile.preset("reference")
 PAIRS = [([5, 6, 7], [8, 9, 10, 11]), ([12], [13, 14])]

@@ -15,7 +15,7 @@ from rlloop.errors import ConfigError, ModelError
 from rlloop.models import load_model, new_model, read_state, save_model, token_logprobs
 from rlloop.models.safetensors_io import StoredWeights
 from rlloop.numerics.profile import NumericsProfile
-from tests.checkpoints import EVERY, by_our_names, make_checkpoint
+from tests.support.checkpoints import EVERY, by_our_names, make_checkpoint
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 

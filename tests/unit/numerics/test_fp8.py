@@ -15,7 +15,7 @@ from rlloop.numerics.layout import AttentionLayout, Reach
 from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.numerics.quantize import e4m3_rows, quantized, rounded_activation
 from rlloop.numerics.stock import attention, by_expert, padded_attention
-from tests.unit.sync.test_drifted import CONFIG, EMBEDDING, LINEAR, NORM, Pair
+from tests.support.drifted_pair import CONFIG, EMBEDDING, LINEAR, NORM, Pair
 
 FP8: dict[str, Any] = {"weights": "fp8", "granularity": "channel", "activations": "fp8", "products": "fp8"}
 

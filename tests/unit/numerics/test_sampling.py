@@ -4,13 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from warp_cases import COMBINATIONS, bits, head, mixed, warp_of
 
 from rlloop.numerics import logprob, reference, stock
 from rlloop.numerics.layout import LogitsWarp
 from rlloop.numerics.logprob import sample, token_logprob
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import IMPLEMENTATIONS, NumericsProfile
+from tests.support.sampling_cases import COMBINATIONS, bits, head, mixed, warp_of
 
 VOCABULARIES = [17, 64, 1000, 4099, 32000]
 

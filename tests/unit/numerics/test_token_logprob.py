@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from warp_cases import bits, head, mixed, warp_of
 
 from rlloop.numerics import logprob, reference, stock
 from rlloop.numerics.kernels.cpu.distribution import log
 from rlloop.numerics.layout import LogitsWarp
 from rlloop.numerics.logprob import token_logprob
+from tests.support.sampling_cases import bits, head, mixed, warp_of
 
 VOCABULARIES = [17, 64, 1000, 4099, 32000]
 

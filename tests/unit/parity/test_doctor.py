@@ -3,27 +3,12 @@
 import numpy as np
 import pytest
 
-from rlloop.models import Model, new_model, token_logprobs
+from rlloop.models import Model, new_model
 from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
 from rlloop.testing import plant_fault
-from rlloop.types import Example, RewardResult, Sample, SamplingParams
-
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 1000,  # likewise for the sum over the vocabulary
-    "hidden_size": 64,
-    "intermediate_size": 640,  # long sums, so that a stock product rounds otherwise whatever its number of rows
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    "eos_token_id": 0,
-}
+from tests.support.doctored import CONFIG, rescored, sampled
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +17,6 @@ def model() -> Model:
     for weight in made.parameters():  # far from uniform, so that a rounding anywhere reaches the logprobs
         weight.data.mul_(4.0 if weight.ndim > 1 else 1.0)
     return made
-
-
-def sampled(engine: Engine) -> list[Sample]:
-    prompts = [[1 + i, 2, 3 + i, 5] for i in range(4)]
-    params = [SamplingParams(max_tokens=12, temperature=0.8, seed=i, ignore_eos=True) for i in range(4)]
-    return [
-        Sample(f"1/{i}/0", Example(str(i), made.prompt_ids, "", {}), made, "", RewardResult(0.0), group=i)
-        for i, made in enumerate(engine.generate(prompts, params))
-    ]
-
-
-def rescored(model: Model, samples: list[Sample]) -> list[np.ndarray]:
-    sequences = [(sample.completion.prompt_ids, sample.completion.token_ids) for sample in samples]
-    scored = token_logprobs(model, sequences, sampling=[sample.completion.sampling for sample in samples])
-    return [logprobs.detach().numpy() for logprobs in scored]
 
 
 @pytest.mark.parametrize("knob", ["linear", "rms_norm", "activation", "attention", "token_logprob"])

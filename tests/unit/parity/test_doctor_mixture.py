@@ -9,38 +9,12 @@ from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
 from rlloop.testing import plant_fault
-from tests.unit.parity.test_doctor import rescored, sampled
-
-CONFIG = {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v32",
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 320,
-    "moe_intermediate_size": 200,
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 4,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "index_topk": 4,
-    "index_head_dim": 16,
-    "index_n_heads": 1,  # one head: half of all scores are exactly 0, and tied
-    "max_position_embeddings": 64,
-    "eos_token_id": 0,
-}
+from tests.support.doctored import MIXTURE, rescored, sampled
 
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    made = new_model(CONFIG, seed=0)
+    made = new_model(MIXTURE, seed=0)
     for weight in made.parameters():  # far from uniform, so that a rounding anywhere reaches the logprobs
         weight.data.mul_(4.0 if weight.ndim > 1 else 1.0)
     return made
@@ -67,7 +41,7 @@ def test_a_planted_fault_is_found_and_named(model, knob, layer):
 
 def test_a_setting_of_the_combine_is_named(model):
     """Not another implementation: the same one, told to round each expert."""
-    half = new_model(CONFIG, seed=0, dtype="bfloat16")
+    half = new_model(MIXTURE, seed=0, dtype="bfloat16")
     for weight in half.parameters():
         weight.data.mul_(4.0 if weight.ndim > 1 else 1.0)
     engine = Engine(half.with_profile(dataclasses.replace(half.profile, expert_combine="bf16_each")))

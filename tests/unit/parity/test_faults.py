@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.parity.faults import FAULTS, named
+from tests.support.planted_faults import FAULTS, named
 
 
 @pytest.mark.parametrize("planted", FAULTS)

@@ -20,8 +20,8 @@ from rlloop.parity.monitor import compare
 from rlloop.parity_tool.sides import parse_profile
 from rlloop.rollout import Engine
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
-from tests.checkpoints import make_checkpoint
-from tests.unit.parity.test_doctor import rescored
+from tests.support.checkpoints import make_checkpoint
+from tests.support.doctored import rescored
 
 EVERY = NumericsProfile(residual_norm="float32", attention_splits="64", tp_segments="4", all_reduce="rounded_chain")
 # knob -> (its value, the operation in which it shows first, where, and the type in which a small model shows it)

@@ -1,7 +1,6 @@
 """A failing, hanging or senseless reward is that sample's explicit outcome, and the others keep theirs."""
 
 import asyncio
-import contextlib
 import gc
 import http.server
 import json
@@ -21,12 +20,7 @@ from rlloop.rewards import CodeReward, HttpReward, MathReward, Weighted
 from rlloop.rewards.event_loop import OnThisLoop
 from rlloop.rewards.runner import HOPELESS, RewardFailure, RewardRunner
 from rlloop.types import Example, RewardResult
-
-EXAMPLE = Example("e", [1], "prompt", {"answer": "1/2"})
-
-
-def requests(*completions):
-    return [("prompt", completion, EXAMPLE) for completion in completions]
+from tests.support.rewards_gone_wild import RAISED, released, requests, wild
 
 
 def moody(prompt, completion, example):
@@ -69,33 +63,6 @@ def test_a_reward_that_always_hangs_is_given_up_before_the_batch_has_taken_hours
     assert {outcome.kind for outcome in outcomes} == {"timeout"}
     assert len(outcomes) == 100
     assert outcomes[-1].message == f"not tried: the first {HOPELESS} took longer than 0.1 s"
-
-
-class Stop(BaseException):
-    pass
-
-
-RAISED = {"exit": SystemExit, "interrupt": KeyboardInterrupt, "cancelled": asyncio.CancelledError, "stop": Stop}
-
-
-async def wild(prompt, completion, example):
-    kind, _, nested = completion.partition(" ")
-    if nested:
-        return await asyncio.create_task(wild(prompt, kind, example))
-    if kind in RAISED:
-        raise RAISED[kind]("of my own")
-    if kind == "block":
-        released.wait(30)
-    while kind == "deaf" and not released.is_set():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(0.05)
-    if kind == "thread":
-        await asyncio.to_thread(released.wait, 30)
-    await asyncio.sleep(0.01)
-    return 1.0
-
-
-released = threading.Event()
 
 
 @pytest.fixture
@@ -179,7 +146,8 @@ def test_a_reward_that_always_blocks_is_given_up(held):
 def test_what_never_ends_does_not_keep_the_process():
     script = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})
-from tests.unit.rewards.test_runner import RewardRunner, requests, wild
+from tests.support.rewards_gone_wild import requests, wild
+from rlloop.rewards.runner import RewardRunner
 runner = RewardRunner(wild, timeout=0.2)
 print([outcome.kind for outcome in runner.score(requests("block", "deaf", "thread"))])
 runner.close()

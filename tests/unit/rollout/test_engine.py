@@ -13,27 +13,14 @@ from rlloop.errors import ConfigError
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.rollout.engine.engine import Engine
 from rlloop.types import Alternatives, Completion, Part, SamplingParams
-from tests.unit.rollout.latent_model import VOCABULARY, LatentModel
+from tests.support.latent_model import PROMPTS, VOCABULARY, LatentModel, longest, same
 
 EOS = LatentModel.eos_token_ids[0]
-PROMPTS = [[5, 6, 7], [9], list(range(3, 40)), [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]]
 
 
 @pytest.fixture(scope="module")
 def model() -> LatentModel:
     return LatentModel()
-
-
-def longest(**changes) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 24, "seed": 1, "ignore_eos": True, **changes})
-
-
-def same(a: Completion, b: Completion) -> bool:
-    return (
-        a.token_ids == b.token_ids
-        and a.logprobs.tobytes() == b.logprobs.tobytes()
-        and a.raw_logprobs.tobytes() == b.raw_logprobs.tobytes()
-    )
 
 
 def test_completions_come_in_the_order_of_the_prompts_with_all_their_fields(model):

@@ -14,7 +14,7 @@ from rlloop.sync.publisher import Publisher
 from rlloop.sync.replica import Replica
 from rlloop.sync.store import FolderStore
 from rlloop.sync.target import TORN, MemoryTarget
-from tests.unit.sync.weights import KEY, PUBLIC, history
+from tests.support.weight_history import KEY, PUBLIC, history
 
 
 def test_a_look_that_fails_oddly_is_not_the_last_one(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rlloop.rollout.engine.kv_cache import BlockManager
 from rlloop.rollout.engine.request import Request, RequestTable
 from rlloop.types import SamplingParams
-from tests.unit.rollout.simulation import Simulation
+from tests.support.scheduler_simulation import Simulation
 
 TOKENS = st.integers(1, 2)  # few, so that prefixes are shared
 

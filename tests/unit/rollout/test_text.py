@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlloop.rollout.fleet.text import HALF, PATIENCE, Detokenizer, Writer, tokenizer_of
-from tests.unit.rollout.openai_model import write_model
+from tests.support.openai_model import write_model
 
 IDS = st.lists(st.integers(0, 31), max_size=60)
 

@@ -13,7 +13,7 @@ from rlloop.sync.live import NAMES, LiveTarget, bits_of, named_weights, split, t
 from rlloop.sync.replica import Replica
 from rlloop.sync.target import TORN
 from rlloop.types import SamplingParams
-from tests.unit.sync.weights import PUBLIC
+from tests.support.weight_history import PUBLIC
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 32, "hidden_size": 16,
@@ -129,7 +129,7 @@ def test_an_adapter_goes_under_the_same_manifest(tmp_path):
     """LoRA: names of its own, full tensors, the same checks."""
     from rlloop.sync.publisher import Publisher
     from rlloop.sync.store import FolderStore
-    from tests.unit.sync.weights import KEY
+    from tests.support.weight_history import KEY
 
     names = [f"base_model.model.layers.0.self_attn.q_proj.lora_{half}.weight" for half in "AB"]
     trained = {name: torch.randn(4, 8) for name in names}

@@ -7,7 +7,7 @@ from rlloop.sync import codec, packing
 from rlloop.sync.bits import Bits, digest
 from rlloop.sync.bundle import MemoryStore
 from rlloop.sync.packing import groups, listing_of, pack, unpack
-from tests.unit.sync.weights import history, same
+from tests.support.weight_history import history, same
 
 
 def read_back(store, packed, base):

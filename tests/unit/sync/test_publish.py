@@ -23,7 +23,7 @@ from rlloop.sync.replica import Replica, State
 from rlloop.sync.route import route
 from rlloop.sync.store import Conflict, FolderStore
 from rlloop.sync.target import MemoryTarget
-from tests.unit.sync.weights import KEY, PUBLIC, first_weights, history, next_weights, same
+from tests.support.weight_history import KEY, PUBLIC, first_weights, history, next_weights, same
 
 
 @pytest.fixture

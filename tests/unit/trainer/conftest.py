@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from sequences import VOCAB
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.support.train_sequences import VOCAB
 
 
 @pytest.fixture(scope="session")

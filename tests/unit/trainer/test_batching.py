@@ -3,12 +3,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sequences import make_batch
 
 from rlloop.errors import ConfigError
 from rlloop.trainer import TrainSequence
 from rlloop.trainer.batching import make_step_batch
-from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
+from rlloop.types import Completion, Example, ModelInput, RewardResult, Sample, SamplingParams
+from tests.support.train_sequences import make_batch
 
 
 def sample(prompt: list[int], made: list[int], advantage: float) -> Sample:
@@ -54,7 +54,10 @@ def test_micro_batches_are_filled_to_the_last_token() -> None:
 def test_all_that_a_sample_recorded_reaches_scoring_and_the_loss() -> None:
     experts, selected = np.zeros((4, 1, 2), np.int16), np.ones((4, 1), np.int32)
     made = sample([5, 6], [7, 8], 0.25)
-    made = replace(made, completion=replace(made.completion, routed_experts=experts, selected=selected))
+    prompt = ModelInput([5, 6], np.array([0, 4]))
+    made = replace(
+        made, completion=replace(made.completion, routed_experts=experts, selected=selected, model_input=prompt)
+    )
     step = make_step_batch([made], max_batch_tokens=9)
     row = step.rows[0]
     assert row.token_ids == [5, 6, 7, 8]
@@ -62,6 +65,7 @@ def test_all_that_a_sample_recorded_reaches_scoring_and_the_loss() -> None:
     assert row.sampling == made.completion.sampling
     assert row.routed_experts is experts
     assert row.selected is selected
+    assert row.positions(4).tolist() == [0, 4, 5, 6]
     logprobs, entropy, ref = torch.full((2,), -1.0), torch.full((2,), 0.5), torch.full((2,), -2.0)
     seen = step.loss_batch(step.whole, logprobs, entropy, ref)
     assert (seen.logprobs is logprobs, seen.entropy is entropy, seen.ref_logprobs is ref) == (True, True, True)

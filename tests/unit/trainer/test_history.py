@@ -8,8 +8,8 @@ from rlloop.trainer import Trainer
 from rlloop.trainer.history import WeightHistory
 from rlloop.trainer.moe import Routers
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
-from tests.checkpoints import make_checkpoint
-from tests.parity.models import tiny_qwen3
+from tests.support.checkpoints import make_checkpoint
+from tests.support.tiny_models import tiny_qwen3
 
 
 def test_samples_are_scored_under_the_weights_that_made_them(tmp_path):

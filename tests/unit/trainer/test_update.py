@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sequences import make_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +17,7 @@ from rlloop.metrics import Mean, merge
 from rlloop.models import load_model, new_model
 from rlloop.trainer import Trainer, TrainSequence
 from rlloop.types import SamplingParams
+from tests.support.train_sequences import make_batch
 
 
 def make_trainer(folder: Path, dtype: str = "float32", **settings) -> Trainer:

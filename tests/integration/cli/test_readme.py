@@ -1,0 +1,55 @@
+"""docs/benchmarks.md states no figure but the recorded ones, and those stay that a run did not measure anew."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_figures_are_those_of_the_recorded_results():
+    script = ROOT / "benchmarks" / "page.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_minimal_loop_learns_without_a_difference(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    rewards = importlib.import_module("minimal_loop").main(steps=20)
+    assert rewards[-1] > 0.15 > 0.05 > rewards[0]
+    assert capsys.readouterr().out.count(", 0 of 768 tokens differ") == 20
+
+
+def test_a_loss_of_the_readers_own_learns_without_a_difference(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    rewards = importlib.import_module("own_loss").main(steps=20)
+    assert rewards[-1] > 0.15 > 0.05 > rewards[0]
+    assert capsys.readouterr().out.count(" below the mean, 0 differ") == 20
+
+
+def test_a_run_of_one_part_keeps_the_others_figures(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    schema = importlib.import_module("results_schema")
+    monkeypatch.setattr(schema, "RESULTS", tmp_path)
+
+    def recorded(arguments: list[str], **values: float) -> list[tuple[str, float]]:
+        monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "gpu_step.py"), *arguments])
+        figures = [schema.Figure(name=name, unit="tokens/s", value=value) for name, value in values.items()]
+        made = json.loads(schema.report("step", figures, device="none").read_text())
+        return [(each["name"], each["value"]) for each in made]
+
+    recorded([], dense=1, dense_k3=1, moe=1)
+    assert recorded(["--only", "moe"], moe=2, moe_k3=2) == [("dense", 1), ("dense_k3", 1), ("moe", 2), ("moe_k3", 2)]
+    assert recorded(["--only=dense"], dense=3, dense_k3=3)[:3] == [("dense", 3), ("dense_k3", 3), ("moe", 2)]
+    assert recorded([], dense=4) == [("dense", 4)]
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    links = [(page, target) for page in pages for target in re.findall(r"\]\(([^)#\s]+)", page.read_text())]
+    local = [(page, target) for page, target in links if not target.startswith(("http://", "https://"))]
+    assert len(local) > 10
+    assert [f"{page.name}: {target}" for page, target in local if not (page.parent / target).exists()] == []

@@ -1,0 +1,1 @@
+from tests.support.dashboard_runs import own_cache as own_cache

@@ -1,0 +1,318 @@
+"""The dashboard as a person sees it: a real headless Chromium, a real server, real run folders."""
+
+import csv
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from rlloop.runs.folder import rollout_files
+from tests.support.dashboard_runs import Writer, serving, write_run
+
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="the browser tests need playwright: pip install playwright"
+)
+
+expect = sync_api.expect
+expect.set_options(timeout=120_000)
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+CHROMIUM = os.environ.get("RLLOOP_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = [
+    pytest.mark.skipif(
+        CHROMIUM is None,
+        reason="no Chromium here: apt-get install chromium, or name one by the environment's RLLOOP_CHROMIUM",
+    ),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser, tmp_path):
+    """visit() opens the dashboard of `tmp_path`. Errors of the page, and requests to elsewhere, fail the test."""
+    wrong: list[str] = []
+    with serving(tmp_path) as (_, address, token):
+        context = browser.new_context(viewport={"width": 1400, "height": 900}, accept_downloads=True)
+        context.set_default_timeout(120_000)
+
+        def go(view: str = ""):
+            page = context.new_page()
+            page.on("pageerror", lambda error: wrong.append(str(error)))
+            page.on("console", lambda message: message.type == "error" and wrong.append(message.text))
+            page.on(
+                "request",
+                lambda request: request.url.startswith((address, "blob:", "data:")) or wrong.append(request.url),
+            )
+            page.goto(f"{address}/?token={token}")
+            assert "token" not in page.url
+            if view:
+                page.goto(f"{address}/{view}")
+            return page
+
+        yield go
+        context.close()
+    assert wrong == []
+
+
+def card(page, title: str):
+    """A panel's card, brought into view: charts are drawn when they are seen."""
+    found = page.locator(f'.card[data-panel="{title}"]')
+    found.first.scroll_into_view_if_needed()
+    return found
+
+
+def test_a_finished_run(visit, tmp_path):
+    write_run(tmp_path / "a", 6)
+    page = visit()
+    page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
+    expect(page.locator(".strip")).to_contain_text("exactly 0")
+    assert page.locator("section.group > h2").all_inner_texts()[:2] == ["Parity", "Ratios and clipping"]
+    assert page.locator('.card[data-panel="Bytes on the wire"]').count() == 0  # absent metrics, absent panels
+    expect(card(page, "Step, by phase")).to_contain_text("waiting0.25")
+    expect(card(page, "Log-ratio histogram")).to_contain_text("100 % within 1e−6, ESS 100 %")
+
+    k3 = card(page, "KL, k3")
+    k3.locator(".plot").focus()
+    page.keyboard.press("t")
+    expect(k3.locator("table.data tbody th")).to_have_text(["1", "2", "3", "4", "5", "6"])
+    page.keyboard.press("t")
+    k3.locator("canvas").wait_for()
+    k3.hover()
+    with page.expect_download() as download:
+        k3.get_by_text("CSV").click()
+    rows = list(csv.DictReader(download.value.path().read_text().splitlines()))
+    assert [row["parity/k3"] for row in rows] == ["0.0"] * 6
+
+    k3.locator(".plot").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    expect(k3).to_contain_text("step 3")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("h1:has-text('Step 3')")
+    expect(page.locator("main")).to_contain_text("equal bits, every token")
+    page.wait_for_selector(".tokens .tok")
+    assert page.locator(".tok.more, .tok.less").count() == 0
+    page.keyboard.press("]")
+    page.wait_for_selector("h1:has-text('Step 4')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".strip")
+    page.keyboard.press("d")
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    page.keyboard.press("?")
+    expect(page.locator("#help")).to_be_visible()
+
+
+def test_drill_down_to_the_worst_token(visit, tmp_path):
+    write_run(tmp_path / "a", 3, drift=0.05)
+    page = visit("#/step?of=a&step=2")
+    page.wait_for_selector("#rollouts tbody tr")
+    worst = page.locator("#rollouts tbody tr").first
+    expect(worst).to_have_attribute("aria-selected", "true")
+    page.wait_for_selector(".tok.more, .tok.less")
+    token = page.locator(".tok.more, .tok.less").first
+    token.focus()
+    expect(page.locator(".inspector")).to_contain_text("likely than the engine that sampled it")
+    expect(page.locator(".components")).to_contain_text("correct")
+    uid = worst.locator(".mono").first.inner_text()
+    page.locator("h1").click()
+    page.keyboard.press("j")
+    expect(page.locator("#detail h3")).not_to_contain_text(uid)
+    page.select_option("select[aria-label=Outcome]", "dropped")
+    expect(page.locator("#rollouts tbody tr")).to_have_count(4)
+    expect(page.locator("#rollouts")).to_contain_text("not compared")
+
+
+def test_a_live_run(visit, tmp_path):
+    writer = Writer(tmp_path / "a")
+    for _ in range(3):
+        writer.write()
+    page = visit()
+    page.wait_for_selector("#runs .dot.live")
+    expect(page.locator(".strip")).to_contain_text("Steps2of 6")
+    writer.write(extra={"sync/wire_bytes": 1000, "fresh/metric": 1})
+    expect(page.locator(".strip")).to_contain_text("Steps3of 6")
+    page.wait_for_selector('.card[data-panel="Bytes on the wire"]', state="attached")  # new metrics, new panels
+    page.wait_for_selector('.card[data-panel="fresh/metric"]', state="attached")
+    Writer(tmp_path / "young").write()
+    page.wait_for_selector("#runs .name:has-text('young')")
+
+
+def test_who_chose_a_completion_is_left_at_it(visit, tmp_path):
+    writer = Writer(tmp_path / "a", drift=0.05)
+    for _ in range(3):
+        writer.write()
+    page = visit("#/rollouts?run=a")
+    expect(page.locator("#index")).to_contain_text("of 2 steps")
+    rows = page.locator("#rollouts tbody tr")
+    expect(rows.first).to_have_attribute("aria-selected", "true")
+    held = []
+    page.route("**/api/rollouts?*", lambda route: route.continue_() if held else held.append(route))
+    with page.expect_request("**/api/rollouts?*"):
+        writer.write()  # while the page asks for what is new, a person moves on
+    page.keyboard.press("j")
+    expect(rows.nth(1)).to_have_attribute("aria-selected", "true")
+    held[0].continue_()
+    expect(page.locator("#index")).to_contain_text("of 3 steps")
+    expect(rows.nth(1)).to_have_attribute("aria-selected", "true")
+
+
+def test_a_view_that_was_left_before_it_came_is_not_drawn(visit, tmp_path):
+    write_run(tmp_path / "a", 2)
+    page = visit()
+    page.wait_for_selector("section.group")
+    held = []
+    page.route("**/api/certificate?*", lambda route: held.append(route))
+    with page.expect_request("**/api/certificate?*"):
+        page.keyboard.press("3")
+    page.keyboard.press("2")
+    expect(page.locator("h1")).to_have_text("Rollouts")
+    with page.expect_response("**/api/certificate?*"):
+        held[0].continue_()
+    page.wait_for_timeout(300)
+    expect(page.locator("h1")).to_have_text("Rollouts")
+
+
+def test_durations(visit):
+    said = visit().evaluate(
+        "async () => { const { duration } = await import('/static/dom.js');"
+        " return [0.25, 59.94, 59.97, 119.7, 3599.7, 7300].map(duration); }"
+    )
+    assert said == ["250 ms", "59.9 s", "1 min 0 s", "2 min 0 s", "1 h 0 min", "2 h 1 min"]
+
+
+def test_runs_over_one_another(visit, tmp_path):
+    write_run(tmp_path / "zero", 4)
+    write_run(tmp_path / "drift", 4, drift=0.01, config={"seed": 0, "trainer": {"num_steps": 9}})
+    page = visit("#/charts?run=zero&run=drift")
+    expect(card(page, "KL, k3").locator(".chips line")).to_have_count(2)
+    lines = page.evaluate(
+        """() => [...document.querySelectorAll('.card[data-panel="KL, k3"] .chips line')]
+             .map((line) => [line.getAttribute('stroke'), line.getAttribute('stroke-dasharray')])"""
+    )
+    assert len({colour for colour, _ in lines}) == len({dash for _, dash in lines}) == 2
+    page.keyboard.press("4")
+    page.wait_for_selector("h1:has-text('Configuration')")
+    expect(page.locator("table.list tbody")).to_contain_text("trainer.num_steps")
+    assert "seed" not in page.locator("table.list tbody td:first-child").all_inner_texts()
+    page.keyboard.press("3")
+    page.wait_for_selector("h1:has-text('Certificate')")
+    expect(page.locator(".strip")).to_contain_text("unbroken")
+
+
+def test_choosing_runs(visit, tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / f"arm=a,seed={seed}", 3)
+    page = visit()
+    expect(page.locator(".strip .row")).to_have_count(3)
+    expect(card(page, "Step, by phase")).to_have_count(3)  # a timeline is of one run
+    expect(card(page, "KL, k3").locator(".chips .who")).to_have_text(["seed=0", "seed=1", "seed=2"])
+    page.locator("#runs li").nth(1).hover()
+    page.get_by_label("Show arm=a,seed=1 alone").click()
+    expect(page.locator(".strip .row")).to_have_count(1)
+    expect(page.locator(".strip")).to_contain_text("arm=a,seed=1")
+    page.fill("#filter", "seed=2")
+    page.click("#choose-all")
+    expect(page.locator(".strip .row")).to_have_count(2)
+    page.click("#choose-none")
+    expect(page.locator(".strip .row")).to_have_count(1)
+    page.fill("#filter", "")
+    page.click("#choose-none")
+    page.wait_for_selector("text=No run is chosen")
+
+
+def test_regions_experts_and_a_number_that_is_not_finite(visit, tmp_path):
+    writer = Writer(tmp_path / "a")
+    for step in range(4):
+        regions = {
+            f"fleet/{region}/{name}": value
+            for region in ("eu", "us")
+            for name, value in {"k3": 0.0, "sync_fetched_bytes": 1000, "sync_seconds": 0.5, "engines": 2}.items()
+        }
+        own = {"sync/ratio": 30 + step, "experts/load_max": 1.5, "loss/grad_norm": None if step == 2 else 1.0}
+        writer.write(extra=regions | own)
+    page = visit()
+    for title in ("KL, k3, by region", "Sync, by region"):
+        expect(card(page, title).locator(".chips .who")).to_have_text(["eu", "us"])
+    page.fill("#find", "experts")
+    expect(page.locator(".card:visible h3")).to_have_text(["Busiest expert"])
+    page.fill("#find", "grad")
+    norm = card(page, "Gradient norm")
+    norm.locator("canvas").wait_for()
+    norm.hover()
+    norm.get_by_text("Table").click()
+    expect(norm.locator("table.data tbody td")).to_have_text(["1", "not finite", "1"])
+
+
+def test_a_narrow_window(visit, tmp_path):
+    write_run(tmp_path / "a-run-with-a-name-that-is-rather-long,trainer.lr=0.0005,seed=0", 3, drift=0.01)
+    page = visit()
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
+    for view in ("charts", "step?step=2", "certificate", "config"):
+        page.goto(page.url.split("#")[0] + f"#/{view}")
+        page.locator(".beside" if view.startswith("step") else "main .card").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, view
+        assert page.evaluate("document.querySelector('#main').scrollWidth") <= 390, view
+
+
+def test_broken_files(visit, tmp_path):
+    write_run(tmp_path / "a", 5)
+    metrics = tmp_path / "a" / "metrics.jsonl"
+    certificate = tmp_path / "a" / "parity.jsonl"
+    certificate.write_text(certificate.read_text().replace('"tokens":40', '"tokens":41', 1))
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([*lines[:3], '{"step": 3, \n', *lines[4:]]))
+    rollout_files(tmp_path / "a")[1].write_bytes(b"no zstd")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.yaml").write_text("a: [\n")
+    (tmp_path / "b" / "metrics.jsonl").write_text("no json\n")
+    page = visit("#/charts?run=a&run=b")
+    page.wait_for_selector(".problems")
+    expect(page.locator(".problems")).to_contain_text("metrics.jsonl, line 4, is damaged and left out")
+    expect(page.locator(".problems")).to_contain_text("config.yaml cannot be read")
+    page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
+    page.goto(page.url.split("#")[0] + "#/step?of=a&step=2")
+    expect(page.locator("#rollouts .warn")).to_contain_text("is damaged")
+    page.goto(page.url.split("#")[0] + "#/certificate?run=a")
+    expect(page.locator(".strip")).to_contain_text("broken at 1 place")
+
+
+def test_ten_thousand_steps(visit, tmp_path):
+    write_run(tmp_path / "long", 1, finished=False)
+    with (tmp_path / "long" / "metrics.jsonl").open("a") as file:
+        rng = np.random.default_rng(0)
+        for step in range(2, 10_001):
+            k3, reward = rng.exponential(1e-5), float(np.tanh(step / 3000) + 0.1 * rng.normal())
+            file.write(json.dumps({"step": step, "parity/k3": k3, "reward/mean": reward, "time/step": 1.0}) + "\n")
+    page = visit()
+    page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
+    expect(page.locator(".strip")).to_contain_text("10,000")
+    k3 = card(page, "KL, k3")
+    k3.locator(".plot").focus()
+    page.keyboard.press("t")
+    table = k3.locator("table.data")
+    expect(table).to_have_attribute("aria-rowcount", "10000")
+    table.locator("tbody th:text-is('10,000')").wait_for()
+    assert table.locator("tbody tr").count() < 100
+
+
+def test_no_run_yet(visit):
+    page = visit()
+    page.wait_for_selector("text=No runs yet")
+
+
+def test_a_run_without_a_step_yet(visit, tmp_path):
+    Writer(tmp_path / "a")
+    page = visit()
+    page.wait_for_selector("text=No step is recorded yet")
+    expect(page.locator(".strip .value").first).to_have_text("–")

@@ -1,0 +1,137 @@
+"""Run folders for the dashboard's tests, written by the same code that writes a run's; and a dashboard to show them."""
+
+import contextlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlloop.parity.certificate import Certificate, content_digest
+from rlloop.parity.monitor import compare
+from rlloop.runs.folder import RunFolder
+from rlloop.runs.rollouts import rollout_rows
+from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
+
+CONFIG = {"seed": 0, "trainer": {"num_steps": 6, "lr": 1e-3}, "parity": {"mode": "observe"}, "run": {"dir": "x"}}
+
+
+def make_sample(step: int, prompt: int, place: int, tokens: int, rng: np.random.Generator) -> Sample:
+    logprobs = (-rng.exponential(size=tokens)).astype(np.float32)
+    made = Completion(
+        [1, 2, 3],
+        rng.integers(4, 30, tokens).tolist(),
+        logprobs,
+        logprobs,
+        step - 1,
+        "stop" if place else "length",
+        SamplingParams(max_tokens=16, seed=2**62 + place),
+    )
+    example = Example(f"p{prompt}", [1, 2, 3], f"question {prompt}", {})
+    solved = bool(rng.integers(2))
+    result = RewardResult(float(solved), solved, {"correct": float(solved), "form": 0.5})
+    return Sample(
+        f"{step}/{prompt}/{place}", example, made, f"answer {place}", result, group=prompt, advantage=0.5 - place
+    )
+
+
+class Writer:
+    """One run, written a step at a time. `drift`: how far the trainer's logprobs are from the engine's."""
+
+    def __init__(self, path: Path, *, drift: float = 0.0, config: dict[str, Any] | None = None, seed: int = 0) -> None:
+        self.path, self.drift = path, drift
+        self.rng = np.random.default_rng(seed)
+        with RunFolder(path) as folder:
+            folder.adopt(config or CONFIG)
+            folder.note_fingerprints({content_digest({"a": 1}): {"a": 1}})
+            folder.log("starting")
+        self.step = -1
+
+    def write(self, *, prompts: int = 3, group: int = 4, tokens: int = 5, extra: dict[str, Any] | None = None) -> None:
+        """The next step's records; step 0's is an evaluation."""
+        self.step += 1
+        folder = RunFolder(self.path)
+        with folder:
+            metrics: dict[str, Any] = {"step": self.step}
+            if self.step == 0:
+                folder.metrics.append({**metrics, "eval/solved": 0.25})
+                return
+            samples = [
+                make_sample(self.step, prompt, place, tokens, self.rng)
+                for prompt in range(prompts)
+                for place in range(group)
+            ]
+            trained, dropped = samples[:-group], samples[-group:]
+            trainer = [
+                (sample.completion.logprobs + self.drift * self.rng.normal(size=tokens)).astype(np.float32)
+                for sample in trained
+            ]
+            found = compare(trained, trainer)
+            certificate = Certificate(folder.parity)
+            certificate.begin(
+                {
+                    "step": self.step,
+                    "version": self.step - 1,
+                    "tokens": found.tokens,
+                    "tokens_different": found.tokens_different,
+                    "engine": found.engine_digest,
+                    "trainer": found.trainer_digest,
+                    "fingerprints": {"engine": content_digest({"a": 1}), "trainer": content_digest({"a": 1})},
+                }
+            )
+            certificate.seal()
+            outcomes = ["trained"] * len(trained) + ["dropped: no signal in its group"] * len(dropped)
+            rows = rollout_rows(samples, outcomes, [*trainer, *[None] * len(dropped)], content_digest({"a": 1}))
+            folder.write_rollouts(self.step, rows)
+            metrics |= found.metrics | {
+                "reward/mean": float(np.mean([sample.result.reward for sample in samples])),
+                "ledger/sampled": len(samples),
+                "ledger/trained": len(trained),
+                "ledger/dropped": len(dropped),
+                "time/rollout": 0.25,
+                "time/update": 0.5,
+                "time/step": 1.0,
+            }
+            folder.metrics.append(metrics | (extra or {}))
+
+    def finish(self) -> None:
+        with RunFolder(self.path) as folder:
+            folder.write_json("summary.json", {"status": "finished", "step": self.step})
+
+
+def write_run(path: Path, steps: int, *, finished: bool = True, **options: Any) -> Writer:
+    writer = Writer(path, **options)
+    for _ in range(steps + 1):
+        writer.write()
+    if finished:
+        writer.finish()
+    return writer
+
+
+@contextlib.contextmanager
+def serving(*arguments):
+    """(the process, its address without the token, the token)"""
+    command = [sys.executable, "-m", "rlloop", "dashboard", *map(str, arguments), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        head = ""
+        while not (found := re.search(r"(http://127\.0\.0\.1:\d+)/\?token=(\S+)", head)):
+            line = process.stdout.readline()
+            assert line, process.communicate()
+            head += line
+        yield process, found[1], found[2]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """Rollout indices of a test lie in a folder of its own, not in the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("RLLOOP_CACHE", str(folder))
+    return folder / "dashboard"

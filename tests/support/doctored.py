@@ -1,0 +1,66 @@
+"""Tiny models, their samples and the trainer's scores of them, for tests of the parity doctor."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlloop.models import Model, token_logprobs
+from rlloop.rollout import Engine
+from rlloop.types import Example, RewardResult, Sample, SamplingParams
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 1000,  # likewise for the sum over the vocabulary
+    "hidden_size": 64,
+    "intermediate_size": 640,  # long sums, so that a stock product rounds otherwise whatever its number of rows
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+}
+
+
+def sampled(engine: Engine) -> list[Sample]:
+    prompts = [[1 + i, 2, 3 + i, 5] for i in range(4)]
+    params = [SamplingParams(max_tokens=12, temperature=0.8, seed=i, ignore_eos=True) for i in range(4)]
+    return [
+        Sample(f"1/{i}/0", Example(str(i), made.prompt_ids, "", {}), made, "", RewardResult(0.0), group=i)
+        for i, made in enumerate(engine.generate(prompts, params))
+    ]
+
+
+def rescored(model: Model, samples: list[Sample]) -> list[np.ndarray]:
+    sequences = [(sample.completion.prompt_ids, sample.completion.token_ids) for sample in samples]
+    scored = token_logprobs(model, sequences, sampling=[sample.completion.sampling for sample in samples])
+    return [logprobs.detach().numpy() for logprobs in scored]
+
+
+MIXTURE = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 320,
+    "moe_intermediate_size": 200,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "index_topk": 4,
+    "index_head_dim": 16,
+    "index_n_heads": 1,  # one head: half of all scores are exactly 0, and tied
+    "max_position_embeddings": 64,
+    "eos_token_id": 0,
+}

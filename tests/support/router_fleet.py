@@ -1,0 +1,88 @@
+"""Engines with their servers, and a router over them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlloop.rollout import Engine
+from rlloop.rollout.engine.service import EngineService
+from rlloop.rollout.fleet.engine_server import EngineServer
+from rlloop.rollout.fleet.membership import Canary, RouterSettings, same_bits
+from rlloop.rollout.fleet.router import Router
+from rlloop.testing import plant_fault
+from rlloop.types import SamplingParams
+from rlloop.web.server import BackgroundServer, Listen
+from tests.support.tiny_models import tiny_qwen3
+
+FAST = RouterSettings(heartbeat=0.05, timeout=1.0, patience=20.0, settle=20.0)
+CANARY = Canary([[5, 6, 7]], [SamplingParams(max_tokens=8, seed=0, ignore_eos=True)])
+
+
+class Slow:
+    """An engine that may be made to wait in a step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.go = engine, threading.Event()
+        self.go.set()
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def step(self):
+        self.go.wait()
+        return self.engine.step()
+
+
+class OneEngine:
+    """An engine with its server; like a process, it can die, and come back at the same address."""
+
+    def __init__(self, fault: str | None = None) -> None:
+        engine = Engine(tiny_qwen3(64))
+        if fault is not None:
+            plant_fault(engine, fault)
+        self.engine = Slow(engine)
+        self.service = EngineService(self.engine)
+        self.server = EngineServer(self.service, name="test")
+        self.http = BackgroundServer(self.server.app, Listen())
+        self.url = self.http.url
+
+    def made(self) -> int:
+        return self.service.stats().requests
+
+    def close(self) -> None:
+        self.engine.go.set()
+        self.http.close()
+        self.service.close()
+
+
+class Events(list):
+    def of(self, event: str) -> list:
+        return [each for each in self if each["event"] == event]
+
+
+@contextmanager
+def fleet(*engines: OneEngine, settings: RouterSettings = FAST, **options) -> Iterator[tuple[Router, Events]]:
+    events = Events()
+    router = Router(settings, events.append, **options)
+    try:
+        for place, engine in enumerate(engines):
+            router.join(engine.url, f"r{place}")
+        yield router, events
+    finally:
+        router.close()
+        for engine in engines:
+            engine.close()
+
+
+def check(made, expected) -> None:
+    assert all(same_bits(a, b) for a, b in zip(made, expected, strict=True))
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
