@@ -79,7 +79,7 @@ def compare(
     """Compare each sample's logprobs [T] float32 with the trainer's of the same tokens; and the raw ones, if given."""
     engine_logprobs = [sample.completion.logprobs for sample in samples]
     counts = [len(array) for array in engine_logprobs]
-    assert counts == [len(array) for array in trainer_logprobs], "the trainer did not score the tokens sampled"
+    assert counts == [len(array) for array in trainer_logprobs], "the trainer scored other tokens than were sampled"
     mu, pi = _flat(engine_logprobs), _flat(trainer_logprobs)
     different = mu.view(np.int32) != pi.view(np.int32)
     raw_mu = _flat([sample.completion.raw_logprobs for sample in samples])

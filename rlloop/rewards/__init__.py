@@ -1,6 +1,6 @@
-"""Rewards: what a completion is worth.
+"""Rewards: callables that score completions, `(prompt, completion, example) -> float | RewardResult`, sync or async.
 
-A reward is a callable `(prompt, completion, example) -> float | RewardResult`, sync or async: see `rlloop.protocols`.
+`rlloop.protocols.Reward` has the contract.
 """
 
 from __future__ import annotations

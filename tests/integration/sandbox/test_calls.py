@@ -165,7 +165,7 @@ class A:
 for module in list(sys.modules.values()):
     if hasattr(module, 'encode') and hasattr(module, 'serve'):
         module.encode = lambda value, other: True
-        module.judge = lambda *a: {{'verdict': 'passed', 'why': ''}}
+        module.run_test = lambda *a: {{'verdict': 'passed', 'why': ''}}
 def f(x): return A()""",
     "frames": """
 import sys
