@@ -26,22 +26,22 @@ def rollout_rows(
 ) -> list[dict[str, Any]]:
     """Completions as JSON objects.
 
-    `outcomes`: trained, or "rejected: ..." or "dropped: ..." with the reason. `trainer_logprobs` (None: not scored)
-    stand only where a bit differs, `raw_logprobs` only where they differ from `logprobs`. `engine`: its fingerprint's
-    digest.
+    `outcomes`: trained, or "rejected: ..." or "dropped: ..." with the reason. `trainer_logprobs` (None: not scored) are
+    written only if a bit differs, `raw_logprobs` only if they differ from `logprobs`. `engine`: digest of its
+    fingerprint.
     """
     logprobs = [sample.completion.logprobs for sample in samples]
     raw = [sample.completion.raw_logprobs for sample in samples]
     scored = [mine if other is None else other for mine, other in zip(logprobs, trainer_logprobs, strict=True)]
     texts, rows = _floats(logprobs), []
     for sample, outcome, text in zip(samples, outcomes, texts, strict=True):
-        made = sample.completion
+        completion = sample.completion
         rows.append(
             {
                 "uid": sample.uid,
                 "example": sample.example.id,
                 "group": sample.group,
-                "policy_version": made.policy_version,
+                "policy_version": completion.policy_version,
                 "engine": engine,
                 "outcome": outcome,
                 "reward": sample.result.reward,
@@ -50,20 +50,20 @@ def rollout_rows(
                 "advantage": sample.advantage,
                 "prompt": sample.example.prompt,
                 "text": sample.text,
-                "finish_reason": made.finish_reason,
-                "sampling": {key: value for key, value in vars(made.sampling).items() if value != _DEFAULTS[key]},
-                "prompt_ids": made.prompt_ids,
-                "token_ids": made.token_ids,
-                **({} if made.origin is None else {"origin": made.origin}),
+                "finish_reason": completion.finish_reason,
+                "sampling": {key: value for key, value in vars(completion.sampling).items() if value != _DEFAULTS[key]},
+                "prompt_ids": completion.prompt_ids,
+                "token_ids": completion.token_ids,
+                **({} if completion.origin is None else {"origin": completion.origin}),
                 "logprobs": text,
             }
         )
         if sample.fault is not None:
             rows[-1]["fault"] = sample.fault
-        if made.turns is not None:
-            rows[-1]["turns"] = made.turns
-        if made.routed_experts is not None:
-            rows[-1]["routed_experts"] = pack_experts(made.routed_experts)
+        if completion.turns is not None:
+            rows[-1]["turns"] = completion.turns
+        if completion.routed_experts is not None:
+            rows[-1]["routed_experts"] = pack_experts(completion.routed_experts)
     for name, arrays in (("raw_logprobs", raw), ("trainer_logprobs", scored)):
         differing = _differing(logprobs, arrays)
         for index, text in zip(differing, _floats([arrays[index] for index in differing]), strict=True):
@@ -75,7 +75,7 @@ _DEFAULTS = {**vars(SamplingParams(max_tokens=1)), "max_tokens": None}
 
 
 def _differing(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> list[int]:
-    """Indices of the float32 arrays that differ in a bit: as integers, so that −0 and NaN count as what they are."""
+    """Indices of the float32 arrays that differ in a bit, also in −0 or the bits of a NaN."""
     if not ours:
         return []
     mine, other = (np.concatenate(arrays).astype(np.float32, copy=False).view(np.int32) for arrays in (ours, theirs))
@@ -84,7 +84,7 @@ def _differing(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> list
 
 
 def _floats(arrays: Sequence[np.ndarray]) -> list[msgspec.Raw]:
-    """float32 arrays as JSON, 9 significant digits so that they round-trip; null is −inf (or NaN, in a broken run)."""
+    """float32 arrays as JSON, with the 9 digits that restore every bit; null is −inf (or NaN, in a broken run)."""
     flat = np.concatenate([np.zeros(0, np.float32), *arrays])
     texts = (",".join(["%.9g"] * len(flat)) % tuple(flat.tolist())).split(",")
     if not np.isfinite(flat).all():
@@ -94,12 +94,12 @@ def _floats(arrays: Sequence[np.ndarray]) -> list[msgspec.Raw]:
 
 
 def pack_experts(experts: np.ndarray) -> dict[str, Any]:
-    """[tokens, layers, top_k] of an unsigned type, as JSON values."""
+    """Expert choices [tokens, layers, top_k] of an unsigned type, as JSON values."""
     data = zstandard.compress(np.ascontiguousarray(experts).tobytes(), 3)
     return {"shape": list(experts.shape), "type": experts.dtype.name, "data": base64.b64encode(data).decode()}
 
 
 def unpack_experts(packed: Mapping[str, Any]) -> np.ndarray:
-    """What `pack_experts` was given."""
+    """The inverse of `pack_experts`."""
     content = zstandard.decompress(base64.b64decode(packed["data"]))
     return np.frombuffer(content, packed["type"]).reshape(packed["shape"])
