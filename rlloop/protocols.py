@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,6 +25,18 @@ class Engine(Protocol):
 
     def fingerprint(self) -> dict[str, Any]:
         """JSON values of everything that decides the bits: library versions, instruction set, profile, dtype."""
+        ...
+
+
+@runtime_checkable
+class SubmittingEngine(Protocol):
+    """An engine that takes prompts one by one, while others are on their way, and computes by itself.
+
+    Optional: conversations use it where an engine has it, so that a turn need not wait for a whole batch.
+    """
+
+    def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]:
+        """The completion by the weights that are served now. The future raises what `generate` would."""
         ...
 
 

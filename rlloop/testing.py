@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlloop.loop.loop import Parts
+from rlloop.loop.parts import Parts
 from rlloop.metrics import Mean, Reduction
 from rlloop.parity.asked import Vocabulary
 from rlloop.types import Completion, Example, Recomputed, RewardResult, Sample, SamplingParams
@@ -293,7 +293,6 @@ def fake_parts(root: Path, *, policy: FakePolicy | None = None, **replaced: Any)
     parts: Mapping[str, Any] = {
         "task": FakeTask(policy.vocabulary),
         "engine": engine,
-        "eval_engine": engine,
         "trainer": FakeTrainer(policy),
         "sync": FakeSync(engine),
         "scorer": FakeScorer(),

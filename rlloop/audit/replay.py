@@ -123,7 +123,7 @@ def _train(
                 if loop.restore() < target:
                     loop.run(start.step, stop)
             finally:
-                loop.player.close()
+                loop.close()
     finally:
         prepared.scorer.close()
     return kept.problems, False

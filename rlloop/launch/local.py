@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 
 from rlloop.config.run import RunConfig
 from rlloop.launch.prepare import Prepared
 from rlloop.launch.workers import load, make_engine, make_trainer, vocabulary_of
-from rlloop.loop.loop import Parts
+from rlloop.loop.parts import Parts
 from rlloop.numerics.profile import Drift
 from rlloop.parity.first_difference import diagnose
 from rlloop.rollout import Engine
@@ -39,8 +38,8 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
         sync = ColocatedSync(*engines) if drift is None else DriftedSync(model, engine, eval_engine)
         yield Parts(
             task=prepared.task,
-            source=Path(path),
             engine=engine,
+            engine_lag=config.rollout.drift.stale_steps,
             eval_engine=eval_engine,
             trainer=trainer,
             sync=sync,

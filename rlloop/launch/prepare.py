@@ -13,7 +13,7 @@ from rlloop.algorithms import advantages_for, loss_for
 from rlloop.config.instantiate import resolve
 from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import ConfigError, ModelError
-from rlloop.loop.loop import Advantages
+from rlloop.loop.parts import Advantages
 from rlloop.protocols import Task
 from rlloop.rewards import resolve_reward
 from rlloop.rewards.runner import RewardRunner

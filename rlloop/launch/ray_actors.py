@@ -14,7 +14,7 @@ from rlloop.launch.prepare import Prepared
 from rlloop.launch.ray_pool import FleetEngine, FleetSync, RemoteTrainer
 from rlloop.launch.ray_session import RayHandle, import_ray, ray_session
 from rlloop.launch.workers import Colocated, Replica, vocabulary_of
-from rlloop.loop.loop import Parts
+from rlloop.loop.parts import Parts
 from rlloop.models.config import read_config
 from rlloop.runs.folder import RunFolder
 from rlloop.trainer import CheckpointStore
@@ -67,9 +67,7 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
         engine = FleetEngine(trainer, [place(Replica, bundle) for bundle in range(1, count)])
         yield Parts(
             task=prepared.task,
-            source=Path(path),
             engine=engine,
-            eval_engine=engine,
             trainer=RemoteTrainer(trainer),
             sync=FleetSync(engine, trainer.reference),
             scorer=prepared.scorer,

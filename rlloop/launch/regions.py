@@ -21,7 +21,8 @@ from rlloop.config.fleet import FleetConfig
 from rlloop.config.run import ParityMode, RunConfig
 from rlloop.launch.prepare import Prepared
 from rlloop.launch.workers import load, make_trainer, vocabulary_of
-from rlloop.loop.loop import Parts
+from rlloop.loop.parts import Parts
+from rlloop.loop.schedule import InStep, Pipelined
 from rlloop.models import Model
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.first_difference import diagnose
@@ -83,9 +84,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
         engine = RegionEngine(router, model.fingerprint())
         yield Parts(
             task=prepared.task,
-            source=Path(path),
             engine=engine,
-            eval_engine=engine,
             trainer=trainer,
             sync=RegionSync(model, publisher, engine, reference, history),
             scorer=prepared.scorer,
@@ -94,7 +93,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
             vocabulary=vocabulary_of(model.config),
             doctor=partial(diagnose, model.with_profile(NumericsProfile(**vars(config.model.profile))), model),
-            history=history,
+            schedule=InStep() if history is None else Pipelined(lag, history, config.trainer.num_steps),
             measured=router.take_metrics,
         )
 

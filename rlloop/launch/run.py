@@ -23,8 +23,8 @@ from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
 from rlloop.launch.ray_actors import ray_parts
 from rlloop.launch.signals import Interrupts
-from rlloop.loop.loop import Loop, Parts
-from rlloop.loop.schedule import PipelinedLoop
+from rlloop.loop.loop import Loop
+from rlloop.loop.parts import Parts
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.monitor import ParityMonitor
 from rlloop.parity.witness import Attestor
@@ -121,12 +121,11 @@ def _drive(
         observers: list[Any] = make_sinks(config.sinks, folder.path, job.plain)
         for sink in observers:
             stack.callback(sink.close)
-        kind = PipelinedLoop if config.fleet.max_version_lag else Loop
-        loop = kind(config, parts, folder, monitor, observers)
-        stack.callback(loop.player.close)
+        loop = Loop(config, parts, folder, monitor, observers)
+        stack.callback(loop.close)
         start = loop.restore()
-        if start == 0 and parts.source is not None:
-            certificate.note(model=folder_digest(parts.source))
+        if start == 0:
+            certificate.note(model=folder_digest(Path(prepared.task.model_folder())))
         if config.parity.redraw and not config.redraws:
             folder.log("tokens are not drawn again: the engine draws them by another operation than the trainer's")
         changed = note_reward(folder, prepared.scorer.reward, start)

@@ -1,18 +1,14 @@
-"""The loop with `fleet.max_version_lag` L above 0: engines sample step k + L while the trainer learns from step k.
+"""Schedules: when prompts are sampled, with which weights, and what is sampled ahead.
 
-What is asked for, of which weights, is as fixed as in the strict loop: the batch of step k + L is sampled by the newest
-version there is when step k begins, so every sample is exactly L steps old when it is trained (less at the beginning),
-a version is published when no batch is under way, and a resumed run repeats all of it: the batches that a checkpoint
-finds under way are in it. One step overlaps everything that can overlap; more only makes samples older.
-
-Engine and trainer are compared under the weights that sampled (`rlloop.trainer.history`); the age itself is for the
-loss to correct, which is why the configuration asks for `algorithm.anchor=rollout` or a correction.
+`InStep` is the on-policy loop: step k is sampled with version k − 1, while the trainer waits. `Pipelined` overlaps
+sampling and learning within a fixed lag. `rlloop.loop.loop` knows the protocol alone, so another schedule is another
+class.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,14 +16,65 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from rlloop.config.run import RunConfig
-from rlloop.loop.loop import Failed, Loop, Parts
-from rlloop.parity.monitor import ParityMonitor
-from rlloop.protocols import Observer, Stateful
-from rlloop.runs.folder import RunFolder
+from rlloop.loop.sampler import Sampler
+from rlloop.protocols import Stateful, WeightSync
 from rlloop.types import Recomputed, Sample
 
 FILE = "under_way.msgpack"
+
+
+class Schedule(Stateful, Protocol):
+    """Decides when the prompts of a step are sampled and with which weights.
+
+    In step k, from 1, the loop calls `publish(k − 1)`, `samples`, and `recompute` before the update. `publish` also
+    precedes an evaluation, and `settle` a checkpoint, into which `save` then writes. All calls come from one thread.
+    """
+
+    def publish(self, sync: WeightSync, version: int) -> Mapping[str, Any]:
+        """Bring the engines to `version`; returns `sync/*` metrics. Called once a version."""
+        ...
+
+    def samples(self, sampler: Sampler, step: int, version: int, first: int = 0) -> list[Sample]:
+        """One batch of the step's samples, without rewards. `version` is the trainer's and the newest published one.
+
+        The first batch of a step numbers its prompts from 0; dynamic sampling may ask for further ones, from `first`.
+        """
+        ...
+
+    def recompute(self, samples: Sequence[Sample]) -> tuple[int, Recomputed] | None:
+        """The version that sampled, and the trainer's logprobs under it; None where the trainer still has it."""
+        ...
+
+    def settle(self) -> None:
+        """Return once nothing is being sampled."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class InStep:
+    """On-policy: each step is sampled with the newest weights, while the trainer waits."""
+
+    def publish(self, sync: WeightSync, version: int) -> Mapping[str, Any]:
+        return sync.publish(version)
+
+    def samples(self, sampler: Sampler, step: int, version: int, first: int = 0) -> list[Sample]:
+        return sampler.batch(step, version, first)
+
+    def recompute(self, samples: Sequence[Sample]) -> None:
+        return None
+
+    def settle(self) -> None:
+        pass
+
+    def save(self, folder: Path) -> None:
+        pass
+
+    def restore(self, folder: Path) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class History(Stateful, Protocol):
@@ -36,89 +83,66 @@ class History(Stateful, Protocol):
     def recompute(self, samples: Sequence[Sample]) -> Recomputed: ...
 
 
-class PipelinedLoop(Loop):
-    def __init__(
-        self,
-        config: RunConfig,
-        parts: Parts,
-        folder: RunFolder,
-        monitor: ParityMonitor,
-        observers: Sequence[Observer] = (),
-    ) -> None:
-        assert parts.history is not None
-        self._history, self._ahead = parts.history, Ahead(config.fleet.max_version_lag)
-        super().__init__(
-            config,
-            dataclasses.replace(parts, stateful=(*parts.stateful, parts.history, self._ahead)),
-            folder,
-            monitor,
-            observers,
-        )
+class Pipelined:
+    """`fleet.max_version_lag` L above 0: engines sample step k + L while the trainer learns from step k.
 
-    def rollout(self, step: int, version: int, first: int = 0) -> list[Sample]:
-        last = min(step + self._ahead.lag, self.config.trainer.num_steps)
-        for ahead in range(step, last + 1):
-            self._ahead.begin(ahead, lambda ahead=ahead: super(PipelinedLoop, self).rollout(ahead, version))
-        return [self._admitted(sample, version) for sample in self._ahead.take(step)]
+    Deterministic as the strict loop: the batch of step k + L is sampled by the newest version there is when step k
+    begins, so every sample is exactly L steps old when it is trained (less at the beginning), a version is published
+    when no batch is being sampled, and checkpoints hold the batches that are ahead. One step overlaps everything that
+    can overlap; more only makes samples older.
 
-    def recompute(self, trained: Sequence[Sample]) -> Recomputed | None:
-        return self._history.recompute(trained)
+    Engine and trainer are compared under the weights that sampled (`history`); the age itself is for the loss to
+    correct, which is why the configuration asks for `algorithm.anchor=rollout` or a correction.
+    """
 
-    def anchors(self, trained: Sequence[Sample], before: Recomputed | None) -> Sequence[np.ndarray] | None:
-        return super().anchors(trained, super().recompute(trained))  # `before` is of older weights
+    def __init__(self, lag: int, history: History, last_step: int) -> None:
+        """`lag` in steps; nothing is sampled for steps after `last_step`."""
+        self.lag, self.last_step = lag, last_step
+        self._history = history
+        self._batches: dict[int, Future[list[Sample]]] = {}  # by step: being sampled, or ready
+        self._pool = ThreadPoolExecutor(1, "rollouts")  # batches are sampled in the order of their steps
 
-    def _compare(
-        self, step: int, version: int, trained: Sequence[Sample], recomputed: Recomputed, rest: Sequence[Failed]
-    ) -> dict[str, Any]:
-        sampled = trained[0].completion.policy_version if trained else version
-        return super()._compare(step, sampled, trained, recomputed, rest)
+    def publish(self, sync: WeightSync, version: int) -> Mapping[str, Any]:
+        self.settle()  # an engine serves one version: everything asked of the last one comes first
+        return sync.publish(version)
 
-    def _admitted(self, sample: Sample, version: int) -> Sample:
-        """Nothing older than the bound is trained, whatever sampled it."""
-        age = version - sample.completion.policy_version
-        if 0 <= age <= self._ahead.lag:
-            return sample
-        why = f"its weights are {age} steps old, and fleet.max_version_lag is {self._ahead.lag}"
-        return dataclasses.replace(sample, broken=why)
+    def samples(self, sampler: Sampler, step: int, version: int, first: int = 0) -> list[Sample]:
+        assert first == 0, "the configuration refuses refills with a lag"
+        for ahead in range(step, min(step + self.lag, self.last_step) + 1):
+            if ahead not in self._batches:
+                self._batches[ahead] = self._pool.submit(sampler.batch, ahead, version)
+        return [self._admitted(sample, version) for sample in self._batches.pop(step).result()]
 
-    def save(self, step: int) -> None:
-        self._ahead.wait()  # what has begun counts as taken from the task
-        super().save(step)
+    def recompute(self, samples: Sequence[Sample]) -> tuple[int, Recomputed]:
+        return samples[0].completion.policy_version, self._history.recompute(samples)
 
-    def _sync(self, version: int) -> dict[str, Any]:
-        self._ahead.wait()  # an engine serves one version: all that was asked of the last one comes first
-        return super()._sync(version)
-
-
-class Ahead:
-    """Batches of later steps, being sampled or ready."""
-
-    def __init__(self, lag: int) -> None:
-        self.lag = lag
-        self._batches: dict[int, Future[list[Sample]]] = {}
-        self._pool = ThreadPoolExecutor(1, "rollouts")  # one after the other, in the order of their steps
-
-    def begin(self, step: int, sample: Any) -> None:
-        if step not in self._batches:
-            self._batches[step] = self._pool.submit(sample)
-
-    def take(self, step: int) -> list[Sample]:
-        return self._batches.pop(step).result()
-
-    def wait(self) -> None:
+    def settle(self) -> None:
         for batch in self._batches.values():
             batch.result()
 
     def save(self, folder: Path) -> None:
-        """Into a checkpoint, once they are ready."""
+        """The weights of past versions, and the batches ahead: they count as taken from the task."""
+        self._history.save(folder)
         batches = {str(step): batch.result() for step, batch in self._batches.items()}
         (folder / FILE).write_bytes(msgspec.msgpack.encode(batches, enc_hook=_encode))
 
     def restore(self, folder: Path) -> None:
+        self._history.restore(folder)
         content = (folder / FILE).read_bytes()
         for step, samples in msgspec.msgpack.decode(content, type=dict[str, list[Sample]], dec_hook=_decode).items():
             self._batches[int(step)] = Future()
             self._batches[int(step)].set_result(samples)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _admitted(self, sample: Sample, version: int) -> Sample:
+        """Nothing older than the bound is trained, whatever sampled it."""
+        age = version - sample.completion.policy_version
+        if 0 <= age <= self.lag:
+            return sample
+        why = f"its weights are {age} steps old, and fleet.max_version_lag is {self.lag}"
+        return dataclasses.replace(sample, broken=why)
 
 
 def _encode(value: Any) -> Any:

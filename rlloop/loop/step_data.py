@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlloop.config.run import RunConfig
-from rlloop.loop.environments import Played, cut_short
+from rlloop.loop.conversations import Played, cut_short
 from rlloop.types import RewardResult, Sample, SamplingParams
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from rlloop.protocols import Engine
 from rlloop.types import Completion, FinishReason, SamplingParams, stop_ids
 
 
@@ -16,32 +14,6 @@ class Vocabulary:
 
     size: int
     eos_token_ids: tuple[int, ...]
-
-
-class AskedEngine:
-    """An engine that checks each completion against its request. All requests must have different seeds."""
-
-    def __init__(self, engine: Engine, vocabulary: Vocabulary) -> None:
-        self._engine, self._vocabulary = engine, vocabulary
-        self.faults: dict[int | None, str] = {}  # by seed; of a conversation the first fault
-
-    @property
-    def policy_version(self) -> int:
-        return self._engine.policy_version
-
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
-        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        completions = self._engine.generate(prompts, each)
-        for completion, prompt, params in zip(completions, prompts, each, strict=True):
-            assert len(completion.token_ids) == len(completion.logprobs) == len(completion.raw_logprobs), (
-                "a logprob for each token"
-            )
-            if (fault := fault_of(completion, prompt, params, self._vocabulary)) is not None:
-                self.faults.setdefault(params.seed, fault)
-        return completions
-
-    def fingerprint(self) -> dict[str, Any]:
-        return self._engine.fingerprint()
 
 
 def fault_of(

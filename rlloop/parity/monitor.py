@@ -91,7 +91,8 @@ def compare(
         raw = not different.any()
         ours, theirs, where = (raw_mu, raw_pi, raw_different) if raw else (mu, pi, different)
         starts = np.cumsum([0, *counts])
-        gap = np.where(where, np.abs(theirs.astype(np.float64) - ours), -1.0)
+        with np.errstate(invalid="ignore"):  # of two infinities
+            gap = np.where(where, np.abs(theirs.astype(np.float64) - ours), -1.0)
         indices = (int(where.argmax()), int(np.nan_to_num(gap, nan=np.inf).argmax()))
         first, worst = (_token(samples, sequence, starts, ours, theirs, at, raw) for at in indices)
     metrics = _metrics(mu.astype(np.float64), pi.astype(np.float64), different, sequence, counts) if len(mu) else {}
@@ -148,7 +149,8 @@ def _metrics(
         d = pi - mu
         r = np.exp(d)
         gap = np.abs(d)
-        means = np.bincount(sequence, -d, len(counts)) / np.maximum(counts, 1)  # [S] mean mu − mean pi
+        sizes = np.asarray(counts)
+        means = (np.bincount(sequence, -d, len(sizes)) / sizes)[sizes > 0]  # mean mu − mean pi of each sequence
         return {
             "parity/tokens": len(mu),
             "parity/tokens_different": float(different.mean()),

@@ -40,6 +40,7 @@ class EventLoop:
         self._loop.set_task_factory(self._new_task)
         self._owners = weakref.WeakKeyDictionary[asyncio.Task[Any], Any]()
         self._stopped = False
+        self._ask()
         threading.Thread(target=self._run, daemon=True, name="rlloop-reward").start()
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
@@ -55,23 +56,32 @@ class EventLoop:
                 continue
         self._loop.close()
 
-    def run(self, work: Coroutine[Any, Any, Any], patience: float) -> Any:
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def check(self, patience: float) -> None:
+        """Raises `LoopBlocked` if the loop has not answered for `patience` seconds. Call it every `POLL` seconds."""
+        now = time.monotonic()
+        if self._answered.is_set():
+            self._ask()
+        elif now - self._asked > patience:
+            task = asyncio.current_task(self._loop)
+            raise LoopBlocked(None if task is None else self._owners[task])
+
+    def run(self, work: Coroutine[Any, Any, T], patience: float) -> T:
         """Run `work` and return its result. Raises `LoopBlocked` if the loop does not answer for `patience` seconds."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.start(work)
         try:
-            asked, answered = time.monotonic(), threading.Event()
-            self._loop.call_soon_threadsafe(answered.set)
+            self._ask()
             while not wait([future], min(POLL, patience)).done:
-                now = time.monotonic()
-                if answered.is_set():
-                    asked, answered = now, threading.Event()
-                    self._loop.call_soon_threadsafe(answered.set)
-                elif now - asked > patience:
-                    task = asyncio.current_task(self._loop)
-                    raise LoopBlocked(None if task is None else self._owners[task])
+                self.check(patience)
             return future.result()
         finally:
             future.cancel()  # if an interrupt ended the wait
+
+    def _ask(self) -> None:
+        self._asked, self._answered = time.monotonic(), threading.Event()
+        self._loop.call_soon_threadsafe(self._answered.set)
 
     def stop(self) -> None:
         """Stop the loop, as soon as it is not blocked. Running tasks are cancelled and have `GRACE` seconds to end."""

@@ -54,15 +54,15 @@ def as_result(value: Any) -> Outcome:
     return RewardResult(float(result.reward), bool(result.solved), components)  # records take no numpy or torch numbers
 
 
-def _is_timeout(outcome: Any) -> bool:
+def is_timeout(outcome: Any) -> bool:
     return isinstance(outcome, RewardFailure) and outcome.kind == "timeout"
 
 
-def _failure(error: BaseException) -> RewardFailure:
+def failure(error: BaseException) -> RewardFailure:
     return RewardFailure("error", f"{type(error).__name__}: {error}")
 
 
-def _not_tried(tried: int, timeout: float) -> RewardFailure:
+def not_tried(tried: int, timeout: float) -> RewardFailure:
     return RewardFailure("timeout", f"not tried: the first {tried} took longer than {timeout:g} s")
 
 
@@ -136,7 +136,7 @@ class RewardRunner:
         try:
             return self.accept(value)
         except Exception as error:  # any error in the user's code is this sample's outcome
-            return _failure(error)
+            return failure(error)
 
     def _score_async(
         self, requests: Sequence[Request], accept: Callable[[Any], Any], function: Callable[..., Any] | None = None
@@ -144,22 +144,22 @@ class RewardRunner:
         """All on one event loop. A loop that is blocked is abandoned, and a new one takes the rest."""
         outcomes: dict[int, Any] = {}
         while len(outcomes) < len(requests):
-            if len(outcomes) >= HOPELESS and all(map(_is_timeout, outcomes.values())):
-                rest = _not_tried(len(outcomes), self.timeout)
+            if len(outcomes) >= HOPELESS and all(map(is_timeout, outcomes.values())):
+                rest = not_tried(len(outcomes), self.timeout)
                 return [outcomes.get(index, rest) for index in range(len(requests))]
             if self._loop is None:
                 self._loop = EventLoop()
-            round_ = _Round(function or self.reward, accept, self.timeout, self.concurrency)
+            calls = Calls(function or self.reward, accept, self.timeout, self.concurrency)
             pending = {index: each for index, each in enumerate(requests) if index not in outcomes}
             try:
-                self._loop.run(round_.score(pending), self.timeout)
-                outcomes |= round_.outcomes
+                self._loop.run(calls.score(pending), self.timeout)
+                outcomes |= calls.outcomes
             except LoopBlocked as error:
                 late = RewardFailure("timeout", f"blocked its event loop for longer than {self.timeout:g} s")
                 # Samples in neither start again on the new loop.
-                outcomes |= round_.outcomes.copy() | dict.fromkeys(round_.at_fault(error.owner), late)
+                outcomes |= calls.outcomes.copy() | dict.fromkeys(calls.at_fault(error.owner), late)
                 self._drop_loop()
-            if round_.unfinished():  # tasks that ignore cancellation could block later rounds
+            if calls.unfinished():  # tasks that ignore cancellation could block later rounds
                 self._drop_loop()
         return [outcomes[index] for index in range(len(requests))]
 
@@ -170,16 +170,16 @@ class RewardRunner:
         """
         outcomes: list[Any] = []
         while len(outcomes) < len(requests):
-            if len(outcomes) >= HOPELESS and all(map(_is_timeout, outcomes)):
-                return outcomes + [_not_tried(len(outcomes), self.timeout)] * (len(requests) - len(outcomes))
+            if len(outcomes) >= HOPELESS and all(map(is_timeout, outcomes)):
+                return outcomes + [not_tried(len(outcomes), self.timeout)] * (len(requests) - len(outcomes))
             worker = _Worker(self.reward, accept, requests[len(outcomes) :])
             threading.Thread(target=worker.run, daemon=True, name="rlloop-reward").start()
             outcomes += worker.wait(self.timeout)
         return outcomes
 
 
-class _Round:
-    """Requests on an event loop, until all have an outcome or the loop is abandoned."""
+class Calls:
+    """Calls of an async function on an event loop: each has an outcome in the end, unless the loop is abandoned."""
 
     def __init__(
         self, reward: Callable[..., Any], accept: Callable[[Any], Any], timeout: float, concurrency: int
@@ -189,9 +189,9 @@ class _Round:
         self._slots, self._tasks = asyncio.Semaphore(concurrency), dict[int, asyncio.Task[Any]]()
 
     async def score(self, requests: Mapping[int, Request]) -> None:
-        await asyncio.gather(*(self._one(index, request) for index, request in requests.items()))
+        await asyncio.gather(*(self.one(index, request) for index, request in requests.items()))
 
-    async def _one(self, index: int, request: Request) -> None:
+    async def one(self, index: int, request: Request) -> None:
         async with self._slots:
             OWNER.set((self, index))
             task = self._tasks[index] = asyncio.ensure_future(self._call(request))
@@ -211,13 +211,13 @@ class _Round:
         except TimeoutError as error:  # raised by the reward itself
             return RewardFailure("timeout", str(error) or "raised TimeoutError")
         except BaseException as error:  # any error in the user's code is this sample's outcome, also SystemExit
-            return _failure(error)
+            return failure(error)
 
     def unfinished(self) -> list[int]:
         """Indices of samples whose coroutine still runs."""
         return [index for index, task in self._tasks.items() if not task.done()]
 
-    def at_fault(self, owner: tuple[_Round, int] | None) -> list[int]:
+    def at_fault(self, owner: tuple[Calls, int] | None) -> list[int]:
         """Indices of samples that block the loop: the owner's, if it is of this round; all that run, if not known."""
         if owner is None:
             return self.unfinished()
@@ -238,7 +238,7 @@ class _Worker:
             try:
                 outcome = self.accept(self.reward(*request))
             except BaseException as error:  # SystemExit would end this thread silently
-                outcome = _failure(error)
+                outcome = failure(error)
             if self.abandoned:
                 return
             self.outcomes.append(outcome)

@@ -14,7 +14,8 @@ from rlloop.config.run import (
     RunConfig,
     TrainerConfig,
 )
-from rlloop.loop.loop import Loop, Parts
+from rlloop.loop.loop import Loop
+from rlloop.loop.parts import Parts
 from rlloop.metrics import is_timing
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.monitor import ParityMonitor

@@ -89,7 +89,7 @@ def measure(model: Model, drift: str) -> Found:
 
 
 def main() -> None:
-    head = ["family", "the engine's drift", "experts others", "k3", "k3 with replay", "selections others"]
+    head = ["family", "the engine's drift", "experts that differ", "k3", "k3 with replay", "selections that differ"]
     print("\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head))))
     for drift, families in DRIFTS.items():
         for family in families:

@@ -34,6 +34,12 @@ def test_paths_that_pages_name_exist():
     assert [(page, path) for page, path in sorted(named) if path not in written and not any(ROOT.glob(path))] == []
 
 
+def test_the_architecture_names_files_that_exist():
+    named = set(re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text()))
+    assert len(named) > 20
+    assert [path for path in sorted(named) if not ((ROOT / "rlloop" / path).exists() or (ROOT / path).exists())] == []
+
+
 def test_modules_and_names_that_pages_name_exist():
     named = {(page.name, name) for page in PAGES for name in DOTTED.findall(page.read_text())}
     assert len(named) > 50

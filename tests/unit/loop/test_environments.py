@@ -9,13 +9,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rlloop.loop.environments import Conversations, Message, Reply, SingleTurn, player_for
+from rlloop.loop.conversations import Conversations, SingleTurn, player_for
+from rlloop.loop.environments import Message, Reply
+from rlloop.parity.asked import Vocabulary
 from rlloop.rewards.episode import episode_reward
 from rlloop.runs.folder import read_rollouts, rollout_files
 from rlloop.testing import FakeEngine, FakePolicy, FakeScorer, FakeTask, FakeTrainer
 from rlloop.trainer.batching import TrainSequence
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.support.loop_run import Run
+
+KNOWN = Vocabulary(8, (0,))
 
 
 class Countdown:
@@ -50,7 +54,7 @@ def example(turns: int) -> Example:
 
 
 def play(task: TalkTask, *examples: Example, max_tokens: int = 6):
-    conversations = Conversations(task, timeout=0.5)
+    conversations = Conversations(task, KNOWN, timeout=0.5)
     sampling = [SamplingParams(max_tokens=max_tokens, seed=index) for index in range(len(examples))]
     played = conversations.play(FakeEngine(FakePolicy()), examples, sampling)
     conversations.close()
@@ -87,7 +91,7 @@ def test_each_turn_continues_the_ids_that_were_sampled():
             return super().generate(prompts, sampling)
 
     params = [SamplingParams(max_tokens=4, seed=index) for index in range(3)]
-    played = Conversations(TalkTask()).play(Watched(FakePolicy()), [example(n) for n in (3, 1, 2)], params)
+    played = Conversations(TalkTask(), KNOWN).play(Watched(FakePolicy()), [example(n) for n in (3, 1, 2)], params)
     assert [len(batch) for batch in asked] == [3, 2, 1]  # those that ended are no longer asked
     made = played[0].completion
     assert made.turns is not None
@@ -109,7 +113,7 @@ def test_experts_and_selections_are_those_that_each_token_was_first_read_with():
             return [dataclasses.replace(made, routed_experts=experts, selected=np.full((read, 2), self.asked))]
 
     params = [SamplingParams(max_tokens=4, seed=1)]
-    [played] = Conversations(TalkTask()).play(Fickle(FakePolicy()), [example(3)], params)
+    [played] = Conversations(TalkTask(), KNOWN).play(Fickle(FakePolicy()), [example(3)], params)
     made, turns = played.completion, played.completion.turns
     assert made.routed_experts is not None
     assert made.selected is not None
@@ -181,7 +185,7 @@ def test_a_turn_that_was_cut_short_is_not_answered():
         environment = Heard
 
     sampling = [SamplingParams(max_tokens=6, seed=seed) for seed in (1, 2)]
-    conversations = Conversations(HeardTask(), timeout=0.5)
+    conversations = Conversations(HeardTask(), KNOWN, timeout=0.5)
     cut, whole = conversations.play(Interrupted(FakePolicy()), [example(3), example(1)], sampling)
     conversations.close()
     assert cut.broken == "its completion was cut short: finish_reason is 'abort'"
@@ -205,8 +209,8 @@ def test_async_environments_step_together_under_a_time_limit():
 
 
 def test_a_task_without_an_environment_plays_single_turns():
-    assert isinstance(player_for(FakeTask(), timeout=1, concurrency=1), SingleTurn)
-    assert isinstance(player_for(TalkTask(), timeout=1, concurrency=1), Conversations)
+    assert isinstance(player_for(FakeTask(), KNOWN, timeout=1, concurrency=1), SingleTurn)
+    assert isinstance(player_for(TalkTask(), KNOWN, timeout=1, concurrency=1), Conversations)
 
 
 def test_only_what_the_policy_wrote_is_predicted():
@@ -239,7 +243,7 @@ def test_in_the_loop_with_the_environments_reward_and_its_failures(tmp_path):
     parts = {"scorer": FakeScorer(episode_reward), "trainer": FakeTrainer(policy), "advantages": weighed}
     run = Run(tmp_path, task=MoodyTask(), policy=policy, **parts)
     assert run() == 4
-    run.loop.player.close()
+    run.loop.close()
     rows = [row for row in read_rollouts(rollout_files(tmp_path)[0]) if row["outcome"] == "trained"]
     assert asked[0] == [max(end - start for start, end in row["turns"]) for row in rows]  # max_tokens is a turn's
     for record, file in zip(run.metrics()[1:], rollout_files(tmp_path), strict=True):

@@ -21,7 +21,7 @@ from rlloop.config.run import (
 )
 from rlloop.errors import ConfigError
 from rlloop.loop.loop import Loop
-from rlloop.loop.schedule import PipelinedLoop
+from rlloop.loop.schedule import InStep, Pipelined
 from rlloop.metrics import is_timing
 from rlloop.parity.certificate import Certificate, comparison_of
 from rlloop.parity.monitor import ParityMonitor
@@ -81,8 +81,9 @@ class Sync:
 
 
 class Run:
-    def __init__(self, path, lag: int, kind: type[Loop] = PipelinedLoop) -> None:
-        self.config, self.folder = config(lag), RunFolder(path)
+    def __init__(self, path, lag: int | None) -> None:
+        """`lag` None: the on-policy schedule."""
+        self.config, self.folder = config(lag or 0), RunFolder(path)
         self.policy, engine = FakePolicy(), FakeEngine(FakePolicy())
         history = History(self.policy)
         parts = fake_parts(
@@ -91,10 +92,10 @@ class Run:
             engine=engine,
             trainer=FakeTrainer(self.policy),
             sync=Sync(self.policy, engine, history),
-            history=history,
+            schedule=InStep() if lag is None else Pipelined(lag, history, self.config.trainer.num_steps),
         )
         monitor = ParityMonitor(self.config.parity, Certificate(self.folder.parity), {}, {})
-        self.loop = kind(self.config, parts, self.folder, monitor)
+        self.loop = Loop(self.config, parts, self.folder, monitor)
 
     def __call__(self, stop_after: int = 99) -> list:
         steps = iter(range(1, stop_after + 1))
@@ -131,7 +132,7 @@ def test_samples_are_as_old_as_asked_for_and_compared_under_the_weights_that_mad
 
 
 def test_without_lag_it_is_the_strict_loop(tmp_path):
-    assert Run(tmp_path / "a", 0)() == Run(tmp_path / "b", 0, Loop)()
+    assert Run(tmp_path / "a", 0)() == Run(tmp_path / "b", None)()
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4])
@@ -143,16 +144,16 @@ def test_what_was_under_way_is_in_the_checkpoint(tmp_path, stop):
 
 def test_a_sample_that_is_too_old_is_rejected_with_the_reason(tmp_path):
     run = Run(tmp_path, 1)
-    take = run.loop._ahead.take  # pyright: ignore[reportAttributeAccessIssue]
+    batch = run.loop.sampler.batch
 
-    def older(step):
-        first, *rest = take(step)
+    def older(step, version, first=0):
+        oldest, *rest = batch(step, version, first)
         if step == 1:
-            return [first, *rest]
-        stale = dataclasses.replace(first.completion, policy_version=first.completion.policy_version - 1)
-        return [dataclasses.replace(first, completion=stale), *rest]
+            return [oldest, *rest]
+        stale = dataclasses.replace(oldest.completion, policy_version=oldest.completion.policy_version - 1)
+        return [dataclasses.replace(oldest, completion=stale), *rest]
 
-    run.loop._ahead.take = older  # pyright: ignore[reportAttributeAccessIssue]
+    run.loop.sampler.batch = older
     _, rollouts, _, _ = run()
     outcomes = {row["uid"]: row["outcome"] for rows in rollouts for row in rows}
     assert outcomes["6/0/0"] == "rejected: its weights are 2 steps old, and fleet.max_version_lag is 1"

@@ -8,7 +8,7 @@ from rlloop.config.run import ParityConfig, ParityMode
 from rlloop.errors import ConfigError
 from rlloop.metrics import LOG_RATIO_EDGES
 from rlloop.parity.certificate import Certificate, bits_digest, content_digest, find_breaks
-from rlloop.parity.monitor import Finding, ParityMonitor, compare, fingerprint_differences, report
+from rlloop.parity.monitor import Finding, ParityMonitor, compare, describe, fingerprint_differences, report
 from rlloop.runs.folder import Journal, read_records
 from rlloop.types import Completion, Example, Recomputed, RewardResult, Sample, SamplingParams
 
@@ -28,6 +28,7 @@ def test_equal_bits_are_exactly_zero_everywhere():
     assert result.equal
     assert result.engine_digest == result.trainer_digest
     assert result.raw_digests is None  # the trainer told none
+    assert (result.first, result.worst, result.certain) == (None, None, 0)
     assert result.metrics == {
         "parity/tokens": 3,
         "parity/tokens_different": 0.0,
@@ -63,6 +64,23 @@ def test_formulas_and_signs_by_hand():
     assert (found["is/ratio_max"], found["is/ratio_min"]) == (pytest.approx(r.max()), pytest.approx(r.min()))
 
 
+def test_the_perplexity_ratio_is_a_mean_over_sequences_that_have_tokens():
+    samples = [sample("a", []), sample("b", [-1.0, -2.0]), sample("c", [-3.0]), sample("d", [])]
+    found = compare(samples, [floats(), floats(-1.5, -1.75), floats(-3.5), floats()]).metrics
+    assert found["parity/ppl_ratio"] == pytest.approx((np.exp(-1.5 + 1.625) + np.exp(-3.0 + 3.5)) / 2)
+
+
+def test_infinities_are_seen_and_not_warned_of():
+    found = compare([sample("a", [-np.inf, -1.0, -1e30])], [floats(-np.inf, -np.inf, -1.0)])
+    assert (found.tokens_different, found.metrics["is/ratio_max"]) == (2, pytest.approx(np.nan, nan_ok=True))
+    assert sum(found.metrics["is/log_ratio_histogram"]["counts"]) == 2  # inf − inf belongs to no bin
+
+
+def test_a_ratio_at_an_edge_of_the_histogram_is_in_the_bin_that_begins_there():
+    found = compare([sample("a", [-1.5, -0.5])], [floats(-0.5, -1.5)]).metrics["is/log_ratio_histogram"]
+    assert [found["counts"][LOG_RATIO_EDGES.index(edge) + 1] for edge in (-1.0, 1.0)] == [1, 1]
+
+
 def test_k3_of_a_tiny_drift_is_not_lost_in_rounding():
     a = np.float32(-1.0)
     b = np.nextafter(a, np.float32(0))
@@ -84,8 +102,21 @@ def test_first_and_worst_difference_are_named_with_their_bits():
     assert (result.first.uid, result.first.index, result.first.position, result.first.token_id) == ("1/0/0", 1, 3, 3)
     assert (result.first.engine_bits, result.first.trainer_bits) == ("0xc0000000", "0xc0200000")
     assert (result.worst.uid, result.worst.trainer) == ("1/0/1", -9.0)
-    for part in ("1/0/0", "token 1", "id 3", "-2 (0xc0000000)", "-2.5 (0xc0200000)"):
-        assert part in str(result.first)
+    assert str(result.first) == (
+        "sequence 1/0/0, token 1 of the completion (id 3): engine -2 (0xc0000000), trainer -2.5 (0xc0200000)"
+    )
+    assert describe(result) == (
+        "2 of 4 trained tokens, in 2 sequences, have other bits in the trainer than in the engine. "
+        f"First: {result.first}"
+    )
+
+
+@pytest.mark.parametrize(("trainer", "worst"), [((-7.5, -3.0, -2.0), 1), ((-7.5, np.nan, -30.0), 1)])
+def test_the_worst_difference_is_the_widest_and_nothing_is_wider_than_not_a_number(trainer, worst):
+    result = compare([sample("a", [-8.0, -1.0, -2.0])], [floats(*trainer)])
+    assert result.first is not None
+    assert result.worst is not None
+    assert (result.first.index, result.worst.index) == (0, worst)
 
 
 def test_a_trainer_that_scored_other_tokens_is_a_broken_invariant():
@@ -122,6 +153,8 @@ def test_fallback_steps_down_once_stays_there_and_stops_above_its_limit(tmp_path
     for step, theirs in enumerate([-1.0, -1.001, -1.0], start=1):
         result = certified(judge, step, step - 1, [sample("a", [-1.0])], Recomputed([floats(theirs)]))
         assert judge.objection(result) is None
+        down = f"stepped down from bitwise to correction: {describe(result)}"
+        assert result.step_down == (down if step == 2 else None)
         rungs.append(judge.rung)
     assert rungs == ["bitwise", "correction", "correction"]
     assert [line["rung"] for line in read_records(tmp_path / "parity.jsonl")] == rungs
@@ -129,12 +162,17 @@ def test_fallback_steps_down_once_stays_there_and_stops_above_its_limit(tmp_path
     assert "max_k3=0.01" in (judge.objection(far) or "")
     nothing = certified(judge, 5, 4, [sample("a", [-1.0])], Recomputed([floats(np.nan)]))
     assert judge.objection(nothing) is not None  # not a number is not below the limit
+    found = compare([sample("a", [-1.0])], [floats(-1.25)])
+    k3 = found.metrics["parity/k3"]
+    assert monitor(tmp_path, ParityMode.fallback, max_k3=k3).objection(found) is None
+    assert monitor(tmp_path, ParityMode.fallback, max_k3=float(np.nextafter(k3, 0))).objection(found) is not None
 
 
 def test_differing_fingerprints_are_refused_by_require_only(tmp_path):
-    mine, theirs = {"cpu": "avx2", "profile": {"linear": "stock"}}, {"cpu": "avx2", "profile": {"linear": "rlloop"}}
+    mine, theirs = {"cpu": "avx2", "profile": {"linear": "stock"}}, {"cpu": "amx", "profile": {"linear": "rlloop"}}
     certificate = Certificate(Journal(tmp_path / "parity.jsonl"))
-    with pytest.raises(ConfigError, match=r"profile\.linear: engine 'stock', trainer 'rlloop'"):
+    listed = r"\n  cpu: engine 'avx2', trainer 'amx'\n  profile\.linear: engine 'stock', trainer 'rlloop'\nparity\.mode"
+    with pytest.raises(ConfigError, match=listed):
         ParityMonitor(ParityConfig(), certificate, mine, theirs)
     ParityMonitor(ParityConfig(mode=ParityMode.observe), certificate, mine, theirs)
 
@@ -193,8 +231,12 @@ def test_replay_is_the_rung_between_where_expert_choices_differ(tmp_path):
     assert rungs == ("bitwise", "replay", "replay", "correction", "correction")
     assert replays == (False, True, True, True, True)
     assert [text is not None for text in texts] == [False, True, False, True, False]
-    assert "25.00% of expert choices differ" in texts[1]
-    assert "with the engine's experts too" in texts[3]
+    described = describe(compare(samples, other))
+    assert texts[1] == (
+        f"stepped down from bitwise to replay: {described}; 25.00% of expert choices differ: the trainer takes the "
+        "engine's"
+    )
+    assert texts[3] == f"stepped down from replay to correction: with the engine's experts too, {described}"
     lines = list(read_records(judge.certificate._journal.path))
     assert ["reason" in line for line in lines] == [False, True, False, True, False]
     judge.certificate.reload()
@@ -269,7 +311,10 @@ def test_what_was_not_asked_for_is_judged_though_it_is_not_trained(tmp_path, mod
     judge = monitor(tmp_path, ParityMode(mode))
     other = dataclasses.replace(told(-1.0, -3.0), uid="1/0/7", fault="its prompt is [1], and was asked for as [2]")
     found = certified(judge, 1, 0, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 3]), None, [other])
-    assert ("sequence 1/0/7: its prompt is [1]" in (judge.objection(found) or "")) == stops
+    assert found.faults == ("1/0/7: its prompt is [1], and was asked for as [2]",)
+    assert judge.objection(found) == (
+        f"1 completions are not what the engine was asked for. First, sequence {found.faults[0]}" if stops else None
+    )
     (line,) = read_records(tmp_path / "parity.jsonl")
     assert line["faults"] == 1
 

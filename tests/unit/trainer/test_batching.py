@@ -31,6 +31,23 @@ def test_a_sample_becomes_a_sequence(advantage) -> None:
     assert item.sampling.temperature == 0.5
 
 
+def test_a_demonstration_is_trained_on_its_target_alone() -> None:
+    item = TrainSequence.supervised([5, 6, 7], [8, 9])
+    assert item.token_ids == [5, 6, 7, 8, 9]
+    assert list(item.predict) == [3, 4]
+    assert item.advantages.tolist() == [1.0, 1.0]
+
+
+def test_tokens_carry_float32_on_the_device_asked_for() -> None:
+    made, demonstration = sample([5], [6, 7], 0.1), TrainSequence.supervised([5], [6])
+    assert TrainSequence.of_sample(made).advantages.dtype == demonstration.advantages.dtype == np.float32
+    wide = replace(TrainSequence.of_sample(made), advantages=np.array([0.1, 0.2]))
+    step = make_step_batch([wide], max_batch_tokens=9, old_logprobs=[np.array([-1.0, -2.0])], device="meta")
+    floats = (step.advantages, step.rollout_logprobs, step.old_logprobs)
+    assert [values.dtype for values in floats if values is not None] == [torch.float32] * 3
+    assert {values.device.type for values in (*floats, step.sequence, step.mask) if values is not None} == {"meta"}
+
+
 def test_micro_batches_hold_whole_sequences_in_order_under_the_budget() -> None:
     batch = [sample([1] * prompt, [2] * made, 1.0) for prompt, made in [(2, 3), (4, 1), (1, 5), (3, 3), (1, 1)]]
     step = make_step_batch(batch, max_batch_tokens=10)
@@ -46,9 +63,14 @@ def test_micro_batches_hold_whole_sequences_in_order_under_the_budget() -> None:
 
 
 def test_micro_batches_are_filled_to_the_last_token() -> None:
-    batch = [sample([1] * (length - 1), [2], 1.0) for length in (10, 4, 6)]
+    batch = [sample([1] * (length - 1), [2], 1.0) for length in (10, 4, 6, 3, 3, 3, 3)]
     step = make_step_batch(batch, max_batch_tokens=10)
-    assert [(part.sequences.start, part.sequences.stop) for part in step.micro_batches] == [(0, 1), (1, 3)]
+    assert [(part.sequences.start, part.sequences.stop) for part in step.micro_batches] == [
+        (0, 1),
+        (1, 3),
+        (3, 6),
+        (6, 7),
+    ]
 
 
 def test_all_that_a_sample_recorded_reaches_scoring_and_the_loss() -> None:

@@ -1,0 +1,217 @@
+"""Completions of a batch of examples: single ones, or conversations with environments.
+
+A conversation is one sample. Its tokens are kept as ids from the first to the last: the policy's as it sampled them,
+the environment's as the task renders them. The policy's tokens are compared and trained, the environment's only read.
+Each turn is sampled with the whole conversation so far as its prompt (the engine's prefix cache has most of it), so the
+trainer's one forward over the conversation gives the bits of every turn.
+
+Each conversation advances on its own: as soon as its environment has replied, its next turn is submitted to the engine,
+whatever the others wait for. A completion is a function of weights, prompt and seed, so the order in which turns end
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from rlloop.loop.environments import ConversationTask, Environment, EnvironmentSteps, Reply
+from rlloop.loop.turns import Turns, turns_of
+from rlloop.parity.asked import Vocabulary, fault_of
+from rlloop.protocols import Engine, Task
+from rlloop.rewards.event_loop import POLL
+from rlloop.rewards.runner import RewardFailure
+from rlloop.types import Completion, Example, SamplingParams
+
+
+@dataclass(frozen=True)
+class Played:
+    """The completion of one example."""
+
+    example: Example  # of a conversation: with the environment's verdict in `data["episode"]`
+    completion: Completion
+    text: str  # everything after the prompt, decoded
+    broken: str | None = None  # why it did not come to an end
+    fault: str | None = None  # in what it is not what the engine was asked for
+
+
+def cut_short(completion: Completion) -> str:
+    """Why it is rejected."""
+    return f"its completion was cut short: finish_reason is {completion.finish_reason!r}"
+
+
+class SingleTurn:
+    """One completion an example."""
+
+    def __init__(self, task: Task, vocabulary: Vocabulary) -> None:
+        self.task, self.vocabulary = task, vocabulary
+
+    def play(self, engine: Engine, examples: Sequence[Example], sampling: Sequence[SamplingParams]) -> list[Played]:
+        completions = engine.generate([example.prompt_ids for example in examples], list(sampling))
+        return [
+            Played(
+                example,
+                completion,
+                self.task.decode(completion.token_ids),
+                fault=_fault(completion, example.prompt_ids, params, self.vocabulary),
+            )
+            for example, params, completion in zip(examples, sampling, completions, strict=True)
+        ]
+
+    def close(self) -> None:
+        pass
+
+
+class Conversations:
+    """Conversations of several turns: the policy writes, an environment replies, until it is done."""
+
+    def __init__(
+        self, task: ConversationTask, vocabulary: Vocabulary, *, timeout: float = 60.0, concurrency: int = 64
+    ) -> None:
+        """`timeout` (seconds) and `concurrency` of the environments' steps, as for a reward."""
+        self.task, self.vocabulary = task, vocabulary
+        self._steps = EnvironmentSteps(timeout=timeout, concurrency=concurrency)
+
+    def play(self, engine: Engine, examples: Sequence[Example], sampling: Sequence[SamplingParams]) -> list[Played]:
+        """Plays all of them to their ends; raises what the engine raises, with nothing left in flight."""
+        talks = [
+            _Talk(example, self.task.environment(example), params, example.prompt_ids)
+            for example, params in zip(examples, sampling, strict=True)
+        ]
+        turns, steps = turns_of(engine), self._steps
+        ready: SimpleQueue[Iterator[Future[Any]]] = SimpleQueue()
+        for talk in talks:
+            ready.put(self._converse(talk, turns))
+        going = len(talks)
+        try:
+            while going:
+                patience = POLL if not turns.has_work else turns.linger if steps.busy else 0.0
+                try:
+                    conversation = ready.get(timeout=patience)
+                except Empty:
+                    if turns.has_work:
+                        turns.work()
+                    steps.check()
+                    continue
+                awaited = next(conversation, None)
+                if awaited is None:
+                    going -= 1
+                else:
+                    awaited.add_done_callback(lambda _, conversation=conversation: ready.put(conversation))
+        finally:
+            turns.close()
+            steps.settle()
+        return [talk.played(self.task.decode(talk.ids[len(talk.example.prompt_ids) :])) for talk in talks]
+
+    def close(self) -> None:
+        self._steps.close()
+
+    def _converse(self, talk: _Talk, turns: Turns) -> Iterator[Future[Any]]:
+        """One conversation from its beginning to its end; yields each future that it waits for."""
+        while True:
+            turn = turns.submit(talk.ids, talk.sampling)
+            yield turn
+            talk.hear(turn.result(), self.vocabulary)
+            if talk.broken is not None:
+                return
+            reply = self._steps.submit(talk.environment, self.task.decode(talk.turns[-1].token_ids))
+            yield reply
+            if not self._goes_on(talk, reply.result()):
+                return
+
+    def _goes_on(self, talk: _Talk, reply: Reply | RewardFailure) -> bool:
+        """Take the reply into the conversation; whether the policy is to write another turn."""
+        if isinstance(reply, RewardFailure):
+            talk.broken = f"environment {reply.kind}: {reply.message}"
+            return False
+        talk.replies.append(reply)
+        if reply.done or len(talk.turns) == self.task.max_turns:
+            return False
+        last = talk.turns[-1]
+        ids = self.task.between(reply.messages, last.token_ids[-1] if last.finish_reason == "stop" else None)
+        assert ids, "nothing stands between two turns, so they would be one"
+        if len(talk.ids) + len(ids) + talk.sampling.max_tokens > self.task.max_conversation_tokens:
+            return False
+        talk.ids = [*talk.ids, *ids]
+        return True
+
+
+@dataclass
+class _Talk:
+    """The state of one conversation."""
+
+    example: Example
+    environment: Environment
+    sampling: SamplingParams  # the same seed for all turns: a token is drawn by the seed and its position
+    ids: list[int]  # the conversation so far
+    turns: list[Completion] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+    broken: str | None = None
+    fault: str | None = None  # the first turn's that has one
+
+    def hear(self, turn: Completion, vocabulary: Vocabulary) -> None:
+        self.fault = self.fault or _fault(turn, self.ids, self.sampling, vocabulary)
+        self.broken = None if turn.whole else cut_short(turn)  # no environment is to answer half a turn
+        self.turns.append(turn)
+        self.ids = [*turn.prompt_ids, *turn.token_ids]
+
+    def played(self, text: str) -> Played:
+        first, begin = self.turns[0], len(self.example.prompt_ids)
+        assert all(turn.policy_version == first.policy_version for turn in self.turns), "weights changed in between"
+        ended = bool(self.replies) and self.replies[-1].done
+        completion = dataclasses.replace(
+            first,
+            token_ids=self.ids[begin:],
+            logprobs=np.concatenate([turn.logprobs for turn in self.turns]),
+            raw_logprobs=np.concatenate([turn.raw_logprobs for turn in self.turns]),
+            routed_experts=_as_first_read([turn.routed_experts for turn in self.turns]),
+            selected=_as_first_read([turn.selected for turn in self.turns]),
+            finish_reason="abort" if self.broken else "stop" if ended else "length",
+            turns=tuple(
+                (len(turn.prompt_ids) - begin, len(turn.prompt_ids) - begin + len(turn.token_ids))
+                for turn in self.turns
+            ),
+        )
+        components: dict[str, float] = {}
+        for reply in self.replies:
+            for name, value in reply.components.items():
+                components[name] = components.get(name, 0.0) + float(value)
+        episode = {
+            "reward": float(sum(reply.reward for reply in self.replies)),
+            "solved": any(reply.solved for reply in self.replies),
+            "components": components,
+            "turns": len(self.turns),
+        }
+        example = dataclasses.replace(self.example, data={**self.example.data, "episode": episode})
+        return Played(example, completion, text, self.broken, self.fault)
+
+
+def _fault(turn: Completion, prompt_ids: list[int], sampling: SamplingParams, vocabulary: Vocabulary) -> str | None:
+    assert len(turn.token_ids) == len(turn.logprobs) == len(turn.raw_logprobs), "a logprob for each token"
+    return fault_of(turn, prompt_ids, sampling, vocabulary)
+
+
+def _as_first_read(turns: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Each turn's array [tokens, ...] begins with what earlier turns had read already. What counts is the choice that a
+    token was first read with, since what followed was sampled over it; read again, a stock engine may choose otherwise.
+    """
+    parts, known = list[np.ndarray](), 0
+    for each in turns:
+        if each is None:
+            return None
+        parts.append(each[known:])
+        known = len(each)
+    return np.concatenate(parts)
+
+
+def player_for(task: Task, vocabulary: Vocabulary, *, timeout: float, concurrency: int) -> SingleTurn | Conversations:
+    """Conversations where the task has an environment, else single completions."""
+    if getattr(task, "environment", None) is None:
+        return SingleTurn(task, vocabulary)
+    return Conversations(task, vocabulary, timeout=timeout, concurrency=concurrency)  # pyright: ignore[reportArgumentType]

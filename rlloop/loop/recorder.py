@@ -1,0 +1,100 @@
+"""Records of a step: the comparison of engine and trainer, rollouts, certificate, metrics, and seconds by phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rlloop.errors import ParityError
+from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
+from rlloop.parity.regions import by_region
+from rlloop.protocols import Observer
+from rlloop.runs.folder import REPORT, RunFolder
+from rlloop.runs.rollouts import rollout_rows
+from rlloop.types import Recomputed, Sample
+
+Untrained = tuple[Sample, str]  # a sample that is not trained, and why
+
+
+class Recorder:
+    """Compares and records. What it wrote before an error or a power cut is the evidence of the step."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        monitor: ParityMonitor,
+        observers: Sequence[Observer],
+        doctor: Callable[[Sample, TokenDifference], Finding | None] | None,
+    ) -> None:
+        self.folder, self.monitor, self.observers, self.doctor = folder, monitor, observers, doctor
+        self._seconds: dict[str, float] = {}  # by phase, since the last record
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Counts the seconds of a phase as `time/PHASE`. A second counts for the innermost phase it is spent in."""
+        began, nested = time.perf_counter(), sum(self._seconds.values())
+        yield
+        inner = sum(self._seconds.values()) - nested
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began - inner
+
+    def compare(
+        self,
+        step: int,
+        version: int,
+        trained: Sequence[Sample],
+        recomputed: Recomputed,
+        untrained: Sequence[Untrained],
+        routing: Mapping[str, float],
+    ) -> dict[str, Any]:
+        """Compare every trained token with the trainer's under `version`, and record the step's rollouts.
+
+        Returns `parity/*`. Raises `ParityError`, with the report written, where `parity.mode` objects.
+        """
+        others = [sample for sample, _ in untrained]
+        with self.timed("parity"):
+            comparison = self.monitor.compare(step, version, trained, recomputed, routing, others)
+        if comparison.step_down is not None:
+            self.folder.log(f"step {step}: {comparison.step_down}")
+        with self.timed("record"):
+            outcomes = ["trained"] * len(trained) + [why for _, why in untrained]
+            scored = [*recomputed.logprobs, *[None] * len(untrained)]
+            rows = rollout_rows([*trained, *others], outcomes, scored, self.monitor.fingerprints["engine"])
+            self.monitor.certificate.note(rollouts=self.folder.write_rollouts(step, rows))
+        objection = self.monitor.objection(comparison)
+        if objection is not None:
+            self.monitor.certificate.seal()
+            raise self._parity_error(step, comparison, objection, trained)
+        return {**comparison.metrics, **by_region(trained, recomputed.logprobs)}
+
+    def record(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append the step's metrics, seal its line of the certificate, and tell the observers."""
+        record = {**metrics, **{f"time/{phase}": seconds for phase, seconds in self._seconds.items()}}
+        self._seconds = {}
+        self.monitor.certificate.cover(self.folder.metrics.append({"step": step, **dict(sorted(record.items()))}))
+        if step > 0:
+            self.folder.confirm()
+            self.monitor.certificate.seal()
+        for observer in self.observers:
+            observer.log(step, record)
+
+    def speed(self, sampled: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, float]:
+        """Tokens per second of sampling and of the update, in this step so far."""
+        written = sum(len(sample.completion.logprobs) for sample in sampled)
+        read = sum(len(sample.completion.prompt_ids) + len(sample.completion.token_ids) for sample in trained)
+        return {
+            "perf/rollout_tokens_per_s": written / self._seconds["rollout"],
+            "perf/trainer_tokens_per_s": read / self._seconds["update"],
+        }
+
+    def _parity_error(
+        self, step: int, comparison: Comparison, objection: str, trained: Sequence[Sample]
+    ) -> ParityError:
+        """Writes the report, with the doctor's finding where there is a doctor."""
+        first, finding = comparison.first, None
+        if first is not None and self.doctor is not None:
+            finding = self.doctor(next(sample for sample in trained if sample.uid == first.uid), first)
+        file = self.folder.write_json(REPORT, report(step, objection, comparison, finding))
+        lines = [f"step {step}: {objection}", *([finding.text] if finding else []), f"The report: {file}"]
+        return ParityError("\n".join(lines))

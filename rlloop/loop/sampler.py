@@ -1,0 +1,67 @@
+"""Samples of a step's prompts, and of held-out ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rlloop.config.run import RunConfig
+from rlloop.loop.conversations import player_for
+from rlloop.loop.step_data import completion_seed, new_sample, training_sampling
+from rlloop.parity.asked import Vocabulary
+from rlloop.protocols import Engine, Task
+from rlloop.types import Sample, SamplingParams
+
+
+class Sampler:
+    """Asks the task for prompts and the engine for completions. Samples have no rewards yet."""
+
+    def __init__(
+        self, config: RunConfig, task: Task, engine: Engine, vocabulary: Vocabulary, *, engine_lag: int = 0
+    ) -> None:
+        """`engine_lag`: versions by which the engine's weights may be older than those asked for."""
+        self.config, self.task, self.engine, self.engine_lag = config, task, engine, engine_lag
+        self.batches = 0  # of prompts, taken from the task: one a step, or more under dynamic sampling
+        scoring = config.scoring
+        self._player = player_for(task, vocabulary, timeout=scoring.timeout, concurrency=scoring.concurrency)
+
+    def batch(self, step: int, version: int, first: int = 0) -> list[Sample]:
+        """The task's next `num_prompts` prompts, numbered from `first`, with `group_size` completions each.
+
+        A sample whose completion is not what was asked for, `version` of the weights included, has a `fault`.
+        """
+        rollout = self.config.rollout
+        self.batches += 1
+        examples = self.task.train_examples(self.batches, rollout.num_prompts)
+        assert len(examples) == rollout.num_prompts, f"the task gave {len(examples)} of {rollout.num_prompts} prompts"
+        coordinates = [(first + p, g) for p in range(rollout.num_prompts) for g in range(rollout.group_size)]
+        played = self._player.play(
+            self.engine,
+            [examples[p - first] for p, _ in coordinates],
+            [training_sampling(self.config, step, p, g) for p, g in coordinates],
+        )
+        samples = []
+        for (p, g), each in zip(coordinates, played, strict=True):
+            sampled, fault = each.completion.policy_version, each.fault
+            if not max(0, version - self.engine_lag) <= sampled <= version:
+                fault = f"its weights are of version {sampled}, and it was asked for of version {version}"
+            samples.append(dataclasses.replace(new_sample(f"{step}/{p}/{g}", each, group=p), fault=fault))
+        return samples
+
+    def held_out(self, engine: Engine) -> list[Sample]:
+        """`eval.num_draws` completions of held-out prompts, by `engine`: the same prompts and seeds at every call."""
+        config = self.config
+        examples = self.task.eval_examples(config.eval.num_draws)
+        sampling = [
+            SamplingParams(
+                max_tokens=config.rollout.max_tokens,
+                min_tokens=config.rollout.min_tokens,
+                temperature=config.eval.temperature,
+                seed=completion_seed(config.seed, "eval", 0, index, 0),
+            )
+            for index in range(len(examples))
+        ]
+        played = self._player.play(engine, examples, sampling)
+        return [new_sample(f"eval/{index}", each, group=index) for index, each in enumerate(played)]
+
+    def close(self) -> None:
+        self._player.close()
