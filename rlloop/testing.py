@@ -211,8 +211,10 @@ class FakeTask:
         self.model_path = model_path
 
     def model_folder(self) -> Path:
-        assert self.model_path is not None, "a fake task has no model of its own"
-        return Path(self.model_path)
+        """`model_path`; else an empty folder, since a fake policy has no files."""
+        folder = cache_root() / "fake-model" if self.model_path is None else Path(self.model_path)
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def train_examples(self, step: int, count: int) -> list[Example]:
         return [self._example(f"train-{step}-{i}", i) for i in range(count)]
