@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlloop.cache import cache_root
 from rlloop.loop.parts import Parts
 from rlloop.metrics import Mean, Reduction
 from rlloop.parity.asked import Vocabulary
