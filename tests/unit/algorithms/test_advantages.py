@@ -33,13 +33,20 @@ def test_batch_norm():
     centred = [0.75, -0.25, -0.25, -0.25, 1.0, -1.0]
     scale = math.sqrt(sum(c * c for c in centred) / 5)
     assert batch_norm(REWARDS, GROUPS, eps=0.0) == pytest.approx([c / scale for c in centred])
+    assert batch_norm(REWARDS, GROUPS, eps=0.5) == pytest.approx([c / (scale + 0.5) for c in centred])
 
 
 def test_global_norm():
     mean = 9 / 6
     scale = math.sqrt(sum((r - mean) ** 2 for r in REWARDS) / 5)
     assert global_norm(REWARDS, GROUPS, eps=0.0) == pytest.approx([(r - mean) / scale for r in REWARDS])
+    assert global_norm(REWARDS, GROUPS, eps=0.5) == pytest.approx([(r - mean) / (scale + 0.5) for r in REWARDS])
     assert global_norm([1.0, 0.0], [0, 1], eps=0.0) == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
+
+
+@pytest.mark.parametrize("name", ["group_norm", "batch_norm", "global_norm"])
+def test_rewards_that_hardly_vary_are_divided_by_a_millionth_more(name):
+    assert get_advantage(name)([1e-6, -1e-6], [0, 0])[0] == pytest.approx(1 / (2**0.5 + 1))
 
 
 def test_raw_is_a_copy():
@@ -112,6 +119,8 @@ def test_a_lone_sample_gets_no_advantage():
     for name in GROUP_RELATIVE:
         assert get_advantage(name)([1.0, 0.0, 4.0], [0, 0, 1])[2] == 0
         assert not get_advantage(name)([1.0, 2.0], [0, 1]).any()
+    for name in (*GROUP_RELATIVE, "global_norm"):
+        assert get_advantage(name)([4.0], [0]).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

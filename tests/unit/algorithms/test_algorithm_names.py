@@ -122,6 +122,17 @@ def test_presets_are_the_documented_defaults(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
+def test_presets_compute_what_their_functions_compute_by_default(name):
+    config = preset(name, max_tokens=1)
+    bare = replace(config, loss_args={}, advantage_args={})
+    batch = random_batch(drift=2.0)  # ratios beyond every bound
+    assert loss_for(config)(batch) == loss_for(bare)(batch)
+    step = [3e-6, 1e-6, 2e-6, 2e-6], [0, 0, 1, 1], [1, 1, 1, 1], None  # rewards that differ by no more than eps
+    both = [advantages_for(each, max_tokens=1, group_size=2)(*step) for each in (config, bare)]
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_what_updates_have_moved_out_of_a_truncated_distribution_leaves_the_step_whole(name):
     """Of the second minibatch, say: the token had a logprob when it was sampled and has none now."""
     batch = random_batch()

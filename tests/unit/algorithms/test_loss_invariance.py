@@ -59,6 +59,14 @@ def test_packing_order_does_not_matter(loss, seed, data):
     assert torch.allclose(gradient(packed, loss), gradient(step, loss)[order], rtol=1e-12, atol=1e-15)
 
 
+def test_a_sequence_adds_up_to_the_same_bits_among_any_neighbours():
+    step = random_batch(lengths=(300, 200, 500)).unmasked()  # long enough for a sort to swap equals, were it free to
+    sums = step.sequence_sum(step.logprobs)
+    for number in range(3):
+        alone = take(step, (step.sequence == number).nonzero().flatten())
+        assert torch.equal(alone.sequence_sum(alone.logprobs), sums[number : number + 1])
+
+
 @every_loss
 def test_masked_tokens_are_inert(loss):
     """Neither their numbers nor their infinities reach the loss, a gradient or a metric."""

@@ -67,6 +67,14 @@ def test_dual_clip_bounds_what_a_bad_likely_token_can_do(batch, loss):
     assert gradient(batch, loss)[2] != 0
 
 
+@pytest.mark.parametrize(("advantage", "bounded"), [(0.0, 0.0), (0.5, 0.5 * 1.2), (2.0, 2.0 * 1.2)])
+def test_dual_clip_leaves_tokens_that_are_not_bad(advantage, bounded):
+    output = dapo(make_batch([[-0.1]], old=[[-2.0]], advantages=[[advantage]]), clip_high=0.2, dual_clip=3.0)
+    assert value(output) == pytest.approx(-bounded)
+    assert output.metrics["loss/clip_dual"].value == 0
+    assert output.metrics["loss/tokens_discarded"].value == (advantage > 0)
+
+
 @pytest.mark.parametrize("loss", [grpo, dr_grpo, dapo, ppo, reinforce_pp])
 def test_each_side_is_clipped_at_its_own_bound(loss):
     ratios, advantages = [[1.35, 0.65], [1.35, 0.65]], [[1.0, 1.0], [-1.0, -1.0]]
@@ -174,8 +182,9 @@ def test_a_zero_advantage_is_not_clipping():
 def test_policy_metric_is_the_loss_without_penalties(batch):
     batch = replace(batch, ref_logprobs=batch.old_logprobs - 0.3)
     for name in ["grpo", "dr_grpo", "dapo", "gspo", "reinforce"]:
-        bare = get_loss(name)(batch)
-        penalised = get_loss(name, kl_coef=0.1, entropy_coef=0.2)(batch)
+        args = {"max_tokens": 10} if name == "dr_grpo" else {}
+        bare = get_loss(name, **args)(batch)
+        penalised = get_loss(name, **args, kl_coef=0.1, entropy_coef=0.2)(batch)
         assert bare.metrics["loss/policy"].value == pytest.approx(value(bare))
         assert penalised.metrics["loss/policy"] == bare.metrics["loss/policy"]
         assert value(penalised) != pytest.approx(value(bare))
