@@ -29,14 +29,14 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class SubmittingEngine(Protocol):
-    """An engine that takes prompts one by one, while others are on their way, and computes by itself.
+class OverlappingEngine(Engine, Protocol):
+    """An engine that computes by itself, elsewhere, and takes a batch while others are on their way.
 
-    Optional: conversations use it where an engine has it, so that a turn need not wait for a whole batch.
+    Optional: without `begin`, a conversation's next turn waits for the call of `generate` that others' turns are in.
     """
 
-    def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]:
-        """The completion by the weights that are served now. The future raises what `generate` would."""
+    def begin(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> Future[list[Completion]]:
+        """As `generate`; the future has the completions, or raises what that would."""
         ...
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -126,6 +127,9 @@ class RegionEngine:
     def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         return self.router.generate(prompts, each, self.policy_version)
+
+    def begin(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> Future[list[Completion]]:
+        return self.router.begin(prompts, sampling, self.policy_version)
 
     def fingerprint(self) -> dict[str, Any]:
         """The trainer's: under `parity.mode=require` no engine of another is let in, and else each tells its own."""
