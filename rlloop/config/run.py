@@ -76,6 +76,7 @@ class TrainerConfig:
     num_minibatches: int = 1  # optimizer steps a rollout batch is split into, whole groups in each
     balance_coef: float = 0.0  # of the experts' balance loss; 0 switches it off
     expert_bias_rate: float = 0.0  # what experts' biases move by in a step, towards even loads; 0: not at all
+    checkpoint_layers: str = "none"  # layers recomputed in the backward pass: less memory, one more forward of them
 
     def __post_init__(self) -> None:
         _check("trainer.betas", self.betas, len(self.betas) == 2, "two numbers")
@@ -91,6 +92,15 @@ class TrainerConfig:
         _check("trainer.num_minibatches", self.num_minibatches, self.num_minibatches >= 1, "at least 1")
         _check("trainer.balance_coef", self.balance_coef, 0 <= self.balance_coef < math.inf, "0 (off) or more")
         _check("trainer.expert_bias_rate", self.expert_bias_rate, 0 <= self.expert_bias_rate < 1, "from 0 to below 1")
+        self.checkpoint_layers = str(self.checkpoint_layers)
+        good = self.checkpoint_layers in ("none", "all") or self.checkpoint_every > 0
+        _check("trainer.checkpoint_layers", self.checkpoint_layers, good, "none, all, or n (at least 1) for every n-th")
+
+    @property
+    def checkpoint_every(self) -> int:
+        """`checkpoint_layers` as a number: every n-th layer; 0: none."""
+        text = {"none": "0", "all": "1"}.get(self.checkpoint_layers, self.checkpoint_layers)
+        return int(text) if text.isdecimal() else 0
 
 
 @dataclass
