@@ -1,4 +1,4 @@
-"""What the loop asks of its parts. `loop.py` depends on these, never on torch, ray, vllm or a concrete engine."""
+"""Protocols of the parts that the loop drives. It depends on these, not on torch, ray, vllm or a concrete engine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from rlloop.types import Completion, Example, Part, PromptScores, Recomputed, Re
 
 
 class Engine(Protocol):
-    """Continues prompts and says with which probabilities."""
+    """Samples completions of prompts, with the logprobs that they were sampled with."""
 
     @property
-    def policy_version(self) -> int: ...
+    def policy_version(self) -> int:
+        """The version of the weights that sample; each completion carries it."""
+        ...
 
-    def generate(
-        self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]
-    ) -> list[Completion]: ...
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
+        """Completions in the order of the prompts; `sampling` is one for all, or a list with one for each.
+
+        A completion is a function of weights, prompt and sampling parameters, whatever it is batched with.
+        """
+        ...
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides the bits: library versions, instruction set, profile, dtype."""
@@ -41,46 +46,53 @@ class OverlappingEngine(Engine, Protocol):
 
 
 class UpdateResult(Protocol):
-    """What one `forward_backward` saw."""
+    """Logprobs and metrics of one `forward_backward`."""
 
     @property
     def recomputed(self) -> Recomputed:
-        """Of the batch, in its order, by the update's own forward."""
+        """By the update's own forward, in the order of the batch."""
         ...
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
-        """`loss/*` and `is/*` of the loss, and what else the trainer measured."""
+        """`loss/*` and `is/*` (importance sampling) of the loss, and whatever else the trainer measured."""
         ...
 
 
 class Trainer(Protocol):
-    """Owns the masters. The loop's update is `forward_backward`, then `optim_step`."""
+    """Owns the master weights (float32). The loop's update is `forward_backward`, then `optim_step`."""
 
     def forward_backward(
         self, batch: Sequence[Sample], loss: Callable[..., Any], *, old_logprobs: Sequence[np.ndarray] | None = None
     ) -> UpdateResult:
-        """`old_logprobs`, [T] a sample, anchor the policy ratio; None: this very forward's, so that it starts at 1."""
+        """Add the gradient of `loss` over the batch.
+
+        `old_logprobs`, [T] a sample, are what the policy ratio divides by; None: this very forward's logprobs, so that
+        the ratio is 1.
+        """
         ...
 
     def optim_step(self) -> Mapping[str, float]:
-        """Applies the gradient. Returns `loss/grad_norm` and the like."""
+        """Apply the gradient to the master weights. Returns `loss/grad_norm` and the like."""
         ...
 
     def recompute(self, batch: Sequence[Sample]) -> Recomputed:
-        """What `forward_backward(batch, ...)` would report, without a gradient."""
+        """The logprobs that `forward_backward(batch, ...)` would report, bit for bit, without a gradient."""
         ...
 
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> Sequence[float]:
-        """KL(policy ‖ reference) of each completion, summed over its tokens: k1, k2 or k3 of what was sampled."""
+        """KL(policy ‖ reference) of each completion in nats, summed over its tokens, from the sampled tokens alone.
+
+        `kind`: the estimator, k1, k2 or k3 (`rlloop.algorithms.kl`).
+        """
         ...
 
     def routing(self) -> Mapping[str, float]:
-        """`parity/router_different` and the like, of what was scored last; empty for a model without routers."""
+        """`parity/router_different` and the like of the last forward; empty for a model without routers."""
         ...
 
     def replay_experts(self, on: bool) -> None:
-        """Whether forwards take the experts that `Completion.routed_experts` names."""
+        """Switch on or off that forwards take the experts in `Completion.routed_experts` instead of their own."""
         ...
 
     def save(self, folder: Path) -> None: ...
@@ -94,12 +106,12 @@ class WeightSync(Protocol):
     """Brings the trainer's weights to the engines and leaves them serving exactly `version`."""
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Returns `sync/*` metrics; empty where nothing has to move."""
+        """Called with nothing being sampled. Returns `sync/*` metrics; empty where nothing has to move."""
         ...
 
 
 class Reward(Protocol):
-    """Judges one completion. Sync or async; a function or an object with `__call__`."""
+    """Scores one completion. Sync or async; a function or an object with `__call__`."""
 
     def __call__(
         self, prompt: str, completion: str, example: Example
@@ -107,7 +119,7 @@ class Reward(Protocol):
 
 
 class Checkpoint(Protocol):
-    """One whole checkpoint on disk."""
+    """A complete checkpoint on disk."""
 
     @property
     def step(self) -> int: ...
@@ -117,30 +129,34 @@ class Checkpoint(Protocol):
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """What is wrong with each newer one, where newer ones are damaged."""
+        """Descriptions of the damage of newer checkpoints, one each; empty where this is the newest."""
         ...
 
 
 class Checkpoints(Protocol):
-    """Complete or absent, whatever kills the process; the last few are kept."""
+    """The store of a run's last few checkpoints, each complete or absent, whatever kills the process."""
 
-    def save(self, step: int, writers: Iterable[Callable[[Path], None]]) -> Path: ...
+    def save(self, step: int, writers: Iterable[Callable[[Path], None]]) -> Path:
+        """Each writer adds its files to the folder it is given. Returns the checkpoint's folder."""
+        ...
 
-    def latest(self) -> Checkpoint | None: ...
+    def latest(self) -> Checkpoint | None:
+        """The newest one that is not damaged."""
+        ...
 
     def digests(self, step: int) -> Mapping[str, str]:
-        """Of each that is kept, up to `step`, by its step."""
+        """The digest of each checkpoint that is kept, up to `step`, by its step."""
         ...
 
 
 class Task(Protocol):
-    """Where prompts come from. Everything is a function of the seed and the step, so a resumed run repeats it.
+    """A source of prompts. Everything is a function of the seed and the step, so a resumed run repeats it.
 
     `task._target_` is called with the section's other keys, the run's `seed`, and `model_path` (`model.path` or None).
     """
 
     def model_folder(self) -> Path:
-        """The Hugging Face folder to start from: `model_path`, or the task's own model, made once and cached."""
+        """The Hugging Face folder to start from: `model_path`, or the task's own model, created once and cached."""
         ...
 
     def train_examples(self, step: int, count: int) -> list[Example]:
@@ -151,23 +167,27 @@ class Task(Protocol):
         """Exactly `count` held-out problems, the same at every call; they repeat where there are fewer."""
         ...
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of a completion, which rewards and environments read."""
+        ...
 
 
 class Scorer(Protocol):
-    """Judges a batch: one outcome a request, a `RewardResult` or a failure with `kind` and `message`."""
+    """Scores a batch of completions."""
 
-    def score(self, requests: Sequence[tuple[str, str, Example]]) -> Sequence[Any]: ...
+    def score(self, requests: Sequence[tuple[str, str, Example]]) -> Sequence[Any]:
+        """For each (prompt, completion, example) a `RewardResult`, or a failure with `kind` and `message`."""
+        ...
 
 
 class Observer(Protocol):
-    """Whoever watches: the console, sinks."""
+    """Receives the metrics of each step: the console, sinks."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
 
 class Stateful(Protocol):
-    """A part that cannot be made anew from the trainer's weights alone."""
+    """A part with state of its own, which checkpoints hold."""
 
     def save(self, folder: Path) -> None: ...
 
@@ -175,43 +195,66 @@ class Stateful(Protocol):
 
 
 class SteppedEngine(Protocol):
-    """What `EngineService` drives: `rlloop.Engine`, or a stand-in for it. Not for many threads."""
+    """An engine driven step by step, by one thread: `rlloop.Engine` and its like. `EngineService` puts one behind a
+    thread; conversations add turns to it between steps."""
 
     @property
     def policy_version(self) -> int: ...
 
     @property
-    def has_work(self) -> bool: ...
+    def has_work(self) -> bool:
+        """Whether some request has not been handed out by `step` yet."""
+        ...
 
     @property
-    def longest(self) -> int: ...
+    def longest(self) -> int:
+        """Tokens that a prompt and its completion may have together."""
+        ...
 
-    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int: ...
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
+        """Queue one prompt; returns the id under which `step` will hand out its completion.
 
-    def so_far(self, request_id: int, begin: int = 0) -> Part: ...
+        Raises `ConfigError` for a request that the engine cannot take.
+        """
+        ...
 
-    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores: ...
+    def so_far(self, request_id: int, begin: int = 0) -> Part:
+        """The tokens of a request in flight, from its `begin`-th on."""
+        ...
 
-    def step(self) -> list[tuple[int, Completion]]: ...
+    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
+        """The logprobs of a prompt's own tokens."""
+        ...
 
-    def abort(self, request_id: int) -> Completion | None: ...
+    def step(self) -> list[tuple[int, Completion]]:
+        """Compute one batch of tokens; returns the requests that it finished.
 
-    def stats(self) -> Any: ...
+        If it raises, every request in flight is dropped and the engine is ready for new ones.
+        """
+        ...
+
+    def abort(self, request_id: int) -> Completion | None:
+        """End one request now; returns its completion so far, or None if it is not in flight."""
+        ...
+
+    def stats(self) -> Any:
+        """Counts since the engine was created (`rlloop.rollout.engine.scheduler.EngineStats`)."""
+        ...
 
     def fingerprint(self) -> dict[str, Any]: ...
 
 
 class Listener(Protocol):
-    """Hears of one call in the engine's thread, between steps, so it must be quick. An error of its own ends the call.
+    """Receives the tokens of one call as they are sampled: in the engine's thread, between steps, so it must be quick.
 
-    `index` says which of the call's prompts.
+    `index` is that of the prompt in the call. An error of its own ends the call.
     """
 
     def scored(self, index: int, scores: PromptScores) -> None: ...
 
     def made(self, index: int, part: Part) -> int | None:
-        """The tokens that it has got since, all but the one that ends it. Returns None to go on; or how many of the
-        completion's tokens to keep: with these it ends, as if a stop token had come."""
+        """The completion's new tokens, without the stop token. Returns None to go on, or the number of the completion's
+        tokens to keep: it ends there, as if a stop token had come."""
         ...
 
     def finished(self, index: int, completion: Completion) -> None: ...
