@@ -251,13 +251,15 @@ class Advantages:
 
     name = "advantages"
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.checked = config, 0
-        rollout = config.rollout
-        self.estimate = advantages_for(config.algorithm, rollout.max_tokens, rollout.group_size)
+    def __init__(self, config: RunConfig, parts: Parts) -> None:
+        self.config, self.checked, self.obstacle = config, 0, parts.no_advantage
+        if config.algorithm.reward_kl_coef:
+            self.obstacle = "algorithm.reward_kl_coef takes the reference's KL from rewards"
+        if self.obstacle is None:
+            self.estimate = advantages_for(config.algorithm, config.rollout.max_tokens, config.rollout.group_size)
 
     def at(self, step: Rollouts) -> list[str]:
-        if self.config.algorithm.reward_kl_coef:
+        if self.obstacle is not None:
             return []
         accepted = sorted((row for row in step.rows if not row.rejected), key=lambda row: row.place)
         problems = [
@@ -288,9 +290,7 @@ class Advantages:
         return problems
 
     def found(self) -> str:
-        if self.config.algorithm.reward_kl_coef:
-            return "not recomputed: algorithm.reward_kl_coef takes the reference's KL from rewards"
-        return f"{self.checked} from the stored rewards"
+        return f"not recomputed: {self.obstacle}" if self.obstacle else f"{self.checked} from the stored rewards"
 
 
 class Aggregates:

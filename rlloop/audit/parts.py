@@ -25,6 +25,8 @@ class Parts:
     no_task: str | None = None
     reward: RewardRunner | None = None
     no_reward: str | None = None
+    no_advantage: str | None = None  # why the run's own estimator, if it has one, is not called
+    no_training: str | None = None  # the same of its loss, corrections and engine
     known: Vocabulary | None = None
     model: Path | None = None  # the weights that the run began with
     no_model: str | None = None
@@ -46,6 +48,15 @@ def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
         parts.no_task = parts.no_reward = parts.no_model = f"config.yaml is none of this version's: {run.built}"
         return parts
     config = run.built
+    algorithm, named = (
+        config.algorithm,
+        {"rollout.engine": config.rollout.engine, "algorithm.loss": config.algorithm.loss},
+    )
+    named |= {f"algorithm.correction.{name}": args for name, args in algorithm.correction.items()}
+    own = [_refused(value, key, run_code) for key, value in named.items() if is_target(value)]
+    parts.no_training = next((refusal for refusal in own if refusal), None)
+    if is_target(algorithm.advantage):
+        parts.no_advantage = _refused(algorithm.advantage, "algorithm.advantage", run_code)
     parts.no_model = _no_model(run, config.model.path)
     parts.no_task = parts.no_model if config.model.path is not None else None
     parts.no_task = parts.no_task or _refused(config.task, "task", run_code)
@@ -76,6 +87,11 @@ def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
             parts.no_reward = f"the reward cannot be made here: {error!r}"
     parts.known = _vocabulary(run, parts.model)
     return parts
+
+
+def is_target(value: object) -> bool:
+    """Whether a section that may hold a name, or a name's arguments, names code of its own."""
+    return isinstance(value, dict) and "_target_" in value
 
 
 def _refused(section: dict[str, Any], name: str, run_code: bool) -> str | None:

@@ -69,7 +69,7 @@ def _looks(run: History, parts: Parts, extent: Extent) -> list[Callable[[], Look
         looks.append(lambda: Orphaned(run))
     if not isinstance(config := run.built, str):
         looks += [
-            lambda: Requests(config, parts), lambda: Rewards(parts, extent.rewarded), lambda: Advantages(config)
+            lambda: Requests(config, parts), lambda: Rewards(parts, extent.rewarded), lambda: Advantages(config, parts)
         ]  # fmt: skip
     looks.append(Aggregates)
     if extent.rescored != 0:

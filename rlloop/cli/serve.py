@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rlloop.config.engine import EngineKind
 from rlloop.config.fleet import is_address
+from rlloop.config.rollout import EngineKind
 from rlloop.errors import ConfigError
 from rlloop.web.clients import async_client
 from rlloop.web.server import TOKEN_VARIABLE, Listen, is_loopback, read_token, serve
