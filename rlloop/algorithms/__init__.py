@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from rlloop.algorithms.terms import PolicyTerm, clipped_surrogate, finish, sequence_mean, sequence_sum, token_mean
 
 __all__ = [
-    "Correction",
     "Loss",
     "LossBatch",
     "LossOutput",
