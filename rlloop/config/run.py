@@ -84,6 +84,7 @@ class TrainerConfig:
     num_minibatches: int = limited(1, at_least(1))  # optimizer steps a rollout batch is split into, by whole groups
     balance_coef: float = limited(0.0, zero_or_more("off"))  # of the experts' load-balancing loss
     expert_bias_rate: float = limited(0.0, BELOW_ONE)  # step of the experts' biases towards even loads; 0: off
+    checkpoint_layers: str = "none"  # recomputed in the backward pass, which saves memory: none, all, every n-th
 
     def __post_init__(self) -> None:
         require(
@@ -91,7 +92,16 @@ class TrainerConfig:
             "two numbers, from 0 to below 1",
         )  # fmt: skip
         self.betas = (self.betas[0], self.betas[1])  # OmegaConf hands over a list
+        self.checkpoint_layers = str(self.checkpoint_layers)
+        good = self.checkpoint_layers in ("none", "all") or self.checkpoint_every > 0
+        require("trainer.checkpoint_layers", self.checkpoint_layers, good, "none, all, or a whole number n from 1 on")
         check_limits("trainer", self)
+
+    @property
+    def checkpoint_every(self) -> int:
+        """`checkpoint_layers` as a number: every n-th layer; 0: none."""
+        text = {"none": "0", "all": "1"}.get(self.checkpoint_layers, self.checkpoint_layers)
+        return int(text) if text.isdecimal() else 0
 
 
 @dataclass

@@ -61,7 +61,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
     lag = fleet.max_version_lag
     history = None
     if lag:
-        history = WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.routers, redraws=config.redraws)
+        history = WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.moe, redraws=config.redraws)
     key = load_or_make_key(folder.path / "signing_key" if fleet.signing_key is None else Path(fleet.signing_key))
     store = open_store(str(folder.path / "weights") if fleet.store is None else fleet.store)
     publisher = Publisher(store, key, run_id_of(folder.path), anchor_every=fleet.anchor_every)

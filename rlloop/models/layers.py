@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rlloop.models.routing_record import Routes
+from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.layout import AttentionLayout, Carried
 from rlloop.numerics.ops import Ops
 
@@ -38,7 +38,7 @@ class Step:
     layout: AttentionLayout
     cache: Cache | None
     ops: Ops
-    routes: Routes | None
+    routes: RoutingRecord | None
     selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: what its indexer found, [T, S] int64
 
 

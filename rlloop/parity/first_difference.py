@@ -142,7 +142,7 @@ def pairs(mine: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, Call]]:
 def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifference) -> Finding:
     """The first operation that differs on the way to `token` of `sample`, rerun alone."""
     made = sample.completion
-    ids = torch.tensor((made.prompt_ids + made.token_ids)[: token.position], device=trainer.head.device)
+    ids = torch.tensor((made.prompt_ids + made.token_ids)[: token.position], device=trainer.context.device)
     theirs, their_hidden = trace_whole(trainer, ids)
     ours, our_hidden = _trace_decode(engine, ids, len(made.prompt_ids))
 

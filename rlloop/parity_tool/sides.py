@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from rlloop.errors import ConfigError
-from rlloop.models import Model, Routes, load_model
+from rlloop.models import Model, RoutingRecord, load_model
 from rlloop.models.logits_processing import warp_for
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.profile import IMPLEMENTATIONS, SETTINGS, NumericsProfile
@@ -92,7 +92,7 @@ class Definition:
 
     def _score(self, sequence: Tokens) -> Scored:
         model, ids = self.model, torch.tensor(sequence.ids)
-        read, routes = ids[:-1], Routes()
+        read, routes = ids[:-1], RoutingRecord()
         positions = torch.arange(len(read))
         hidden = model.hidden(read, positions, AttentionLayout.of_sequences([len(read)]), routes=routes)
         warp = warp_for([sequence.sampling], sequence.made, model.eos_token_ids, counts=[len(read)])

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlloop.models import Model
+from rlloop.models.parameters import ParameterStore
 from rlloop.numerics.drift import DriftedOps
 from rlloop.numerics.fp8 import fits
 from rlloop.numerics.ops import ops_for
@@ -42,7 +43,7 @@ class DriftedSync:
         assert engine.model.profile.drift is not None
         self.drift: Drift = engine.model.profile.drift
         self._trained, self._engine, self._others = trained, engine, others
-        self._own = dict(engine.model.named_parameters())
+        self._own = {name: entry.live for name, entry in ParameterStore(engine.model).entries.items()}
         self._published: dict[int, dict[str, Tensor]] = {}  # the trainer's last weights, by version
 
     @torch.no_grad()
@@ -50,7 +51,7 @@ class DriftedSync:
         """Call with each version in turn; the same one again changes nothing. Version v is what samples step v + 1."""
         for other in self._others:
             other.set_version(version)
-        now = {name: weight.detach().clone() for name, weight in self._trained.named_parameters()}
+        now = ParameterStore(self._trained).snapshot()
         first, served = self.drift.from_step - 1, version
         drifting = version >= first
         model = self._engine.model

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from rlloop.errors import SyncError
 from rlloop.models import Model
-from rlloop.models.checkpoint_names import stored_state
-from rlloop.models.weights import HEAD
+from rlloop.models.parameters import ParameterStore
 from rlloop.sync.bits import UNSIGNED, Bits
 from rlloop.sync.target import Layout
 
@@ -67,11 +66,8 @@ def untie(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def named_weights(model: Model) -> dict[str, Tensor]:
-    """The parameters of rlloop's own model as checkpoints name them: experts one by one, as views into the tensor that
-    holds all of them; a tied head under its own name, too."""
-    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    named = stored_state(state, model.config.architecture)
-    return {**named, HEAD: model.head.detach()}
+    """The parameters of rlloop's own model as checkpoints name them: `ParameterStore.as_stored`."""
+    return ParameterStore(model).as_stored()
 
 
 class LiveTarget:

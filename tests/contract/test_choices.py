@@ -92,7 +92,7 @@ def test_replay_reaches_backward_and_recomputation(tmp_path: Path) -> None:
     for replay, recompute in ((False, False), (True, False), (True, True)):
         trainer = trainer_of(model)
         trainer.replay_experts(replay)
-        model.checkpoint_layers = recompute
+        model.checkpoint_layers = int(recompute)
         trainer.forward_backward(samples, LOSS)
         gradients.append({name: tensor.grad for name, tensor in trainer.masters.items() if tensor.grad is not None})
         assert (trainer.routing()["parity/router_different"] == 0) == replay

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlloop.models import Model, load_model
-from rlloop.models.routing_record import Routes
+from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.rollout.engine.engine import Engine
 from rlloop.rollout.engine.graphs import packed
@@ -33,7 +33,7 @@ class AtOnce:
             query_start=torch.arange(len(tokens) + 1), context=at, block_start=torch.from_numpy(pages),
             block_size=engine.page_size, contiguous=False,
         )  # fmt: skip
-        routes = None if engine._choices is None else Routes()
+        routes = None if engine._choices is None else RoutingRecord()
         hidden = engine.model.hidden(tokens, at, layout, engine._cache, routes=routes)
         if engine._choices is not None and routes is not None:
             engine._choices.write(engine._cache.slots, routes)

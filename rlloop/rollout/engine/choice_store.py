@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlloop.models import Model, Routes
+from rlloop.models import Model, RoutingRecord
 
 Choices = tuple[np.ndarray | None, np.ndarray | None]  # experts [tokens, layers, top_k], selections [tokens, layers]
 
@@ -34,10 +34,10 @@ class ChoiceStore:
     @classmethod
     def of(cls, model: Model, num_slots: int) -> ChoiceStore | None:
         """None for a model that chooses nothing."""
-        store = cls(model.route_shape(), model.indexed_layers(), num_slots, model.head.device)
+        store = cls(model.route_shape(), model.indexed_layers(), num_slots, model.context.device)
         return None if store.experts is None and store.selected is None else store
 
-    def write(self, slots: Tensor, routes: Routes) -> None:
+    def write(self, slots: Tensor, routes: RoutingRecord) -> None:
         for store, made in ((self.experts, routes.chosen()), (self.selected, routes.selected())):
             if store is not None and made is not None:
                 store.index_copy_(0, slots, made.to(store.dtype))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models.logits_processing import on_device, warp_for
-from rlloop.models.routing_record import Routes
+from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.scoring import likeliest, score_prompt
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.logprob import check_drawn
@@ -90,7 +90,7 @@ class Engine(EngineFrontEnd):
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._prefix_caching = prefix_caching and not model.recurrent
-        self._device = model.head.device
+        self._device = model.context.device
         spec, dtype = model.cache_spec(), model.head.dtype
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
@@ -238,7 +238,7 @@ class Engine(EngineFrontEnd):
             block_size=self.page_size,
             contiguous=False,
         )
-        routes = None if self._choices is None else Routes()
+        routes = None if self._choices is None else RoutingRecord()
         tokens, at = self._tensor(token_ids), self._tensor(positions)
         hidden = self.model.hidden(tokens, at, layout, self._cache, routes=routes)
         if self._choices is not None and routes is not None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlloop.models.routing_record import Routes
+from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.kv_cache import PagedCache
@@ -99,7 +99,7 @@ class DecodeGraphs:
             layout.context.copy_(positions)
             layout.block_start.copy_(inputs[:, PAGES:])
             self._cache.slots = slots
-            routes = None if self._choices is None else Routes()
+            routes = None if self._choices is None else RoutingRecord()
             tokens = tokens.clamp(min=0)  # -1: no token could be drawn, of which the host knows later
             hidden = self._model.hidden(tokens, positions, layout, self._cache, routes=routes)
             if self._choices is not None and routes is not None:

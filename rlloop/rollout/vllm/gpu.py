@@ -17,7 +17,7 @@ from vllm.device_allocator import get_mem_allocator_instance
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
-from rlloop.models import Model, Routes
+from rlloop.models import Model, RoutingRecord
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.graphs import LEAST_TOKENS, at_least, rounded
@@ -160,7 +160,7 @@ class StepGraphs:
 
         def work() -> Replayed:
             layout = AttentionLayout(start, positions, pages * size, size, contiguous=False)
-            routes, stores = None if self._choices is None else Routes(), PagedStores(self._stores, slots)
+            routes, stores = None if self._choices is None else RoutingRecord(), PagedStores(self._stores, slots)
             hidden = self._policy.hidden(tokens.clamp(min=0), positions, layout, stores, routes=routes)
             if self._choices is not None and routes is not None:
                 self._choices.write(slots, routes)

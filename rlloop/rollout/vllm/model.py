@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
-from rlloop.models import Routes
+from rlloop.models import RoutingRecord
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
 from rlloop.rollout.vllm.loading import policy_of
@@ -64,7 +64,7 @@ class RlloopForCausalLM(nn.Module):
             replayed = self.replayed = self._graphs().replay(input_ids[:count], positions[:count], step, self.rows())
             return replayed
         cache = PagedStores(self.stores, step.slots)
-        routes = None if self.choices is None else Routes()
+        routes = None if self.choices is None else RoutingRecord()
         tokens, positions = input_ids[:count].long().clamp(min=0), positions[:count].long()  # -1: none was drawn
         hidden = self.policy.hidden(tokens, positions, step.layout, cache, routes=routes)
         if self.choices is not None and routes is not None:

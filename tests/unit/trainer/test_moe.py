@@ -9,7 +9,7 @@ import torch
 from rlloop.algorithms import loss_for
 from rlloop.config.run import AlgorithmConfig, TrainerConfig
 from rlloop.errors import ConfigError
-from rlloop.models import Model, Routes, new_model
+from rlloop.models import Model, RoutingRecord, new_model
 from rlloop.trainer import Trainer
 from rlloop.trainer.batching import TrainSequence
 from rlloop.trainer.moe import sum_of_balance_losses
@@ -55,7 +55,7 @@ def trainer(model: Model, **settings: float) -> Trainer:
 def test_the_balance_loss_by_hand() -> None:
     """Two sequences of 2 and 1 tokens, 4 experts, 1 chosen."""
     scores = torch.tensor([[0.8, 0.2, 0.4, 0.6], [0.5, 0.5, 0.5, 0.5], [0.1, 0.3, 0.3, 0.3]])
-    routes, chosen = Routes(), torch.tensor([[0], [3], [1]])
+    routes, chosen = RoutingRecord(), torch.tensor([[0], [3], [1]])
     routes.record(0, chosen, scores)
     shares = scores / scores.sum(-1, keepdim=True)
     first = 4 / 2 * (shares[:2, 0].mean() + shares[:2, 3].mean())
@@ -80,7 +80,7 @@ def test_biases_follow_the_load_and_nothing_else_moves_them() -> None:
     model = new_model(CONFIG, seed=0)
     run = trainer(model, expert_bias_rate=0.01)
     run.forward_backward(batch(), SFT)
-    load = run.routers._load
+    load = run.moe._load
     assert load is not None
     assert int(load.sum()) == 2 * sum(len(each.token_ids) - 1 for each in batch())
     metrics = run.optim_step()
