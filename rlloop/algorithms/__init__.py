@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     )
     from rlloop.algorithms.batch import Loss, LossBatch, LossOutput
     from rlloop.algorithms.corrections import (
-        Correction,
         Weights,
         clip,
         corrected,
