@@ -26,6 +26,7 @@ from unittest import mock
 from rlloop.cli.main import COMMANDS
 from rlloop.config import numerics, run
 from rlloop.errors import ConfigError
+from rlloop.numerics.implementations import OPERATIONS
 from rlloop.numerics.profile import Drift, NumericsProfile
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -93,6 +94,10 @@ def _comments(kind: type) -> dict[str, str]:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 after = [at[line] for line in range(node.lineno, (node.end_lineno or node.lineno) + 1) if line in at]
                 found[node.target.id] = " ".join(after) or found.get(node.target.id, "")
+    if kind is numerics.ProfileConfig:
+        found |= {
+            knob: f"implementation of {', '.join(names)}" for knob, names in OPERATIONS.items() if not found.get(knob)
+        }
     return found
 
 
