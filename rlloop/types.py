@@ -76,6 +76,11 @@ class ModelInput:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def is_text(self) -> bool:
+        """True for text at positions 0, 1, 2, ..., which token ids alone describe."""
+        return self.positions is None and not self.contents
+
     def positions_at(self, begin: int, end: int) -> np.ndarray:
         """[n] or [axes, n] int64: positions of tokens `begin` to `end`, including tokens that follow the input."""
         if self.positions is None:
@@ -89,10 +94,13 @@ class ModelInput:
 
         A cache of keys and values must add the keys of all tokens before.
         """
-        if self.positions is None and not self.contents:
+        if self.is_text:
             return b""
         spans = [(each.start, each.end, each.digest) for each in self.contents if each.start < end and begin < each.end]
-        return repr((self.positions_at(begin, end).tolist(), spans)).encode()
+        positions = self.positions_at(begin, end)
+        if not spans and (positions == np.arange(begin, end)).all():
+            return b""
+        return repr((positions.tolist(), spans)).encode()
 
 
 def as_model_input(given: ModelInput | Sequence[int]) -> ModelInput:

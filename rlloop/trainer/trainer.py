@@ -169,8 +169,8 @@ class Trainer:
         """Clip, update the masters, and round them into the live parameters.
 
         Returns `loss/grad_norm` (before clipping), `trainer/lr`, `trainer/refused` (1 where the norm was not finite)
-        and metrics of the experts' loads. A refused step leaves weights and optimizer unchanged, drops the gradient, and
-        counts in the schedule. Raises `ConfigError` without a gradient.
+        and metrics of the experts' loads. A refused step leaves weights and optimizer unchanged, drops the gradient
+        and counts in the schedule. Raises `ConfigError` without a gradient.
         """
         if not self._has_gradient:
             raise ConfigError("optim_step has no gradient to apply; call forward_backward first")
