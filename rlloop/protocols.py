@@ -29,7 +29,7 @@ class Engine(Protocol):
         ...
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides the bits: library versions, instruction set, profile, dtype."""
+        """JSON values of everything that decides the bits: library versions, instruction set, profile, dtype."""
         ...
 
 
@@ -115,7 +115,7 @@ class Trainer(Protocol):
 
 
 class WeightSync(Protocol):
-    """Brings the trainer's weights to the engines and leaves them serving exactly `version`."""
+    """Brings the trainer's weights to the engines."""
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Called with nothing being sampled. Returns `sync/*` metrics; empty where nothing has to move."""
@@ -172,11 +172,11 @@ class Task(Protocol):
         ...
 
     def train_examples(self, step: int, count: int) -> list[Example]:
-        """The `step`-th batch of prompts, from 1: one a step, or more where dynamic sampling asks for further ones."""
+        """The `step`-th batch of prompts, from 1. A step uses one, or more if dynamic sampling needs more prompts."""
         ...
 
     def eval_examples(self, count: int) -> list[Example]:
-        """Exactly `count` held-out problems, the same at every call; they repeat where there are fewer."""
+        """Exactly `count` held-out problems, the same at every call, repeated if there are fewer."""
         ...
 
     def decode(self, token_ids: list[int]) -> str:
@@ -223,7 +223,7 @@ class SteppedEngine(Protocol):
         """Tokens that a prompt and its completion may have together."""
         ...
 
-    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
+    def add_request(self, prompt: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
         """Queue one prompt; returns the id under which `step` will hand out its completion.
 
         Raises `ConfigError` for a request that the engine cannot take.
@@ -234,7 +234,7 @@ class SteppedEngine(Protocol):
         """The tokens of a request in flight, from its `begin`-th on."""
         ...
 
-    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
+    def score(self, prompt: list[int], top_logprobs: int = 0) -> PromptScores:
         """The logprobs of a prompt's own tokens."""
         ...
 

@@ -12,7 +12,8 @@ from rlloop.loop.step_data import Untrained
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
 from rlloop.parity.regions import by_region
 from rlloop.protocols import Observer
-from rlloop.runs.folder import REPORT, RunFolder, rollout_rows
+from rlloop.runs.folder import REPORT, RunFolder
+from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Recomputed, Sample
 
 
