@@ -127,6 +127,9 @@ class Fleet:
         self.made, self.problems = 0, list[str]()
         events = list(read_records(run.path / "fleet.jsonl"))
         self.served = {(event["engine"], event["version"]) for event in events if event["event"] == "serving"}
+        self.engines = {engine for engine, _ in self.served}
+        if run.config.get("launch") == "ray":  # completions of actors do not name their engine
+            self.served |= {(None, version) for _, version in self.served}
         self.count = Counter(event["event"] for event in events)
 
     def at(self, step: Rollouts) -> list[str]:
@@ -139,7 +142,7 @@ class Fleet:
 
     def found(self) -> str:
         events = ", ".join(f"{number} {event}" for event, number in sorted(self.count.items()))
-        return f"{self.made} completions of {len({engine for engine, _ in self.served})} engines; {events}"
+        return f"{self.made} completions of {len(self.engines)} engines; {events}"
 
 
 class Orphaned:

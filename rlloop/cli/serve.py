@@ -315,7 +315,7 @@ def _trainer_options(options: argparse.ArgumentParser) -> None:
 
 def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.config.fleet import FleetConfig, FleetKind
-    from rlloop.launch.regions import open_router
+    from rlloop.launch.regions import open_pool
     from rlloop.rollout.fleet.external_trainer import Publishing
     from rlloop.rollout.fleet.trainer_server import trainer_app
     from rlloop.sync.manifest import load_or_make_key
@@ -337,9 +337,9 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
         _made(Path(given.store), f"--store {given.store}")
     store = open_store(given.store)
     publishing = Publishing(store, load_or_make_key(given.signing_key), given.run_id, given.anchor_every)
-    router = open_router(fleet, _print_event, token=listen.token, holder=given.run_id, term=publishing.term)
-    stack.callback(router.close)
-    app = trainer_app(store, router, publishing.squash, publishing.bound_to(router))
+    pool = open_pool(fleet, _print_event, token=listen.token, holder=given.run_id, term=publishing.term)
+    stack.callback(pool.close)
+    app = trainer_app(store, pool, publishing.squash, publishing.bound_to(pool))
     serve(app, listen, _announce("trainer"))
 
 

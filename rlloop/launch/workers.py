@@ -28,6 +28,7 @@ from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import Finding, TokenDifference
 from rlloop.protocols import InProcessEngine
 from rlloop.rollout import Engine, vllm
+from rlloop.study.drifted_ops import drifted_ops
 from rlloop.sync.bundle import Bundle, BundlePublisher, BundleReplica
 from rlloop.sync.live import LiveTarget, named_weights, tensors_of
 from rlloop.trainer import Trainer
@@ -63,7 +64,7 @@ def make_engine(
     model: Model, profile: ProfileConfig, rollout: RolloutConfig, drift: Drift | None = None
 ) -> InProcessEngine:
     """The engine that `rollout` names, over `model`'s own parameters, under `profile` and with the declared `drift`."""
-    sampled = model.with_profile(NumericsProfile(**vars(profile), drift=drift))
+    sampled = model.with_profile(NumericsProfile(**vars(profile), drift=drift), drifted_ops)
     settings = {name: getattr(rollout, name) for name in ENGINE_SETTINGS}
     if isinstance(rollout.engine, Mapping):
         engine = engine_factory(rollout.engine)(sampled, **settings)

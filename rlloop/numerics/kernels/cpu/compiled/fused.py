@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from rlloop.numerics.kernels.cpu.elementwise import get, mean_square, put, silu_times
-from rlloop.numerics.kernels.cpu.jit import flat, kernel, parallel_kernel, take, threads_for
-from rlloop.numerics.kernels.cpu.linear import FORWARD, NO, PACKED, YES, add_strip, finish, plan, room_for_sums
-from rlloop.numerics.simd import LANES, add, load, mul, splat, store, sub
+from rlloop.numerics.kernels.cpu.compiled.elementwise import get, mean_square, put, silu_times
+from rlloop.numerics.kernels.cpu.compiled.jit import flat, kernel, parallel_kernel, take, threads_for
+from rlloop.numerics.kernels.cpu.compiled.linear import FORWARD, NO, PACKED, YES, add_strip, finish, plan, room_for_sums
+from rlloop.numerics.kernels.cpu.compiled.simd import LANES, add, load, mul, splat, store, sub
 
-TOKENS = 8  # of a task of `_enter`
+TOKENS = 8  # of a task of `_cache_write`
 
 
 @parallel_kernel
@@ -44,8 +44,8 @@ def _three_products(
         task = take(counter)
 
 
-def three_linears(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    weights, (num_rows, width) = (first, second, third), x.shape
+def qkv_linear(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    weights, (num_rows, width) = (q_weight, k_weight, v_weight), x.shape
     one, other, last = (x.new_empty(num_rows, len(weight)) for weight in weights)
     columns = np.array([len(weight) for weight in weights])
     threads = threads_for(num_rows * int(columns.sum()) * width)
@@ -111,7 +111,7 @@ def _turned(x, at, weight, eps, normed, cos, sin, table, half, line, out, to):
 
 
 @parallel_kernel
-def _enter(
+def _cache_write(
     counter, q, k, v, q_weight, k_weight, eps, normed, positions, cos, sin, slots, out, keys, values, heads, groups,
     half,
 ):  # fmt: skip
@@ -129,14 +129,14 @@ def _enter(
         begin = take(counter) * TOKENS
 
 
-def enter(
+def qkv_cache_write(
     q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, positions: Tensor,
     cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
 ) -> Tensor:  # fmt: skip
     (tokens, heads, width), groups = q.shape, k.shape[1]
     out = q.new_empty(tokens, heads, width)
     weights = (flat(q if weight is None else weight) for weight in (q_weight, k_weight))
-    _enter(
+    _cache_write(
         threads_for(16 * tokens * (heads + groups) * width), *(flat(x.contiguous()) for x in (q, k, v)), *weights,
         np.float32(eps), q_weight is not None, flat(positions.contiguous()), flat(cos), flat(sin),
         flat(slots.contiguous()), flat(out), flat(keys.view(-1)), flat(values.view(-1)), heads, groups, width // 2,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.kernels.cpu.jit import inlined, kernel, parallel_kernel, take
-from rlloop.numerics.kernels.cpu.tiles import MAIN, add_products, pack_columns, pack_rows
-from rlloop.numerics.simd import LANES, add, load, load_part, store, store_part
+from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel, parallel_kernel, take
+from rlloop.numerics.kernels.cpu.compiled.simd import LANES, add, load, load_part, store, store_part
+from rlloop.numerics.kernels.cpu.compiled.tiles import MAIN, add_products, pack_columns, pack_rows
 
 PACKED = 256 * LANES  # numbers packed at a time, so that they stay in the nearest cache; sums wait there in float32
 FEW_ROWS = 3

@@ -1,30 +1,26 @@
 """`token_logprob` and `sample` by the contract: one distribution of a row, for the trainer and for the sampler.
 
-Logits are the float32 sums of `linear`, never rounded to a narrower type. `token_logprob` never holds more than
-`LOGITS_BYTES` of them: forward and backward go over the rows in chunks, and backward makes each chunk's logits again.
+Logits are the float32 sums of `linear`, never rounded to a narrower type. Kernels hold a bounded number of them:
+forward and backward go over the rows in chunks, and the backward makes each chunk's logits again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlloop.numerics.kernels.cpu import distribution
-from rlloop.numerics.kernels.cpu.contract import _operator, linear_out_float32, on_cuda, product_cpu
-from rlloop.numerics.kernels.cpu.jit import threads_for
+from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.layout import LogitsWarp
-
-LOGITS_BYTES = 64 * 2**20
-NOTHING, NO_IDS = np.empty(0, np.float32), np.empty(0, np.int64)
+from rlloop.numerics.operators.library import operator
+from rlloop.numerics.operators.products import linear_float32
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Logits of the vocabulary, the bits that `token_logprob` uses. hidden [T, K], weight [V, K] -> [T, V] float32."""
-    return linear_out_float32(hidden, weight)
+    return linear_float32(hidden, weight)
 
 
 def token_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
@@ -51,8 +47,10 @@ def token_redraw(
 
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:
-    # On a GPU, looking would mean waiting for it: there, a target that is no token has logprob NaN.
-    if len(targets) > 0 and not targets.is_cuda and not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
+    # Validating on a GPU would force a synchronisation: there, a target that is no token has logprob NaN.
+    if len(targets) == 0 or targets.device.type != "cpu":
+        return
+    if not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
         raise ValueError(
             f"targets run from {targets.min()} to {targets.max()}; they must be from 0 to {vocabulary - 1}"
         )
@@ -66,7 +64,7 @@ def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -
     the number that `random.uniform` gives for (seed, position).
     """
     ids, logprobs, raw_logprobs = _sample(logits, seeds, positions, *_dense(warp, logits.shape[1], seeds))
-    if not ids.is_cuda and (ids < 0).any():
+    if ids.device.type == "cpu" and (ids < 0).any():
         row = int((ids < 0).nonzero()[0])
         raise ValueError(
             f"row {row} of {len(ids)} holds no distribution to sample from: {int(logits[row].isnan().sum())} of its "
@@ -87,14 +85,7 @@ def check_drawn(ids: np.ndarray) -> None:
 
 def score_logits(logits: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
     """`token_logprob` of logits [T, V] float32 that were made elsewhere; without a gradient."""
-    dense = _dense(warp, logits.shape[1], targets)
-    if logits.is_cuda:
-        return on_cuda("score_logits")(logits, targets, *dense)
-    logprobs, entropies = torch.empty(len(targets)), torch.empty(len(targets))
-    given = (_array(targets), tuple(_array(x) for x in dense))
-    outs = logprobs.numpy(), entropies.numpy(), NOTHING, NO_IDS
-    distribution.score_rows(_threads(*logits.shape), _array(logits), *given, NO_IDS, NO_IDS, *outs)
-    return logprobs, entropies
+    return kernels_for(logits.device).score_logits(logits, targets, *_dense(warp, logits.shape[1], targets))
 
 
 def _dense(warp: LogitsWarp, vocabulary: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,44 +101,9 @@ def _dense(warp: LogitsWarp, vocabulary: int, like: Tensor) -> tuple[Tensor, Ten
     start, ids = warp.banned_start, warp.banned_ids
     if start is None or ids is None:
         return settings, like.new_zeros(len(like) + 1), like.new_empty(0)
-    if len(ids) > 0 and not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+    if len(ids) > 0 and ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError(f"banned ids run from {ids.min()} to {ids.max()}; they must be from 0 to {vocabulary - 1}")
     return settings, start, ids
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().contiguous().numpy()
-
-
-def _threads(rows: int, vocabulary: int) -> int:
-    return threads_for(64 * rows * vocabulary)
-
-
-def _chunks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, warp: tuple[Tensor, Tensor, Tensor]
-) -> Iterator[tuple[slice, tuple]]:
-    """(rows, their logits, targets and warps for the kernels), a bounded number of logits at a time."""
-    settings, start, ids = (_array(x) for x in warp)
-    step = max(1, LOGITS_BYTES // (4 * len(weight)))
-    for begin in range(0, len(hidden), step):
-        rows = slice(begin, min(begin + step, len(hidden)))
-        chunk = _array(linear_out_float32(hidden[rows], weight))
-        yield rows, (chunk, _array(targets[rows]), (settings[rows], start[begin : rows.stop + 1], ids))
-
-
-def _token_logprob_cpu(
-    hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
-    seeds: Tensor | None, positions: Tensor | None, raw: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(logprobs, entropies, raw logprobs if asked for, ids where there are seeds)"""
-    outs = _witnessed(hidden, seeds, raw)
-    seeds_of, positions_of = (NO_IDS if x is None else _array(x) for x in (seeds, positions))
-    for rows, inputs in _chunks(hidden, weight, targets, (settings, banned_start, banned_ids)):
-        threads = _threads(rows.stop - rows.start, len(weight))
-        distribution.score_rows(
-            threads, *inputs, seeds_of[rows], positions_of[rows], *(out[rows].numpy() for out in outs)
-        )
-    return outs
 
 
 def _witnessed(hidden: Tensor, seeds: Tensor | None, raw: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -156,40 +112,6 @@ def _witnessed(hidden: Tensor, seeds: Tensor | None, raw: bool) -> tuple[Tensor,
     logprobs, entropies = _floats(hidden, count, 2)
     (raws,) = _floats(hidden, count if raw else 0, 1)
     return logprobs, entropies, raws, hidden.new_empty(0 if seeds is None else count, dtype=torch.int64)
-
-
-def _token_logprob_backward_cpu(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    settings: Tensor,
-    banned_start: Tensor,
-    banned_ids: Tensor,
-    entropies: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropies: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden and weight. Products and the sum over rows are in float32, rounded once."""
-    grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-    for rows, inputs in _chunks(hidden, weight, targets, (settings, banned_start, banned_ids)):
-        given = (_array(x[rows]) for x in (entropies, grad_logprobs, grad_entropies))
-        distribution.score_rows_backward(_threads(rows.stop - rows.start, len(weight)), *inputs, *given)
-        grad_logits = torch.from_numpy(inputs[0])
-        grad_hidden[rows] = product_cpu(grad_logits, True, weight, False, hidden.dtype)
-        grad_weight += product_cpu(grad_logits, False, hidden[rows], False, torch.float32)
-    return grad_hidden, grad_weight.to(weight.dtype)
-
-
-def _sample_cpu(
-    logits: Tensor, seeds: Tensor, positions: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Id −1 where a row holds no distribution."""
-    ids, logprobs, raw_logprobs = torch.empty_like(seeds), torch.empty(len(seeds)), torch.empty(len(seeds))
-    warps = tuple(_array(x) for x in (settings, banned_start, banned_ids))
-    names = _array(seeds), _array(positions)
-    out = ids.numpy(), logprobs.numpy(), raw_logprobs.numpy()
-    distribution.sample_rows(_threads(*logits.shape), _array(logits), warps, *names, *out)
-    return ids, logprobs, raw_logprobs
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -206,22 +128,19 @@ def _floats(like: Tensor, count: int, copies: int) -> tuple[Tensor, ...]:
 
 
 WARP = "Tensor settings, Tensor banned_start, Tensor banned_ids"
-_token_logprob = _operator(
+_token_logprob = operator(
     f"token_logprob(Tensor hidden, Tensor weight, Tensor targets, {WARP}, Tensor? seeds, Tensor? positions, bool raw)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    _token_logprob_cpu,
     lambda hidden, *others: _witnessed(hidden, others[5], others[7]),
     _backward,
     _keep_for_backward,
 )
-_token_logprob_backward = _operator(
+_token_logprob_backward = operator(
     f"token_logprob_backward(Tensor hidden, Tensor weight, Tensor targets, {WARP}, Tensor entropies, "
     "Tensor grad_logprobs, Tensor grad_entropies) -> (Tensor, Tensor)",
-    _token_logprob_backward_cpu,
     lambda hidden, weight, *others: (torch.empty_like(hidden), torch.empty_like(weight)),
 )
-_sample = _operator(
+_sample = operator(
     f"sample(Tensor logits, Tensor seeds, Tensor positions, {WARP}) -> (Tensor, Tensor, Tensor)",
-    _sample_cpu,
     lambda logits, seeds, *others: (torch.empty_like(seeds), *_floats(logits, len(seeds), 2)),
 )

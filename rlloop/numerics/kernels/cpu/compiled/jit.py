@@ -24,7 +24,7 @@ from numba import njit, types
 from numba.core import cgutils
 
 from rlloop.numerics.folders import kernel_folder
-from rlloop.numerics.simd import intrinsic
+from rlloop.numerics.kernels.cpu.compiled.simd import intrinsic
 
 GRAIN = 1 << 20  # multiply-adds that are worth waking another thread for: it takes some 50 us to come
 
@@ -33,7 +33,7 @@ def _sources() -> str:
     # Numba compiles a cached kernel again when its own file changes, and not when one does that it calls into. So a
     # change to any of them leads to another cache.
     digest, folder = hashlib.sha256(), Path(__file__).parent
-    for file in (folder.parents[1] / "simd.py", folder.parents[1] / "random.py", *sorted(folder.glob("*.py"))):
+    for file in (folder.parents[2] / "random.py", *sorted(folder.glob("*.py"))):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -10,10 +10,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.kernels.cpu.attention import PLACES, TILE, padded
-from rlloop.numerics.kernels.cpu.jit import kernel, parallel_kernel, take
-from rlloop.numerics.kernels.cpu.tiles import add_products, narrow, pack_rows, widen
-from rlloop.numerics.simd import LANES, exp, fma, load, mul, reduce_sum, select_less, splat, store, sub
+from rlloop.numerics.kernels.cpu.compiled.attention import PLACES, TILE, padded
+from rlloop.numerics.kernels.cpu.compiled.jit import kernel, parallel_kernel, take
+from rlloop.numerics.kernels.cpu.compiled.simd import (
+    LANES,
+    exp,
+    fma,
+    load,
+    mul,
+    reduce_sum,
+    select_less,
+    splat,
+    store,
+    sub,
+)
+from rlloop.numerics.kernels.cpu.compiled.tiles import add_products, narrow, pack_rows, widen
 
 BLOCK = 64  # queries (a token's heads that share a key-value head count each) that meet a tile at a time
 

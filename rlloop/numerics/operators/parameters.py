@@ -1,7 +1,7 @@
-"""Parameters that PyTorch's own operations hand to every token, with gradients that sum over tokens as products do.
+"""Parameters that every token reads through PyTorch's own operations. Their gradients sum over tokens as products do.
 
-PyTorch's own sums over tokens are long chains, in bfloat16 where the parameter is, and some depend on threads. On other
-devices, and in float64, they stay.
+On a CPU, PyTorch's own sums over tokens are long chains, in bfloat16 where the parameter is, and some depend on
+threads. In float64 they stay.
 """
 
 from __future__ import annotations
@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlloop.numerics.kernels.cpu.contract import sum_of_rows
-from rlloop.numerics.kernels.cpu.mixture import rows_by_rows
-
-
-def _stays(x: Tensor) -> bool:
-    return x.is_cuda or x.dtype == torch.float64
+from rlloop.numerics.kernels import kernels_for
 
 
 class _EachRow(torch.autograd.Function):
@@ -27,7 +22,8 @@ class _EachRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        return grad.sum(0) if _stays(grad) else sum_of_rows(grad).to(grad.dtype), None
+        total = grad.sum(0) if grad.dtype == torch.float64 else kernels_for(grad.device).sum_of_rows(grad)
+        return total.to(grad.dtype), None
 
 
 def each_row(weight: Tensor, rows: int) -> Tensor:
@@ -39,21 +35,17 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.shape = weight.shape
+        ctx.vocabulary = len(weight)
         return torch.nn.functional.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,), (grad,) = ctx.saved_tensors, grads
-        order = tokens.argsort(stable=True)
-        ids, counts = tokens[order].unique_consecutive(return_counts=True)
-        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        sums = rows_by_rows(torch.ones(len(grad), 1), grad[order], offsets.numpy(), grad.dtype)[:, 0]
-        return None, grad.new_zeros(ctx.shape).index_copy_(0, ids, sums)
+        return None, kernels_for(grad.device).embedding_backward(grad, tokens, ctx.vocabulary)
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """Rows of the weight. [T] int64, [V, D] -> [T, D]."""
-    if _stays(weight):
+    if weight.dtype == torch.float64:
         return torch.nn.functional.embedding(tokens, weight)
     return _Embedding.apply(tokens, weight)

@@ -9,11 +9,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.kernels.cpu.attention import MINUS_INFINITY, TILE, _tile, begin_part, join, padded
-from rlloop.numerics.kernels.cpu.attention_backward import BLOCK, _add_to_keys, _dot, _masses_and_slopes
-from rlloop.numerics.kernels.cpu.jit import kernel, parallel_kernel, take
-from rlloop.numerics.kernels.cpu.tiles import add_products, narrow, pack_rows, widen
-from rlloop.numerics.simd import LANES, add, div, fma, load, mul, reduce_sum, select_less, splat, store
+from rlloop.numerics.kernels.cpu.compiled.attention import MINUS_INFINITY, TILE, _tile, begin_part, join, padded
+from rlloop.numerics.kernels.cpu.compiled.attention_backward import BLOCK, _add_to_keys, _dot, _masses_and_slopes
+from rlloop.numerics.kernels.cpu.compiled.jit import kernel, parallel_kernel, take
+from rlloop.numerics.kernels.cpu.compiled.simd import (
+    LANES,
+    add,
+    div,
+    fma,
+    load,
+    mul,
+    reduce_sum,
+    select_less,
+    splat,
+    store,
+)
+from rlloop.numerics.kernels.cpu.compiled.tiles import add_products, narrow, pack_rows, widen
 
 QUERIES = 16  # of a task of the indexer: they share the packing of the keys
 ZERO = np.float32(0)

@@ -8,14 +8,13 @@ import torch
 from rlloop.config.numerics import DriftConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.compose import build, compose_recipe
-from rlloop.models import Model, new_model
-from rlloop.numerics import fp8
-from rlloop.numerics.drift import DriftedOps
-from rlloop.numerics.layout import AttentionLayout, Reach
+from rlloop.numerics.layout import AttentionLayout, AttentionMask
 from rlloop.numerics.profile import Drift, NumericsProfile
-from rlloop.numerics.quantize import e4m3_rows, quantized, rounded_activation
 from rlloop.numerics.stock import attention, by_expert, padded_attention
-from tests.support.drifted_pair import CONFIG, EMBEDDING, LINEAR, NORM, Pair
+from rlloop.study import drifted, fp8
+from rlloop.study.drifted_ops import DriftedOps
+from rlloop.study.quantize import e4m3_rows, quantized, rounded_activation
+from tests.support.drifted_pair import EMBEDDING, LINEAR, NORM, Pair
 
 FP8: dict[str, Any] = {"weights": "fp8", "granularity": "channel", "activations": "fp8", "products": "fp8"}
 
@@ -62,10 +61,10 @@ def test_padded_attention_is_the_loop_over_sequences(window):
     pages = torch.tensor([[0, 8], [16, 999], [40, 32]])  # the second sequence has no second page
     layout = AttentionLayout(starts, contexts, pages, block_size=8, contiguous=False)
     q, k, v = torch.randn(8, 4, 16), torch.randn(48, 2, 16), torch.randn(48, 2, 16)
-    expected = attention(q, k, v, layout, 0.3, Reach(window=window))
+    expected = attention(q, k, v, layout, 0.3, AttentionMask(window=window))
     torch.testing.assert_close(padded_attention(q, k, v, layout, 0.3, window), expected)
     single = AttentionLayout(torch.arange(4), contexts, pages, block_size=8, contiguous=False)
-    expected = attention(q[:3], k, v, single, 0.3, Reach(window=window))
+    expected = attention(q[:3], k, v, single, 0.3, AttentionMask(window=window))
     torch.testing.assert_close(padded_attention(q[:3], k, v, single, 0.3, window), expected)
 
 
@@ -79,7 +78,7 @@ def test_an_fp8_cache_rounds_what_it_keeps_and_fp4_activations_what_enters_a_lin
 
 def test_a_cpu_refuses_fp8_kernels():
     with pytest.raises(ConfigError, match="products=fp8, kernels of a GPU"):
-        new_model(CONFIG, 0).with_profile(NumericsProfile(drift=Drift(**FP8)))
+        Pair(**FP8)
     with pytest.raises(ConfigError, match="products=fp8 calls kernels of a GPU"):  # before a warm start begins
         build(compose_recipe("countdown/collapse_gpu", ["arm=fp8_kernels", "device=cpu"]))
 
@@ -93,7 +92,7 @@ def test_fp8_products_need_fp8_operands():
 
 
 def test_the_sync_narrows_linear_weights_at_each_version(monkeypatch):
-    monkeypatch.setattr(Model, "check_profile", lambda *_: None)  # a CPU has the dense product, if a slow one
+    monkeypatch.setattr(drifted, "check_drift", lambda *_: None)  # a CPU has the dense product, if a slow one
     pair = Pair(**FP8)
     parameters = dict(pair.engine.model.named_parameters())
     for version in range(2):

@@ -6,16 +6,24 @@ Each operation runs by its own contract; what differs is what is stored between 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rlloop.numerics import fp8
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
-from rlloop.numerics.ops import Ops
+from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.profile import NumericsProfile
-from rlloop.numerics.quantize import e4m3, e4m3_rows, rounded_activation
 from rlloop.numerics.routing import Clamped
+from rlloop.study import fp8
+from rlloop.study.quantize import e4m3, e4m3_rows, rounded_activation
+
+
+@functools.cache
+def drifted_ops(profile: NumericsProfile) -> Ops:
+    """The operations of a profile, drifted where it declares a drift."""
+    return ops_for(profile) if profile.drift is None else DriftedOps(profile)
 
 
 class DriftedOps(Ops):
@@ -38,6 +46,10 @@ class DriftedOps(Ops):
         kept = self._fp8[weight]
         kept.values.copy_(values)
         kept.scale.copy_(scale)
+
+    @property
+    def fuses(self) -> bool:
+        return False  # what lies between two operations is what drifts
 
     def _entering(self, x: Tensor) -> Tensor:
         return rounded_activation(x, self._activations) if self._activations in ("fp8", "fp4") else x

@@ -1,7 +1,4 @@
-"""For CUDA tensors, the operators of `rlloop.numerics.kernels.cpu.contract` and `rlloop.numerics.logprob`, by name.
-
-Forwards keep the contract. Backwards repeat themselves from run to run, and use cuBLAS.
-"""
+"""Logprobs, their gradients and draws of CUDA tensors, a bounded number of logits at a time."""
 
 from __future__ import annotations
 
@@ -11,73 +8,11 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton import linear as products
-from rlloop.numerics.kernels.triton.attention import attention
-from rlloop.numerics.kernels.triton.attention_backward import attention_backward
 from rlloop.numerics.kernels.triton.distribution import Rows, Warp
-from rlloop.numerics.kernels.triton.elementwise import rms_norm, rms_norm_backward, rope, silu_mul, silu_mul_backward
-from rlloop.numerics.kernels.triton.grouped import product as grouped_product
-from rlloop.numerics.kernels.triton.grouped import weight_gradient as grouped_weight_gradient
-from rlloop.numerics.kernels.triton.launch import aligned, strict_products
-from rlloop.numerics.kernels.triton.multi_linear import gated_linear, three_linears
-from rlloop.numerics.kernels.triton.qkv_cache_write import enter
-from rlloop.numerics.kernels.triton.routing import combine, combine_backward, route
-from rlloop.numerics.kernels.triton.sorting import groups_of
-from rlloop.numerics.kernels.triton.sparse import sparse_attention, sparse_attention_backward
-
-__all__ = [
-    "attention",
-    "attention_backward",
-    "combine",
-    "combine_backward",
-    "enter",
-    "gated_linear",
-    "grouped_linear",
-    "grouped_rows_gradient",
-    "grouped_weight_gradient",
-    "linear",
-    "linear_float32",
-    "product",
-    "rms_norm",
-    "rms_norm_backward",
-    "rope",
-    "route",
-    "sample",
-    "score_logits",
-    "silu_mul",
-    "silu_mul_backward",
-    "sparse_attention",
-    "sparse_attention_backward",
-    "three_linears",
-    "token_logprob",
-    "token_logprob_backward",
-]
+from rlloop.numerics.kernels.triton.launch import aligned
 
 LOGITS_ROWS = 2048  # at a time at most, in whole steps of what cuBLAS gets
 LOGITS_BYTES = 2 << 30
-
-strict_products()
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return products.product(x, weight, bias, x.dtype)
-
-
-def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    return products.product(x, weight, None, torch.float32)
-
-
-def product(rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype) -> Tensor:
-    """By cuBLAS, in the type of `lanes`, with float32 sums: for gradients."""
-    left, right = rows if by_row else rows.T, lanes.T if lanes_by_row else lanes
-    left = left.to(right.dtype)
-    return torch.mm(left, right) if dtype == right.dtype else torch.mm(left, right, out_dtype=dtype)
-
-
-def grouped_linear(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
-    return grouped_product(rows, weight, groups_of(offsets, len(rows), rows.dtype), len(rows), by_row=by_row)
-
-
-grouped_rows_gradient = grouped_linear
 
 
 def _chunks(
@@ -89,7 +24,12 @@ def _chunks(
     warp, hidden = Warp.of(settings, banned_start, banned_ids), aligned(hidden)
     for begin in range(0, len(hidden), step):
         rows = slice(begin, min(begin + step, len(hidden)))
-        yield rows, Rows(linear_float32(hidden[rows], weight), warp.rows(rows.start, rows.stop), raw=raw)
+        yield (
+            rows,
+            Rows(
+                products.product(hidden[rows], weight, None, torch.float32), warp.rows(rows.start, rows.stop), raw=raw
+            ),
+        )
 
 
 def token_logprob(
@@ -117,7 +57,7 @@ def token_logprob_backward(
         given = (targets[rows], entropies[rows], grad_logprobs[rows], grad_entropies[rows])
         grad_logits = measured.gradient(*given, hidden.dtype)
         grad_hidden[rows] = torch.mm(grad_logits, weight)
-        grad_weight += product(grad_logits, False, hidden[rows], False, torch.float32)
+        grad_weight += products.gradient(grad_logits, False, hidden[rows], False, torch.float32)
     return grad_hidden, grad_weight.to(weight.dtype)
 
 

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from rlloop.numerics.drift import DriftedOps
 from rlloop.numerics.layout import LogitsWarp
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import WEIGHT_TYPES, Drift, NumericsProfile
-from rlloop.numerics.quantize import quantized, rounded_activation
+from rlloop.study.drifted_ops import DriftedOps, drifted_ops
+from rlloop.study.quantize import quantized, rounded_activation
 
 
 def rows(*values: list[float]) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_activations_are_bf16_or_fp8_by_token():
 
 
 def ops(**drift) -> DriftedOps:
-    made = ops_for(NumericsProfile(drift=Drift(**drift)))
+    made = drifted_ops(NumericsProfile(drift=Drift(**drift)))
     assert isinstance(made, DriftedOps)
     return made
 

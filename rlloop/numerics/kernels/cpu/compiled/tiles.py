@@ -14,8 +14,8 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 
-from rlloop.numerics.kernels.cpu.jit import inlined, kernel, stay_apart
-from rlloop.numerics.simd import (
+from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel, stay_apart
+from rlloop.numerics.kernels.cpu.compiled.simd import (
     LANES,
     emit_load_part,
     emit_splat,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.kernels.cpu.jit import kernel, parallel_kernel, take
-from rlloop.numerics.kernels.cpu.linear import NO, PACKED, add_strip, finish, room_for_sums
-from rlloop.numerics.kernels.cpu.tiles import MAIN
-from rlloop.numerics.simd import LANES
+from rlloop.numerics.kernels.cpu.compiled.jit import kernel, parallel_kernel, take
+from rlloop.numerics.kernels.cpu.compiled.linear import NO, PACKED, add_strip, finish, room_for_sums
+from rlloop.numerics.kernels.cpu.compiled.simd import LANES
+from rlloop.numerics.kernels.cpu.compiled.tiles import MAIN
 
 
 @kernel

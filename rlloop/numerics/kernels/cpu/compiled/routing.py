@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.kernels.cpu.elementwise import get, put
-from rlloop.numerics.kernels.cpu.jit import kernel, parallel_kernel, take
-from rlloop.numerics.simd import LANES, add, div, exp, fma, load, mul, reduce_sum, splat, store, sub
+from rlloop.numerics.kernels.cpu.compiled.elementwise import get, put
+from rlloop.numerics.kernels.cpu.compiled.jit import kernel, parallel_kernel, take
+from rlloop.numerics.kernels.cpu.compiled.simd import (
+    LANES,
+    add,
+    div,
+    exp,
+    fma,
+    load,
+    mul,
+    reduce_sum,
+    splat,
+    store,
+    sub,
+)
 
 ROWS = 16  # tokens of a task
 ZERO, ONE = np.float32(0), np.float32(1)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlloop.numerics import stock
-from rlloop.numerics.quantize import e4m3_rows
+from rlloop.study.quantize import e4m3_rows
 
 ALIGNED = 16  # inputs and outputs come in multiples of so many
 
