@@ -23,8 +23,14 @@ from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 from rlloop.cli.main import COMMANDS
-from rlloop.config import run
+from rlloop.config import numerics, run
+from rlloop.numerics.profile import DRIFTS, Drift, NumericsProfile, choices
 
+DECLARED = {
+    numerics.ProfileConfig: NumericsProfile,
+    numerics.RolloutProfile: NumericsProfile,
+    numerics.DriftConfig: Drift,
+}
 DOCS = Path(__file__).parents[1] / "docs"
 
 CONFIGURATION = """\
@@ -51,7 +57,7 @@ def configuration() -> str:
 
 def _section(prefix: str, kind: type) -> Iterator[str]:
     """A table of the section's own keys, then its sections, each under a heading."""
-    hints, comments, allowed = get_type_hints(kind), _comments(kind), _allowed(kind)
+    hints, comments, allowed = get_type_hints(kind), _comments(DECLARED.get(kind, kind)), _allowed(kind)
     nested = [field for field in dataclasses.fields(kind) if dataclasses.is_dataclass(hints[field.name])]
     plain = [field for field in dataclasses.fields(kind) if field not in nested]
     if plain:
@@ -87,6 +93,11 @@ def _allowed(kind: type) -> dict[str, str]:
     (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind))).body
     limits = {field.name: field.metadata.get("limit") for field in dataclasses.fields(kind)}
     found = {name: limit.says for name, limit in limits.items() if limit is not None}
+    if DECLARED.get(kind) is NumericsProfile:
+        null = "null (as the model), " if kind is numerics.RolloutProfile else ""
+        found |= {knob: null + choices(knob) for knob in limits}
+    if DECLARED.get(kind) is Drift:
+        found |= {name: ", ".join(values) for name, values in DRIFTS.items()}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("require", "_check"):
             key, text = node.args[0], node.args[-1]
