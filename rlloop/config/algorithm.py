@@ -35,9 +35,7 @@ class AlgorithmConfig:
     loss_args: dict[str, Any] = field(default_factory=dict)  # of a loss by name
     advantage_args: dict[str, Any] = field(default_factory=dict)  # of an advantage by name
     anchor: Anchor = Anchor.trainer  # whose logprobs the policy ratio divides by: the trainer's own, or the engine's
-    correction: dict[str, Any] = field(
-        default_factory=dict
-    )  # name -> arguments, or _target_ and arguments; they multiply
+    correction: dict[str, Any] = field(default_factory=dict)  # name -> its arguments; the factors of several multiply
     dynamic_sampling: bool = False  # do not train on groups whose rewards are all equal
     max_refills: int = limited(0, zero_or_more("none"))  # with it: further batches of prompts that a step may sample
     reward_kl_coef: float = limited(0.0, zero_or_more("off"))  # of KL(policy ‖ reference), taken from each reward
