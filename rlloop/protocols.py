@@ -28,6 +28,18 @@ class Engine(Protocol):
         ...
 
 
+class InProcessEngine(Engine, Protocol):
+    """An engine in the trainer's process, over the trainer's own parameters: what `rollout.engine._target_` makes.
+
+    `close()`, where it has one, is called at the end of the run. Under `parity.mode=require` its `fingerprint` must be
+    the trainer's (`model.fingerprint()`, of an engine that runs the model it was given).
+    """
+
+    def set_version(self, version: int) -> None:
+        """The parameters, changed in place, are those of `version` now: forget what was computed with earlier ones."""
+        ...
+
+
 @runtime_checkable
 class SubmittingEngine(Protocol):
     """An engine that takes prompts one by one, while others are on their way, and computes by itself.
@@ -187,11 +199,11 @@ class SteppedEngine(Protocol):
     @property
     def longest(self) -> int: ...
 
-    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int: ...
+    def add_request(self, prompt: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int: ...
 
     def so_far(self, request_id: int, begin: int = 0) -> Part: ...
 
-    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores: ...
+    def score(self, prompt: list[int], top_logprobs: int = 0) -> PromptScores: ...
 
     def step(self) -> list[tuple[int, Completion]]: ...
 

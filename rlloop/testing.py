@@ -54,8 +54,8 @@ def planted_fault(op: str) -> Iterator[None]:
 
     make_engine = launch.make_engine
 
-    def faulty(*args: Any) -> Engine | VllmEngine:
-        engine = make_engine(*args)
+    def faulty(*args: Any) -> Any:
+        engine: Any = make_engine(*args)
         plant_fault(engine, op)
         return engine
 

@@ -129,6 +129,9 @@ class Fleet:
         self.completions = 0
         events = list(read_records(run.path / "fleet.jsonl"))
         self.served = {(event["engine"], event["version"]) for event in events if event["event"] == "serving"}
+        self.engines = {engine for engine, _ in self.served}
+        if run.config.get("launch") == "ray":  # completions of actors do not name their engine
+            self.served |= {(None, version) for _, version in self.served}
         self.count = Counter(event["event"] for event in events)
 
     def check(self, step: Rollouts) -> list[str]:
@@ -141,7 +144,7 @@ class Fleet:
 
     def summary(self) -> str:
         events = ", ".join(f"{number} {event}" for event, number in sorted(self.count.items()))
-        return f"{self.completions} completions of {len({engine for engine, _ in self.served})} engines; {events}"
+        return f"{self.completions} completions of {len(self.engines)} engines; {events}"
 
 
 class Orphaned:
@@ -260,13 +263,15 @@ class Advantages:
 
     name = "advantages"
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.checked = config, 0
-        rollout = config.rollout
-        self.estimate = advantages_for(config.algorithm, rollout.max_tokens, rollout.group_size)
+    def __init__(self, config: RunConfig, parts: Parts) -> None:
+        self.config, self.checked, self.obstacle = config, 0, parts.no_advantage
+        if config.algorithm.reward_kl_coef:
+            self.obstacle = "algorithm.reward_kl_coef takes the reference's KL from rewards"
+        if self.obstacle is None:
+            self.estimate = advantages_for(config.algorithm, config.rollout.max_tokens, config.rollout.group_size)
 
     def check(self, step: Rollouts) -> list[str]:
-        if self.config.algorithm.reward_kl_coef:
+        if self.obstacle is not None:
             return []
         accepted = sorted((row for row in step.rows if not row.rejected), key=lambda row: row.position)
         problems = [
@@ -297,9 +302,7 @@ class Advantages:
         return problems
 
     def summary(self) -> str:
-        if self.config.algorithm.reward_kl_coef:
-            return "not recomputed: algorithm.reward_kl_coef takes the reference's KL from rewards"
-        return f"{self.checked} from the stored rewards"
+        return f"not recomputed: {self.obstacle}" if self.obstacle else f"{self.checked} from the stored rewards"
 
 
 class Aggregates:

@@ -28,6 +28,8 @@ class Parts:
     no_task: str | None = None
     reward: RewardRunner | None = None
     no_reward: str | None = None
+    no_advantage: str | None = None  # reason not to call the run's own estimator, if it has one
+    no_training: str | None = None  # the same for its loss, corrections and engine
     vocabulary: Vocabulary | None = None
     model: Path | None = None  # folder of the weights that the run began with
     no_model: str | None = None
@@ -52,6 +54,13 @@ def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
         parts.no_task = parts.no_reward = parts.no_model = f"this version cannot take config.yaml: {run.built}"
         return parts
     config = run.built
+    algorithm = config.algorithm
+    named = {"rollout.engine": config.rollout.engine, "algorithm.loss": algorithm.loss}
+    named |= {f"algorithm.correction.{name}": args for name, args in algorithm.correction.items()}
+    own = [_refused(value, key, run_code) for key, value in named.items() if is_target(value)]
+    parts.no_training = next((refusal for refusal in own if refusal), None)
+    if is_target(algorithm.advantage):
+        parts.no_advantage = _refused(algorithm.advantage, "algorithm.advantage", run_code)
     parts.no_model = _no_model(run, config.model.path)
     parts.no_task = parts.no_model if config.model.path is not None else None
     parts.no_task = parts.no_task or _refused(config.task, "task", run_code)
@@ -82,6 +91,11 @@ def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
             parts.no_reward = f"the reward cannot be built here: {error!r}"
     parts.vocabulary = _vocabulary(run, parts.model)
     return parts
+
+
+def is_target(value: object) -> bool:
+    """True if a section that may hold a name, or a name's arguments, holds a `_target_`."""
+    return isinstance(value, dict) and "_target_" in value
 
 
 def _refused(section: dict[str, Any], name: str, run_code: bool) -> str | None:

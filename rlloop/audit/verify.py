@@ -77,7 +77,7 @@ def _makers(run: History, parts: Parts, extent: Extent) -> list[Callable[[], Com
         makers.append(lambda: Orphaned(run))
     if not isinstance(config := run.built, str):
         makers += [
-            lambda: Requests(config, parts), lambda: Rewards(parts, extent.rewarded), lambda: Advantages(config)
+            lambda: Requests(config, parts), lambda: Rewards(parts, extent.rewarded), lambda: Advantages(config, parts)
         ]  # fmt: skip
     makers.append(Aggregates)
     if extent.rescored != 0:

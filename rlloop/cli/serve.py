@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from rlloop.cli.serve_options import parse
-from rlloop.config.engine import EngineKind
 from rlloop.config.fleet import is_address
+from rlloop.config.rollout import EngineKind
 from rlloop.errors import ConfigError
 from rlloop.web.clients import async_client
 from rlloop.web.server import Listen, is_loopback, read_token, serve
@@ -226,7 +226,7 @@ def _relay(given: argparse.Namespace, stack: ExitStack) -> None:
 
 def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.config.fleet import FleetConfig, FleetKind
-    from rlloop.launch.regions import open_router
+    from rlloop.launch.regions import open_pool
     from rlloop.rollout.fleet.external_trainer import Publishing
     from rlloop.rollout.fleet.trainer_server import trainer_app
     from rlloop.sync.manifest import load_or_make_key
@@ -248,9 +248,9 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
         _create_folder(Path(given.store), f"--store {given.store}")
     store = open_store(given.store)
     publishing = Publishing(store, load_or_make_key(given.signing_key), given.run_id, given.anchor_every)
-    router = open_router(fleet, _print_event, token=listen.token, holder=given.run_id, term=publishing.term)
-    stack.callback(router.close)
-    app = trainer_app(store, router, publishing.squash, publishing.bound_to(router))
+    pool = open_pool(fleet, _print_event, token=listen.token, holder=given.run_id, term=publishing.term)
+    stack.callback(pool.close)
+    app = trainer_app(store, pool, publishing.squash, publishing.bound_to(pool))
     serve(app, listen, _announce("trainer"))
 
 

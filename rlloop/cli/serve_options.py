@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlloop.config.engine import EngineKind
+from rlloop.config.rollout import EngineKind
 from rlloop.web.server import TOKEN_VARIABLE
 
 DESCRIPTION = """\

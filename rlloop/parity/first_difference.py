@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlloop.models import Model
 from rlloop.models.logits_processing import warp_for
-from rlloop.numerics.layout import AttentionLayout, Carried
+from rlloop.numerics.layout import AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.monitor import Finding, TokenDifference
@@ -122,8 +122,8 @@ class FlatCache:
             self._stores[layer][name][self.start : self.start + len(rows)] = rows
         return tuple(self._stores[layer][name] for name in tensors)
 
-    def carried(self, layer: int, name: str) -> Carried:
-        return Carried(self._states[layer][name], self._row)
+    def carried(self, layer: int, name: str) -> RecurrentState:
+        return RecurrentState(self._states[layer][name], self._row)
 
 
 def pairs(mine: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, Call]]:

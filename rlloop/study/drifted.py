@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlloop.errors import ConfigError
 from rlloop.models import Model
 from rlloop.models.parameters import ParameterStore
-from rlloop.numerics.drift import DriftedOps
-from rlloop.numerics.fp8 import fits
-from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import Drift
-from rlloop.numerics.quantize import quantized
+from rlloop.study.drifted_ops import DriftedOps, drifted_ops
+from rlloop.study.fp8 import fits
+from rlloop.study.quantize import quantized
 from rlloop.sync.colocated import Versioned
 
 FILE = "drifted_sync.safetensors"
@@ -42,6 +42,7 @@ class DriftedSync:
     def __init__(self, trained: Model, engine: ModelEngine, *others: Versioned) -> None:
         assert engine.model.profile.drift is not None
         self.drift: Drift = engine.model.profile.drift
+        check_drift(self.drift, trained.device)
         self._trained, self._engine, self._others = trained, engine, others
         self._own = {name: entry.live for name, entry in ParameterStore(engine.model).entries.items()}
         self._published: dict[int, dict[str, Tensor]] = {}  # the trainer's last weights, by version
@@ -56,7 +57,7 @@ class DriftedSync:
         first, served = self.drift.from_step - 1, version
         drifting = version >= first
         model = self._engine.model
-        model.ops = ops_for(model.profile if drifting else dataclasses.replace(model.profile, drift=None))
+        model.ops = drifted_ops(model.profile if drifting else dataclasses.replace(model.profile, drift=None))
         if drifting and self.drift.lossy_sync and version > first:
             self._add(now, self._published[max(self._published)])
         else:
@@ -110,6 +111,15 @@ class DriftedSync:
         apart = torch.stack([(own - now[name]).double().square().sum() for name, own in self._own.items()]).sum()
         whole = torch.stack([weight.double().square().sum() for weight in now.values()]).sum()
         return float((apart / whole).sqrt())  # one synchronisation with the device, not one for each weight
+
+
+def check_drift(drift: Drift, device: torch.device) -> None:
+    """Raises `ConfigError` for a drift that a model on this device cannot have."""
+    if drift.products == "fp8" and device.type != "cuda":
+        raise ConfigError(
+            "the drift has products=fp8, kernels of a GPU; leave it at none (the same roundings, and the profile's "
+            f"products), or use device=cuda in place of {device.type}"
+        )
 
 
 def _kept(name: str, weight: Tensor) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.kernels.cpu.jit import kernel
+from rlloop.numerics.kernels.cpu.compiled.jit import kernel
 from rlloop.sync.adaptive import BITS, CONTEXTS, FIRST, LARGER, MOST, NEIGHBOURS, ONE, RATES, SURE, UNARY
 from rlloop.sync.steps import Ordering
 from rlloop.sync.steps_fast import _order, _pattern

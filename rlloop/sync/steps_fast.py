@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.kernels.cpu.jit import kernel
+from rlloop.numerics.kernels.cpu.compiled.jit import kernel
 from rlloop.sync.steps import LIMIT, WIDE, Changes, Ordering
 
 _NEVER = np.int64(1) << 40  # a gap larger than any chunk

@@ -104,7 +104,7 @@ def test_what_somebody_planted_among_the_temporary_files_is_never_loaded(tmp_pat
     planted.chmod(0o777)
     (tmp_path / "home").touch()  # a file, under which nothing can be made, not even by root
     environment = {key: value for key, value in os.environ.items() if "CACHE" not in key}
-    code = "from rlloop.numerics.kernels.cpu.jit import CACHE; print(CACHE)"
+    code = "from rlloop.numerics.kernels.cpu.compiled.jit import CACHE; print(CACHE)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**environment, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")},

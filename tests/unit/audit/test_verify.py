@@ -164,3 +164,24 @@ def test_a_stranger_s_code_is_neither_imported_nor_called(run, tmp_path, monkeyp
         parts = find_parts(History(run), run_code=False, make_model=False)
         assert parts.reward is None
         assert parts.no_reward == f"{target} is not rlloop's own code; --run-code calls it"
+
+
+@pytest.mark.parametrize(
+    "named", ["algorithm.loss", "algorithm.advantage", "algorithm.correction.mine", "rollout.engine"]
+)
+def test_a_stranger_s_loss_advantage_and_engine_are_not_imported_either(run, tmp_path, monkeypatch, named):
+    (tmp_path / "stranger.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = OmegaConf.create(CONFIG)
+    OmegaConf.update(config, "algorithm.loss_args", {}, merge=False)
+    OmegaConf.update(config, "algorithm.advantage_args", {}, merge=False)
+    OmegaConf.update(config, named, {"_target_": "stranger.code"}, force_add=True)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    parts = find_parts(History(run), run_code=False, make_model=False)
+    refusal = "stranger.code is not rlloop's own code; --run-code calls it"
+    if named == "algorithm.advantage":
+        assert look(run, "advantages").found == f"not recomputed: {refusal}"
+    else:
+        assert parts.no_training == refusal
+    allowed = find_parts(History(run), run_code=True, make_model=False)
+    assert (allowed.no_advantage, allowed.no_training) == (None, None)

@@ -218,7 +218,7 @@ def test_another_meaning_is_refused_by_key(tmp_path):
         folder.adopt(changed(trainer={"lr": 0.3}))
         folder.adopt(CONFIG)  # nothing was recorded under the other one
         folder.metrics.append({"step": 0})
-        with pytest.raises(RunError, match=r"trainer\.lr: the run has 0\.1, given is 0\.2"):
+        with pytest.raises(RunError, match=r"trainer\.lr: the run has 0\.1, now it is 0\.2"):
             folder.adopt(changed(trainer={"lr": 0.2}))
         with pytest.raises(RunError, match="seed"):
             folder.adopt({**CONFIG, "seed": 1})
@@ -227,7 +227,7 @@ def test_another_meaning_is_refused_by_key(tmp_path):
 
 def test_a_run_older_than_a_key_goes_on_with_its_default():
     refuse_other_run(RUN, CONFIG, {**CONFIG, "algorithm": {"max_refills": 0}})
-    with pytest.raises(RunError, match=r"algorithm\.max_refills: the run has 0, given is 3"):
+    with pytest.raises(RunError, match=r"algorithm\.max_refills: the run has 0, now it is 3"):
         refuse_other_run(RUN, CONFIG, {**CONFIG, "algorithm": {"max_refills": 3}})
 
 
