@@ -180,7 +180,7 @@ def test_a_stranger_s_loss_advantage_and_engine_are_not_imported_either(run, tmp
     parts = find_parts(History(run), run_code=False, make_model=False)
     refusal = "stranger.code is not rlloop's own code; --run-code calls it"
     if named == "algorithm.advantage":
-        assert look(run, "advantages").found == f"not recomputed: {refusal}"
+        assert look(run, "advantages").summary == f"not recomputed: {refusal}"
     else:
         assert parts.no_training == refusal
     allowed = find_parts(History(run), run_code=True, make_model=False)
