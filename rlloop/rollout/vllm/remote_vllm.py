@@ -29,7 +29,7 @@ from rlloop.rollout.engine.validation import Limits
 from rlloop.rollout.fleet.client import MAX_ANSWER, LoopThread
 from rlloop.rollout.fleet.weight_follower import Source
 from rlloop.rollout.fleet.wire import Array, unpack_array
-from rlloop.rollout.vllm.messages import Chosen, Facts, Standing
+from rlloop.rollout.vllm.messages import Chosen, Facts, ReplicaState
 from rlloop.rollout.vllm.requests import RAW_ID, check_sampling, check_supported, raw_of_stock, vllm_params
 from rlloop.sync.replica import State
 from rlloop.sync.target import TORN
@@ -105,7 +105,7 @@ class Upstream:
         return self._thread.run(self._post(path, body, params))
 
     def rpc(self, kind: type[T], method: str, *arguments: str) -> T:
-        """Of the worker; rlloop's model and its stock twin have one."""
+        """Call a method of the worker, of which there is one."""
         answer = self.post("/collective_rpc", {"method": method, "args": arguments})
         return msgspec.convert(msgspec.json.decode(answer)["results"][0], kind)
 
@@ -194,7 +194,7 @@ class ServedEngine(EngineFrontEnd):
         answer.add_done_callback(lambda _: self._answered.put(id))
 
     def step(self) -> list[tuple[int, Completion]]:
-        """What vLLM finished meanwhile. Where one request fails, all in flight are dropped, as any engine does it."""
+        """Completions that vLLM finished meanwhile. Where one request fails, all in flight are dropped."""
         self._stats.steps += 1
         done = []
         try:
@@ -247,7 +247,7 @@ class ServedEngine(EngineFrontEnd):
         return self.facts.fingerprint
 
     def _chosen(self, ids: Sequence[int]) -> Chosen | None:
-        """What these requests chose, if anything; and which weights serve, where answers do not say it."""
+        """Discrete choices of these requests, and the label of the weights, where answers do not have it."""
         if not ids or not (self.facts.chooses or not self.facts.says_weights):
             return None
         names = msgspec.json.encode([self._name(id) for id in ids]).decode()
@@ -341,70 +341,70 @@ class ServedReplica:
         """`exclusively` runs a change with nothing in flight, as `EngineService.change_weights` does."""
         self._upstream, self._engine, self._exclusively = upstream, engine, exclusively
         self._source, self.any_run = msgspec.json.encode(source).decode(), source.any_run
-        self._standing: Standing | None = None
+        self._last: ReplicaState | None = None
         self._lost = ""  # why vLLM could not be asked
         self._paused = 0.0
 
     @property
     def state(self) -> State:
-        return State.error if self._lost or self._standing is None else self._standing.state
+        return State.error if self._lost or self._last is None else self._last.state
 
     @property
     def run_id(self) -> str | None:
-        return None if self._standing is None else self._standing.run_id
+        return None if self._last is None else self._last.run_id
 
     @property
     def error(self) -> str:
-        return self._lost or ("" if self._standing is None else self._standing.error)
+        return self._lost or ("" if self._last is None else self._last.error)
 
     @property
     def ready(self) -> bool:
-        standing = self._standing
-        return standing is not None and standing.ready and standing.label == self._engine.label
+        state = self._last
+        return state is not None and state.ready and state.label == self._engine.label
 
     @property
     def torn(self) -> bool:
-        return self._standing is not None and self._standing.torn
+        return self._last is not None and self._last.torn
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        known = {} if self._standing is None else self._standing.metrics
+        known = {} if self._last is None else self._last.metrics
         return {**known, "sync/pause_seconds": self._paused}
 
     def poll(self) -> bool:
         """Have the worker look for newer weights, and bring them over. Returns whether others serve now."""
         before = self._engine.label
         try:
-            standing = self._look("rlloop_follow", self._source)
+            state = self._look("rlloop_follow", self._source)
             while True:
-                other = standing.step != TORN and standing.label != self._engine.label
-                if standing.waiting or (other and not standing.busy):
-                    with suppress(SyncError):  # which the standing says, too
+                other = state.step != TORN and state.label != self._engine.label
+                if state.waiting or (other and not state.busy):
+                    with suppress(SyncError):  # which the state says, too
                         self._exclusively(self._settle)
-                elif standing.busy:
+                elif state.busy:
                     time.sleep(LOOK)
                 else:
                     break
-                standing = self._look("rlloop_standing")
+                state = self._look("rlloop_state")
         except UpstreamError as error:
             self._lost = str(error)
             return False
         self._lost = ""
         return self._engine.label != before
 
-    def _look(self, method: str, *arguments: str) -> Standing:
-        self._standing = self._upstream.rpc(Standing, method, *arguments)
-        return self._standing
+    def _look(self, method: str, *arguments: str) -> ReplicaState:
+        self._last = self._upstream.rpc(ReplicaState, method, *arguments)
+        return self._last
 
     def _settle(self) -> None:
         """Run what waits in the worker. Then vLLM's weights, what it calls them and what is said here are one."""
         began = time.perf_counter()
         self._upstream.post("/pause", mode="wait")  # which drops its caches, too
-        standing = self._upstream.rpc(Standing, "rlloop_commit")
-        if standing.step == TORN:  # and it stays paused
+        state = self._upstream.rpc(ReplicaState, "rlloop_commit")
+        if state.step == TORN:  # and it stays paused
             raise SyncError("the weights inside vLLM are of no version")
         if self._engine.facts.says_weights:
-            self._upstream.post("/update_weight_version", {"new_version": standing.label})
+            self._upstream.post("/update_weight_version", {"new_version": state.label})
         self._upstream.post("/resume")
-        self._engine.policy_version, self._engine.label = standing.step, standing.label
+        self._engine.policy_version, self._engine.label = state.step, state.label
         self._paused = time.perf_counter() - began
