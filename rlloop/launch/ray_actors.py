@@ -26,8 +26,8 @@ from rlloop.trainer import CheckpointStore
 def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
     """One co-located trainer and engine, and `ray.replicas` more engines, each a Ray actor.
 
-    Starts Ray on this machine, or attaches to `ray.address`. At the end its actors and its placement group are gone,
-    and Ray with them where this run started it.
+    Starts Ray on this machine, or attaches to `ray.address`. At the end the actors and their placement group are
+    removed, and Ray is shut down where this run started it.
     """
     ray = import_ray(config.ray.address)
     if config.rollout.drift.declared or vars(config.rollout.profile.over(config.model.profile)) != vars(

@@ -39,7 +39,7 @@ NO_ROOM = ENOSPC, EDQUOT, EFBIG
 
 @dataclass(frozen=True)
 class Job:
-    """One run as it was asked for."""
+    """One run, ready to start: its recipe, checked configuration and folder."""
 
     recipe: str
     config: RunConfig
@@ -116,7 +116,7 @@ def _drive(
     interrupts: Interrupts,
     console: Console,
 ) -> bool:
-    """Returns whether the last step was reached."""
+    """Takes steps until the last, or an interrupt. Returns True at the last step."""
     config = job.config
     with ExitStack() as stack:
         parts = stack.enter_context(_builder(config)(config, prepared, folder))
@@ -162,5 +162,5 @@ def _conclude(folder: RunFolder, status: str) -> dict[str, Any]:
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether a disk, a quota or a limit on files leaves no room. safetensors says so in its text alone."""
+    """True if a disk, a quota or a limit on files leaves no room. safetensors says so in its text alone."""
     return any(getattr(error, "errno", None) == code or f"(os error {code})" in str(error) for code in NO_ROOM)

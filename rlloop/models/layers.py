@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlloop.models.routing_record import RoutingRecord
-from rlloop.numerics.layout import AttentionLayout, Carried
+from rlloop.numerics.layout import AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
 
 
@@ -24,7 +24,7 @@ class Cache(Protocol):
         """Where `write` would put this step's tokens: their slots [T] int64, and the stores of these names."""
         ...
 
-    def carried(self, layer: int, name: str) -> Carried:
+    def carried(self, layer: int, name: str) -> RecurrentState:
         """What a recurrent layer keeps of this step's sequences."""
         ...
 

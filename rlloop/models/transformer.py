@@ -27,9 +27,9 @@ from rlloop.models.layers import Cache, Linear, Mlp, Norm, PlainMlp, Step, Weigh
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable, rope_table
 from rlloop.models.routing_record import RoutingRecord
-from rlloop.numerics.kernels.cpu.parameters import embedding
 from rlloop.numerics.layout import AttentionLayout
-from rlloop.numerics.ops import ops_for
+from rlloop.numerics.operators.parameters import embedding
+from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
 
@@ -192,10 +192,15 @@ class Model(nn.Module):
         latent = self.config.latent
         return 0 if latent is None or latent.indexer is None else len(latent.indexer.layers)
 
-    def with_profile(self, profile: NumericsProfile) -> Model:
-        """The same parameters under other arithmetic: a view, not a copy. Raises `ConfigError` as `check_profile`."""
+    def with_profile(self, profile: NumericsProfile, ops: Callable[[NumericsProfile], Ops] = ops_for) -> Model:
+        """The same parameters under other arithmetic: a view, not a copy. Raises `ConfigError` as `check_profile`.
+
+        `ops` makes the profile's operations: a subclass of `Ops` departs from them.
+        """
         self.check_profile(profile)
-        return Model(self.config, profile, self.context, weights_of=self)
+        view = Model(self.config, profile, self.context, weights_of=self)
+        view.ops = ops(profile)
+        return view
 
     def check_profile(self, profile: NumericsProfile) -> None:
         """Raises `ConfigError` for settings that this model cannot follow on its device, or in its type."""
@@ -204,11 +209,6 @@ class Model(nn.Module):
             raise ConfigError(
                 f"dtype is float64, and the profile's kernels of {', '.join(narrow[:3])} are for narrower types; use "
                 "dtype=float32, or NumericsProfile.preset('reference')"
-            )
-        if profile.drift is not None and profile.drift.products == "fp8" and self.device.type != "cuda":
-            raise ConfigError(
-                "the drift has products=fp8, kernels of a GPU; leave it at none (the same roundings, and the profile's "
-                f"products), or use device=cuda in place of {self.device.type}"
             )
         if self.device.type == "cuda" and profile.for_cpus:
             raise ConfigError(

@@ -22,7 +22,7 @@ from rlloop.models.logits_processing import on_device, warp_for
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.scoring import likeliest, score_prompt
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
-from rlloop.numerics.logprob import check_drawn
+from rlloop.numerics.operators.distribution import check_drawn
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.graphs import DecodeGraphs, packed

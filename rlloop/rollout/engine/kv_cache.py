@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlloop.numerics.layout import Carried
+from rlloop.numerics.layout import RecurrentState
 from rlloop.types import ModelInput
 
 
@@ -187,9 +187,9 @@ class PagedCache:
         ]
         self.rows = torch.empty(0, dtype=torch.int64, device=device)
 
-    def carried(self, layer: int, name: str) -> Carried:
+    def carried(self, layer: int, name: str) -> RecurrentState:
         """A recurrent layer's state of this step's sequences. A sequence that begins finds zeros there."""
-        return Carried(self.states[layer][name], self.rows)
+        return RecurrentState(self.states[layer][name], self.rows)
 
     def places(self, layer: int, *names: str) -> tuple[Tensor, ...]:
         """The slots of this step's tokens, and the stores of these names: where `write` would put them."""

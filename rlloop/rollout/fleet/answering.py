@@ -28,7 +28,7 @@ from rlloop.rollout.fleet.openai_api import Completions, Dialect, Name
 from rlloop.rollout.fleet.openai_chat import Chat
 from rlloop.rollout.fleet.text import Tokenizer
 from rlloop.types import Completion, Part, PromptScores
-from rlloop.web.server import gone, refusal
+from rlloop.web.requests import gone, refusal
 
 LEFT = 499  # status: the client disconnected
 Told = tuple[int, Part | Completion]  # index of the choice, and its new tokens; at its end all of it

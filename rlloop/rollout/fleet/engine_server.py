@@ -48,7 +48,7 @@ from rlloop.rollout.fleet.answering import LEFT, OpenAiRoutes, outcome
 from rlloop.rollout.fleet.generation import BadField, LogprobsMode, Served
 from rlloop.rollout.fleet.text import Tokenizer
 from rlloop.types import Completion
-from rlloop.web.server import parsed, refusal, whole_number
+from rlloop.web.requests import parsed, refusal, whole_number
 
 REMEMBERED = 1024  # completions in the answers that are kept for those who ask again
 WAITING = 64  # calls that may wait for weights; a client has as many connections

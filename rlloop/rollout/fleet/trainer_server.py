@@ -33,7 +33,7 @@ from rlloop.rollout.fleet import wire
 from rlloop.rollout.fleet.pool import EnginePool
 from rlloop.sync.http import StoreRoutes
 from rlloop.sync.store import Store
-from rlloop.web.server import body_of, parsed, refusal, whole_number
+from rlloop.web.requests import body_of, parsed, refusal, whole_number
 
 Publish = Callable[[bytes, int], Mapping[str, float]]  # safetensors, step -> metrics; returns when it is served
 
