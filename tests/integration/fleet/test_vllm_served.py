@@ -24,10 +24,8 @@ from rlloop.rollout.vllm.remote_vllm import (
     ServedEngine,
     ServedReplica,
     ServedService,
-    Upstream,
-    UpstreamError,
-    facts_of,
 )
+from rlloop.rollout.vllm.upstream import Upstream, UpstreamError, facts_of
 from rlloop.sync.replica import State
 from rlloop.sync.target import TORN
 from rlloop.types import SamplingParams
