@@ -8,8 +8,8 @@ servers, each in a terminal of its own (see docs/fleet.md):
         --token-file key.token
     RLLOOP_TOKEN=$(cat key.token) python examples/foreign_trainer.py MODEL http://127.0.0.1:7000
 
-The trainer's server writes key.token. MODEL is a Hugging Face folder of a family that rlloop supports. The reward is the
-share of tokens with an even id.
+The trainer's server writes key.token. MODEL is a Hugging Face folder of a family that rlloop supports. The reward is
+the share of tokens with an even id.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def main(folder: str, url: str, steps: int = 5, lr: float = 3e-3) -> list[float]
             weights = {name: tensor.detach().contiguous() for name, tensor in model.named_parameters()}
             sync = fleet.post("/fleet/publish", params={"step": step}, content=save(weights)).raise_for_status().json()
             groups = sample(fleet, step, model.config.vocab_size)
-            reward_NG = np.array(
-                [[np.mean([id % 2 == 0 for id in each.token_ids]) for each in group] for group in groups]
-            )
+            reward_NG = np.array([[reward(each.token_ids) for each in group] for group in groups])
             advantage_NG = reward_NG - reward_NG.mean(axis=1, keepdims=True)
             gap = learn(model, optimizer, groups, advantage_NG)
             rewards.append(float(reward_NG.mean()))
