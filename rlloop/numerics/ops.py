@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlloop.numerics import operators, reference, stock
 from rlloop.numerics.implementations import OPERATIONS, implementation
+from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.layout import AttentionLayout, AttentionMask, LogitsWarp, RecurrentState
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.numerics.routing import Clamped, Routing
@@ -82,11 +83,11 @@ class Ops:
         self, x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`linear` of one input by three weights, without biases; for where `fuses` says so."""
-        return operators.qkv_linear(x, q_weight, k_weight, v_weight)
+        return kernels_for(x.device).qkv_linear(x, q_weight, k_weight, v_weight)
 
     def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """`silu_mul` of two linears of one input, without biases; for where `fuses` says so."""
-        return operators.gated_linear(x, gate, up)
+        return kernels_for(x.device).gated_linear(x, gate, up)
 
     def qkv_cache_write(
         self, q: Tensor, k: Tensor, v: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, positions: Tensor,
@@ -97,7 +98,8 @@ class Ops:
         For where `fuses` says so. q [T, H, D], k and v [T, G, D]; `norms` are the weights [D] of queries' and keys',
         slots [T] int64, the stores [slots, G, D]. Bits are those of `rms_norm` and then `rope`.
         """
-        return operators.qkv_cache_write(q, k, v, norms, eps, positions, rope, slots, keys, values)
+        weights, write = norms or (None, None), kernels_for(q.device).qkv_cache_write
+        return write(q, k, v, *weights, eps, positions, *rope, slots, keys, values)
 
     def cached(self, x: Tensor) -> Tensor:
         """Keys, values or latents as the cache is to keep them: as they are."""

@@ -48,7 +48,7 @@ def token_redraw(
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:
     # Validating on a GPU would force a synchronisation: there, a target that is no token has logprob NaN.
-    if len(targets) == 0 or targets.device.type != "cpu":
+    if len(targets) == 0 or not targets.is_cpu:
         return
     if not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
         raise ValueError(
@@ -64,7 +64,7 @@ def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -
     the number that `random.uniform` gives for (seed, position).
     """
     ids, logprobs, raw_logprobs = _sample(logits, seeds, positions, *_dense(warp, logits.shape[1], seeds))
-    if ids.device.type == "cpu" and (ids < 0).any():
+    if ids.is_cpu and (ids < 0).any():
         row = int((ids < 0).nonzero()[0])
         raise ValueError(
             f"row {row} of {len(ids)} holds no distribution to sample from: {int(logits[row].isnan().sum())} of its "
@@ -101,7 +101,7 @@ def _dense(warp: LogitsWarp, vocabulary: int, like: Tensor) -> tuple[Tensor, Ten
     start, ids = warp.banned_start, warp.banned_ids
     if start is None or ids is None:
         return settings, like.new_zeros(len(like) + 1), like.new_empty(0)
-    if len(ids) > 0 and ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+    if len(ids) > 0 and ids.is_cpu and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError(f"banned ids run from {ids.min()} to {ids.max()}; they must be from 0 to {vocabulary - 1}")
     return settings, start, ids
 
