@@ -95,10 +95,9 @@ class RayHandle:
 
         return wait
 
-    def revive(self) -> bool:
+    def revive(self) -> None:
         self.kill()
         self._actor = self._start()
-        return True
 
     def kill(self) -> None:
         self._ray.kill(self._actor)

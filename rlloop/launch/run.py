@@ -21,7 +21,6 @@ from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ParityError, RlloopError
 from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
-from rlloop.launch.ray_actors import ray_parts
 from rlloop.launch.signals import Interrupts
 from rlloop.loop.loop import Loop
 from rlloop.loop.parts import Parts
@@ -92,7 +91,13 @@ def train(job: Job, console: Console) -> int:
         return 0
 
 
-BUILDERS: dict[Launch, Builder] = {Launch.local: local_parts, Launch.ray: ray_parts}
+def _ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> AbstractContextManager[Parts]:
+    from rlloop.launch.ray_actors import ray_parts  # which other runs need not import
+
+    return ray_parts(config, prepared, folder)
+
+
+BUILDERS: dict[Launch, Builder] = {Launch.local: local_parts, Launch.ray: _ray_parts}
 
 
 def _builder(config: RunConfig) -> Builder:

@@ -15,7 +15,7 @@ from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
 from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
-from rlloop.runs.packed_experts import pack_experts, unpack_experts
+from rlloop.runs.rollouts import pack_experts, unpack_experts
 from tests.support.checkpoints import MIXTURES, make_checkpoint
 from tests.support.replay_cases import engine_of, measure, samples_of, trainer_of
 

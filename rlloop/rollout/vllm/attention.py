@@ -135,6 +135,19 @@ class PagedStore(nn.Module, AttentionLayerBase):
         self.rows = by_token.view(-1, self.heads, self.width)
 
 
+class GpuStore(PagedStore):
+    """vLLM 0.26 assigns the cache, in the shape that the backend names: [blocks, block_size, heads, width]."""
+
+    @property
+    def kv_cache(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.rows
+
+    @kv_cache.setter
+    def kv_cache(self, cache: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if cache.numel():
+            self.rows = cache.view(-1, self.heads, self.width)
+
+
 class PagedStores:
     """The `Cache` of `Model.hidden`: writes this step's tensors into vLLM's pages."""
 

@@ -29,7 +29,7 @@ def test_the_environment_names_the_cache(tmp_path, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("RLLOOP_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ConfigError, match="RLLOOP_CACHE names another"):
+    with pytest.raises(ConfigError, match="set the environment variable RLLOOP_CACHE"):
         cache_root()
     monkeypatch.setenv("RLLOOP_CACHE", str(tmp_path))
     monkeypatch.setattr("os.access", lambda *_: False)  # tests may run as root, whom no mode bits stop

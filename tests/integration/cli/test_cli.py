@@ -203,7 +203,7 @@ RELAY = ["serve", "relay", "--upstream", "http://127.0.0.1:1", "--cache", "c"]
     ("arguments", "says"),
     [
         (["train", "--config-name", "toyy"], "did you mean toy?"),
-        (["train"], "which recipe?"),
+        (["train"], "no recipe is named"),
         (["trian"], "invalid choice: 'trian'"),
         (["verify", "nosuch"], "there is no run nosuch"),
         (["compare", "nosuch", "other"], "there is no run nosuch"),

@@ -228,5 +228,5 @@ def test_in_the_loop_with_the_environments_reward_and_its_failures(tmp_path):
 
 
 def test_a_reward_of_conversations_needs_one():
-    with pytest.raises(ValueError, match="was no conversation"):
+    with pytest.raises(ValueError, match="was not a conversation"):
         episode_reward("", "", example(1))

@@ -14,9 +14,9 @@ from rlloop.runs.folder import (
     read_rollouts,
     require_run,
     rollout_files,
-    rollout_rows,
     summarize,
 )
+from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
 
 RUN = Path("run")
@@ -96,7 +96,7 @@ def test_a_foreign_file_among_the_rollouts_is_named_before_anything_is_moved(tmp
     with filled(tmp_path, last=5) as folder:
         (folder.rollouts / name).write_text("mine")
         assert len(rollout_files(folder.path)) == 5
-        with pytest.raises(RunError, match=rf"{name} is none of the run's files; move it elsewhere"):
+        with pytest.raises(RunError, match=rf"{name} is not one of the run's files; move it elsewhere"):
             folder.rewind(3)
         assert steps(folder.metrics.path) == [0, 1, 2, 3, 4, 5]
         (folder.rollouts / name).unlink()
@@ -312,7 +312,7 @@ def test_damaged_rollouts_are_named(tmp_path, keep):
 @pytest.mark.parametrize("content", ["", "[1]", "a: b: c"])
 def test_a_damaged_configuration_is_named(tmp_path, content):
     (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(RunError, match="is no configuration of a run"):
+    with pytest.raises(RunError, match="is not a run's configuration"):
         read_config(tmp_path)
 
 

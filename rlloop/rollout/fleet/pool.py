@@ -1,9 +1,10 @@
-"""Many remote engines as one: who gets which request, and what happens to those who fail.
+"""A pool of engines as one engine: requests are dealt out, and those of an engine that fails are made again elsewhere.
 
 A request's completion is a function of weights, prompt and seed. So work is cut into chunks that any engine may make:
-an engine with room takes the chunks whose prompts begin like what it served before, then what waits for others. What
-an engine leaves behind when it dies, stalls or answers nonsense is made again elsewhere, with the same seeds: the same
-bits. Which engines may serve is `rlloop.rollout.fleet.membership`' to say.
+an engine with room takes the chunks whose prompts begin like what it served before, then chunks that wait for others.
+The chunks of an engine that dies, stalls or answers nonsense are made again elsewhere, with the same seeds: the same
+bits. `membership` decides which engines may serve. The engines may be servers (`http_pool`) or actors
+(`rlloop.launch.ray_pool`): the rules are the same.
 """
 
 from __future__ import annotations
@@ -21,21 +22,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlloop.errors import ConfigError, RlloopError
+from rlloop.errors import ConfigError
 from rlloop.rollout.engine.service import Busy, VersionUnavailable
-from rlloop.rollout.fleet.client import EngineClient, EngineLost, Fenced, LoopThread, WrongToken
-from rlloop.rollout.fleet.membership import Canary, Member, Members, NoEngine, Record, RouterSettings, reason
-from rlloop.rollout.fleet.wire import EngineState
+from rlloop.rollout.engine.validation import one_for_each
+from rlloop.rollout.fleet.client import EngineClient, EngineLost, LoopThread, WrongToken
+from rlloop.rollout.fleet.membership import (
+    Canary,
+    Member,
+    Membership,
+    NoEngine,
+    PoolClient,
+    PoolSettings,
+    Record,
+    reason,
+)
+from rlloop.rollout.fleet.wire import BadAnswer, EngineState
 from rlloop.types import Completion, SamplingParams
 
 T = TypeVar("T")
-TRIES = 10  # of a chunk at least, and `fleet.patience` seconds of them, before its batch fails
-PASSING = (Busy, EngineLost, VersionUnavailable)  # what says nothing against an engine
+TRIES = 10  # failed tries of a chunk, over at least `fleet.patience` seconds, before its batch fails
+PASSING = (Busy, EngineLost, VersionUnavailable)  # temporary: an engine with one of these may be in order
 
 
 @dataclass(eq=False)
 class _Batch:
-    """One call of `Router.generate`."""
+    """One call of `EnginePool.generate`."""
 
     prompts: Sequence[list[int]]
     sampling: Sequence[SamplingParams]
@@ -46,7 +57,7 @@ class _Batch:
 
 @dataclass(eq=False)
 class _Chunk:
-    """Some places of a batch, made by one engine in one call."""
+    """Prompts of a batch that one engine completes in one call."""
 
     batch: _Batch
     places: list[int]
@@ -54,42 +65,34 @@ class _Chunk:
     made: bool = False
     began: float = 0.0
     hedged: bool = False
-    tries: int = 0  # that failed,
-    since: float = 0.0  # the first of them when
-    refused: dict[Member, RlloopError] = field(default_factory=dict)  # by whom it was; it may be the request's fault
+    tries: int = 0  # that failed
+    since: float = 0.0  # when the first of them did
+    refused: dict[Member, Exception] = field(default_factory=dict)  # by which engines: it may be the request's fault
 
     def __len__(self) -> int:
         return len(self.places)
 
 
-class Router:
+class EnginePool:
     """For one caller at a time in each method, and many who generate; all the work is done in an event loop of its
     own."""
 
     def __init__(
         self,
-        settings: RouterSettings,
+        settings: PoolSettings,
         record: Record,
+        connect: Callable[[str], PoolClient],
         *,
-        token: str | None = None,
-        ca_file: str | Path | None = None,
-        holder: str = "",
-        term: int = 0,
-        vocabulary: int | None = None,
+        run_id: str = "",
         objection: Callable[[EngineState], str | None] = lambda state: None,
     ) -> None:
-        """`record` is told what happens. `objection` says why an engine must not serve, by its own account of itself.
-        `holder` is the run, and `term` fences off its earlier processes (`rlloop.rollout.fleet.wire.Lease`).
-        `vocabulary`: tokens that the model has, where that is known."""
-
-        def connect(url: str) -> EngineClient:
-            return EngineClient(url, token=token, ca_file=ca_file, holder=holder, term=term, vocabulary=vocabulary)
-
+        """`record` receives events. `connect` gives the client of an address. `run_id`: the run whose weights engines
+        must have; "": any. `objection` says why an engine must not serve, by its own account of itself."""
         self.settings = settings
-        self._members = Members(settings, record, connect, objection, self._pump, holder)
+        self._members = Membership(settings, record, connect, objection, self._pump, run_id)
         self._queue: list[_Chunk] = []
         self._batches: set[_Batch] = set()
-        self._thread = LoopThread("router")
+        self._thread = LoopThread("engine pool")
 
     # ---------------------------------------------------------------------------------------------- for any thread
 
@@ -106,7 +109,7 @@ class Router:
 
     @property
     def version(self) -> int:
-        """What serves, or is to; -1 before the first."""
+        """The version that serves, or is to; -1 before the first."""
         return self._members.version
 
     def serve_version(self, version: int, canary: Canary | None) -> dict[str, float]:
@@ -124,11 +127,11 @@ class Router:
     def begin(
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], version: int
     ) -> Future[list[Completion]]:
-        """The same for who does not wait in a thread."""
+        """Like `generate`, for callers that do not wait in a thread."""
         return self._thread.start(self._generate(prompts, sampling, version))
 
     def take_metrics(self) -> dict[str, float]:
-        """What happened since the last call."""
+        """`fleet/*`: what happened since the last call."""
         return self._thread.run(_run(self._members.take_metrics))
 
     def close(self) -> None:
@@ -215,7 +218,7 @@ class Router:
             self._start(member, chunk)
 
     def _give_up_refused(self) -> None:
-        """One engine that refuses a request may be wrong, or smaller than others; where all do, the request is."""
+        """Fail batches that every engine refuses. One engine that refuses may be wrong, or smaller than others."""
         for chunk in [chunk for chunk in self._queue if chunk.refused]:
             hopes = [
                 member.status
@@ -271,7 +274,7 @@ class Router:
         self._take(member, chunk, made)
 
     def _ended(self, member: Member, chunk: _Chunk, call: asyncio.Task[None]) -> None:
-        """Whatever came of a call, its chunk is made, waits again, or its batch has failed."""
+        """After every call its chunk is done, waits again, or its batch has failed."""
         del member.calls[call]
         failure = asyncio.CancelledError() if call.cancelled() else call.exception()
         try:
@@ -288,9 +291,10 @@ class Router:
     def _take(self, member: Member, chunk: _Chunk, made: list[Completion]) -> None:
         batch = chunk.batch
         if chunk.made:
-            return  # the other of two calls was first
+            return  # the other of two hedged calls was first
+        origin = member.name if self.settings.origins else None
         for place, completion in zip(chunk.places, made, strict=True):
-            batch.made[place] = dataclasses.replace(completion, origin=member.name)
+            batch.made[place] = dataclasses.replace(completion, origin=origin)
         chunk.made = True
         self._members.counts[f"{member.region}/completions"] += len(made)
         for other in self._members.all():
@@ -308,14 +312,16 @@ class Router:
         why = reason(failure) if isinstance(failure, Exception) else "its engine is out of service"
         chunk.since = chunk.since if chunk.tries else time.monotonic()
         chunk.tries += 1
-        if isinstance(failure, ConfigError | Fenced) and not isinstance(failure, WrongToken):
+        passing = isinstance(failure, (asyncio.CancelledError, *PASSING))
+        request_fault = isinstance(failure, ConfigError) and not isinstance(failure, WrongToken)  # as the engine says
+        if isinstance(failure, Exception) and not passing and not isinstance(failure, BadAnswer | WrongToken):
             chunk.refused[member] = failure
-        serves = member.status == "serving"  # its caretaker has not seen it yet
-        if serves and isinstance(failure, (asyncio.CancelledError, *PASSING)):
-            self._members.out(member, "behind", why)  # it must show that it is in order
-            member.kick.set()
-        elif serves and (member not in chunk.refused or isinstance(failure, Fenced)):
-            self._members.condemn(member, why)
+        if member.status == "serving":  # its caretaker has not seen it yet
+            if passing:
+                self._members.out(member, "behind", why)  # it must show that it is in order
+                member.kick.set()
+            elif not request_fault:
+                self._members.condemn(member, why)
         if any(theirs is chunk for other in self._members.all() for theirs in other.calls.values()):
             return
         if chunk.tries >= TRIES and time.monotonic() - chunk.since > self.settings.patience:
@@ -330,3 +336,44 @@ class Router:
 
 async def _run(work: Callable[[], T]) -> T:
     return work()
+
+
+def http_pool(
+    settings: PoolSettings,
+    record: Record,
+    *,
+    token: str | None = None,
+    ca_file: str | Path | None = None,
+    holder: str = "",
+    term: int = 0,
+    vocabulary: int | None = None,
+    objection: Callable[[EngineState], str | None] = lambda state: None,
+) -> EnginePool:
+    """A pool of engine servers, whose addresses are URLs. `holder` is the run, and `term` fences off its earlier
+    processes (`rlloop.rollout.fleet.wire.Lease`). `vocabulary`: tokens that the model has, where that is known."""
+
+    def connect(url: str) -> EngineClient:
+        return EngineClient(url, token=token, ca_file=ca_file, holder=holder, term=term, vocabulary=vocabulary)
+
+    return EnginePool(settings, record, connect, run_id=holder, objection=objection)
+
+
+class PoolEngine:
+    """A pool as the engine of a loop: every request is made by exactly the version that was published last."""
+
+    def __init__(self, pool: EnginePool, fingerprint: dict[str, Any]) -> None:
+        self.pool, self._fingerprint = pool, fingerprint
+        self.policy_version = -1
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
+        return self.pool.generate(prompts, one_for_each(prompts, sampling), self.policy_version)
+
+    def serve_version(self, version: int, canary: Canary | None) -> dict[str, float]:
+        """Like `EnginePool.serve_version`; further requests are made by `version`."""
+        metrics = self.pool.serve_version(version, canary)
+        self.policy_version = version
+        return metrics
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The trainer's: under `parity.mode=require` no engine of another is let in, and else each tells its own."""
+        return self._fingerprint
