@@ -75,7 +75,7 @@ class RecurrentState:
 
 
 @dataclass(frozen=True)
-class LogitsWarp:
+class LogitsProcessing:
     """How each of T rows of logits becomes the distribution sampled from; see `rlloop.SamplingParams` for the order.
 
     `None` in place of a tensor means that no row uses that step. Temperature 0 is greedy: the token is the lowest-id
@@ -89,7 +89,7 @@ class LogitsWarp:
     banned_start: torch.Tensor | None = None  # [T + 1] int64: row t may not take banned_ids[start[t]:start[t + 1]]
     banned_ids: torch.Tensor | None = None  # [N] int64
 
-    def rows(self, begin: int, end: int) -> LogitsWarp:
+    def rows(self, begin: int, end: int) -> LogitsProcessing:
         """The same for the rows `begin` up to `end`."""
         cut = {
             name: None if value is None else value[begin:end]
@@ -97,5 +97,5 @@ class LogitsWarp:
             if name not in ("banned_start", "banned_ids")
         }
         if self.banned_start is None:
-            return LogitsWarp(**cut)
-        return LogitsWarp(**cut, banned_start=self.banned_start[begin : end + 1], banned_ids=self.banned_ids)
+            return LogitsProcessing(**cut)
+        return LogitsProcessing(**cut, banned_start=self.banned_start[begin : end + 1], banned_ids=self.banned_ids)

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlloop.numerics import operators, reference, stock
 from rlloop.numerics.implementations import OPERATIONS, implementation
 from rlloop.numerics.kernels import kernels_for
-from rlloop.numerics.layout import AttentionLayout, AttentionMask, LogitsWarp, RecurrentState
+from rlloop.numerics.layout import AttentionLayout, AttentionMask, LogitsProcessing, RecurrentState
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.numerics.routing import Clamped, Routing
 from rlloop.numerics.tp_reduction import sum_over_ranks
@@ -218,15 +218,23 @@ class Ops:
         """Logits of the vocabulary, as `token_logprob` makes them. hidden [T, K], weight [V, K] -> [T, V] float32."""
         return self._as.logits(hidden, weight)
 
-    def token_logprob(self, hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
-        """Logprob of each target under the warped distribution, and that distribution's entropy in nats.
+    def token_logprob(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing
+    ) -> tuple[Tensor, Tensor]:
+        """Logprob of each target under the processed distribution, and that distribution's entropy in nats.
 
         hidden [T, K], weight [V, K], targets [T] int64 -> ([T] float32, [T] float32), both differentiable.
         """
-        return self._as.token_logprob(hidden, weight, targets, warp)
+        return self._as.token_logprob(hidden, weight, targets, processing)
 
     def token_redraw(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp, seeds: Tensor | None, positions: Tensor
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        processing: LogitsProcessing,
+        seeds: Tensor | None,
+        positions: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`token_logprob`, and beside it, of the same logits and without a gradient, what `sample` did there.
 
@@ -234,28 +242,28 @@ class Ops:
         −1 where nothing is drawn: without seeds [T], for a negative one, and under a profile whose sampler is not ours.
         """
         if self.profile.token_logprob == "rlloop":
-            return operators.token_redraw(hidden, weight, targets, warp, seeds, positions)
-        logprobs, entropies = self.token_logprob(hidden, weight, targets, warp)
+            return operators.token_redraw(hidden, weight, targets, processing, seeds, positions)
+        logprobs, entropies = self.token_logprob(hidden, weight, targets, processing)
         with torch.no_grad():
-            raw = self.token_logprob(hidden, weight, targets, LogitsWarp())[0]
+            raw = self.token_logprob(hidden, weight, targets, LogitsProcessing())[0]
         return logprobs, entropies, raw, torch.full_like(targets, -1)
 
-    def score_logits(self, logits: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
+    def score_logits(self, logits: Tensor, targets: Tensor, processing: LogitsProcessing) -> tuple[Tensor, Tensor]:
         """`token_logprob` of logits [T, V] that are made already; without a gradient."""
         if self.profile.token_logprob == "rlloop":
-            return operators.score_logits(logits, targets, warp)
-        every = stock.warped(logits, warp).log_softmax(-1)
+            return operators.score_logits(logits, targets, processing)
+        every = stock.processed(logits, processing).log_softmax(-1)
         return every.gather(-1, targets[:, None])[:, 0], -(every.exp() * every.nan_to_num(neginf=0.0)).sum(-1)
 
     def sample(
-        self, logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor
+        self, logits: Tensor, processing: LogitsProcessing, seeds: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw one token a row with the random number that (seed, position) names.
 
         logits [T, V] float32, seeds and positions [T] int64 -> (ids [T] int64, logprobs [T], raw logprobs [T] float32).
         `logprobs` has the bits of `token_logprob` of the same rows; the raw ones are at temperature 1, untruncated.
         """
-        return self._as.sample(logits, warp, seeds, positions)
+        return self._as.sample(logits, processing, seeds, positions)
 
 
 @functools.cache

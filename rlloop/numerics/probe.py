@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.routing import Routing
 
@@ -82,7 +82,7 @@ def _cases(ops: Ops, draw: Draw) -> Iterator[tuple[str, Callable[[slice], Tensor
     yield "rope", lambda rows: ops.rope(heads[rows], positions[rows], table, table)
     hidden, head = draw(ROWS, 64), draw(300, 64)
     targets = torch.arange(ROWS, device=hidden.device)
-    yield "token_logprob", lambda rows: ops.token_logprob(hidden[rows], head, targets[rows], LogitsWarp())[0]
+    yield "token_logprob", lambda rows: ops.token_logprob(hidden[rows], head, targets[rows], LogitsProcessing())[0]
     yield from ((knob, work) for knob, work in _further_cases(ops, draw) if knob in ops.profile.outside)
 
 
