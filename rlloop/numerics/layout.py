@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Which keys each of T flat query tokens reads: those of its own sequence, at positions up to its own.
+    """Keys that each of T flat query tokens reads: those of its own sequence, at positions up to its own.
 
     Sequence s owns the flat query tokens `query_start[s]` up to `query_start[s + 1]`; the first of them stands at
     position `context[s]`. Its key and value at position j lie in slot
@@ -26,13 +26,13 @@ class AttentionLayout:
 
     @cached_property
     def sequences(self) -> torch.Tensor:
-        """Which sequence each query token belongs to. [T] int64"""
+        """The sequence that each query token belongs to. [T] int64"""
         counts = self.query_start.diff()
         return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """Where each query token stands in its sequence. [T] int64"""
+        """Position of each query token in its sequence. [T] int64"""
         offset = self.context - self.query_start[:-1]
         return torch.arange(len(self.sequences), device=offset.device) + offset[self.sequences]
 
@@ -53,7 +53,7 @@ class AttentionLayout:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which past keys a query attends to, and how their softmax is split."""
+    """Past keys that a query attends to, and how their softmax is split."""
 
     split: int = 0  # the softmax begins anew every so many keys, and parts join in order; 0: it is one part
     window: int = 0  # the last so many keys, its own among them (they are one part); 0: all
@@ -76,7 +76,7 @@ class RecurrentState:
 
 @dataclass(frozen=True)
 class LogitsProcessing:
-    """How each of T rows of logits becomes the distribution sampled from; see `rlloop.SamplingParams` for the order.
+    """Steps from each of T rows of logits to the distribution sampled from; `rlloop.SamplingParams` has their order.
 
     `None` in place of a tensor means that no row uses that step. Temperature 0 is greedy: the token is the lowest-id
     argmax of those not banned, and its logprob is the raw one (temperature 1, nothing banned, nothing truncated).
@@ -90,7 +90,7 @@ class LogitsProcessing:
     banned_ids: torch.Tensor | None = None  # [N] int64
 
     def rows(self, begin: int, end: int) -> LogitsProcessing:
-        """The same for the rows `begin` up to `end`."""
+        """The steps of rows `begin` up to `end`."""
         cut = {
             name: None if value is None else value[begin:end]
             for name, value in vars(self).items()

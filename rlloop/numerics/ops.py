@@ -1,4 +1,4 @@
-"""The operations a model is written in, dispatched by its profile. The only door of this package for models.
+"""The operations a model is written in, dispatched by its profile. Models use this module only.
 
 Shapes: T flat tokens, H query heads, G key-value heads, D head width, V vocabulary, E experts, k of them a token.
 Compute dtype is that of the tensors; logits, logprobs, scores and weights of experts are float32.
@@ -76,17 +76,17 @@ class Ops:
 
     @property
     def fuses(self) -> bool:
-        """Whether operations that follow one another may be one kernel: where all are rlloop's, without gradients."""
+        """True if consecutive operations may run as one kernel: all are rlloop's, and no gradient is needed."""
         return self._fuses and not torch.is_grad_enabled()
 
     def qkv_linear(
         self, x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`linear` of one input by three weights, without biases; for where `fuses` says so."""
+        """`linear` of one input by three weights, without biases. Only if `fuses`. [T, K], [N, K] -> [T, N] each."""
         return kernels_for(x.device).qkv_linear(x, q_weight, k_weight, v_weight)
 
     def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        """`silu_mul` of two linears of one input, without biases; for where `fuses` says so."""
+        """`silu_mul` of two linears of one input, without biases. Only if `fuses`. [T, K], [F, K], [F, K] -> [T, F]."""
         return kernels_for(x.device).gated_linear(x, gate, up)
 
     def qkv_cache_write(
@@ -95,14 +95,14 @@ class Ops:
     ) -> Tensor:  # fmt: skip
         """Norm and rotate queries and keys, and write keys and values into a cache's stores. Returns the queries.
 
-        For where `fuses` says so. q [T, H, D], k and v [T, G, D]; `norms` are the weights [D] of queries' and keys',
+        Only if `fuses`. q [T, H, D], k and v [T, G, D]; `norms` are the weights [D] of queries' and keys',
         slots [T] int64, the stores [slots, G, D]. Bits are those of `rms_norm` and then `rope`.
         """
         weights, write = norms or (None, None), kernels_for(q.device).qkv_cache_write
         return write(q, k, v, *weights, eps, positions, *rope, slots, keys, values)
 
     def cached(self, x: Tensor) -> Tensor:
-        """Keys, values or latents as the cache is to keep them: as they are."""
+        """Keys, values or latents as the cache stores them: unchanged. Subclasses may round them."""
         return x
 
     def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Ops:
     def route(
         self, logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose each token's experts and weigh them. logits [T, E], bias [E], both float32.
+        """Choose each token's experts and their weights. logits [T, E], bias [E], both float32.
 
         `given` [T, k] is a choice to weigh in place of one to make (replay). Returns (weights [T, k], chosen [T, k]
         int64, the scores of all experts [T, E]); weights and scores are differentiable.
@@ -154,7 +154,7 @@ class Ops:
     def experts(
         self, x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool = True, clamped: Clamped | None = None
     ) -> Tensor:
-        """What each chosen expert makes of its tokens: `down @ silu_mul(gate, up)`, or `down @ relu_squared(up)`.
+        """Outputs of each token's chosen experts: `down @ silu_mul(gate, up)`, or `down @ relu_squared(up)`.
 
         x [T, D], up [E, 2F, D] with the gate first (not gated: [E, F, D]), down [E, D, F], chosen [T, k] -> [T, k, D].
         `clamped` experts have other shapes and another activation.
@@ -196,11 +196,11 @@ class Ops:
         return self._as.scan(q, k, v, decay, beta, corrects, layout, states)
 
     def index_weights(self, x: Tensor, weight: Tensor) -> Tensor:
-        """What an indexer's heads weigh: sums in float32. [T, K], [H, K] -> [T, H]; without a gradient."""
+        """Weights of an indexer's heads, as float32 sums. [T, K], [H, K] -> [T, H]; without a gradient."""
         return self._as.index_weights(x, weight)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Of an indexer's keys; without a gradient. [T, D] -> [T, D]."""
+        """Layer norm of an indexer's keys; without a gradient. [T, D] -> [T, D]."""
         return self._as.layer_norm(x, weight, bias, eps)
 
     def select(

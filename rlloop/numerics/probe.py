@@ -1,4 +1,4 @@
-"""Does this machine keep the contract? A start-up check of each operation, in well under a second once compiled.
+"""Start-up check that this machine keeps the numerical contract, in well under a second once compiled.
 
 The contracts hold by construction; a broken vector unit, a miscompiled kernel or a stock operation in the profile would
 still break them, and a run that claims zero KLD has to know before it starts.
@@ -29,7 +29,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def probe(ops: Ops, dtype: torch.dtype, device: str | torch.device = "cpu") -> dict[str, str]:
-    """What varies here, by operation: empty where the contract holds.
+    """What varies, by profile knob; empty if the contract holds.
 
     Each operation runs on 67 rows and on some of them alone, with all of torch's threads and with one; attention also
     as decode over a paged cache against prefill. Of the less common operations only those from outside run. On a GPU,
@@ -155,7 +155,7 @@ def _prefill_and_decode(ops: Ops, draw: Draw, device: str | torch.device) -> tup
 
 
 def _fused(ops: Ops, draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(operation, what it makes as a part of a kernel with others, and alone)"""
+    """(knob, its result in a kernel with other operations, and its result alone)"""
     x, first, second, third = draw(ROWS, 128), draw(256, 128), draw(128, 128), draw(128, 128)
     for together, weight in zip(ops.qkv_linear(x, first, second, third), (first, second, third), strict=True):
         yield "linear", together, ops.linear(x, weight)

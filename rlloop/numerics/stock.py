@@ -1,4 +1,4 @@
-"""What PyTorch does by default: fast, and not invariant. The stock twin of each operation, for contrast and for faults.
+"""PyTorch's own operations: fast, and not batch-invariant. For comparison, and to plant faults in tests.
 
 Every function is differentiable through ordinary autograd. Shapes are those of `rlloop.numerics.ops`.
 """
@@ -152,7 +152,7 @@ def slots_of(layout: AttentionLayout, sequence: int, length: int) -> Tensor:
 
 
 def seen_in(mask: AttentionMask, count: int, context: int, device: torch.device) -> Tensor:
-    """Which keys each of `count` queries reads, the first of them at position `context`. [count, context + count]"""
+    """Mask of the keys that each of `count` queries reads, the first at position `context`. [count, context + count]"""
     seen = torch.ones(count, context + count, dtype=torch.bool, device=device).tril(context)
     return seen.triu(context + 1 - mask.window) if mask.window else seen
 

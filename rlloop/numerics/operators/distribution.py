@@ -26,7 +26,7 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
 def token_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing
 ) -> tuple[Tensor, Tensor]:
-    """A target that the processing makes impossible has logprob −inf and sends no gradient.
+    """Logprob and entropy. A target that the processing makes impossible has logprob −inf and sends no gradient.
 
     A row whose logits hold no distribution (NaN, +inf, all of them −inf) gives NaN.
     """
@@ -42,7 +42,10 @@ def token_redraw(
     seeds: Tensor | None,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of the same logits. A row without a distribution draws −1, and so does one whose seed is negative."""
+    """`token_logprob`, raw logprobs and redrawn ids, of the same logits.
+
+    A row without a distribution draws −1, and so does one whose seed is negative.
+    """
     _check_targets(targets, len(weight))
     plain = all(value is None for value in vars(processing).values())
     logprobs, entropies, raw, ids = _token_logprob(
@@ -66,8 +69,8 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
 def sample(
     logits: Tensor, processing: LogitsProcessing, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Raises ValueError for a row that holds no distribution, as NaN weights make it; on a GPU, where looking would
-    mean waiting for it, its id is −1 (see `check_drawn`).
+    """Draw a token a row. Raises ValueError for a row that holds no distribution, as NaN weights make it; on a GPU,
+    where that check would force a synchronisation, its id is −1 (see `check_drawn`).
 
     The token is the first whose cumulative mass, in order of id and in float64, exceeds u times the whole, where u is
     the number that `random.uniform` gives for (seed, position).
@@ -98,7 +101,7 @@ def score_logits(logits: Tensor, targets: Tensor, processing: LogitsProcessing) 
 
 
 def _dense(processing: LogitsProcessing, vocabulary: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The processing as arguments of a custom op: settings [T, 4] float64, which holds them all exactly, and the bans.
+    """The processing as arguments of an operator: settings [T, 4] float64, which is exact for all, and the bans.
 
     `like`, [T] int64, has the rows and the device.
     """
@@ -115,8 +118,8 @@ def _dense(processing: LogitsProcessing, vocabulary: int, like: Tensor) -> tuple
     return settings, start, ids
 
 
-def _witnessed(hidden: Tensor, seeds: Tensor | None, raw: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Room for what `_token_logprob` gives."""
+def _result_shapes(hidden: Tensor, seeds: Tensor | None, raw: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty results of `_token_logprob`."""
     count = len(hidden)
     logprobs, entropies = _floats(hidden, count, 2)
     (raws,) = _floats(hidden, count if raw else 0, 1)
@@ -140,7 +143,7 @@ WARP = "Tensor settings, Tensor banned_start, Tensor banned_ids"
 _token_logprob = operator(
     f"token_logprob(Tensor hidden, Tensor weight, Tensor targets, {WARP}, Tensor? seeds, Tensor? positions, bool raw)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda hidden, *others: _witnessed(hidden, others[5], others[7]),
+    lambda hidden, *others: _result_shapes(hidden, others[5], others[7]),
     _backward,
     _keep_for_backward,
 )

@@ -29,7 +29,7 @@ from rlloop.numerics import kernels
 from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from tests.support.drifted_pair import CONFIG
 
-kernels._by_device[torch.device("meta")] = types.SimpleNamespace(  # what is no operator has no values' twin
+kernels._by_device[torch.device("meta")] = types.SimpleNamespace(  # called directly: no fake implementation
     embedding_backward=lambda grad, tokens, rows: grad.new_empty(rows, grad.shape[1])
 )
 model = new_model(CONFIG, 0).to("meta")

@@ -59,7 +59,7 @@ def _weight(
     logits, row, edge, last, top, temperature, banned_start, banned_ids, BY_MASS: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of keys above `edge`, and those of that key with ids up to `last`, weigh: number or mass."""
+    """Count or mass of the tokens with keys above `edge`, and of those with that key and ids up to `last`."""
     total = tl.full((), 0.0, tl.float64)
     for begin in range(0, SIZE, BLOCK):
         ids = begin + tl.arange(0, BLOCK)
@@ -86,7 +86,7 @@ def _cut(
     """
     low, high = edge.to(tl.int64), _key(top).to(tl.int64)
     while high > low:  # the largest key that, with all above it, weighs `limit`
-        middle = (low + high + 1) >> 1  # above `edge`, so that whoever has it is still in
+        middle = (low + high + 1) >> 1  # above `edge`, so that tokens with that key are still counted
         weight = _weight(
             logits, row, middle, SIZE, top, temperature, banned_start, banned_ids, BY_MASS, SIZE, BLOCK
         )  # fmt: skip
@@ -227,7 +227,7 @@ def _gradient(
     logits, settings, banned_start, banned_ids, cuts, stats, targets, entropies, grad_logprobs, grad_entropies, out,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the two results of `_score` send to the logits."""
+    """Gradient of the logits from those of the two results of `_score`."""
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     temperature, min_p = tl.load(settings + row * 4).to(tl.float32), tl.load(settings + row * 4 + 3).to(tl.float32)
