@@ -267,7 +267,10 @@ def test_the_shortest_way_is_taken():
     rng = np.random.default_rng(0)
     old = Bits("BF16", rng.integers(0, 65536, 5000, np.uint16))
     fresh = Bits("BF16", bf16(rng.standard_normal(5000)))
-    assert encode(fresh, old).codec == "full"
+    whole = encode(fresh, old)
+    assert whole.codec == "full"
+    for known in (old, None):  # whether or not the receiver has what came before
+        assert decode("full", whole.content, "BF16", (5000,), known).same(fresh)
     one = Bits("BF16", old.array.copy())
     one.array[4321] ^= 1
     assert len(encode(one, old).content) < 40
