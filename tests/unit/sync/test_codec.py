@@ -150,6 +150,16 @@ def test_chunks_in_parallel_are_the_same_bytes(monkeypatch):
         assert decode(made.codec, made.content, "BF16", new.shape, old, pool=pool).same(new)
 
 
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_chunks_that_no_change_fell_into_stay(monkeypatch, dtype):
+    monkeypatch.setattr(codec, "CHUNK", 1000)
+    monkeypatch.setattr(codec, "SMALL", 0)
+    old = Bits(dtype, np.random.default_rng(0).integers(0, 200, 2500, UNSIGNED[WIDTH[dtype]]))
+    new = Bits(dtype, old.array.copy())
+    new.array[1700] += 1
+    assert same_by_both_coders(new, old).changed == 1
+
+
 def test_numbers_of_every_length_come_back_and_limits_are_included():
     values = [0, 1, 127, 128, 129, 1 << 14, 3 << 20, (1 << 28) + 1, (1 << 32) - 1]
     content = codec._numbers(values)
