@@ -23,7 +23,7 @@ from rlloop.models import Model, new_model
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.rollout import Engine
-from rlloop.runs.packed_experts import pack_experts
+from rlloop.runs.rollouts import pack_experts
 from rlloop.types import SamplingParams
 
 TOKENS = (1, 16, 128, 1024)

@@ -27,7 +27,7 @@ from gpu_shapes import L2_BYTES, seconds
 from results_schema import Figure, report, table
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.contract import linear
+from rlloop.numerics.kernels.triton.backend import linear
 
 SHAPES = {  # model -> name -> (K, N)
     "0.6B": {

@@ -19,8 +19,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-# Read when torch loads OpenMP. Idle threads that spin instead of sleeping make every kernel wait, many times over,
-# as soon as something else wants a core.
+# Read when torch loads OpenMP. Idle threads that spin instead of sleeping slow every kernel down many times over as
+# soon as anything else needs a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Documented modules by their former names, so that users' recipes, rewards and environments go on working.
+# Documented modules by their former names, so that users' recipes, rewards and environments keep working.
 _FORMER = {
     "rlloop.batches": "rlloop.loop.step_data",
     "rlloop.environments": "rlloop.loop.environments",
@@ -90,14 +90,14 @@ _FORMER = {
 
 
 class _FormerNames(MetaPathFinder, Loader):
-    """Imports a former name as the module that it names now: the same object."""
+    """Imports a former name as the module of the present name, the same object."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self) if fullname in _FORMER else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(_FORMER[spec.name])
-        self._spec = module.__spec__  # the import system writes the other one over it
+        self._spec = module.__spec__  # which the import system overwrites
         return module
 
     def exec_module(self, module: ModuleType) -> None:

@@ -1,6 +1,6 @@
-"""Where recipes' models and the dashboard's indices are kept, which can all be made again.
+"""The cache folder: recipes' models and the dashboard's indices, which can be made again.
 
-Compiled kernels lie beside them (`rlloop.numerics.folders`).
+Compiled kernels are kept in it as well (`rlloop.numerics.folders`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from rlloop.numerics.folders import private
 
 
 def cache_root() -> Path:
-    """The environment's RLLOOP_CACHE, or ~/.cache/rlloop; made if need be. Raises `ConfigError` where it cannot be
-    written, or others may write into it."""
+    """RLLOOP_CACHE of the environment, else ~/.cache/rlloop; created if need be. Raises `ConfigError` if it cannot be
+    written, or if other users may write into it."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(os.environ.get("RLLOOP_CACHE") or home / "rlloop")
     try:
         return private(root)
     except OSError as error:
         raise ConfigError(
-            f"the cache {root} cannot be used: {error.strerror}; the environment variable RLLOOP_CACHE names another"
+            f"the cache {root} cannot be used: {error.strerror}; set the environment variable RLLOOP_CACHE to another"
         ) from None

@@ -1,8 +1,7 @@
-"""A model folder's own tokenizer and chat template: messages in, token ids out, and never a token written twice.
+"""A model folder's tokenizer and chat template: messages to token ids, without tokenising the policy's text again.
 
-What the policy wrote stays as the ids that it sampled. Another turn is therefore not the whole conversation rendered
-anew, which would tokenise the policy's words a second time and perhaps otherwise: only what the template puts between
-two turns of the policy is rendered (`ChatTokenizer.between`).
+The policy's turns stay the ids that it sampled. Rendering a whole conversation again would tokenise its text a second
+time, perhaps differently, so only the part between two of its turns is rendered (`ChatTokenizer.between`).
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Any, Literal
 
 from rlloop.errors import ConfigError
 
-Message = Mapping[str, Any]  # {"role": "tool", "content": "7"}, and what else the template reads
+Message = Mapping[str, Any]  # {"role": "tool", "content": "7"}, and other keys that the template reads
 Template = Literal["auto", "chat", "raw"]
 
-# Any one of these lets transformers load a tokenizer that is the folder's own.
+# With any of these, transformers loads the folder's own tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-MARK = "\u2063policy\u2063"  # stands for what the policy wrote while the rest is rendered
+MARK = "\u2063policy\u2063"  # stands for the policy's text while the rest is rendered
 
 
 class ChatTokenizer:
-    """The tokenizer of a Hugging Face folder, with its chat template where it has one."""
+    """The tokenizer of a Hugging Face folder, with its chat template if it has one."""
 
     def __init__(
         self,
@@ -33,7 +32,7 @@ class ChatTokenizer:
         arguments: Mapping[str, Any] | None = None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """`template`: chat (the folder's), raw (none), auto (chat where the folder has one). `arguments` go to it.
+        """`template`: chat (the folder's), raw (none), auto (chat if the folder has one). `arguments`: passed to it.
 
         Raises `ConfigError` for a folder without a tokenizer, or without the template asked for.
         """
@@ -43,7 +42,7 @@ class ChatTokenizer:
             raise ConfigError(
                 f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, ...); save the model's tokenizer in it"
             )
-        from transformers import AutoTokenizer  # a second of imports that reading a configuration should not take
+        from transformers import AutoTokenizer  # takes a second to import
 
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -59,7 +58,7 @@ class ChatTokenizer:
         self._eos = frozenset(eos_token_ids)
 
     def prompt(self, content: str | Sequence[Message], system: str | None = None) -> tuple[str, list[int]]:
-        """What the policy is to answer, as text and ids. Without a template: the contents, a line each."""
+        """The policy's prompt as text and ids. Without a template, the contents, one a line."""
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
@@ -70,9 +69,10 @@ class ChatTokenizer:
         return text, list(self.tokenizer(text)["input_ids"])
 
     def between(self, messages: Sequence[Message], stop: int | None) -> list[int]:
-        """What stands between two turns of the policy: the rest of its closing, `messages`, the opening of its next.
+        """Ids between two turns of the policy: the rest of its closing tokens, `messages`, its next turn's opening.
 
-        `stop` is the token by which the policy closed its turn itself; None: it was cut off, so the closing is whole.
+        `stop`: the token with which the policy closed its turn itself; None: it was cut off, so all closing tokens are
+        included.
         """
         if not self.is_chat:
             return self._ids("\n" + "".join(f"{message['content']}\n" for message in messages))
@@ -83,27 +83,27 @@ class ChatTokenizer:
         return self._ids(rest)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """What the policy wrote, as it wrote it; only a closing end-of-sequence token is left out."""
+        """The policy's text, without a closing end-of-sequence token."""
         kept = token_ids[:-1] if token_ids and token_ids[-1] in self._eos else token_ids
         return self.tokenizer.decode(list(kept), skip_special_tokens=False)
 
     def render(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
-        """The template's text, up to where the assistant begins. `arguments` go to it, over those of `__init__`.
+        """The template's text, up to the start of the assistant's turn. `arguments` override those of `__init__`.
 
-        Raises `ConfigError` for messages and arguments that the template has no place for.
+        Raises `ConfigError` for messages and arguments that the template does not accept.
         """
         from jinja2 import TemplateError
 
         apply, more = self.tokenizer.apply_chat_template, arguments or {}
         if taken := sorted(more.keys() & signature(apply).parameters.keys()):
             raise ConfigError(
-                f"{', '.join(taken)} cannot be set for a chat template, only what the template itself reads"
+                f"{', '.join(taken)} cannot be set for a chat template, only arguments that the template itself reads"
             )
         try:
             return apply(list(messages), tokenize=False, add_generation_prompt=True, **{**self._arguments, **more})
-        except (TemplateError, TypeError) as error:  # templates refuse roles, orders and contents that they cannot put
+        except (TemplateError, TypeError) as error:  # templates refuse some roles, orders and contents
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ConfigError(f"the chat template refuses messages of {roles}: {error}") from error
 
     def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # a template writes its own
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has its own

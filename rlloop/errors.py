@@ -1,43 +1,43 @@
-"""What can go wrong, as a tree.
+"""The errors that rlloop raises.
 
     RlloopError
     ├── ConfigError (ValueError)       a setting, an argument or a combination of them that cannot work
     ├── ModelError (ValueError)        a checkpoint folder that is missing, unsupported or does not fit
-    ├── RunError (ValueError)          a run folder that is missing, damaged or belongs to another run
-    ├── ParityError                    engine and trainer disagree where the run requires that they do not
-    └── SyncError                      weights that could not be published or brought over; what served still serves
+    ├── RunError (ValueError)          a run folder that is missing, damaged or of another run
+    ├── ParityError                    engine and trainer differ in a run that requires equal bits
+    └── SyncError                      weights that could not be published or applied; the old version goes on serving
 
-A user's mistake is a `ValueError` whose message says what was given, what is allowed and what to change, raised before
-any work starts. A broken invariant of rlloop's own is an `assert`.
+A user's mistake is a `ValueError`, raised before any work starts, whose message says what was given, what is allowed
+and what to change. A broken invariant of rlloop's own is an `assert`.
 """
 
 import msgspec
 
-# What decoders raise for bytes that are not what they should be: text that is not UTF-8 and integers of thousands of
-# digits are ValueErrors, and what is nested too deeply ends in a RecursionError.
+# Errors of decoders for invalid bytes: text that is not UTF-8 and integers of thousands of digits are ValueErrors, and
+# too deep nesting is a RecursionError.
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 class RlloopError(Exception):
-    """Base of every error that rlloop raises on purpose. `exit_code` is what the command line ends with."""
+    """Base of rlloop's errors. `exit_code`: the command line's."""
 
     exit_code = 1
 
 
 class ConfigError(RlloopError, ValueError):
-    """A setting that cannot work: says which, what it was and what is allowed."""
+    """A setting that cannot work. The message names it, its value and the values allowed."""
 
     exit_code = 2
 
 
 class ModelError(RlloopError, ValueError):
-    """A model folder that is missing, of an unsupported architecture, or whose tensors do not fit."""
+    """A model folder that is missing, has an unsupported architecture, or has tensors that do not fit."""
 
     exit_code = 2
 
 
 class RunError(RlloopError, ValueError):
-    """A run folder that is missing, damaged, or not the one the configuration describes."""
+    """A run folder that is missing, damaged, or of another configuration."""
 
     exit_code = 2
 
@@ -49,4 +49,4 @@ class ParityError(RlloopError):
 
 
 class SyncError(RlloopError):
-    """A version of the weights could not be published, fetched or applied. What was served before still is."""
+    """A version of the weights could not be published, fetched or applied. The old version goes on serving."""

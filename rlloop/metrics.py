@@ -1,7 +1,7 @@
-"""Metrics that carry their reduction, where they go, and the names under which other frameworks know them.
+"""Metrics that carry their reduction, sinks that receive them, and their names in other frameworks.
 
-A metric travels as sums and counts until the step's last merge, over micro-batches, minibatches and ranks, so a mean of
-means cannot happen. A metric that does not apply is absent, never 0. Names, formulas and signs: docs/metrics.md.
+A metric is kept as sums and counts until all micro-batches, minibatches and ranks of a step are merged, so that a mean
+of means cannot happen. A metric that does not apply is absent, never 0. docs/metrics.md has names, formulas and signs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 
 
 class Reduction(Protocol):
-    """Merges with `+` (associative and commutative, rounding aside) and ends as `.value`."""
+    """Merges with `+`, which is associative and commutative but for rounding; `.value` is the result."""
 
     def __add__(self, other: Any, /) -> Self: ...
 
@@ -23,7 +23,7 @@ class Reduction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """`total / count`, both summed over parts. The count is of whatever it is a mean over: tokens, sequences, groups.
+    """`total / count`, each summed over parts. `count` is the number of tokens, sequences or groups averaged over.
 
     Example: `Mean(3.0, 4) + Mean(1.0, 1)` is `Mean(4.0, 5)`, of value 0.8.
     """
@@ -93,7 +93,7 @@ class EffectiveSampleSize:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts between fixed edges, open at both ends: `counts[i]` is of edges[i-1] <= x < edges[i]."""
+    """Counts between fixed edges, open at both ends: `counts[i]` counts edges[i-1] <= x < edges[i]."""
 
     edges: tuple[float, ...]  # ascending
     counts: tuple[int, ...]  # one more than edges
@@ -107,13 +107,13 @@ class Histogram:
         return {"edges": list(self.edges), "counts": list(self.counts)}
 
 
-# Edges of d = ln r: half decades from 1e-6 to 10 on either side of 0, so that rounding and collapse are told apart.
+# Edges of d = ln r: half decades from 1e-6 to 10 on either side of 0, which separate rounding from collapse.
 _HALF_DECADES = tuple(10.0 ** (k / 2) for k in range(-12, 3))
 LOG_RATIO_EDGES = (*(-edge for edge in reversed(_HALF_DECADES)), *_HALF_DECADES)
 
 
 def merge(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, Reduction]:
-    """One dictionary out of many: what shares a name is added."""
+    """One dictionary out of many; metrics of the same name are added."""
     merged: dict[str, Reduction] = {}
     for part in parts:
         for name, metric in part.items():
@@ -122,25 +122,25 @@ def merge(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, Reduction]:
 
 
 def values(metrics: Mapping[str, Reduction]) -> dict[str, Any]:
-    """What a record holds: name -> number (a histogram: its edges and counts)."""
+    """The values for a record: name -> number (of a histogram, edges and counts)."""
     return {name: metric.value for name, metric in metrics.items()}
 
 
 def is_timing(name: str) -> bool:
-    """Whether a metric measures the clock, or who did the work, and so differs between two runs of the same bits."""
+    """True for metrics of time or of the machines used, which differ between two runs with the same bits."""
     elsewhere = ("time/", "perf/", "fleet/", "sync/wire", "sync/ratio", "sync/changed")
     return name.startswith(elsewhere) or name.rpartition("/")[2].endswith("seconds")
 
 
 class Sink(Protocol):
-    """Where records go besides the run folder (wandb, TensorBoard, ...): fed with the same numbers."""
+    """Receives each record besides the run folder: wandb, TensorBoard, ..."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
 
-# Theirs -> ours, with the factor that makes ours theirs; several of ours are added up.
+# Framework -> its metric -> rlloop's metrics, each with its factor; their sum is the framework's value.
 PEER_NAMES: dict[str, dict[str, dict[str, float]]] = {
     "verl": {
         "rollout_corr/kl": {"parity/k1": 1.0},
@@ -179,7 +179,7 @@ PEER_NAMES: dict[str, dict[str, dict[str, float]]] = {
 
 
 def as_peer(metrics: Mapping[str, float], peer: str) -> dict[str, float]:
-    """The same numbers under another framework's names and signs; what it does not know is left out.
+    """The same numbers under another framework's names and signs, without metrics that it does not have.
 
     Example: `as_peer({"parity/k1": 0.5}, "torchtitan") == {"bit_wise/logprob_diff/mean": -0.5}`.
     """

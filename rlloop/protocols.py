@@ -1,4 +1,4 @@
-"""What the loop asks of its parts. `loop.py` depends on these, never on torch, ray, vllm or a concrete engine."""
+"""Protocols of the parts that the loop drives. It depends on these, never on torch, ray, vllm or a concrete engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlloop.types import Completion, Example, Part, PromptScores, Recomputed, Re
 
 
 class Engine(Protocol):
-    """Continues prompts and says with which probabilities."""
+    """Samples completions, with their logprobs."""
 
     @property
     def policy_version(self) -> int: ...
@@ -24,7 +24,19 @@ class Engine(Protocol):
     ) -> list[Completion]: ...
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides the bits: library versions, instruction set, profile, dtype."""
+        """JSON values of everything that decides the bits: library versions, instruction set, profile, dtype."""
+        ...
+
+
+class InProcessEngine(Engine, Protocol):
+    """An engine in the trainer's process, over the trainer's own parameters: what `rollout.engine._target_` makes.
+
+    `close()`, where it has one, is called at the end of the run. Under `parity.mode=require` its `fingerprint` must be
+    the trainer's (`model.fingerprint()`, of an engine that runs the model it was given).
+    """
+
+    def set_version(self, version: int) -> None:
+        """The parameters, changed in place, are those of `version` now: forget what was computed with earlier ones."""
         ...
 
 
@@ -41,46 +53,47 @@ class SubmittingEngine(Protocol):
 
 
 class UpdateResult(Protocol):
-    """What one `forward_backward` saw."""
+    """The result of one `forward_backward`."""
 
     @property
     def recomputed(self) -> Recomputed:
-        """Of the batch, in its order, by the update's own forward."""
+        """The batch's logprobs, in its order, from the update's own forward."""
         ...
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
-        """`loss/*` and `is/*` of the loss, and what else the trainer measured."""
+        """`loss/*` and `is/*` of the loss, and the trainer's own."""
         ...
 
 
 class Trainer(Protocol):
-    """Owns the masters. The loop's update is `forward_backward`, then `optim_step`."""
+    """Owns the master weights. The loop's update is `forward_backward`, then `optim_step`."""
 
     def forward_backward(
         self, batch: Sequence[Sample], loss: Callable[..., Any], *, old_logprobs: Sequence[np.ndarray] | None = None
     ) -> UpdateResult:
-        """`old_logprobs`, [T] a sample, anchor the policy ratio; None: this very forward's, so that it starts at 1."""
+        """Add the loss's gradient. `old_logprobs`, [T] for each sample, are the denominator of the policy ratio; None:
+        this forward's own, so that the ratio is 1."""
         ...
 
     def optim_step(self) -> Mapping[str, float]:
-        """Applies the gradient. Returns `loss/grad_norm` and the like."""
+        """Apply the gradient and clear it. Returns `loss/grad_norm` and other metrics."""
         ...
 
     def recompute(self, batch: Sequence[Sample]) -> Recomputed:
-        """What `forward_backward(batch, ...)` would report, without a gradient."""
+        """The logprobs that `forward_backward(batch, ...)` would recompute, without a gradient."""
         ...
 
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> Sequence[float]:
-        """KL(policy ‖ reference) of each completion, summed over its tokens: k1, k2 or k3 of what was sampled."""
+        """KL(policy ‖ reference) of each completion, summed over its tokens. `kind`: the estimator k1, k2 or k3."""
         ...
 
     def routing(self) -> Mapping[str, float]:
-        """`parity/router_different` and the like, of what was scored last; empty for a model without routers."""
+        """`parity/router_different` and others for the batch scored last; empty for a model without routers."""
         ...
 
     def replay_experts(self, on: bool) -> None:
-        """Whether forwards take the experts that `Completion.routed_experts` names."""
+        """Let forwards route tokens to the experts in `Completion.routed_experts`, or not."""
         ...
 
     def save(self, folder: Path) -> None: ...
@@ -91,15 +104,15 @@ class Trainer(Protocol):
 
 
 class WeightSync(Protocol):
-    """Brings the trainer's weights to the engines and leaves them serving exactly `version`."""
+    """Brings the trainer's weights to the engines."""
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Returns `sync/*` metrics; empty where nothing has to move."""
+        """When it returns, engines serve exactly `version`. Returns `sync/*` metrics; empty if no bytes moved."""
         ...
 
 
 class Reward(Protocol):
-    """Judges one completion. Sync or async; a function or an object with `__call__`."""
+    """Scores one completion. Sync or async; a function or an object with `__call__`."""
 
     def __call__(
         self, prompt: str, completion: str, example: Example
@@ -107,7 +120,7 @@ class Reward(Protocol):
 
 
 class Checkpoint(Protocol):
-    """One whole checkpoint on disk."""
+    """One complete checkpoint on disk."""
 
     @property
     def step(self) -> int: ...
@@ -117,57 +130,57 @@ class Checkpoint(Protocol):
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """What is wrong with each newer one, where newer ones are damaged."""
+        """Newer checkpoints that are damaged, with the damage of each."""
         ...
 
 
 class Checkpoints(Protocol):
-    """Complete or absent, whatever kills the process; the last few are kept."""
+    """Stores checkpoints, each complete or absent even after a kill, and keeps the last few."""
 
     def save(self, step: int, writers: Iterable[Callable[[Path], None]]) -> Path: ...
 
     def latest(self) -> Checkpoint | None: ...
 
     def digests(self, step: int) -> Mapping[str, str]:
-        """Of each that is kept, up to `step`, by its step."""
+        """Digests of the kept checkpoints up to `step`, by step."""
         ...
 
 
 class Task(Protocol):
-    """Where prompts come from. Everything is a function of the seed and the step, so a resumed run repeats it.
+    """Supplies prompts. Everything is a function of the seed and the step, so that a resumed run repeats it.
 
     `task._target_` is called with the section's other keys, the run's `seed`, and `model_path` (`model.path` or None).
     """
 
     def model_folder(self) -> Path:
-        """The Hugging Face folder to start from: `model_path`, or the task's own model, made once and cached."""
+        """The Hugging Face folder to start from: `model_path`, or the task's own model, created once and cached."""
         ...
 
     def train_examples(self, step: int, count: int) -> list[Example]:
-        """The `step`-th batch of prompts, from 1: one a step, or more where dynamic sampling asks for further ones."""
+        """The `step`-th batch of prompts, from 1. A step uses one, or more if dynamic sampling needs more prompts."""
         ...
 
     def eval_examples(self, count: int) -> list[Example]:
-        """Exactly `count` held-out problems, the same at every call; they repeat where there are fewer."""
+        """Exactly `count` held-out problems, the same at every call, repeated if there are fewer."""
         ...
 
     def decode(self, token_ids: list[int]) -> str: ...
 
 
 class Scorer(Protocol):
-    """Judges a batch: one outcome a request, a `RewardResult` or a failure with `kind` and `message`."""
+    """Scores a batch. One outcome for each request: a `RewardResult`, or a failure with `kind` and `message`."""
 
     def score(self, requests: Sequence[tuple[str, str, Example]]) -> Sequence[Any]: ...
 
 
 class Observer(Protocol):
-    """Whoever watches: the console, sinks."""
+    """Receives each step's metrics: the console, sinks."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
 
 class Stateful(Protocol):
-    """A part that cannot be made anew from the trainer's weights alone."""
+    """A part with state that checkpoints must hold besides the trainer's."""
 
     def save(self, folder: Path) -> None: ...
 
@@ -175,7 +188,7 @@ class Stateful(Protocol):
 
 
 class SteppedEngine(Protocol):
-    """What `EngineService` drives: `rlloop.Engine`, or a stand-in for it. Not for many threads."""
+    """The engine that `EngineService` drives: `rlloop.Engine` or one like it. Not thread-safe."""
 
     @property
     def policy_version(self) -> int: ...
@@ -186,11 +199,11 @@ class SteppedEngine(Protocol):
     @property
     def longest(self) -> int: ...
 
-    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int: ...
+    def add_request(self, prompt: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int: ...
 
     def so_far(self, request_id: int, begin: int = 0) -> Part: ...
 
-    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores: ...
+    def score(self, prompt: list[int], top_logprobs: int = 0) -> PromptScores: ...
 
     def step(self) -> list[tuple[int, Completion]]: ...
 
@@ -202,16 +215,17 @@ class SteppedEngine(Protocol):
 
 
 class Listener(Protocol):
-    """Hears of one call in the engine's thread, between steps, so it must be quick. An error of its own ends the call.
+    """Receives the progress of one call, in the engine's thread between steps, so it must be quick. An exception ends
+    the call.
 
-    `index` says which of the call's prompts.
+    `index`: of the prompt in the call.
     """
 
     def scored(self, index: int, scores: PromptScores) -> None: ...
 
     def made(self, index: int, part: Part) -> int | None:
-        """The tokens that it has got since, all but the one that ends it. Returns None to go on; or how many of the
-        completion's tokens to keep: with these it ends, as if a stop token had come."""
+        """New tokens of a completion, without the one that ends it. Return None to go on, or a number of tokens of the
+        completion to keep: it then ends after these, as with a stop token."""
         ...
 
     def finished(self, index: int, completion: Completion) -> None: ...

@@ -1,10 +1,10 @@
-"""Fakes of every part, for tests of loops and tools without a model, and a planted fault for tests with one.
+"""Fakes of the loop's parts, for tests without a model; and planted faults, for tests with one.
 
     policy = FakePolicy(vocabulary=8)
     parts = fake_parts(policy)                # an engine, a trainer, a task and a reward that work together
     engine = FakeEngine(policy, drift=1e-6)   # one whose numerics differ from the trainer's
 
-The fakes learn for real, by REINFORCE on one vector of logits, so a loop over them has a curve to go up.
+The fakes really learn, by REINFORCE on one vector of logits, so that a loop's reward rises.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlloop.cache import cache_root
 from rlloop.loop.parts import Parts
 from rlloop.metrics import Mean, Reduction
 from rlloop.parity.asked import Vocabulary
@@ -31,10 +32,9 @@ if TYPE_CHECKING:
 
 
 def plant_fault(engine: Engine | VllmEngine, op: str) -> None:
-    """Run one operation of a real engine by its stock twin, behind the back of everything that is declared.
+    """Replace one operation of a real engine by its stock implementation, without declaring it.
 
-    `op` is a knob of `NumericsProfile`. Profile and fingerprint go on saying that nothing is different, so only a
-    comparison of bits can find it.
+    `op`: a field of `NumericsProfile`. Profile and fingerprint do not change, so only a comparison of bits can find it.
     """
     from rlloop.numerics.ops import ops_for
 
@@ -46,7 +46,7 @@ def plant_fault(engine: Engine | VllmEngine, op: str) -> None:
 
 @contextmanager
 def planted_fault(op: str) -> Iterator[None]:
-    """Every engine that `rlloop train` builds in this process while the context lasts has `plant_fault(engine, op)`.
+    """Within the context, every engine that `rlloop train` builds in this process has `plant_fault(engine, op)`.
 
     Example: `with planted_fault("linear"): assert rlloop.cli.main.main(["train", ...]) == 3`.
     """
@@ -54,8 +54,8 @@ def planted_fault(op: str) -> Iterator[None]:
 
     make_engine = launch.make_engine
 
-    def faulty(*args: Any) -> Engine | VllmEngine:
-        engine = make_engine(*args)
+    def faulty(*args: Any) -> Any:
+        engine: Any = make_engine(*args)
         plant_fault(engine, op)
         return engine
 
@@ -82,14 +82,14 @@ class FakePolicy:
         return (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
 
     def draw(self, seed: int, count: int) -> np.ndarray:
-        """The first `count` tokens [count] int64 of a completion that is sampled with `seed`."""
+        """The first `count` tokens, [count] int64, of a completion sampled with `seed`."""
         uniform = np.random.Generator(np.random.Philox(key=seed)).random(count)
         mass = np.exp(self.logprobs().astype(np.float64)).cumsum()
         return np.searchsorted(mass, uniform).clip(max=self.vocabulary - 1)
 
 
 class FakeEngine:
-    """Samples from a `FakePolicy`. `drift` is added to every logprob that it reports, as another arithmetic would."""
+    """Samples from a `FakePolicy`. `drift` is added to every logprob, as if its arithmetic were another."""
 
     def __init__(self, policy: FakePolicy, *, drift: float = 0.0) -> None:
         self.policy = policy
@@ -125,7 +125,7 @@ class FakeUpdate:
 
 
 class FakeTrainer:
-    """REINFORCE with momentum on a `FakePolicy`'s logits. Its `loss` argument is called with nothing and not used."""
+    """REINFORCE with momentum on a `FakePolicy`'s logits. The `loss` argument is ignored."""
 
     def __init__(self, policy: FakePolicy, lr: float = 0.5) -> None:
         self.policy = policy
@@ -136,7 +136,7 @@ class FakeTrainer:
 
     def recompute(self, batch: Sequence[Sample]) -> Recomputed:
         completions, table = [sample.completion for sample in batch], self.policy.logprobs()
-        scored = [table[made.token_ids][list(made.written)] for made in completions]
+        scored = [table[completion.token_ids][list(completion.written)] for completion in completions]
         turns = [each.turns or ((0, len(each.token_ids)),) for each in completions]
         redrawn = [
             np.concatenate([self.policy.draw(each.sampling.seed or 0, end - start) for start, end in spans])
@@ -153,14 +153,14 @@ class FakeTrainer:
         tokens = sum(map(len, logprobs))
         probabilities = np.exp(self.policy.logprobs().astype(np.float64))
         for sample in batch:
-            made = [sample.completion.token_ids[place] for place in sample.completion.written]
-            counts = np.bincount(made, minlength=self.policy.vocabulary)
-            self.gradient += sample.advantage * (counts - len(made) * probabilities) / tokens
+            token_ids = [sample.completion.token_ids[index] for index in sample.completion.written]
+            counts = np.bincount(token_ids, minlength=self.policy.vocabulary)
+            self.gradient += sample.advantage * (counts - len(token_ids) * probabilities) / tokens
         total = sum(-sample.advantage * float(scored.sum()) for sample, scored in zip(batch, logprobs, strict=True))
         return FakeUpdate(recomputed, {"loss/policy": Mean(total, tokens)})
 
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> list[float]:
-        """k1 against a reference that is uniform, whatever `kind` says."""
+        """k1 against a uniform reference, for every `kind`."""
         level = float(np.log(self.policy.vocabulary))
         return [float((sample.completion.logprobs + level).sum()) for sample in batch]
 
@@ -190,7 +190,7 @@ class FakeTrainer:
 
 
 class FakeSync:
-    """Engines share the trainer's policy, so only the version has to be told."""
+    """Tells engines, which share the trainer's policy, their version."""
 
     def __init__(self, *engines: FakeEngine) -> None:
         self.engines = engines
@@ -212,8 +212,10 @@ class FakeTask:
         self.model_path = model_path
 
     def model_folder(self) -> Path:
-        assert self.model_path is not None, "a fake task has no model of its own"
-        return Path(self.model_path)
+        """`model_path`; else an empty folder, since a fake policy has no files."""
+        folder = cache_root() / "fake-model" if self.model_path is None else Path(self.model_path)
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def train_examples(self, step: int, count: int) -> list[Example]:
         return [self._example(f"train-{step}-{i}", i) for i in range(count)]
@@ -253,7 +255,7 @@ class FakeCheckpoint:
 
 
 class FakeCheckpoints:
-    """The plainest store that is complete or absent: a temporary folder and one rename."""
+    """A checkpoint store of a temporary folder and one rename."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -272,7 +274,7 @@ class FakeCheckpoints:
         return FakeCheckpoint(steps[-1], self.root / f"step_{steps[-1]}") if steps else None
 
     def digests(self, step: int) -> dict[str, str]:
-        """Of nothing but their names."""
+        """The checkpoints' names stand in for digests."""
         return {str(each): f"step_{each}" for each in self._steps() if each <= step}
 
     def _steps(self) -> list[int]:
@@ -288,7 +290,7 @@ def centred(
 
 
 def fake_parts(root: Path, *, policy: FakePolicy | None = None, **replaced: Any) -> Parts:
-    """Fakes that share one policy, with checkpoints under `root`; `replaced` puts other parts in their place."""
+    """Fakes that share one policy, with checkpoints under `root`. `replaced`: other parts to use instead."""
     policy = policy or FakePolicy()
     engine = replaced.get("engine") or FakeEngine(policy)
     parts: Mapping[str, Any] = {

@@ -76,6 +76,11 @@ class ModelInput:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def is_text(self) -> bool:
+        """Whether its token ids say it all."""
+        return self.positions is None and not self.contents
+
     def positions_at(self, begin: int, end: int) -> np.ndarray:
         """[n] or [axes, n] int64, of tokens `begin` to `end`, those included that follow the input."""
         if self.positions is None:
@@ -87,12 +92,15 @@ class ModelInput:
     def content_key(self, begin: int, end: int) -> bytes:
         """All that decides what the model makes of tokens `begin` to `end` besides their ids and those before them.
 
-        For keys of caches. b"" for text at its usual positions.
+        For keys of caches. b"" where they are text at its usual positions.
         """
-        if self.positions is None and not self.contents:
+        if self.is_text:
             return b""
         spans = [(each.start, each.end, each.digest) for each in self.contents if each.start < end and begin < each.end]
-        return repr((self.positions_at(begin, end).tolist(), spans)).encode()
+        positions = self.positions_at(begin, end)
+        if not spans and (positions == np.arange(begin, end)).all():
+            return b""
+        return repr((positions.tolist(), spans)).encode()
 
 
 def as_model_input(given: ModelInput | Sequence[int]) -> ModelInput:

@@ -3,7 +3,7 @@
     python scripts/reference.py            # rewrites both
     python scripts/reference.py --check    # exit code 1 where one of them says anything else
 
-A key's meaning is the comment at its field; what it may be comes from the checks of its section.
+A key's meaning is the comment at its field; its allowed values are the limit there and the checks of its section.
 """
 
 from __future__ import annotations
@@ -83,11 +83,12 @@ def _comments(kind: type) -> dict[str, str]:
 
 
 def _allowed(kind: type) -> dict[str, str]:
-    """What the section's own checks, `_check(key, value, good, allowed)`, say of each field."""
+    """In words: each field's own limit, and what the section's checks, `require(key, value, good, allowed)`, say."""
     (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind))).body
-    found: dict[str, str] = {}
+    limits = {field.name: field.metadata.get("limit") for field in dataclasses.fields(kind)}
+    found = {name: limit.says for name, limit in limits.items() if limit is not None}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_check":
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("require", "_check"):
             key, text = node.args[0], node.args[-1]
             if isinstance(key, ast.Constant) and isinstance(text, ast.Constant):
                 found[key.value.rpartition(".")[2]] = text.value
@@ -99,6 +100,8 @@ def _type(hint: Any) -> str:
         return ", ".join(f"`{member.value}`" for member in hint)  # type: ignore[attr-defined]
     if hint is bool:
         return "`true`, `false`"
+    if hint is Any:
+        return "a name, or a mapping with `_target_`"
     inner = [each for each in get_args(hint) if each is not type(None)]
     if type(None) in get_args(hint):
         return f"{_type(inner[0])}, or `null`"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from rlloop.chat import ChatTokenizer, Template
-from rlloop.config.instantiate import locate
+from rlloop.config.instantiate import bind
 from rlloop.errors import ConfigError
 from rlloop.loop.environments import Environment, Message
 from rlloop.types import Example
@@ -22,15 +20,7 @@ from .data import DataSection, Row, Rows, is_messages, read_rows, row_id
 
 def environment_factory(config: Mapping[str, Any]) -> Callable[[Example], Environment]:
     """What `config` names, called with the example and the other keys. Raises `ConfigError` where that cannot be."""
-    arguments = {key: value for key, value in config.items() if key != "_target_"}
-    target = locate(str(config.get("_target_")), "task.environment._target_")
-    try:
-        inspect.signature(target).bind(None, **arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"task.environment: {config['_target_']} must take an example and {list(arguments)}: {error}"
-        ) from None
-    return functools.partial(target, **arguments)
+    return bind(config, "task.environment", ("example",))
 
 
 class Custom:

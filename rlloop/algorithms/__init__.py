@@ -23,7 +23,19 @@ if TYPE_CHECKING:
         raw,
     )
     from rlloop.algorithms.batch import Loss, LossBatch, LossOutput
-    from rlloop.algorithms.corrections import clip, corrected, icepop, mask, measured, mis, ratio_metrics, tis, veto
+    from rlloop.algorithms.corrections import (
+        Correction,
+        Weights,
+        clip,
+        corrected,
+        icepop,
+        mask,
+        measured,
+        mis,
+        ratio_metrics,
+        tis,
+        veto,
+    )
     from rlloop.algorithms.kl import kl_estimate, sequence_kl
     from rlloop.algorithms.losses import (
         cispo,
@@ -41,19 +53,25 @@ if TYPE_CHECKING:
     )
     from rlloop.algorithms.registry import advantages_for, get_advantage, get_correction, get_loss, loss_for
     from rlloop.algorithms.shaping import groups_with_signal, overlong_penalty
+    from rlloop.algorithms.terms import PolicyTerm, clipped_surrogate, finish, sequence_mean, sequence_sum, token_mean
 
 __all__ = [
+    "Correction",
     "Loss",
     "LossBatch",
     "LossOutput",
+    "PolicyTerm",
+    "Weights",
     "advantages_for",
     "batch_norm",
     "cispo",
     "clip",
+    "clipped_surrogate",
     "corrected",
     "dapo",
     "dr_grpo",
     "dro",
+    "finish",
     "get_advantage",
     "get_correction",
     "get_loss",
@@ -79,12 +97,15 @@ __all__ = [
     "reinforce_pp",
     "rloo",
     "sequence_kl",
+    "sequence_mean",
+    "sequence_sum",
     "sft",
     "tis",
+    "token_mean",
     "veto",
 ]
 
-_HOMES = ("advantages", "batch", "corrections", "kl", "losses", "registry", "shaping")
+_HOMES = ("advantages", "batch", "corrections", "kl", "losses", "registry", "shaping", "terms")
 
 
 def __getattr__(name: str) -> Any:

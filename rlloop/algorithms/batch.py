@@ -1,4 +1,4 @@
-"""What a loss reads and what it returns."""
+"""The input and the output of a loss: `LossBatch` and `LossOutput`."""
 
 from __future__ import annotations
 
@@ -101,6 +101,11 @@ class LossOutput:
 
 
 class Loss(Protocol):
-    """Any function of this form trains: the named ones here, `get_loss(...)`'s, or your own."""
+    """Any function of this form trains: the named ones here, `get_loss(...)`'s, or your own.
+
+    Of your own, `algorithm.loss._target_=package.loss` names it, and its keyword arguments are keys beside `_target_`.
+    `kl_coef` among them, above 0, makes the trainer fill `ref_logprobs`. A correction arrives as `batch.weights`, which
+    `rlloop.algorithms.finish` applies.
+    """
 
     def __call__(self, batch: LossBatch, /) -> LossOutput: ...

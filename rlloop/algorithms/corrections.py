@@ -15,6 +15,8 @@ counts in `total_tokens`, as if its advantage were 0, so a correction does not s
 `level` says what r is of: "token" its own; "sequence" the product over the sequence's tokens, the unbiased weight, of
 variance that grows with length; "geometric" their geometric mean. Comparisons are made on d, so no ratio overflows.
 
+In metric names, `is/` stands for importance sampling.
+
 Several multiply, with at most one weighing among them: two would count the ratio twice. Where engine and trainer agree
 bit for bit every weight is exactly 1, and every correction changes nothing.
 
@@ -42,7 +44,7 @@ Level = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class Weights:
-    """A correction's factor for each token, and what it did to it. `touched`: metric name -> [N] bool."""
+    """A correction's factor of each token. `touched`: metric name -> the tokens that it changed, [N] bool."""
 
     weights: Tensor  # [N] float64, no gradient
     touched: dict[str, Tensor]
@@ -153,7 +155,10 @@ def measured(loss: Loss) -> Loss:
 
 @torch.no_grad()
 def ratio_metrics(batch: LossBatch) -> dict[str, Reduction]:
-    """`is/ratio_mean`, `_max`, `_min`, `is/ess` of r over unmasked tokens, and a histogram of ln r."""
+    """`is/ratio_mean`, `_max`, `_min` of r over unmasked tokens, `is/ess`, and a histogram of ln r.
+
+    ESS is the effective sample size by (sum r)^2 / (n sum r^2): 1 where all tokens weigh the same.
+    """
     kept = batch.unmasked()
     d = kept.old_logprobs - kept.rollout_logprobs
     if not len(d):

@@ -7,7 +7,7 @@ of the loss.
 
 from __future__ import annotations
 
-from rlloop.config.run import AlgorithmConfig
+from rlloop.config.algorithm import AlgorithmConfig
 
 _NO_PENALTY = {"kl_coef": 0.0, "kl": "k3", "entropy_coef": 0.0}
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}

@@ -1,4 +1,4 @@
-"""Losses, estimators and corrections by name, with their arguments checked before any work starts."""
+"""Losses, estimators and corrections by name or by `_target_`, with their arguments checked before any work starts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from rlloop.algorithms.batch import Loss
 from rlloop.algorithms.corrections import CORRECTIONS, WEIGHING, Correction, corrected, measured, possible
 from rlloop.algorithms.losses import LOSSES
 from rlloop.algorithms.shaping import groups_with_signal, overlong_penalty
-from rlloop.config.run import AlgorithmConfig, Anchor
+from rlloop.config.algorithm import AlgorithmConfig, Anchor
+from rlloop.config.instantiate import accepts, resolve
 from rlloop.errors import ConfigError
 
 StepAdvantages = Callable[
     [Sequence[float], Sequence[int], Sequence[int], Sequence[float] | None], tuple[list[float], list[bool]]
 ]
 
-# What an argument of this name may be, in every function that takes it; its type comes from the annotation.
+# The range of an argument by its name, in every function that takes it; its type comes from the annotation.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "clip_low": (lambda x: 0 <= x <= 1, "from 0 to 1"),
     "clip_high": (lambda x: x >= 0, "0 or more"),
@@ -51,7 +52,11 @@ def get_advantage(name: str, **args: Any) -> Callable[[ArrayLike, ArrayLike], ND
 
 
 def get_correction(corrections: Mapping[str, Mapping[str, Any] | None]) -> Correction:
-    """Named corrections as one, their factors multiplied: `get_correction({"tis": {"cap": 3.0}, "veto": {}})`."""
+    """Corrections as one, their factors multiplied: `get_correction({"tis": {"cap": 3.0}, "veto": {}})`.
+
+    One of your own has a name of your choice and a `_target_` among its arguments: a function from a `LossBatch` to
+    `Weights`. Whether it weighs tokens by the ratio, as only one should, is then yours to know.
+    """
     if not corrections:
         raise ConfigError(f"no correction is named; there are {', '.join(CORRECTIONS)}")
     for name, args in corrections.items():
@@ -59,7 +64,12 @@ def get_correction(corrections: Mapping[str, Mapping[str, Any] | None]) -> Corre
             raise ConfigError(
                 f"correction {name} is {args!r}; it must be a mapping of its arguments, as {{{name}: {{}}}}"
             )
-    parts = [_get("correction", CORRECTIONS, name, dict(args or {})) for name, args in corrections.items()]
+    parts = [
+        resolve(args, f"algorithm.correction.{name}", ("batch",))
+        if args and "_target_" in args
+        else _get("correction", CORRECTIONS, name, dict(args or {}))
+        for name, args in corrections.items()
+    ]
     weighing = [name for name in corrections if name in WEIGHING]
     if len(weighing) > 1:
         raise ConfigError(
@@ -71,7 +81,10 @@ def get_correction(corrections: Mapping[str, Mapping[str, Any] | None]) -> Corre
 
 def loss_for(algorithm: AlgorithmConfig) -> Loss:
     """The configured loss with its correction, and with the `is/*` statistics where the ratio is known."""
-    loss = get_loss(algorithm.loss, **algorithm.loss_args)
+    if isinstance(algorithm.loss, Mapping):
+        loss = resolve(algorithm.loss, "algorithm.loss", ("batch",))
+    else:
+        loss = get_loss(algorithm.loss, **algorithm.loss_args)
     if algorithm.correction:
         correction = get_correction(algorithm.correction)
         if algorithm.anchor is Anchor.rollout:
@@ -92,13 +105,16 @@ def loss_for(algorithm: AlgorithmConfig) -> Loss:
 
 
 def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int) -> StepAdvantages:
-    """The configured way from rewards to advantages, as `(rewards, groups, lengths, kl) -> (advantages, keep)`, [n].
+    """The configured function from rewards to advantages, `(rewards, groups, lengths, kl) -> (advantages, keep)`, [n].
 
     `lengths` are tokens of each one's longest turn, `max_tokens` a turn's budget (`rollout.max_tokens`); `kl` is its
     divergence from the reference in nats, for `reward_kl_coef`. Samples with keep False are not trained on: dynamic
     sampling found no signal in their group. Advantages are estimated over all samples.
     """
-    estimator = get_advantage(algorithm.advantage, **algorithm.advantage_args)
+    if isinstance(algorithm.advantage, Mapping):
+        estimator = resolve(algorithm.advantage, "algorithm.advantage", ("rewards", "groups"))
+    else:
+        estimator = get_advantage(algorithm.advantage, **algorithm.advantage_args)
     if group_size == 1 and algorithm.advantage in GROUP_RELATIVE:
         raise ConfigError(
             f"rollout.group_size is 1, but advantage {algorithm.advantage} compares samples of one prompt with each "
@@ -122,7 +138,12 @@ def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int)
             shaped = shaped + algorithm.overlong_penalty * penalty
         if kl is not None:
             shaped = shaped - algorithm.reward_kl_coef * np.asarray(kl)
-        return estimator(shaped, groups).tolist(), keep.tolist()
+        advantages = np.asarray(estimator(shaped, groups), dtype=np.float64)
+        if advantages.shape != shaped.shape:
+            raise ConfigError(
+                f"algorithm.advantage returned an array of shape {advantages.shape} for rewards of shape {shaped.shape}"
+            )
+        return advantages.tolist(), keep.tolist()
 
     return estimate
 
@@ -137,22 +158,18 @@ def _get(kind: str, registry: Mapping[str, Callable[..., Any]], name: str, args:
         if key not in parameters:
             raise ConfigError(f"{kind} {name} has no argument {key!r}; it has {', '.join(parameters) or 'none'}")
         _check(f"{kind} {name}: {key}", key, value, hints[key])
-    given = {n: p.default for n, p in parameters.items()} | args
-    if {"low", "high"} <= given.keys() and given["low"] >= given["high"]:
-        raise ConfigError(f"{kind} {name}: low ({given['low']}) must be below high ({given['high']})")
+    values = {n: p.default for n, p in parameters.items()} | args
+    if {"low", "high"} <= values.keys() and values["low"] >= values["high"]:
+        raise ConfigError(f"{kind} {name}: low ({values['low']}) must be below high ({values['high']})")
     return partial(function, **args)
 
 
 def _check(where: str, key: str, value: Any, hint: Any) -> None:
     if get_origin(hint) is Literal:
-        good, allowed = value in get_args(hint), f"one of {', '.join(get_args(hint))}"
+        good, allowed = accepts(hint, value), f"one of {', '.join(get_args(hint))}"
     else:
         in_range, allowed = _RANGES[key]
-        kinds = (hint,) if isinstance(hint, type) else get_args(hint)
-        typed = any(
-            isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool) for kind in kinds
-        )
-        good = typed and not (isinstance(value, float) and math.isnan(value)) and in_range(value)
+        good = accepts(hint, value) and in_range(value)
         allowed = f"a whole number, {allowed}" if hint is int else f"a number {allowed}"
     if not good:
         raise ConfigError(f"{where} is {value!r}; it must be {allowed}")

@@ -1,4 +1,4 @@
-"""What happens to rewards and groups before advantages are estimated: the parts of DAPO that are not in its loss."""
+"""Shaping of rewards and filtering of groups, before advantages are estimated: the parts of DAPO outside its loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlloop.errors import ConfigError
 
 
 def overlong_penalty(lengths: ArrayLike, *, max_tokens: int, buffer: int) -> NDArray[np.float64]:
-    """What to add to each reward, from 0 to −1, for a completion that comes near its budget: [n] -> [n].
+    """A penalty from 0 to −1 to add to each reward, for completions that come near their budget: [n] -> [n].
 
         0                                     length <= max_tokens − buffer
         (max_tokens − buffer − length)/buffer  between
@@ -25,7 +25,7 @@ def overlong_penalty(lengths: ArrayLike, *, max_tokens: int, buffer: int) -> NDA
 
 
 def groups_with_signal(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.bool_]:
-    """Whether a sample's group has rewards that differ: [n], [n] -> [n] bool. DAPO's dynamic sampling, as a filter.
+    """True for samples whose group has different rewards: [n], [n] -> [n] bool. DAPO's dynamic sampling, as a filter.
 
     Groups that are all right or all wrong have zero advantages and only dilute the mean. Judge them by the rewards
     *before* shaping: a length penalty must not pass for a signal. What a dropped group would have paid in KL or entropy

@@ -1,4 +1,4 @@
-"""What the named losses share: the clipped surrogate, the denominators, and the end that adds penalties and counts.
+"""Building blocks of losses: the clipped surrogate, the denominators, and `finish`, which adds penalties and counts.
 
 A token that the mask leaves out has already gone (`LossBatch.unmasked`), so nothing here can count it.
 """
@@ -27,10 +27,10 @@ class PolicyTerm:
 
 @dataclass(frozen=True)
 class Share:
-    """How a micro-batch's tokens add up to its share of the step's mean: sum(values * scale) / total."""
+    """A micro-batch's share of the step's mean over tokens: sum(values * scale) / total."""
 
     scale: Tensor | float  # [N] or one number: a token's weight in the mean
-    local: int  # what of `total` this micro-batch holds
+    local: int  # this micro-batch's contribution to `total`
     total: int  # of the whole optimizer step
 
     def sum(self, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of a finished or growing run: its records against each other, and against what they must come to."""
+"""Checks of a finished or running run: its records against each other, and against values computed again."""
 
 from rlloop.audit.history import Check
 from rlloop.audit.verify import Extent, verify

@@ -1,4 +1,7 @@
-"""Records against the certificate: its own chain, config.yaml, metrics, checkpoints, summary, signature and witness."""
+"""Checks of records against the certificate: its chain, config.yaml, metrics, checkpoints, summary, signature, witness.
+
+A record is one line of metrics.jsonl, a line one of parity.jsonl (the certificate); each has a step.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ STATUSES = ("finished", "interrupted", "failed", "parity broken")
 
 
 def check_metrics(run: History) -> Check:
-    """One record a step, in order, and those that the certificate covers."""
+    """One record for each step, in order, with the bytes that the certificate covers."""
     problems = [*run.problems]
     steps = [record["step"] for record in run.metrics]
     last = max(steps, default=-1)
@@ -47,29 +50,33 @@ def check_metrics(run: History) -> Check:
 
 
 def check_ledger(run: History) -> Check:
+    """The counts of completions in each record add up: sampled, accepted, rejected, dropped, trained."""
     problems, total = [], Counter[str]()
     for step, record in run.records.items():
         if step == 0:
             continue
-        count = {name: record.get(f"ledger/{name}", -1) for name in LEDGER}
-        if not all(isinstance(number, int) and number >= 0 for number in count.values()):
+        counts = {name: record.get(f"ledger/{name}", -1) for name in LEDGER}
+        if not all(isinstance(number, int) and number >= 0 for number in counts.values()):
             problems.append(f"step {step} has no counts of its completions")
             continue
-        total.update(count)
-        sampled, accepted, rejected, dropped, trained = count.values()
+        total.update(counts)
+        sampled, accepted, rejected, dropped, trained = counts.values()
         if sampled != accepted + rejected:
             problems.append(f"step {step}: sampled {sampled} is not accepted + rejected")
         if accepted != trained + dropped:
             problems.append(f"step {step}: accepted {accepted} is not trained + dropped")
-    return Check("ledger", ", ".join(f"{count} {name}" for name, count in total.items()) or "empty", problems)
+    return Check("ledger", ", ".join(f"{counts} {name}" for name, counts in total.items()) or "empty", problems)
 
 
 def check_certificate(run: History) -> Check:
+    """The certificate's hash chain, and its lines against records, config.yaml and fingerprints.json."""
     problems = find_breaks([raw for raw in run.raw_lines if raw.get("step") in run.by_step])
     written = [msgspec.json.encode(raw) + b"\n" for raw in run.raw_lines]
     if b"".join(written) != b"".join(run.written_lines):
         problems.append("parity.jsonl is not as it was written")
-    problems += [f"step {step} has no line" for step in run.records if step not in run.by_step and _must(run, step)]
+    problems += [
+        f"step {step} has no line" for step in run.records if step not in run.by_step and _needs_line(run, step)
+    ]
     for line in run.lines:
         known = run.records.get(line.step)
         if known is not None and known.get("parity/tokens", 0) != line.tokens:
@@ -78,19 +85,20 @@ def check_certificate(run: History) -> Check:
             )
         if (line.engine == line.trainer) != (line.tokens_different == 0):
             problems.append(f"step {line.step}: its digests and its count of different tokens contradict each other")
-    problems += _covers_config(run) + _is_promised(run) + _fingerprints(run)
+    problems += _config_problems(run) + _mode_problems(run) + _fingerprint_problems(run)
     tokens, different = (sum(getattr(line, name) for line in run.lines) for name in ("tokens", "tokens_different"))
     old = sum(line.rollouts is None for line in run.lines)
     note = f"; {old} of an older format, whose records no digest covers" if old else ""
     return Check("certificate", f"{len(run.lines)} steps, {different} of {tokens} tokens different{note}", problems)
 
 
-def _must(run: History, step: int) -> bool:
-    """Whether a step that has a record must have a line: all but one that may be under way."""
+def _needs_line(run: History, step: int) -> bool:
+    """True for every step with a record but the one that a running run may be in."""
     return step > 0 and (run.status is not None or not step == run.latest + 1 == max(run.records))
 
 
-def _covers_config(run: History) -> list[str]:
+def _config_problems(run: History) -> list[str]:
+    """config.yaml has the digest in the certificate."""
     digests = [line.config for line in run.lines if line.config is not None]
     if not digests:
         return ["no line covers config.yaml"] if run.lines and not run.is_old else []
@@ -100,16 +108,16 @@ def _covers_config(run: History) -> list[str]:
     return ["config.yaml is not the one that the certificate covers"]
 
 
-def _is_promised(run: History) -> list[str]:
-    """Under `require`, no step after one whose bits differ."""
+def _mode_problems(run: History) -> list[str]:
+    """Under `parity.mode=require`, no step comes after one whose bits differ."""
     if run.mode != "require":
         return []
     broken = [line.step for line in run.lines if line.tokens_different and line.metrics is not None]
     return [f"step {step} went on with bits that differ, under parity.mode=require" for step in broken]
 
 
-def _fingerprints(run: History) -> list[str]:
-    """fingerprints.json has what the digests in the lines stand for."""
+def _fingerprint_problems(run: History) -> list[str]:
+    """fingerprints.json has the fingerprint of every digest in the lines."""
     file = run.path / "fingerprints.json"
     named = {digest for line in run.lines for digest in line.fingerprints.values()}
     try:
@@ -124,11 +132,11 @@ def _fingerprints(run: History) -> list[str]:
     return problems + [f"fingerprints.json lacks {digest:.12}" for digest in sorted(named - known.keys())]
 
 
-# ------------------------------------------------------------------------------------------------ the end
+# ------------------------------------------------------------------------------------------------ summary, checkpoints
 
 
 def check_summary(run: History) -> Check:
-    """summary.json says what the records come to."""
+    """summary.json has the values that the records give."""
     last, built = max(run.records, default=0), run.built
     steps = None if isinstance(built, str) else built.trainer.num_steps
     if run.summary is None:
@@ -150,24 +158,26 @@ def check_summary(run: History) -> Check:
 
 
 def check_checkpoints(run: History) -> Check:
-    """Those that must be there are, as they were saved, and each knows the certificate's head of its step."""
+    """The expected checkpoints are there and undamaged, and each names the certificate's line of its step."""
     store = CheckpointStore(run.path / "checkpoints")
     present = store.steps()
     covered = next((line.checkpoints for line in reversed(run.lines) if line.checkpoints is not None), None)
     problems = [f"step_{step} is missing" for step in sorted(_expected(run, present, covered or {}) - set(present))]
     for step in present:
         folder = store.root / f"step_{step}"
-        found = find_damage(folder) or _unsealed(folder)
-        if found is None and covered is not None and str(step) in covered:
-            found = (
+        problem = find_damage(folder) or _file_problem(folder)
+        if problem is None and covered is not None and str(step) in covered:
+            problem = (
                 None if manifest_digest(folder) == covered[str(step)] else "is not the one that the certificate covers"
             )
-        problems += [f"step_{step}: {each}" for each in (found, _head(run, step, folder)) if each is not None]
+        both = problem, _head_problem(run, step, folder)
+        problems += [f"step_{step}: {each}" for each in both if each is not None]
     return Check("checkpoints", ", ".join(f"step_{step}" for step in present) or "none yet", problems)
 
 
 def _expected(run: History, present: list[int], covered: dict[str, str]) -> set[int]:
-    """Of those that the certificate knows, the ones that pruning left; with the one that an orderly end saves."""
+    """Steps whose checkpoints must be there: the last `checkpoint.keep` of those that the certificate names and, after
+    an orderly end, of the last step."""
     steps = {int(step) for step in covered if step.isdigit()}
     newest = max(steps, default=0)
     steps |= {step for step in present if step > newest}
@@ -177,8 +187,8 @@ def _expected(run: History, present: list[int], covered: dict[str, str]) -> set[
     return set(sorted(steps)[-keep:])
 
 
-def _unsealed(folder: Path) -> str | None:
-    """Files beside those of a whole checkpoint, or a manifest that is not as it was written."""
+def _file_problem(folder: Path) -> str | None:
+    """A file that is not one of the checkpoint's, or a manifest that is not as it was written."""
     sealed = {MANIFEST, *json.loads((folder / MANIFEST).read_text())["files"]}
     others = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - sealed
     if others:
@@ -187,7 +197,8 @@ def _unsealed(folder: Path) -> str | None:
     return None if as_written else f"{MANIFEST} is not as it was written"
 
 
-def _head(run: History, step: int, folder: Path) -> str | None:
+def _head_problem(run: History, step: int, folder: Path) -> str | None:
+    """The certificate's line of a step must have the hash that the checkpoint continued from."""
     try:
         head = json.loads((folder / "loop.json").read_text())["certificate"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -198,30 +209,34 @@ def _head(run: History, step: int, folder: Path) -> str | None:
     return None if line.hash == head else "the certificate is not the one that it continued"
 
 
-# ------------------------------------------------------------------------------------------------ who else knows
+# ------------------------------------------------------------------------------------------------ signature, witness
 
 
 def check_signature(run: History, key: Ed25519PublicKey | None) -> Check:
+    """signatures.jsonl against the chain, and with `key` each signature."""
     entries = run.signatures()
     asked = not isinstance(run.built, str) and run.built.certificate.key is not None
     if key is None:
-        found = f"{len(entries)} heads are signed; --public-key checks them"
-        return Check("signature", found, [] if entries or not run.last else [f"{SIGNATURES} is missing"])
+        summary = f"{len(entries)} heads are signed; --public-key checks them"
+        return Check("signature", summary, [] if entries or not run.last else [f"{SIGNATURES} is missing"])
     forged = [each for each in entries if not is_signed(each.statement, each.signature, key)]
     problems = [f"the head of step {each.step} is not signed by this key" for each in forged]
     if not entries:
         problems.append("no head is signed" + ("" if asked else ": the run had no certificate.key"))
-    return Check("signature", f"{len(entries)} heads are signed", problems + _stated(run, entries, "signed"))
+    return Check(
+        "signature", f"{len(entries)} heads are signed", problems + _statement_problems(run, entries, "signed")
+    )
 
 
 def check_witness(run: History, file: Path) -> Check:
+    """A witness's file against the chain."""
     entries = run.signatures(file)
     problems = [] if entries else ["the witness knows nothing of this run"]
-    return Check("witness", f"{len(entries)} heads are known", problems + _stated(run, entries, "known"))
+    return Check("witness", f"{len(entries)} heads are known", problems + _statement_problems(run, entries, "known"))
 
 
-def _stated(run: History, entries: list[Signature], how: str) -> list[str]:
-    """Statements that do not fit the chain, and a checkpoint that is newer than all of them."""
+def _statement_problems(run: History, entries: list[Signature], how: str) -> list[str]:
+    """Statements that contradict the chain, and a checkpoint newer than all of them. `how`: "signed" or "known"."""
     covered = {key: digest for line in run.lines for key, digest in (line.checkpoints or {}).items()}
     problems = []
     for each in entries:

@@ -1,4 +1,4 @@
-"""Checks that go through every completion, a step at a time: what was asked for, what came back, what it came to."""
+"""Checks that go through every completion, step by step: requests, tokens, outcomes, advantages and metrics."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ from rlloop.types import Completion, Example, RewardResult, Sample, SamplingPara
 CLOSE = {"rel_tol": 1e-9, "abs_tol": 1e-12}  # another machine's libraries may add in another order
 
 
-class Look(Protocol):
-    """One check: looks at each step's completions, then tells."""
+class CompletionCheck(Protocol):
+    """One check over all completions: called with each step's, then asked for its summary."""
 
     name: str
 
-    def at(self, step: Rollouts) -> list[str]:
-        """Problems of this step. May raise whatever damaged records make of it; that is a problem, too."""
+    def check(self, step: Rollouts) -> list[str]:
+        """Problems of this step. An exception, which damaged records may cause, is reported as one, too."""
         ...
 
-    def found(self) -> str: ...
+    def summary(self) -> str:
+        """The amount checked, or the reason why nothing was."""
+        ...
 
 
 def floats(values: Sequence[float | None]) -> np.ndarray:
-    """float32, as they were: null is −inf."""
+    """Recorded logprobs as float32; null is −inf."""
     return np.array([-np.inf if value is None else value for value in values], dtype=np.float32)
 
 
 class Files:
-    """Each file against the certificate: its digest, and the stored logprobs bit by bit; and against the ledger."""
+    """Rollout files against the certificate (digest, logprobs bit by bit) and against the ledger."""
 
     name = "rollouts"
 
@@ -50,7 +52,7 @@ class Files:
         self.run, self.completions, self.steps = run, 0, 0
         self.seen: set[str] = set()
 
-    def at(self, step: Rollouts) -> list[str]:
+    def check(self, step: Rollouts) -> list[str]:
         rows, line, problems = step.rows, step.line, list[str]()
         self.completions, self.steps = self.completions + len(rows), self.steps + 1
         problems += [f"{row.uid} stands twice in the records" for row in rows if row.uid in self.seen]
@@ -84,21 +86,21 @@ class Files:
             problems.append(f"{wrong[0]} is of another version than the certificate says ({line.version})")
         return problems
 
-    def found(self) -> str:
+    def summary(self) -> str:
         return f"{self.completions} completions of {self.steps} steps"
 
 
 class Outcomes:
-    """The ledger, completion by completion: each ends once, and says why where it was not trained."""
+    """Each completion has one outcome: trained, or rejected or dropped for a reason; and trained ones are not stale."""
 
     name = "outcomes"
 
     def __init__(self, run: History) -> None:
         fleet, rollout = (run.config.get(name) or {} for name in ("fleet", "rollout"))
-        self.allowed = fleet.get("max_version_lag", 0) + (rollout.get("drift") or {}).get("stale_steps", 0)
+        self.max_age = fleet.get("max_version_lag", 0) + (rollout.get("drift") or {}).get("stale_steps", 0)
         self.outcomes = Counter[str]()
 
-    def at(self, step: Rollouts) -> list[str]:
+    def check(self, step: Rollouts) -> list[str]:
         problems = []
         for row in step.rows:
             kind, _, why = row.outcome.partition(": ")
@@ -108,54 +110,57 @@ class Outcomes:
             if not row.uid.startswith(f"{step.step}/"):
                 problems.append(f"{row.uid} stands among the completions of step {step.step}")
             age = step.step - 1 - row.policy_version
-            if kind == "trained" and not 0 <= age <= self.allowed:
-                problems.append(f"{row.uid} was trained with weights {age} steps old; the run allows {self.allowed}")
+            if kind == "trained" and not 0 <= age <= self.max_age:
+                problems.append(f"{row.uid} was trained with weights {age} steps old; the run allows {self.max_age}")
             if kind == "trained" and row.finish_reason == "abort":
                 problems.append(f"{row.uid} was trained, though it was aborted")
         return problems
 
-    def found(self) -> str:
+    def summary(self) -> str:
         return ", ".join(f"{count} {kind}" for kind, count in self.outcomes.items()) or "none"
 
 
 class Fleet:
-    """The fleet's own history against the completions: each was made by an engine that served its version."""
+    """fleet.jsonl against the completions: each comes from an engine that served its version."""
 
     name = "fleet"
 
     def __init__(self, run: History) -> None:
-        self.made, self.problems = 0, list[str]()
+        self.completions = 0
         events = list(read_records(run.path / "fleet.jsonl"))
         self.served = {(event["engine"], event["version"]) for event in events if event["event"] == "serving"}
+        self.engines = {engine for engine, _ in self.served}
+        if run.config.get("launch") == "ray":  # completions of actors do not name their engine
+            self.served |= {(None, version) for _, version in self.served}
         self.count = Counter(event["event"] for event in events)
 
-    def at(self, step: Rollouts) -> list[str]:
-        self.made += len(step.rows)
+    def check(self, step: Rollouts) -> list[str]:
+        self.completions += len(step.rows)
         return [
             f"{row.uid} is of {row.origin}, which never served {row.policy_version}"
             for row in step.rows
             if (row.origin, row.policy_version) not in self.served
         ]
 
-    def found(self) -> str:
+    def summary(self) -> str:
         events = ", ".join(f"{number} {event}" for event, number in sorted(self.count.items()))
-        return f"{self.made} completions of {len({engine for engine, _ in self.served})} engines; {events}"
+        return f"{self.completions} completions of {len(self.engines)} engines; {events}"
 
 
 class Orphaned:
-    """Completions that a crash undid were sampled again: under the contract, as the same bits, none chosen by luck."""
+    """Completions that a resume set aside were sampled again with the same bits: none was chosen by its luck."""
 
     name = "orphaned"
 
     def __init__(self, run: History) -> None:
-        self.promised, self.compared = run.mode == "require", 0
+        self.repeatable, self.compared = run.mode == "require", 0
         self.files: dict[int, list[Path]] = {}
         for file in sorted((run.path / "orphaned").glob("*/rollouts/step_*.jsonl.zst")):
             self.files.setdefault(step_of(file), []).append(file)
 
-    def at(self, step: Rollouts) -> list[str]:
+    def check(self, step: Rollouts) -> list[str]:
         problems, now = [], {row.uid: row for row in step.rows}
-        for file in self.files.get(step.step, []) if self.promised else []:
+        for file in self.files.get(step.step, []) if self.repeatable else []:
             for row in read_rollouts(file):
                 again = now.get(row["uid"])
                 if again is None or row["engine"] != again.engine:
@@ -165,15 +170,15 @@ class Orphaned:
                     problems.append(f"{row['uid']}, sampled again after a crash, is another completion")
         return problems
 
-    def found(self) -> str:
-        if not self.promised:
+    def summary(self) -> str:
+        if not self.repeatable:
             return "kept beside; the mode does not promise that they are repeated bit for bit"
         return f"{self.compared} completions were sampled again, bit for bit"
 
 
 class Requests:
-    """Completions against the request: the task's prompts in order, the configuration's sampling, each one's seed;
-    and that what came back ends where it says."""
+    """Completions against their requests: the task's prompts in order, sampling parameters and seed; and each ends as
+    its finish reason says."""
 
     name = "requests"
 
@@ -182,35 +187,42 @@ class Requests:
         self.batches, self.checked, self.examples = 0, 0, 0
         self.expected_step = 1
 
-    def at(self, step: Rollouts) -> list[str]:
+    def check(self, step: Rollouts) -> list[str]:
         config = self.config.rollout
-        places = {row.place[1:]: row for row in step.rows}
-        batches = -(-(1 + max((prompt for prompt, _ in places), default=0)) // config.num_prompts)
-        whole = {(p, g) for p in range(batches * config.num_prompts) for g in range(config.group_size)}
-        problems = [f"{step.step}/{p}/{g} is missing" for p, g in sorted(whole - places.keys())]
-        problems += [f"{places[place].uid} was never asked for" for place in sorted(places.keys() - whole)]
+        rows = {row.position[1:]: row for row in step.rows}
+        batches = -(-(1 + max((prompt for prompt, _ in rows), default=0)) // config.num_prompts)
+        expected = {(p, g) for p in range(batches * config.num_prompts) for g in range(config.group_size)}
+        problems = [f"{step.step}/{p}/{g} is missing" for p, g in sorted(expected - rows.keys())]
+        problems += [f"{rows[position].uid} was never asked for" for position in sorted(rows.keys() - expected)]
         if batches > 1 + self.config.algorithm.max_refills:
             problems.append(f"step {step.step} has completions of {batches} batches of prompts")
-        trained = [row.place for row in step.rows if row.trained]
+        trained = [row.position for row in step.rows if row.trained]
         if trained != sorted(trained):
             problems.append(f"step {step.step}: what was trained does not stand in the order of its prompts")
-        problems += self._against_task(step, batches, places)
-        for (prompt, place), row in places.items():
+        problems += self._against_task(step, batches, rows)
+        for (prompt, index), row in rows.items():
             if row.group != prompt:
                 problems.append(f"{row.uid} stands in group {row.group}")
-            fault = self._fault(row, training_sampling(self.config, step.step, prompt, place))
+            fault = self._fault(row, training_sampling(self.config, step.step, prompt, index))
             problems += [] if fault is None else [f"{row.uid}: {fault}"]
-        self.checked += len(places)
+        self.checked += len(rows)
         return problems
 
-    def found(self) -> str:
+    def summary(self) -> str:
         why = self.parts.no_task
         prompts = f"{self.examples} prompts against the task" if why is None else f"prompts not checked: {why}"
-        ends = "seeds and ends" if self.parts.known is not None else "seeds (no weights are stored, so no stop tokens)"
+        ends = (
+            "seeds and ends"
+            if self.parts.vocabulary is not None
+            else "seeds (no weights are stored, so no stop tokens)"
+        )
         return f"{self.checked} {ends}; {prompts}"
 
-    def _against_task(self, step: Rollouts, batches: int, places: dict[tuple[int, int], Row]) -> list[str]:
-        """The task's batches are taken in order, so a missing step leaves those after it without a place."""
+    def _against_task(self, step: Rollouts, batches: int, rows: dict[tuple[int, int], Row]) -> list[str]:
+        """Prompts against the task's. Its batches come in order, so after a missing step there is nothing to compare.
+
+        `rows`: by (prompt, index in its group).
+        """
         first, self.batches = self.batches + 1, self.batches + batches
         if self.parts.task is None or step.step != self.expected_step:
             return []
@@ -218,7 +230,7 @@ class Requests:
         size, problems = self.config.rollout.num_prompts, []
         for batch in range(batches):
             examples = self.parts.task.train_examples(first + batch, size)
-            for (prompt, _), row in places.items():
+            for (prompt, _), row in rows.items():
                 if prompt // size != batch:
                     continue
                 example = examples[prompt % size]
@@ -229,37 +241,39 @@ class Requests:
         return problems
 
     def _fault(self, row: Row, asked: SamplingParams) -> str | None:
-        """In what it is not what was asked for; each turn of a conversation ends by itself."""
-        made, known = as_sample(row).completion, self.parts.known
-        if (known is None or made.turns is not None) and made.sampling != asked:
-            return f"it was made with {made.sampling}, and asked for with {asked}"
-        if known is None:
+        """How a completion differs from its request, if it does. Each turn of a conversation has an end of its own."""
+        completion, vocabulary = as_sample(row).completion, self.parts.vocabulary
+        if (vocabulary is None or completion.turns is not None) and completion.sampling != asked:
+            return f"it was made with {completion.sampling}, and asked for with {asked}"
+        if vocabulary is None:
             return None
-        if made.turns is None:
-            return fault_of(made, row.prompt_ids, asked, known)
-        for start, end in made.turns:
-            turn = made.token_ids[start:end]
-            ended = bool(turn) and turn[-1] in stop_ids(asked, known.eos_token_ids)
-            fault = ending_fault(turn, "stop" if ended else "length", asked, known.eos_token_ids)
-            if fault is not None and made.finish_reason != "abort":
+        if completion.turns is None:
+            return fault_of(completion, row.prompt_ids, asked, vocabulary)
+        for start, end in completion.turns:
+            turn = completion.token_ids[start:end]
+            ended = bool(turn) and turn[-1] in stop_ids(asked, vocabulary.eos_token_ids)
+            fault = ending_fault(turn, "stop" if ended else "length", asked, vocabulary.eos_token_ids)
+            if fault is not None and completion.finish_reason != "abort":
                 return fault
         return None
 
 
 class Advantages:
-    """Advantages from the stored rewards, and who is trained for them."""
+    """Advantages computed again from the stored rewards, and the choice of completions that are trained."""
 
     name = "advantages"
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.checked = config, 0
-        rollout = config.rollout
-        self.estimate = advantages_for(config.algorithm, rollout.max_tokens, rollout.group_size)
+    def __init__(self, config: RunConfig, parts: Parts) -> None:
+        self.config, self.checked, self.obstacle = config, 0, parts.no_advantage
+        if config.algorithm.reward_kl_coef:
+            self.obstacle = "algorithm.reward_kl_coef takes the reference's KL from rewards"
+        if self.obstacle is None:
+            self.estimate = advantages_for(config.algorithm, config.rollout.max_tokens, config.rollout.group_size)
 
-    def at(self, step: Rollouts) -> list[str]:
-        if self.config.algorithm.reward_kl_coef:
+    def check(self, step: Rollouts) -> list[str]:
+        if self.obstacle is not None:
             return []
-        accepted = sorted((row for row in step.rows if not row.rejected), key=lambda row: row.place)
+        accepted = sorted((row for row in step.rows if not row.rejected), key=lambda row: row.position)
         problems = [
             f"{row.uid} was rejected, and has an advantage" for row in step.rows if row.rejected and row.advantage
         ]
@@ -287,21 +301,19 @@ class Advantages:
                 )
         return problems
 
-    def found(self) -> str:
-        if self.config.algorithm.reward_kl_coef:
-            return "not recomputed: algorithm.reward_kl_coef takes the reference's KL from rewards"
-        return f"{self.checked} from the stored rewards"
+    def summary(self) -> str:
+        return f"not recomputed: {self.obstacle}" if self.obstacle else f"{self.checked} from the stored rewards"
 
 
 class Aggregates:
-    """The step's metrics from its completions: lengths, rewards, ledger, and all that compares engine and trainer."""
+    """Each step's metrics computed again from its completions: lengths, rewards, ledger, and engine against trainer."""
 
     name = "aggregates"
 
     def __init__(self) -> None:
         self.numbers = 0
 
-    def at(self, step: Rollouts) -> list[str]:
+    def check(self, step: Rollouts) -> list[str]:
         if step.record is None:
             return []
         samples = [as_sample(row) for row in step.rows]
@@ -324,7 +336,7 @@ class Aggregates:
             "ledger/dropped": len(accepted) - len(trained),
         }
         self.numbers += len(expected)
-        if step.line is not None and step.line.rollouts is None:  # an older version knew fewer
+        if step.line is not None and step.line.rollouts is None:  # an older version recorded fewer
             expected = {name: value for name, value in expected.items() if name in step.record}
         problems = [
             f"step {step.step}: {name} is {step.record.get(name)!r:.40}; its completions give {value!r:.40}"
@@ -338,7 +350,7 @@ class Aggregates:
             )
         return problems
 
-    def found(self) -> str:
+    def summary(self) -> str:
         return f"{self.numbers} numbers of metrics.jsonl from the completions"
 
 
@@ -351,8 +363,9 @@ def _same(stored: Any, value: Any) -> bool:
 
 
 def as_sample(row: Row) -> Sample:
+    """The sample that a row records. Raises `ValueError` where tokens and logprobs do not fit each other."""
     logprobs = floats(row.logprobs)
-    made = Completion(
+    completion = Completion(
         prompt_ids=row.prompt_ids,
         token_ids=row.token_ids,
         logprobs=logprobs,
@@ -362,8 +375,9 @@ def as_sample(row: Row) -> Sample:
         sampling=SamplingParams(**{"max_tokens": 1, **row.sampling}),
         turns=None if row.turns is None else tuple(row.turns),
     )
-    if len(made.logprobs) != len(made.written) or (made.written and made.written[-1] >= len(made.token_ids)):
-        raise ValueError(f"{row.uid} has {len(made.token_ids)} tokens and {len(made.logprobs)} logprobs")
+    written = completion.written
+    if len(logprobs) != len(written) or (written and written[-1] >= len(completion.token_ids)):
+        raise ValueError(f"{row.uid} has {len(completion.token_ids)} tokens and {len(completion.logprobs)} logprobs")
     result = RewardResult(row.reward, row.solved, row.components)
     example = Example(row.example, row.prompt_ids, row.prompt, {})
-    return Sample(row.uid, example, made, row.text, result, row.group, row.advantage)
+    return Sample(row.uid, example, completion, row.text, result, row.group, row.advantage)

@@ -1,4 +1,4 @@
-"""A run's records as they lie there, damaged or not: what can be read of them, and what cannot."""
+"""A run's records, read so that damage becomes a list of problems and not an error."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ Step = Annotated[int, Meta(ge=0, lt=2**53)]
 
 @dataclass(frozen=True)
 class Check:
+    """The result of one check."""
+
     name: str
-    found: str  # what was looked at, and how much of it
+    summary: str  # what was checked, and how much of it
     problems: list[str] = field(default_factory=list)
 
 
 class Row(msgspec.Struct):
-    """One completion, as rollout files have it: see `rlloop.runs.folder.rollout_rows`."""
+    """One completion as in rollout files: see `rlloop.runs.rollouts.rollout_rows`."""
 
     uid: str
     example: str
@@ -59,10 +61,10 @@ class Row(msgspec.Struct):
     routed_experts: Any = None
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """Step, prompt, place in the group. Raises `ValueError` where the name has no such form."""
-        step, prompt, place = self.uid.split("/")
-        return int(step), int(prompt), int(place)
+    def position(self) -> tuple[int, int, int]:
+        """Step, prompt, index in the group, from `uid`. Raises `ValueError` for a uid of another form."""
+        step, prompt, index = self.uid.split("/")
+        return int(step), int(prompt), int(index)
 
     @property
     def trained(self) -> bool:
@@ -74,17 +76,17 @@ class Row(msgspec.Struct):
 
     @property
     def written(self) -> list[int]:
-        """Where in `token_ids` the policy's own tokens stand."""
+        """Indices in `token_ids` of the policy's own tokens."""
         turns = [(0, len(self.token_ids))] if self.turns is None else self.turns
         return [at for start, end in turns for at in range(start, end)]
 
 
-UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)  # ValueError: text that is no UTF-8, too
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)  # ValueError: also text that is not UTF-8
 _ROW = msgspec.json.Decoder(Row)
 
 
 class Line(msgspec.Struct):
-    """One line of the certificate. Those of versions whose chain did not cover the records have no `rollouts`."""
+    """One line of the certificate. Lines written by versions whose chain covered logprobs only have no `rollouts`."""
 
     step: Step
     version: Step
@@ -106,6 +108,8 @@ class Line(msgspec.Struct):
 
 
 class Signature(msgspec.Struct):
+    """One line of signatures.jsonl: a signed statement of the certificate's head at a checkpoint."""
+
     run: str
     step: Step
     head: str
@@ -119,7 +123,7 @@ class Signature(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Rollouts:
-    """One step's file, with what else is recorded of the step."""
+    """One step's rollout file, with the step's metrics and its line of the certificate."""
 
     step: int
     name: str
@@ -130,7 +134,7 @@ class Rollouts:
 
 
 class History:
-    """Of one run. Reading never raises for damage: what cannot be read is in `problems`."""
+    """One run's records. Reading does not raise for damage; unreadable records are named in `problems`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -151,13 +155,13 @@ class History:
         self.summary = self._summary()
         self.config: dict[str, Any] = self._try(lambda: read_config(path)) or {}
         self.built = _built(self.config)
-        self.last = max(self.by_step, default=0)  # the certified step that all else must reach
-        # A run that goes on may have written more while we read: nothing is far ahead of the certificate as it is now.
+        self.last = max(self.by_step, default=0)  # the last certified step, which all other records must reach
+        # A running run may have written more while this read: records are compared with the certificate as it is now.
         self.latest = max([self.last, *(_step_in(line) for line in self._lines("parity.jsonl")[-1:])])
 
     @property
     def is_old(self) -> bool:
-        """Whether some steps were recorded by a version whose certificate covered logprobs only."""
+        """True if some steps were recorded by a version whose certificate covered logprobs only."""
         return any(line.rollouts is None for line in self.lines)
 
     @property
@@ -168,12 +172,12 @@ class History:
 
     @property
     def status(self) -> str | None:
-        """Of the end: finished, interrupted, failed. None where the run goes on, was killed, or went on after it."""
+        """How the run ended: finished, interrupted, failed, ... None if it is running, was killed, or was resumed."""
         whole = self.summary is not None and self.summary.get("step") == max(self.records, default=0)
         return str(self.summary.get("status")) if whole and self.summary is not None else None
 
     def rollouts_of(self, step: int) -> Rollouts | str:
-        """A step's file; or what is wrong with it."""
+        """A step's rollouts; for a damaged file the reason."""
         file = self.files[step]
         try:
             content = file.read_bytes()
@@ -184,20 +188,20 @@ class History:
         return Rollouts(step, file.name, digest, rows, self.records.get(step), self.by_step.get(step))
 
     def signatures(self, file: Path | None = None) -> list[Signature]:
-        """Of the run, or of a witness's file. Those of a history that a resume set aside are left out."""
+        """Of the run, or of a witness's `file`. Those of steps that a resume undid are left out."""
         kept: list[Signature] = []
         for line in self._lines(SIGNATURES, file):
             try:
-                each = msgspec.json.decode(line, type=Signature)
+                entry = msgspec.json.decode(line, type=Signature)
             except UNREADABLE as error:
                 self.problems.append(f"{file or SIGNATURES} has a damaged line: {error}")
                 continue
-            if file is None or (self.lines and each.run == self.lines[0].hash):
-                kept = [*(other for other in kept if other.step < each.step), each]
+            if file is None or (self.lines and entry.run == self.lines[0].hash):
+                kept = [*(other for other in kept if other.step < entry.step), entry]
         return kept
 
     def _lines(self, name: str, file: Path | None = None) -> list[bytes]:
-        """A journal's lines with their ends; one that is torn at the end of the file is not yet one."""
+        """A journal's lines with their line ends. A torn last line is left out; `torn` has its length."""
         try:
             lines = (file or self.path / name).read_bytes().splitlines(keepends=True)
         except FileNotFoundError:
@@ -210,19 +214,19 @@ class History:
         return lines
 
     def _objects(self, lines: list[bytes], name: str) -> list[dict[str, Any]]:
-        found = []
+        objects = []
         for number, line in enumerate(lines, start=1):
             try:
-                found.append(msgspec.json.decode(line, type=dict[str, Any]))
+                objects.append(msgspec.json.decode(line, type=dict[str, Any]))
             except UNREADABLE as error:
                 self.problems.append(f"{name}, line {number}, is damaged: {error}")
-        return found
+        return objects
 
     def _as_line(self, raw: dict[str, Any]) -> Line | None:
         try:
             return msgspec.convert(raw, Line)
         except msgspec.ValidationError as error:
-            self.problems.append(f"parity.jsonl: the line of step {raw.get('step')!r:.20} is none: {error}")
+            self.problems.append(f"parity.jsonl: the line of step {raw.get('step')!r:.20} is invalid: {error}")
             return None
 
     def _is_step(self, step: Any, name: str) -> bool:
@@ -237,17 +241,17 @@ class History:
             try:
                 files[step_of(file)] = file
             except ValueError:
-                self.problems.append(f"rollouts/{file.name} is no file of a step")
+                self.problems.append(f"rollouts/{file.name} is not a step's file")
         return files
 
     def _summary(self) -> dict[str, Any] | None:
         file = self.path / "summary.json"
         if not file.exists():
             return None
-        found = self._try(lambda: json.loads(file.read_text()))
-        if found is not None and not isinstance(found, dict):
-            self.problems.append("summary.json is no summary")
-        return found if isinstance(found, dict) else None
+        summary = self._try(lambda: json.loads(file.read_text()))
+        if summary is not None and not isinstance(summary, dict):
+            self.problems.append("summary.json is not an object")
+        return summary if isinstance(summary, dict) else None
 
     def _try(self, read: Callable[[], Any]) -> Any:
         try:
@@ -258,7 +262,7 @@ class History:
 
 
 def _built(config: dict[str, Any]) -> RunConfig | str:
-    """The configuration, checked; or why it is none of this version."""
+    """The configuration, checked; or the reason why this version cannot take it."""
     try:
         return build(cast(DictConfig, OmegaConf.merge(OmegaConf.structured(RunConfig), config)))
     except (RlloopError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError) as error:

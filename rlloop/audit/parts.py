@@ -1,4 +1,7 @@
-"""The run's own task and reward, for checks that call them. A run's folder names code, so whose it is matters."""
+"""The run's own task, reward and model, for checks that call them.
+
+config.yaml names code to import. Of a folder that somebody else made, only rlloop's own is called unless asked.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,18 @@ from rlloop.types import Example
 
 @dataclass
 class Parts:
-    """Those that could be had; for the others, why not."""
+    """The parts that could be built; for each of the others, the reason why not."""
 
     task: Task | None = None
     no_task: str | None = None
     reward: RewardRunner | None = None
     no_reward: str | None = None
-    known: Vocabulary | None = None
-    model: Path | None = None  # the weights that the run began with
+    no_advantage: str | None = None  # the reason not to call an estimator of the run's own
+    no_training: str | None = None  # the same of its loss, corrections and engine
+    vocabulary: Vocabulary | None = None
+    model: Path | None = None  # folder of the weights that the run began with
     no_model: str | None = None
-    examples: dict[str, Example] = field(default_factory=dict)  # uid -> the task's example, as they are found
+    examples: dict[str, Example] = field(default_factory=dict)  # uid -> the task's example; filled by `Requests`
 
     def close(self) -> None:
         if self.reward is not None:
@@ -39,21 +44,33 @@ OURS = ("rlloop.rewards.", "rlloop.recipes.")
 
 
 def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
-    """`run_code`: also call tasks and rewards that are not rlloop's own, which else are not imported: a stranger's
-    folder may name any code of this machine. `make_model`: have the task make its own model, which may take minutes."""
+    """Build the parts that a run's configuration names.
+
+    `run_code`: also import and call tasks and rewards that are not rlloop's own; somebody else's folder may name any
+    code on this machine. `make_model`: let the task make its own model, which may take minutes.
+    """
     parts = Parts()
     if isinstance(run.built, str):
-        parts.no_task = parts.no_reward = parts.no_model = f"config.yaml is none of this version's: {run.built}"
+        parts.no_task = parts.no_reward = parts.no_model = f"this version cannot take config.yaml: {run.built}"
         return parts
     config = run.built
+    algorithm, named = (
+        config.algorithm,
+        {"rollout.engine": config.rollout.engine, "algorithm.loss": config.algorithm.loss},
+    )
+    named |= {f"algorithm.correction.{name}": args for name, args in algorithm.correction.items()}
+    own = [_refused(value, key, run_code) for key, value in named.items() if is_target(value)]
+    parts.no_training = next((refusal for refusal in own if refusal), None)
+    if is_target(algorithm.advantage):
+        parts.no_advantage = _refused(algorithm.advantage, "algorithm.advantage", run_code)
     parts.no_model = _no_model(run, config.model.path)
     parts.no_task = parts.no_model if config.model.path is not None else None
     parts.no_task = parts.no_task or _refused(config.task, "task", run_code)
     if parts.no_task is None:
         try:
             parts.task = resolve({"seed": config.seed, "model_path": config.model.path, **config.task}, "task")
-        except Exception as error:  # whatever the run's code raises, and a damaged configuration makes of it
-            parts.no_task = f"the task cannot be made here: {error!r}"
+        except Exception as error:  # anything that the run's code may raise, or a damaged configuration cause
+            parts.no_task = f"the task cannot be built here: {error!r}"
     if parts.no_model is None and config.model.path is not None:
         parts.model = Path(config.model.path)
     elif parts.task is None:
@@ -73,28 +90,33 @@ def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
             else:
                 parts.no_reward = f"{config.reward['_target_']} does not promise the same answer twice"
         except Exception as error:  # as above
-            parts.no_reward = f"the reward cannot be made here: {error!r}"
-    parts.known = _vocabulary(run, parts.model)
+            parts.no_reward = f"the reward cannot be built here: {error!r}"
+    parts.vocabulary = _vocabulary(run, parts.model)
     return parts
 
 
+def is_target(value: object) -> bool:
+    """Whether a section that may hold a name, or a name's arguments, names code of its own."""
+    return isinstance(value, dict) and "_target_" in value
+
+
 def _refused(section: dict[str, Any], name: str, run_code: bool) -> str | None:
-    """Why its target is not called; None where it may be. Looks through the parts of a weighted sum."""
+    """The reason not to call a section's target (or a part's of a weighted sum); None if it may be called."""
     target = section.get("_target_")
     if not run_code:
         inner = section.get("parts") if isinstance(section.get("parts"), dict) else {}
         environment = section.get("environment")
-        named = [target, *(part.get("_target_") for part in (inner or {}).values() if isinstance(part, dict))]
+        targets = [target, *(part.get("_target_") for part in (inner or {}).values() if isinstance(part, dict))]
         if isinstance(environment, dict) and environment:
-            named.append(environment.get("_target_"))
-        for each in named:
+            targets.append(environment.get("_target_"))
+        for each in targets:
             if not str(each).startswith(OURS) or not _is_ours(str(each), name):
                 return f"{each} is not rlloop's own code; --run-code calls it"
     return None
 
 
 def _is_ours(target: str, name: str) -> bool:
-    """Whether it is defined in rlloop, not only to be had through one of its modules."""
+    """True if the target is defined in rlloop, and not only reachable through one of its modules."""
     try:
         return str(getattr(locate(target, name), "__module__", "")).startswith(OURS)
     except RlloopError:
@@ -102,7 +124,7 @@ def _is_ours(target: str, name: str) -> bool:
 
 
 def _no_model(run: History, path: str | None) -> str | None:
-    """Why the folder that the run began with cannot be used; None where it can, or the task is to make it."""
+    """The reason not to use the model's folder; None if it may be used, or the task is to make the model."""
     if path is None:
         return None
     if not (Path(path) / "config.json").is_file():
@@ -114,7 +136,7 @@ def _no_model(run: History, path: str | None) -> str | None:
 
 
 def _own_model(run: History, task: Task) -> tuple[Path | None, str | None]:
-    """A task's own model where it is there already, or is soon made."""
+    """The folder of a task's own model, made if need be; or the reason why there is none."""
     recorded = run.lines[0].model if run.lines else None
     if recorded is None:
         return None, "the certificate does not name the weights that the run began with"
@@ -128,6 +150,7 @@ def _own_model(run: History, task: Task) -> tuple[Path | None, str | None]:
 
 
 def _vocabulary(run: History, model: Path | None) -> Vocabulary | None:
+    """From the newest readable checkpoint, else from the model's folder."""
     from rlloop.models.config import read_config
 
     saved = CheckpointStore(run.path / "checkpoints")

@@ -1,4 +1,4 @@
-"""A run trained again, in a folder of its own, from the earliest weights that are there: record for record the same."""
+"""`rlloop verify --replay`: trains the run again from its earliest weights and compares every record."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NAME = "replayed"
 
 
 def replay(run: History, parts: Parts, progress: Callable[[str], None]) -> Check:
-    """Where the loop is deterministic (`parity.mode=require`), a history that was made up does not come out again.
+    """Train the run again in a temporary folder. Only a genuine history comes out the same.
 
-    Whole steps: what each samples, judges and learns. Calls the run's own task and reward.
+    Needs a deterministic run (`parity.mode=require`), and calls its own task and reward.
     """
     target = max((line.step for line in run.lines if line.metrics is not None or line.rollouts is None), default=0)
-    why = _obstacle(run, parts, target)
-    if why is not None:
-        return Check(NAME, f"not done: {why}")
+    obstacle = _obstacle(run, parts, target)
+    if obstacle is not None:
+        return Check(NAME, f"not done: {obstacle}")
     assert not isinstance(run.built, str)
     start = _start(run, parts)
     if start is None:
@@ -61,12 +61,13 @@ def replay(run: History, parts: Parts, progress: Callable[[str], None]) -> Check
 
 def _obstacle(run: History, parts: Parts, target: int) -> str | None:
     if isinstance(run.built, str):
-        return f"config.yaml is none of this version's: {run.built}"
+        return f"this version cannot take config.yaml: {run.built}"
     if run.built.parity.mode is not ParityMode.require:
         return f"parity.mode={run.built.parity.mode} does not promise equal bits"
     if run.built.fleet.max_version_lag:
         return "with fleet.max_version_lag, batches are under way between steps"
-    return parts.no_task or parts.no_reward or (None if target else "no step is certified")
+    refused = parts.no_task or parts.no_reward or parts.no_advantage or parts.no_training
+    return refused or (None if target else "no step is certified")
 
 
 def _start(run: History, parts: Parts) -> Checkpoint | None:
@@ -78,7 +79,7 @@ def _start(run: History, parts: Parts) -> Checkpoint | None:
 
 
 def _alone(config: RunConfig, folder: Path) -> RunConfig:
-    """The same run in this process, with nobody watching."""
+    """The same run in this process alone, without sinks."""
     return dataclasses.replace(
         config,
         launch=Launch.local,
@@ -92,7 +93,8 @@ def _alone(config: RunConfig, folder: Path) -> RunConfig:
 def _train(
     run: History, config: RunConfig, folder: Path, start: Checkpoint, target: int, progress: Callable[[str], None]
 ) -> tuple[list[str], bool]:
-    """(what is wrong with checkpoints on the way, whether the numerics are not those of the run)."""
+    """Train from `start` to step `target` in `folder`. Returns problems with checkpoints on the way, and True if this
+    machine's numerics are not the run's, so that nothing was trained."""
     from rlloop.launch.local import local_parts
     from rlloop.launch.prepare import prepare
     from rlloop.loop.loop import Loop
@@ -129,23 +131,24 @@ def _train(
 
 
 class KeptCheckpoints:
-    """As the loop wants them: begins at one of the run's, and holds each that the run kept against its own."""
+    """A checkpoint store for the loop: starts at one of the run's checkpoints, and compares instead of keeping."""
 
-    def __init__(self, root: Path, place: Path, start: Checkpoint) -> None:
+    def __init__(self, root: Path, scratch: Path, start: Checkpoint) -> None:
+        """`root`: the run's checkpoints; `scratch`: folder for a checkpoint while it is compared."""
         self.problems: list[str] = []
-        self._root, self._place, self._start = root, place, start
+        self._root, self._scratch, self._start = root, scratch, start
 
     def save(self, step: int, writers: Iterable[Callable[[Path], None]]) -> Path:
         theirs = self._root / f"step_{step}"
         if theirs.is_dir():
-            self._place.mkdir()
+            self._scratch.mkdir()
             for write in writers:
-                write(self._place)
-            for file in sorted(self._place.glob("*.safetensors")):
+                write(self._scratch)
+            for file in sorted(self._scratch.glob("*.safetensors")):
                 if not (theirs / file.name).is_file() or _digest(file) != _digest(theirs / file.name):
                     self.problems.append(f"step_{step}/{file.name} is not what training comes to")
-            shutil.rmtree(self._place)
-        return self._place
+            shutil.rmtree(self._scratch)
+        return self._scratch
 
     def latest(self) -> Checkpoint | None:
         return self._start if self._start.step else None
@@ -170,8 +173,10 @@ def _compare(run: History, again: History, start: int, target: int) -> list[str]
         ]
         if lines.get(step) != ours.get(step):
             problems.append(f"step {step}: its line in the certificate is another, trained again")
-        stored, made = _rows(run, step), _rows(again, step)
-        problems += [f"{uid}: another completion, trained again" for uid in made if stored.get(uid) != made[uid]]
+        stored, repeated = _rows(run, step), _rows(again, step)
+        problems += [
+            f"{uid}: another completion, trained again" for uid in repeated if stored.get(uid) != repeated[uid]
+        ]
     return problems
 
 
@@ -183,7 +188,7 @@ def _comparable(run: History, record: Mapping[str, Any], again: Mapping[str, Any
 
 
 def _rows(run: History, step: int) -> dict[str, dict[str, Any]]:
-    found = run.rollouts_of(step) if step in run.files else None
-    if not isinstance(found, Rollouts):
+    rollouts = run.rollouts_of(step) if step in run.files else None
+    if not isinstance(rollouts, Rollouts):
         return {}
-    return {row.uid: {**msgspec.to_builtins(row), "origin": None} for row in found.rows}
+    return {row.uid: {**msgspec.to_builtins(row), "origin": None} for row in rollouts.rows}

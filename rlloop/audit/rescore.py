@@ -1,4 +1,4 @@
-"""Completions computed again under the stored weights that made them: each token drawn by its seed, each logprob."""
+"""Re-scoring: draws each token again by its seed, with its logprobs, under the stored weights that sampled it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BATCH_TOKENS = 8192  # of one forward
 
 
 class Rescored:
-    """For runs whose `parity.mode` is `require`: others do not promise equal bits."""
+    """Compares tokens and logprobs bit for bit. For `parity.mode=require`; other modes do not promise equal bits."""
 
     name = "re-scored"
 
     def __init__(self, run: History, parts: Parts, most: int | None) -> None:
-        """`most` completions of those whose weights are stored, a sample that nobody could foresee; None: all."""
+        """Checks an unpredictable sample of `most` completions among those whose weights are stored; None: all."""
         self.run, self.most = run, most
         store = CheckpointStore(run.path / "checkpoints")
         self.weights: dict[int, Path] = {step: store.root / f"step_{step}" for step in store.steps()}
@@ -37,11 +37,11 @@ class Rescored:
         self.no_model = parts.no_model
         self.kept, self.out_of_reach, self.seen = list[Row](), 0, 0
         self.by_step, self.tokens = Counter[int](), 0
-        self.elsewhere: list[str] = []  # what differs, on numerics that are not the run's
-        self.unread: list[str] = []
+        self.elsewhere: list[str] = []  # differences under numerics that are not the run's
+        self.unread: list[str] = []  # weights that could not be read
         self._random = random.SystemRandom()
 
-    def at(self, step: Rollouts) -> list[str]:
+    def check(self, step: Rollouts) -> list[str]:
         for row in step.rows:
             if row.policy_version not in self.weights:
                 self.out_of_reach += 1
@@ -49,8 +49,8 @@ class Rescored:
             self.seen += 1
             if self.most is None or len(self.kept) < self.most:
                 self.kept.append(row)
-            elif (place := self._random.randrange(self.seen)) < self.most:
-                self.kept[place] = row
+            elif (index := self._random.randrange(self.seen)) < self.most:
+                self.kept[index] = row
         return []
 
     def finish(self) -> list[str]:
@@ -72,22 +72,22 @@ class Rescored:
                 self.unread.append(f"{_name(version)} cannot be read: {error}")
                 continue
             try:
-                found = _differences(model, rows)
+                differences = _differences(model, rows)
             except (RlloopError, ValueError, OverflowError) as error:
                 problems.append(f"completions of {_name(version)} cannot be computed: {error}")
                 continue
             self.by_step[version] = len(rows)
             self.tokens += sum(len(row.logprobs) for row in rows)
             if certified and content_digest(model.fingerprint()) not in certified:
-                self.elsewhere += found
+                self.elsewhere += differences
             else:
-                problems += found
+                problems += differences
         return problems
 
-    def found(self) -> str:
+    def summary(self) -> str:
         config = self.run.built
         if isinstance(config, str):
-            return f"not done: config.yaml is none of this version's: {config}"
+            return f"not done: this version cannot take config.yaml: {config}"
         if config.parity.mode is not ParityMode.require:
             return f"not done: parity.mode={config.parity.mode} does not promise equal bits"
         done = sum(self.by_step.values())
@@ -110,7 +110,7 @@ class Rescored:
 
 
 def _differences(model: Model, rows: list[Row]) -> list[str]:
-    """Every completion whose tokens or bits are others."""
+    """Completions whose tokens or logprobs, drawn again with `model`, differ from the stored ones."""
     from rlloop.audit.completions import as_sample
     from rlloop.models import ScoreRow, redraw
 
@@ -118,21 +118,24 @@ def _differences(model: Model, rows: list[Row]) -> list[str]:
     samples = [as_sample(row) for row in rows]
     score_rows = []
     for sample in samples:
-        made = sample.completion
-        ids = [*made.prompt_ids, *made.token_ids]
-        score_rows.append(ScoreRow(ids, [len(made.prompt_ids) + at for at in made.written], made.sampling))
+        completion = sample.completion
+        ids = [*completion.prompt_ids, *completion.token_ids]
+        score_rows.append(
+            ScoreRow(ids, [len(completion.prompt_ids) + at for at in completion.written], completion.sampling)
+        )
     for sample, drawn in zip(samples, redraw(model, score_rows, max_tokens=BATCH_TOKENS), strict=True):
-        made = sample.completion
-        tokens = np.array([made.token_ids[at] for at in made.written], np.int64)
-        version = _name(made.policy_version)
+        completion = sample.completion
+        tokens = np.array([completion.token_ids[at] for at in completion.written], np.int64)
+        version = _name(completion.policy_version)
         if differ := int((tokens != drawn.token_ids).sum()):
             problems.append(
                 f"{sample.uid}: {differ} of {len(tokens)} tokens are not what its seed draws from {version}"
             )
-        for name, stored, found in (
-            ("logprobs", made.logprobs, drawn.logprobs), ("raw_logprobs", made.raw_logprobs, drawn.raw_logprobs),
-        ):  # fmt: skip
-            if differ := int((stored.view(np.int32) != found.view(np.int32)).sum()):
+        for name, stored, redrawn in (
+            ("logprobs", completion.logprobs, drawn.logprobs),
+            ("raw_logprobs", completion.raw_logprobs, drawn.raw_logprobs),
+        ):
+            if differ := int((stored.view(np.int32) != redrawn.view(np.int32)).sum()):
                 problems.append(f"{sample.uid}: {differ} of {len(stored)} {name} are not the bits of {version}")
     return problems
 

@@ -1,4 +1,4 @@
-"""`rlloop verify`: do a run's records tell one story, is it the certificate's, and is it what had to come of them?"""
+"""`rlloop verify`: a run's records against each other, against the certificate, and against recomputed values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlloop.audit import chain
-from rlloop.audit.completions import Advantages, Aggregates, Files, Fleet, Look, Orphaned, Outcomes, Requests
+from rlloop.audit.completions import (
+    Advantages,
+    Aggregates,
+    CompletionCheck,
+    Files,
+    Fleet,
+    Orphaned,
+    Outcomes,
+    Requests,
+)
 from rlloop.audit.history import Check, History
 from rlloop.audit.parts import Parts, find_parts
 from rlloop.audit.rescore import Rescored
@@ -18,11 +27,11 @@ from rlloop.runs.folder import SIGNATURES, require_run
 
 @dataclass(frozen=True)
 class Extent:
-    """The amount of work. Numbers are of completions, None: all of them."""
+    """How much to check. Numbers are of completions; None: all of them."""
 
-    rescored: int | None = 0  # drawn and scored again; with None, a task's own model is made where it is not there
-    rewarded: int | None = 1000  # whose reward is given again
-    run_code: bool = False  # call the task and the reward that config.yaml names, though they are not rlloop's
+    rescored: int | None = 0  # drawn and scored again; None also makes a task's own model if it is missing
+    rewarded: int | None = 1000  # whose reward is computed again
+    run_code: bool = False  # call the task and the reward that config.yaml names even if they are not rlloop's
     replay: bool = False  # train the run again
     public_key: Path | None = None
     witness: Path | None = None  # its file
@@ -31,10 +40,9 @@ class Extent:
 def verify(
     run: Path, extent: Extent = Extent(), progress: Callable[[str], None] = lambda text: None
 ) -> Iterator[Check]:
-    """Every check in turn. Whatever is damaged is a problem of a check, not an error.
+    """Every check in turn. Damaged records are problems of a check, not errors. Reads only; the run may be running.
 
-    Raises `RunError` where `run` is no run's folder, `ConfigError` for a public key that cannot be read. Reads only;
-    the run may be going on.
+    Raises `RunError` if `run` is not a run's folder, `ConfigError` for a public key that cannot be read.
     """
     require_run(run)
     key = None if extent.public_key is None else read_public_key(extent.public_key)
@@ -51,7 +59,7 @@ def verify(
         yield _safe("witness", lambda: chain.check_witness(history, witness))
     parts = find_parts(history, extent.run_code, make_model=extent.rescored is None or extent.replay)
     try:
-        yield from _completions(history, _looks(history, parts, extent), progress)
+        yield from _check_completions(history, _makers(history, parts, extent), progress)
         if extent.replay:
             from rlloop.audit.replay import replay
 
@@ -60,33 +68,33 @@ def verify(
         parts.close()
 
 
-def _looks(run: History, parts: Parts, extent: Extent) -> list[Callable[[], Look]]:
-    """To be made one by one, since damaged records may keep one from it."""
-    looks: list[Callable[[], Look]] = [lambda: Files(run), lambda: Outcomes(run)]
+def _makers(run: History, parts: Parts, extent: Extent) -> list[Callable[[], CompletionCheck]]:
+    """Constructors of the checks over completions, called one by one, since damaged records may make one fail."""
+    makers: list[Callable[[], CompletionCheck]] = [lambda: Files(run), lambda: Outcomes(run)]
     if (run.path / "fleet.jsonl").exists():
-        looks.append(lambda: Fleet(run))
+        makers.append(lambda: Fleet(run))
     if (run.path / "orphaned").exists():
-        looks.append(lambda: Orphaned(run))
+        makers.append(lambda: Orphaned(run))
     if not isinstance(config := run.built, str):
-        looks += [
-            lambda: Requests(config, parts), lambda: Rewards(parts, extent.rewarded), lambda: Advantages(config)
+        makers += [
+            lambda: Requests(config, parts), lambda: Rewards(parts, extent.rewarded), lambda: Advantages(config, parts)
         ]  # fmt: skip
-    looks.append(Aggregates)
+    makers.append(Aggregates)
     if extent.rescored != 0:
-        looks.append(lambda: Rescored(run, parts, extent.rescored))
-    return looks
+        makers.append(lambda: Rescored(run, parts, extent.rescored))
+    return makers
 
 
-def _completions(
-    run: History, makers: Sequence[Callable[[], Look]], progress: Callable[[str], None]
+def _check_completions(
+    run: History, makers: Sequence[Callable[[], CompletionCheck]], progress: Callable[[str], None]
 ) -> Iterator[Check]:
-    """One pass over the rollouts, every look at each step."""
-    looks = list[Look]()
+    """One pass over the rollouts, with every check of each step."""
+    checks = list[CompletionCheck]()
     if unmade := [
-        each for make in makers for each in _guarded(lambda make=make: looks.append(make()) or [], "a check")
+        problem for make in makers for problem in _guarded(lambda make=make: checks.append(make()) or [], "a check")
     ]:
         yield Check("completions", "not all can be checked", unmade)
-    problems: dict[str, list[str]] = {look.name: [] for look in looks}
+    problems: dict[str, list[str]] = {check.name: [] for check in checks}
     recorded = {step for step in run.records if step > 0} | set(run.by_step)
     problems["rollouts"] += [f"step {step} has no rollouts" for step in sorted(recorded - run.files.keys())]
     ended = run.status is not None
@@ -98,23 +106,24 @@ def _completions(
         if isinstance(rollouts, str):
             problems["rollouts"].append(rollouts)
             continue
-        for look in looks:
-            problems[look.name] += _guarded(lambda look=look, at=rollouts: look.at(at), rollouts.name)
-    for look in looks:
-        if isinstance(look, Rewards | Rescored):
-            progress(f"{look.name}: computing")
-            problems[look.name] += _guarded(look.finish, look.name)
-        yield Check(look.name, look.found(), problems[look.name])
+        for check in checks:
+            problems[check.name] += _guarded(lambda check=check, step=rollouts: check.check(step), rollouts.name)
+    for check in checks:
+        if isinstance(check, Rewards | Rescored):
+            progress(f"{check.name}: computing")
+            problems[check.name] += _guarded(check.finish, check.name)
+        yield Check(check.name, check.summary(), problems[check.name])
 
 
 def _guarded(work: Callable[[], list[str]], what: str) -> list[str]:
+    """The problems that `work` returns; an exception, which damaged records may cause, becomes one."""
     try:
         return work()
-    except Exception as error:  # whatever damaged records make of it is what was to be found
+    except Exception as error:
         return [f"{what} cannot be checked: {type(error).__name__}: {error}"]
 
 
 def _safe(name: str, check: Callable[[], Check]) -> Check:
-    found: list[Check] = []
-    problems = _guarded(lambda: found.append(check()) or [], "it")
-    return found[0] if found else Check(name, "", problems)
+    done: list[Check] = []
+    problems = _guarded(lambda: done.append(check()) or [], "it")
+    return done[0] if done else Check(name, "", problems)

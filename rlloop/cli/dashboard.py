@@ -1,4 +1,4 @@
-"""`rlloop dashboard`: serve a folder of runs, or a recorded one, until Ctrl-C."""
+"""`rlloop dashboard`: serves a folder of runs, or recorded ones, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pathlib import Path
 from rlloop.errors import ConfigError
 
 ABOUT = """\
-Look at runs in a browser: train-inference KL, clipping, reward and everything else a run records, live or finished.
+Show runs in a browser: train-inference KL, clipping, reward and everything else that a run records, live or finished.
 
-Reads the runs' files and never touches a run. The address that is printed carries a token; who has it may read.
+It only reads the runs' files. Open the address that it prints: it contains the token that every request needs.
 """
 
 EXAMPLES = """\
 examples:
   rlloop dashboard runs                      every run below runs/
-  rlloop dashboard --demo                    a recorded run, and another one as it goes
-  rlloop dashboard runs --port 0             a free port
-  rlloop dashboard --wandb ENTITY/PROJECT    the same panels as a workspace of Weights & Biases
+  rlloop dashboard --demo                    recorded runs, one of them replayed as if live
+  rlloop dashboard runs --port 0             use any free port
+  rlloop dashboard --wandb ENTITY/PROJECT    create the same panels as a workspace of Weights & Biases
 
 On another machine: ssh -L 8642:127.0.0.1:8642 THAT_MACHINE, and open the address here.
 Prometheus scrapes /metrics with the token as its bearer: authorization: {credentials: TOKEN}.
@@ -41,16 +41,16 @@ def main(arguments: Sequence[str]) -> int:
         print(save(given.wandb))
         return 0
     if given.demo and given.runs is not None:
-        raise ConfigError(f"--demo shows recorded runs, and {given.runs} would be others; give one of the two")
+        raise ConfigError(f"--demo shows recorded runs, {given.runs} other ones; give only one of the two")
     if given.runs is None and not given.demo:
-        raise ConfigError("name a folder of runs, as in `rlloop dashboard runs`, or look around with --demo")
+        raise ConfigError("name a folder of runs, as in `rlloop dashboard runs`, or use --demo")
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the dashboard needs the package {package}: pip install 'rlloop[dashboard]'")
     if given.runs is not None and not given.runs.is_dir():
-        found = "is a file" if given.runs.exists() else "does not exist"
-        raise ConfigError(f"{given.runs} {found}; name the folder in which runs are, or one run's own")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: nothing stays behind
+        problem = "is a file" if given.runs.exists() else "does not exist"
+        raise ConfigError(f"{given.runs} {problem}; name a folder that contains runs, or one run's folder")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # shut down as with Ctrl-C
     with ExitStack() as stack:
         note = ""
         if given.demo:
@@ -74,14 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s, this machine only)")
     parser.add_argument(
         "--token", default=os.environ.get("RLLOOP_DASHBOARD_TOKEN"),
-        help="default: RLLOOP_DASHBOARD_TOKEN of the environment, or a new one each time",
+        help="token that requests need (default: $RLLOOP_DASHBOARD_TOKEN, else a new one each time)",
     )  # fmt: skip
     parser.add_argument(
         "--allow-host", action="append", default=[], metavar="NAME",
-        help="another name under which it is asked for, such as a proxy's; this machine's own always are",
+        help="another host name to answer for, such as a proxy's; may be given several times",
     )  # fmt: skip
-    parser.add_argument("--open", action="store_true", help="open a browser")
-    parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="make a workspace of these panels there, and stop")
+    parser.add_argument("--open", action="store_true", help="open the address in a browser")
+    parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="create a workspace with these panels and exit")
     return parser
 
 
@@ -96,17 +96,17 @@ def _serve(given: argparse.Namespace, note: str) -> int:
 
     def announce(url: str) -> None:
         address, count = f"{url}/?token={token}", len(dashboard.runs.find())
-        found = "1 run" if count == 1 else f"{count} runs"
-        print(f"{found} in {given.runs}\n\n  {address}\n\nCtrl-C ends it.", flush=True)
+        runs = "1 run" if count == 1 else f"{count} runs"
+        print(f"{runs} in {given.runs}\n\n  {address}\n\nCtrl-C ends it.", flush=True)
         if not is_loopback(given.host):
             print(
-                f"It listens on {given.host}, without encryption: whoever can read the network can read the token. A "
-                "tunnel (ssh -L) or a proxy with TLS is safer.",
+                f"It listens on {given.host} without encryption: anyone who can read the network traffic can read the "
+                "token. A tunnel (ssh -L) or a proxy with TLS is safer.",
                 file=sys.stderr,
             )
         if given.open:
             webbrowser.open(address)
 
     with suppress(KeyboardInterrupt):
-        serve(make_app(dashboard), listen, announce, dashboard.close)  # else open event streams would keep it waiting
+        serve(make_app(dashboard), listen, announce, dashboard.close)  # open event streams would delay the shutdown
     return 0

@@ -1,8 +1,9 @@
-"""`rlloop delta A B`: what a sync from one checkpoint to another weighs, by this codec, others, and in theory.
+"""`rlloop delta A B`: the size of a weight sync between two checkpoints, by rlloop's codec, by others, and in theory.
 
-References: coding which elements changed costs log2 C(N, n) bits, and the steps of those their entropy. Without
-knowledge that is one such sum a tensor; knowing the old exponent, as receivers do, it is one for each exponent. They
-leave out what describing the distributions costs, so no coder that sends them quite reaches them.
+References: coding which n of N elements changed takes log2 C(N, n) bits, and their steps take their entropy. The
+unconditional reference is that sum for each tensor; the conditional one, which knows the old exponents as receivers do,
+for each exponent of a tensor. Neither counts the description of the distributions, so no coder that sends them reaches
+them.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ from rlloop.sync.steps import ORDERINGS, classes_of, ordered
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one tensor's way from old to new; sums of them for a checkpoint's."""
+    """Elements, and bytes by several codecs, of one tensor's change; or their sums over a checkpoint."""
 
     elements: int = 0
-    changed: int = 0
-    single: int = 0  # of those, by one representable step
-    full: int = 0
-    delta: int = 0  # by rlloop's codec, every tensor by itself
+    changed: int = 0  # elements
+    single: int = 0  # elements changed by one representable step
+    full: int = 0  # bytes, as all below
+    delta: int = 0  # by rlloop's codec, each tensor separately
     xor: int = 0  # XOR, then zstd level 1
     index_value: int = 0  # int32 index and new value of each changed element
-    conditional: float = 0.0  # references; 0 for types wider than 16 bits, which have none
-    unconditional: float = 0.0
-    referenced: int = 0  # bytes of `delta` that are of tensors with references
+    conditional: float = 0.0  # reference; 0 for dtypes wider than 16 bits, which have none
+    unconditional: float = 0.0  # reference
+    referenced: int = 0  # part of `delta` of tensors with references
 
     def __add__(self, other: Sizes) -> Sizes:
         return Sizes(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
 def sizes(new: Bits, old: Bits) -> Sizes:
+    """Sizes of one tensor's change."""
     encoded = codec.encode(new, old)
     xor = np.bitwise_xor(new.array, old.array)
     index_value = encoded.changed * (4 + new.array.itemsize)
@@ -84,7 +86,7 @@ def _bits(steps: np.ndarray) -> float:
 
 
 def read_pair(old: Path, new: Path, bfloat16: bool = False) -> tuple[dict[str, Bits], dict[str, Bits]]:
-    """Two checkpoints of one model; `bfloat16` rounds their float32. Raises `ModelError` where they are not of one."""
+    """Two checkpoints of one model; `bfloat16` rounds their float32. Raises `ModelError` if their tensors differ."""
     before, after, where = read_folder(old), read_folder(new), f"{old} and {new}"
     if odd := sorted(before.keys() ^ after.keys()):
         raise ModelError(f"{where} are not of one model: only one of them has {', '.join(odd[:5])}")
@@ -110,15 +112,15 @@ def _rounded(tensors: Mapping[str, Bits]) -> dict[str, Bits]:
 
 
 def compare(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> Iterator[tuple[str, Sizes]]:
-    """Each tensor's sizes."""
+    """(name, sizes) of each tensor."""
     for name, bits in new.items():
         yield name, sizes(bits, old[name])
 
 
 def version_bytes(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> tuple[int, int]:
-    """What a publication of `new` after `old` weighs: its stream, in which small tensors are joined; its manifest.
+    """Bytes of a publication of `new` after `old`: of its stream, in which small tensors are joined, and its manifest.
 
-    The listing of names and shapes is not among it, since it crosses once in a run.
+    The listing of names and shapes is not included, since it is sent once in a run.
     """
     listing = listing_of(new, {})
     packed = pack(_Nowhere(), listing, new, old, {}, 1)

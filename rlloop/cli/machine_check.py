@@ -1,4 +1,4 @@
-"""What this machine can do, and why not: the report of `rlloop doctor`."""
+"""The report of `rlloop doctor`: abilities of this machine, and how to get those that it lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlloop.numerics.profile import NumericsProfile
 from rlloop.rollout.vllm import versions
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-OPTIONAL = {  # package -> (extra, what for)
+OPTIONAL = {  # package -> (extra, features that need it)
     "ray": ("ray", "launch=ray"),
     "uvicorn": ("serve", "servers, fleet=regions, dashboard"),
     "datasets": ("datasets", "data.format=datasets"),
@@ -29,7 +29,7 @@ OPTIONAL = {  # package -> (extra, what for)
 
 @dataclass(frozen=True)
 class Line:
-    """One fact. `holds` is None where it is information rather than an ability."""
+    """One line of the report. `holds`: the machine has this ability; None: the line is information."""
 
     holds: bool | None
     subject: str
@@ -37,7 +37,7 @@ class Line:
 
 
 def examine() -> Iterator[Line]:
-    """Facts about this machine, each as soon as it is known. The probe compiles kernels at its first run."""
+    """Yields each line as soon as it is known. The first run compiles kernels."""
     capability = torch.backends.cpu.get_cpu_capability()
     yield Line(None, "machine", f"{platform.machine()}, {capability}, {torch.get_num_threads()} threads")
     packages = ("rlloop", "torch", "numba", "llvmlite", "transformers", "hydra-core")
@@ -70,11 +70,11 @@ def _zero_kld(device: str, dtype: torch.dtype, broken: dict[str, str], where: st
 
 def _cuda() -> Iterator[Line]:
     if torch.version.cuda is None:
-        yield Line(False, "GPU", f"torch {torch.__version__} is a CPU build; install one for CUDA")
+        yield Line(False, "GPU", f"torch {torch.__version__} is a CPU build; install a CUDA build of torch")
     elif not torch.cuda.is_available():
-        yield Line(False, "GPU", f"torch is built for CUDA {torch.version.cuda}, and no device answers (driver?)")
+        yield Line(False, "GPU", f"torch is built for CUDA {torch.version.cuda}, but finds no device; check the driver")
     elif importlib.util.find_spec("triton") is None:
-        yield Line(False, "GPU", f"{torch.cuda.get_device_name()}: its kernels need triton, which CUDA builds bring")
+        yield Line(False, "GPU", f"{torch.cuda.get_device_name()}: kernels need triton, part of torch's CUDA builds")
     else:
         names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         yield Line(True, "GPU", f"{names}; triton {_version('triton')}; dense, experts, latent and sparse attention")
@@ -87,10 +87,10 @@ def _vllm() -> Iterator[Line]:
     subject, lines = "vLLM as engine", versions.problems()
     number, cpu = versions.installed() or ("", True)
     if not cpu and not torch.cuda.is_available():
-        lines.append(f"vLLM {number} is a GPU build, and torch {torch.__version__} sees no GPU: {versions.INSTALL}")
-    built, given = None if cpu else versions.wheel_cuda(), torch.version.cuda
-    if built is not None and given is not None and int(given.partition(".")[0]) != built:
-        lines.append(f"vLLM {number} is compiled for CUDA {built}, and torch for {given}: its kernels will not load")
+        lines.append(f"vLLM {number} is a GPU build, but torch {torch.__version__} finds no GPU: {versions.INSTALL}")
+    built, torch_cuda = None if cpu else versions.wheel_cuda(), torch.version.cuda
+    if built is not None and torch_cuda is not None and int(torch_cuda.partition(".")[0]) != built:
+        lines.append(f"vLLM {number} is built for CUDA {built}, and torch for {torch_cuda}: its kernels will not load")
     for line in lines:
         yield Line(False, subject, line)
     if not lines:

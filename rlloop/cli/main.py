@@ -18,43 +18,76 @@ from rlloop.errors import ConfigError, RlloopError
 if TYPE_CHECKING:
     from rlloop.launch.run import Job
 
-SHOWN_PROBLEMS = 20  # of one check
+SHOWN_PROBLEMS = 20  # of each check
 
 OVERVIEW = """\
 On-policy reinforcement learning for language models with zero train-inference KL, bit for bit.
 
 commands:
-  train      run, resume or sweep a recipe
-  verify     check a run's records against the certificate, and draw its tokens again
-  compare    lay runs side by side: outcomes, verdicts, and the keys that differ
-  dashboard  look at runs in a browser, live or finished
-  delta      what a weight sync from one checkpoint to another weighs
-  serve      engine, relay, trainer or proxy: the servers of a fleet
-  parity     how far two engines, or engine and trainer, are apart, and what brings it
-  doctor     what this machine can do, and what is missing for the rest
+  train      train a model by a recipe; resume a run; sweep over settings
+  dashboard  show runs in a browser, live or finished
+  compare    compare runs: outcomes, collapse, and the settings that differ
+  verify     check a run's records for errors and tampering, and draw its tokens again
+  parity     compare two definitions of a model: KL, and the first operation that differs
+  delta      measure a weight sync from one checkpoint to another
+  serve      start a server of a fleet: engine, relay, trainer or proxy
+  doctor     show what this machine can do, and how to get the rest
 """
 
 EXAMPLES = """\
 examples:
   rlloop train --config-name countdown
   rlloop train --config-name countdown trainer.num_steps=200 seed=1 run.dir=runs/mine
-  rlloop train --config-name countdown -m seed=0,1,2        one run after the other
-  rlloop train --config-name countdown --cfg job            the whole configuration, and stop
+  rlloop train --config-name countdown -m seed=0,1,2        three runs, one after the other
+  rlloop train --config-name countdown --cfg job            print the whole configuration
 """
 
 TRAIN = """\
-Run a recipe. Any key of its configuration is set by key=value (Hydra's override grammar: +key=value adds, ~key removes,
-GROUP=NAME picks another entry, such as algorithm=dapo).
+Train a model by a recipe. key=value sets any key of its configuration (Hydra's override grammar: +key=value adds a key,
+~key removes one, GROUP=NAME chooses another entry of a group, such as algorithm=dapo).
 
-The same command with the same run.dir resumes, bit for bit; Ctrl-C leaves a run that can be resumed. Exit codes:
-0 done, 1 failed on the way, 2 refused, 3 engine and trainer disagree (parity.mode=require), 130 interrupted.
+The same command with the same run.dir resumes the run, bit for bit. Ctrl-C ends a run so that it can be resumed.
+Exit codes: 0 done, 1 failed during the run, 2 refused before it, 3 engine and trainer differ (parity.mode=require),
+130 interrupted.
 """
 
 COMPARE = """\
-Lay runs side by side: outcomes, whether each collapsed, and which keys of their configurations differ.
+Compare runs: outcomes, whether each collapsed, and the settings that differ.
 
-Runs whose configurations differ in the seed alone are one arm, with a band over its seeds. Collapse is judged by the
-rule that the runs' own configurations declare (eval.collapse_fraction, eval.collapse_evals).
+Runs that differ in the seed only are one arm, with a band over its seeds. Collapse is decided by the rule in the runs'
+configurations (eval.collapse_fraction, eval.collapse_evals).
+"""
+
+COMPARE_EXAMPLES = """\
+examples:
+  rlloop compare runs/a runs/b
+  rlloop compare runs/countdown/2026-01-01_12-00-00 -o report.html    a multirun's folder: all of its runs
+"""
+
+VERIFY = """\
+Check a run's records against each other, against the certificate, and against values computed again. The run may be
+running. docs/runs.md says what each check proves. Exit code: 0, or 1 if a check fails.
+"""
+
+VERIFY_EXAMPLES = """\
+examples:
+  rlloop verify runs/mine                  512 completions drawn again, 1,000 rewards computed again
+  rlloop verify runs/mine --all            all of them
+  rlloop verify runs/mine --replay         train the run again, and compare every record
+"""
+
+DELTA = """\
+Measure a weight sync from checkpoint A to B: bytes by rlloop's codec, by other codecs, and by the entropy.
+"""
+
+DELTA_EXAMPLES = """\
+example:
+  rlloop delta runs/mine/checkpoints/step_50 runs/mine/checkpoints/step_100 --bfloat16
+"""
+
+DOCTOR = """\
+Show what this machine can do, and how to get the rest: zero KLD (equal bits) by dtype and device, optional packages,
+vLLM. The first call compiles kernels. Exit code: 0, or 1 if the CPU or a GPU does not hold zero KLD.
 """
 
 
@@ -86,7 +119,7 @@ def _dispatch(arguments: list[str]) -> int:
         usage="rlloop [-h] [--version] COMMAND ...",
         description=OVERVIEW,
         epilog=EXAMPLES
-        + "\n`rlloop COMMAND --help` says more. --full-error (or RLLOOP_TRACEBACK=1) shows a traceback.",
+        + "\n`rlloop COMMAND --help` explains a command. --full-error (or RLLOOP_TRACEBACK=1) shows tracebacks.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"rlloop {__version__}")
@@ -113,14 +146,14 @@ def _parser(command: str, description: str, epilog: str = "") -> argparse.Argume
 
 def _train(arguments: list[str]) -> int:
     parser = _parser("train", TRAIN, EXAMPLES + "\n" + _listed_recipes())
-    parser.add_argument("--config-name", "-cn", metavar="NAME", help="the recipe: NAME, or NAME/VARIANT")
+    parser.add_argument("--config-name", "-cn", metavar="NAME", help="recipe: NAME, or NAME/VARIANT (required)")
     parser.add_argument("--multirun", "-m", action="store_true", help="run every combination of key=a,b,c")
-    parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed configuration, and stop")
+    parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed configuration and exit")
     parser.add_argument("--resolve", action="store_true", help="with --cfg: resolve interpolations")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to change of the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
     given = parser.parse_intermixed_args(arguments)
     if given.config_name is None:
-        raise ConfigError(f"which recipe? Name one by --config-name NAME\n{_listed_recipes()}")
+        raise ConfigError(f"no recipe is named; add --config-name NAME\n{_listed_recipes()}")
 
     from rlloop.launch.compose import compose_recipe, expand_sweep
 
@@ -136,7 +169,7 @@ def _train(arguments: list[str]) -> int:
 
 
 def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]:
-    """Every job of a sweep, composed and checked before the first one starts."""
+    """All jobs of a sweep, composed and checked before the first one starts."""
     from rlloop.launch.compose import as_container, build, compose_recipe
 
     default = Path("runs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
@@ -152,18 +185,18 @@ def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]
         command = shlex.join(["rlloop", "train", "--config-name", recipe, *again, f"run.dir={_quoted(folder)}"])
         checked.append((recipe, config, as_container(composed), folder, command))
 
-    from rlloop.launch.run import Job  # brings torch, which no mistake in a configuration should have to wait for
+    from rlloop.launch.run import Job  # imports torch, so mistakes in a configuration are reported before
 
     return [Job(*fields) for fields in checked]
 
 
 def _quoted(folder: Path) -> str:
-    """As an override's value: a multirun names its folders with characters of the override grammar."""
+    """A folder as an override's value. A multirun's folders have characters of the override grammar in their names."""
     return f'"{folder}"' if set(str(folder)) & set("=, ") else str(folder)
 
 
 def _run_jobs(jobs: Sequence[Job]) -> int:
-    """One after the other. A job that fails does not keep the others from running; an interrupt ends the sweep."""
+    """Run jobs one after the other. After a failed one the next ones still run; an interrupt ends the sweep."""
     from rich.console import Console
 
     from rlloop.launch.run import INTERRUPTED, train
@@ -193,32 +226,30 @@ def _listed_recipes() -> str:
     return "recipes:\n" + ("\n".join(f"  {name}  ({file})" for name, file in have.items()) or "  (none found)")
 
 
-# ------------------------------------------------------------------------------------------------ looking at runs
+# ------------------------------------------------------------------------------------------------ finished runs
 
 
 def _verify(arguments: list[str]) -> int:
-    parser = _parser(
-        "verify",
-        "Check a run's records against each other, the certificate, and what they must come to. Exit code 1 where "
-        "something does not hold. docs/runs.md says what that proves.",
-    )
+    parser = _parser("verify", VERIFY, VERIFY_EXAMPLES)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--rescore", type=int, default=512, metavar="N",
-        help="completions to draw and score again under the weights that made them, bit for bit; default 512, 0: none",
+        help="completions to draw and score again, bit for bit, under the stored weights (default: 512; 0: none)",
     )  # fmt: skip
     parser.add_argument(
         "--rewards", type=_number_or_all, default=1000, metavar="N",
-        help="completions whose reward is given again: a number or all; default 1000, 0: none",
+        help="completions whose reward is computed again: a number, or all (default: 1000; 0: none)",
     )  # fmt: skip
-    parser.add_argument("--all", action="store_true", help="every completion, in both")
-    parser.add_argument("--replay", action="store_true", help="train the run again beside, and compare every record")
+    parser.add_argument("--all", action="store_true", help="all completions, for --rescore and --rewards")
+    parser.add_argument("--replay", action="store_true", help="train the run again elsewhere, and compare every record")
     parser.add_argument(
         "--run-code", action="store_true",
-        help="call the task and the reward that the run names, though they are not rlloop's: that may be any code",
+        help="call the task and reward that the run names even if they are not rlloop's; this may run any code",
     )  # fmt: skip
-    parser.add_argument("--public-key", type=Path, metavar="FILE", help="of certificate.key, PEM or hexadecimal")
-    parser.add_argument("--witness", type=Path, metavar="FILE", help="what certificate.witness wrote down")
+    parser.add_argument(
+        "--public-key", type=Path, metavar="FILE", help="public half of certificate.key, PEM or hexadecimal"
+    )
+    parser.add_argument("--witness", type=Path, metavar="FILE", help="file written by certificate.witness")
     given = parser.parse_args(arguments)
 
     from rich.console import Console
@@ -236,7 +267,7 @@ def _verify(arguments: list[str]) -> int:
     problems = 0
     with Console(stderr=True).status("reading") as status:
         for check in verify(given.run, extent, status.update):
-            print(f"{'ok ' if not check.problems else 'BAD'} {check.name}: {check.found}", flush=True)
+            print(f"{'ok ' if not check.problems else 'BAD'} {check.name}: {check.summary}", flush=True)
             for problem in check.problems[:SHOWN_PROBLEMS]:
                 print(f"      {problem}")
             if (more := len(check.problems) - SHOWN_PROBLEMS) > 0:
@@ -254,11 +285,11 @@ def _number_or_all(text: str) -> int | None:
 
 
 def _compare(arguments: list[str]) -> int:
-    parser = _parser("compare", COMPARE)
+    parser = _parser("compare", COMPARE, COMPARE_EXAMPLES)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs' folders, or a multirun's")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE",
-        help="also write a report: .html (with its pictures and data beside it), or .png (curves only)",
+        help="also write a report: .html (plus its pictures and data in files of the same name), or .png (curves only)",
     )  # fmt: skip
     given = parser.parse_args(arguments)
 
@@ -269,13 +300,13 @@ def _compare(arguments: list[str]) -> int:
 
 
 def _delta(arguments: list[str]) -> int:
-    parser = _parser("delta", "What a weight sync from checkpoint A to B weighs, beside other codecs and the entropy.")
+    parser = _parser("delta", DELTA, DELTA_EXAMPLES)
     parser.add_argument("old", type=Path, metavar="A", help="a Hugging Face folder with safetensors")
     parser.add_argument("new", type=Path, metavar="B", help="the same model, some steps later")
-    parser.add_argument("--tensors", action="store_true", help="a line for each tensor, too")
+    parser.add_argument("--tensors", action="store_true", help="also print a line for each tensor")
     parser.add_argument(
         "--bfloat16", action="store_true",
-        help="round float32 to it first: a run's checkpoints are float32, engines of model.dtype=bfloat16 are not",
+        help="round float32 to bfloat16 first: checkpoints are float32, engines of model.dtype=bfloat16 get bfloat16",
     )  # fmt: skip
     given = parser.parse_args(arguments)
 
@@ -293,11 +324,7 @@ def _delta(arguments: list[str]) -> int:
 
 
 def _doctor(arguments: list[str]) -> int:
-    parser = _parser(
-        "doctor",
-        "What this machine can do, and what is missing for the rest. Exit code 1 where its CPU does not hold zero KLD.",
-    )
-    parser.parse_args(arguments)
+    _parser("doctor", DOCTOR).parse_args(arguments)
 
     from rlloop.cli.machine_check import examine
 

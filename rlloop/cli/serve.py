@@ -1,4 +1,4 @@
-"""`rlloop serve engine|relay|trainer|proxy`: the servers of a fleet, from their command lines."""
+"""`rlloop serve engine|relay|trainer|proxy`: the servers of a fleet. `serve_options` has their command lines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rlloop.config.engine import EngineKind
+from rlloop.cli.serve_options import parse
 from rlloop.config.fleet import is_address
+from rlloop.config.rollout import EngineKind
 from rlloop.errors import ConfigError
 from rlloop.web.clients import async_client
-from rlloop.web.server import TOKEN_VARIABLE, Listen, is_loopback, read_token, serve
+from rlloop.web.server import Listen, is_loopback, read_token, serve
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
@@ -30,52 +31,13 @@ if TYPE_CHECKING:
     from rlloop.rollout.fleet.engine_server import EngineServer, Follower
     from rlloop.rollout.fleet.weight_follower import Source
 
-DESCRIPTION = """\
-Servers of a fleet. Each prints its address as soon as it listens, and ends with SIGINT or SIGTERM.
-
-  engine    samples over HTTP: OpenAI's completions and chat, and rlloop's own exact route; follows a store of weights
-  relay     a region's cache of weights: what crossed the wide network once is not fetched again
-  trainer   the trainer's end, for trainers that are not rlloop's: publish weights, sample from the fleet.
-            (`rlloop train fleet=regions` has its own)
-  proxy     in front of a `vllm serve` on loopback: lets completions through, and no route that changes anything; with
-            --store it has vLLM follow weights, and is an engine like any other (docs/vllm.md)
-
-Off loopback a token is required, on every route: --token-file, or the environment variable RLLOOP_TOKEN. A trainer
-always has one: without either it makes KEY.token, beside its signing key.
-"""
-
 
 def command(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="rlloop serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="engine|relay|trainer|proxy")
-    added = {"engine": _engine_options, "relay": _relay_options, "trainer": _trainer_options, "proxy": _proxy_options}
-    for kind, add in added.items():
-        options = kinds.add_parser(kind, formatter_class=_Help, allow_abbrev=False)
-        _listen_options(options)
-        add(options)
-    given = parser.parse_args(arguments)
+    """Run `rlloop serve` until a signal; returns the exit code."""
+    given = parse(arguments)
     with ExitStack() as stack:
         {"engine": _engine, "relay": _relay, "trainer": _trainer, "proxy": _proxy}[given.kind](given, stack)
     return 0
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Defaults beside the options that have one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, []) else super()._get_help_string(action)
-
-
-def _listen_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    options.add_argument("--port", type=int, default=0, help="0: any free one")
-    options.add_argument("--token-file", type=Path, help=f"what every request must bring; else ${TOKEN_VARIABLE}")
-    options.add_argument("--certificate", type=Path, help="PEM; with --key, the server speaks TLS")
-    options.add_argument("--key", type=Path, help="PEM")
-    options.add_argument("--ca-file", type=Path, help="PEM: whose certificates other servers must have")
-    options.add_argument("--max-body", type=int, default=64 << 20, help="bytes of one request")
 
 
 def _listen(given: argparse.Namespace) -> Listen:
@@ -83,24 +45,24 @@ def _listen(given: argparse.Namespace) -> Listen:
     return Listen(given.host, given.port, token, given.certificate, given.key, given.max_body)
 
 
-def _made(folder: Path, option: str) -> Path:
-    """The folder, which is made where it is new. Raises `ConfigError` where it cannot be."""
+def _create_folder(folder: Path, option: str) -> Path:
+    """Create the folder if it does not exist. Raises `ConfigError`, which names `option`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{option}: the folder {folder} cannot be made: {error.strerror}") from None
+        raise ConfigError(f"{option}: the folder {folder} cannot be created: {error.strerror}") from None
     return folder
 
 
-def _made_token(file: Path) -> Path:
-    """The file, which gets a new token where it is new."""
-    with contextlib.suppress(FileExistsError), open(file, "x", opener=_privately) as new:
+def _create_token(file: Path) -> Path:
+    """Write a new token to the file if it does not exist."""
+    with contextlib.suppress(FileExistsError), open(file, "x", opener=_open_private) as new:
         new.write(secrets.token_hex(32) + "\n")
-    print(f"rlloop trainer: the fleet's token is in {file}: engines and relays take it by --token-file", flush=True)
+    print(f"rlloop trainer: the fleet's token is in {file}; give it to engines and relays by --token-file", flush=True)
     return file
 
 
-def _privately(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
@@ -111,41 +73,6 @@ def _announce(kind: str) -> Callable[[str], None]:
 # ------------------------------------------------------------------------------------------------ engine
 
 
-def _engine_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--model", type=Path, required=True, help="Hugging Face folder: architecture and tokenizer")
-    options.add_argument("--dtype", default="float32", help="as the trainer's model.dtype")
-    options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    options.add_argument("--threads", type=int, help="of the CPU; default: all")
-    options.add_argument(
-        "--engine", choices=list(EngineKind), type=EngineKind, default=EngineKind.embedded, help="what samples"
-    )
-    options.add_argument("--page-size", type=int, default=16, help="tokens of a cache block")
-    options.add_argument("--max-batch-tokens", type=int, default=8192, help="computed in one step")
-    options.add_argument("--max-cache-tokens", type=int, help="of the key-value cache; default: what fits")
-    _member_options(options, "rlloop")
-
-
-def _member_options(options: argparse.ArgumentParser, name: str | None) -> None:
-    """Of whatever follows a store of weights and serves as an engine."""
-    options.add_argument("--model-name", default=name, help="what OpenAI's clients call it")
-    options.add_argument(
-        "--logprobs-mode",
-        choices=["processed_logprobs", "raw_logprobs"],
-        default="processed_logprobs",
-        help="which logprobs OpenAI's clients get: of the distribution sampled from, or at temperature 1, untruncated",
-    )
-    options.add_argument("--max-waiting", type=int, default=4096, help="requests above which others are refused")
-    options.add_argument("--store", metavar="URL", help="follow the weights of this store (a folder, http, s3, ...)")
-    options.add_argument("--relay", metavar="URL", help="read that store through this relay; around it where it fails")
-    options.add_argument("--public-key", metavar="HEX|FILE", help="whose versions are taken; needed with --store")
-    options.add_argument("--run-id", help="the only run whose versions are taken; default: the first that is met")
-    options.add_argument("--any-run", action="store_true", help="follow each run that comes, not one alone")
-    options.add_argument("--interval", type=float, default=2.0, help="seconds between looks at the store")
-    options.add_argument("--join", metavar="URL", help="announce itself to this trainer")
-    options.add_argument("--region", default="home", help="its name there")
-    options.add_argument("--advertise", metavar="URL", help="where the trainer reaches it; default: where it listens")
-
-
 def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     listen = _listen(given)
     _check_addresses(given)
@@ -154,7 +81,7 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     if not (given.model / "config.json").is_file():
         raise ConfigError(f"--model {given.model} has no config.json; it must be a Hugging Face checkpoint folder")
 
-    import torch  # a second of imports, after what can be refused without them
+    import torch  # slow to import, so after the checks
 
     from rlloop.models import load_model
     from rlloop.rollout import Engine, vllm
@@ -181,7 +108,7 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
         replica = Replica(store, public_key(source.public_key), target, run_id=source.run_id, any_run=source.any_run)
         follower = ReplicaFollower(replica, service, interval=given.interval)
         stack.callback(follower.close)
-    stack.callback(service.close)  # before the follower's: a change of weights that waits in a pause ends with it
+    stack.callback(service.close)  # runs before the follower's: it ends a weight change that waits in a pause
     _serve_member("engine", given, listen, given.model, service, follower, given.model_name)
 
 
@@ -195,7 +122,7 @@ def _serve_member(
     model: str,
     beside: Sequence[BaseRoute] = (),
 ) -> None:
-    """Serves as an engine, joined to a trainer if `--join` says so, until a signal ends it."""
+    """Serve as an engine until a signal, joined to a trainer if `--join` is given."""
     from rlloop.rollout.fleet.engine_server import EngineServer
     from rlloop.rollout.fleet.text import tokenizer_of
 
@@ -221,7 +148,7 @@ def _serve_member(
 
 
 def _check_addresses(given: argparse.Namespace) -> None:
-    """Raises `ConfigError` for what nobody could reach."""
+    """Raises `ConfigError` for addresses that cannot be reached."""
     for option in ("upstream", "relay", "join", "advertise"):
         if (url := getattr(given, option, None)) is not None and not is_address(url):
             raise ConfigError(f"--{option} is {url!r}; it must be an address such as http://127.0.0.1:7000")
@@ -230,14 +157,14 @@ def _check_addresses(given: argparse.Namespace) -> None:
 
 
 def _source(given: argparse.Namespace, token: str | None) -> Source | None:
-    """What `--store` and its companions say. Raises `ConfigError`."""
+    """The source of weights by `--store` and related options, if any. Raises `ConfigError`."""
     if (given.store is None) != (given.public_key is None):
-        raise ConfigError("--store and --public-key belong together: versions are only taken from who signed them")
+        raise ConfigError("--store and --public-key belong together: only versions signed by that key are accepted")
     if given.run_id is not None and given.any_run:
-        raise ConfigError(f"--run-id {given.run_id} says one run and --any-run each that comes; leave one of them out")
+        raise ConfigError(f"--run-id {given.run_id} names one run, and --any-run follows all; give only one of the two")
     if given.store is None:
         if given.relay is not None:
-            raise ConfigError("--relay needs --store: the store that the relay reads, for when the relay fails")
+            raise ConfigError("--relay needs --store: the store that the relay reads, used directly if the relay fails")
         return None
     from rlloop.rollout.fleet.weight_follower import Source
     from rlloop.sync.manifest import public_hex, public_key
@@ -249,7 +176,7 @@ def _source(given: argparse.Namespace, token: str | None) -> Source | None:
 
 
 class _Joining:
-    """Tells a trainer again and again that this engine is there; at the end, that it goes."""
+    """Announces this engine to a trainer every few seconds, and its departure at the end."""
 
     EVERY = 3.0  # seconds
 
@@ -259,7 +186,7 @@ class _Joining:
 
     @asynccontextmanager
     async def lifespan(self, server: EngineServer) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._again_and_again())
+        task = asyncio.create_task(self._announce_repeatedly())
         try:
             yield
         finally:
@@ -268,12 +195,12 @@ class _Joining:
                 await self._http.post("/fleet/leave", json=self._self())
             await self._http.aclose()
 
-    async def _again_and_again(self) -> None:
+    async def _announce_repeatedly(self) -> None:
         while True:
-            with contextlib.suppress(httpx.HTTPError):  # it may come later, or be starting anew
+            with contextlib.suppress(httpx.HTTPError):  # the trainer may start later, or restart
                 reply = await self._http.post("/fleet/join", json=self._self())
                 if reply.status_code in (400, 401):
-                    print(f"rlloop engine: {self._given.join} refuses it: {reply.text}", flush=True)
+                    print(f"rlloop engine: {self._given.join} refuses this engine: {reply.text}", flush=True)
             await asyncio.sleep(self.EVERY)
 
     def _self(self) -> dict[str, str]:
@@ -283,12 +210,6 @@ class _Joining:
 # ------------------------------------------------------------------------------------------------ relay
 
 
-def _relay_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--upstream", metavar="URL", required=True, help="the store: the trainer's address, s3://...")
-    options.add_argument("--cache", type=Path, required=True, help="folder for what was fetched")
-    options.add_argument("--cache-bytes", type=int, default=16 << 30, help="what the folder may hold")
-
-
 def _relay(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.rollout.fleet.weight_follower import open_served
     from rlloop.sync.http import relay_app
@@ -296,26 +217,16 @@ def _relay(given: argparse.Namespace, stack: ExitStack) -> None:
 
     listen = _listen(given)
     upstream = open_served(given.upstream, listen.token, given.ca_file)
-    cache = _made(given.cache, f"--cache {given.cache}")
+    cache = _create_folder(given.cache, f"--cache {given.cache}")
     serve(relay_app(CachingStore(upstream, cache, given.cache_bytes)), listen, _announce("relay"))
 
 
 # ------------------------------------------------------------------------------------------------ trainer
 
 
-def _trainer_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--store", required=True, help="where versions are published: a folder or an fsspec URL")
-    options.add_argument("--signing-key", type=Path, required=True, help="Ed25519 PEM; made when it is not there")
-    options.add_argument("--run-id", required=True, help="name of the run, in every version's")
-    options.add_argument("--anchor-every", type=int, default=50, help="versions between whole copies")
-    options.add_argument("--engine", action="append", default=[], metavar="REGION=URL", help="engines may also join")
-    options.add_argument("--patience", type=float, default=120.0, help="seconds to wait for an engine")
-    options.set_defaults(max_body=16 << 30)
-
-
 def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.config.fleet import FleetConfig, FleetKind
-    from rlloop.launch.regions import open_router
+    from rlloop.launch.regions import open_pool
     from rlloop.rollout.fleet.external_trainer import Publishing
     from rlloop.rollout.fleet.trainer_server import trainer_app
     from rlloop.sync.manifest import load_or_make_key
@@ -329,17 +240,17 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
         engines.setdefault(region, []).append(url)
     ca_file = None if given.ca_file is None else str(given.ca_file)
     fleet = FleetConfig(FleetKind.regions, engines=engines, patience=given.patience, ca_file=ca_file)
-    _made(given.signing_key.parent, f"--signing-key {given.signing_key}")
-    if read_token(given.token_file) is None:  # whoever publishes here has weights signed
-        given.token_file = _made_token(given.signing_key.with_name(given.signing_key.name + ".token"))
+    _create_folder(given.signing_key.parent, f"--signing-key {given.signing_key}")
+    if read_token(given.token_file) is None:  # clients of this server have weights signed, so a token is required
+        given.token_file = _create_token(given.signing_key.with_name(given.signing_key.name + ".token"))
     listen = _listen(given)
     if "://" not in given.store:
-        _made(Path(given.store), f"--store {given.store}")
+        _create_folder(Path(given.store), f"--store {given.store}")
     store = open_store(given.store)
     publishing = Publishing(store, load_or_make_key(given.signing_key), given.run_id, given.anchor_every)
-    router = open_router(fleet, _print_event, token=listen.token, holder=given.run_id, term=publishing.term)
-    stack.callback(router.close)
-    app = trainer_app(store, router, publishing.squash, publishing.bound_to(router))
+    pool = open_pool(fleet, _print_event, token=listen.token, holder=given.run_id, term=publishing.term)
+    stack.callback(pool.close)
+    app = trainer_app(store, pool, publishing.squash, publishing.bound_to(pool))
     serve(app, listen, _announce("trainer"))
 
 
@@ -351,13 +262,6 @@ def _print_event(event: Any) -> None:
 # ------------------------------------------------------------------------------------------------ proxy
 
 
-def _proxy_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--upstream", metavar="URL", required=True, help="the vLLM server, on loopback")
-    options.add_argument("--upstream-key-file", type=Path, help="holds the key that vLLM was started with (--api-key)")
-    options.add_argument("--timeout", type=float, default=600.0, help="seconds that vLLM may take for an answer")
-    _member_options(options, None)
-
-
 def _proxy(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.rollout.vllm.proxy import proxy_app
 
@@ -367,11 +271,11 @@ def _proxy(given: argparse.Namespace, stack: ExitStack) -> None:
     if not is_loopback(upstream_host):
         raise ConfigError(
             f"--upstream is {given.upstream!r}; it must be on loopback: start vLLM on this machine with its --host "
-            "127.0.0.1. Its routes for weights, caches and pausing answer whoever reaches the port, past any proxy"
+            "127.0.0.1. Its routes for weights, caches and pausing answer anyone who reaches the port directly"
         )
     source = _source(given, listen.token)
     if source is None and given.join is not None:
-        raise ConfigError("--join needs --store: only what follows the trainer's weights is an engine of its fleet")
+        raise ConfigError("--join needs --store: only an engine that follows the trainer's weights can join its fleet")
     key = None if given.upstream_key_file is None else read_token(given.upstream_key_file)
     through = async_client(token=key, most=None, base_url=given.upstream, timeout=given.timeout)
     if source is None:

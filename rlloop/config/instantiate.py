@@ -1,4 +1,4 @@
-"""`_target_` of a configuration: the dotted path of a function or class, found, checked and bound."""
+"""`_target_` in a configuration: the dotted path of a function or class; located, its arguments checked, bound."""
 
 from __future__ import annotations
 
@@ -8,20 +8,85 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Generic, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 from rlloop.errors import ConfigError
 
+TARGET = "{_target_: package.module.name, ...}"  # for messages
+
+
+def names_target(value: object, key: str, otherwise: str = "") -> bool:
+    """True if `value`, of the configuration's `key`, is a mapping that names a function or class by `_target_`.
+
+    Raises `ConfigError` for a mapping without it; `otherwise` says where its keys may have been meant to stand.
+    """
+    if not isinstance(value, Mapping):
+        return False
+    if "_target_" not in value:
+        raise ConfigError(
+            f"{key} has {', '.join(map(str, value)) or 'no keys'} and no _target_, the dotted path of a function or "
+            f"class{'; ' if otherwise else ''}{otherwise}"
+        )
+    return True
+
 
 def resolve(config: Mapping[str, Any], section: str, called_with: tuple[str, ...] = ()) -> Any:
-    """What `config` describes: its class instantiated, or its function bound to the other keys.
+    """The object that `config` describes: its class instantiated, or its function bound to the other keys.
 
-    `called_with` names the positional arguments that rlloop itself will give, now only checked against. Raises
+    `called_with` names the positional arguments that rlloop itself will pass later, now only checked against. Raises
     `ConfigError`, naming `section`, for a path that leads nowhere or arguments that do not fit.
 
     Example: `resolve({"_target_": "mine.brevity", "weight": 0.1}, "reward", ("prompt", "completion", "example"))`.
     """
-    arguments = {key: value for key, value in config.items() if key != "_target_"}
+    target, arguments = _target_and_arguments(config, section)
+    if not inspect.isclass(target):
+        return bind(config, section, called_with)
+    path = config["_target_"]
+    _check(target, (), arguments, section, path)
+    instance = target(**arguments)
+    if called_with:
+        if not callable(instance):
+            raise ConfigError(f"{section}._target_ {path!r} makes objects that cannot be called; give it a __call__")
+        _check(instance, called_with, {}, section, f"{path}.__call__")
+    return instance
+
+
+def bind(
+    config: Mapping[str, Any], section: str, called_with: tuple[str, ...] = (), settings: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """The function or class that `config` names, bound to its other keys and not called yet.
+
+    rlloop will call it with the positional arguments `called_with` and the keyword arguments `settings`. Raises
+    `ConfigError` as `resolve` does.
+    """
+    target, arguments = _target_and_arguments(config, section)
+    _check(target, called_with, arguments, section, config["_target_"], settings)
+    return functools.partial(target, **arguments) if arguments else target
+
+
+def lacking(protocol: type, value: object) -> list[str]:
+    """The members of a `Protocol` class that `value` does not have, by name."""
+    kinds = [kind for kind in protocol.__mro__ if kind not in (Protocol, Generic, object)]
+    names = dict.fromkeys(name for kind in kinds for name in vars(kind) if not name.startswith("_"))
+    return [name for name in names if not hasattr(value, name)]
+
+
+def accepts(hint: Any, value: object) -> bool:
+    """True if `value`, of YAML, fits the annotation `hint`. Only numbers, strings, None and `Literal` are judged."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if not all(kind in (int, float, str, bool, NoneType) or get_origin(kind) is Literal for kind in kinds):
+        return True
+    return any(
+        value in get_args(kind)
+        if get_origin(kind) is Literal
+        else isinstance(value, (int, float) if kind is float else kind)
+        and (kind is bool or not isinstance(value, bool))
+        for kind in kinds
+    )
+
+
+def _target_and_arguments(config: Mapping[str, Any], section: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     path = config.get("_target_")
     if not isinstance(path, str) or not path:
         raise ConfigError(
@@ -30,16 +95,7 @@ def resolve(config: Mapping[str, Any], section: str, called_with: tuple[str, ...
     target = locate(path, f"{section}._target_")
     if not callable(target):
         raise ConfigError(f"{section}._target_ {path!r} is a {type(target).__name__}, not a function or class")
-    if not inspect.isclass(target):
-        _check(target, called_with, arguments, section, path)
-        return functools.partial(target, **arguments) if arguments else target
-    _check(target, (), arguments, section, path)
-    made = target(**arguments)
-    if called_with:
-        if not callable(made):
-            raise ConfigError(f"{section}._target_ {path!r} makes objects that cannot be called; give it a __call__")
-        _check(made, called_with, {}, section, f"{path}.__call__")
-    return made
+    return target, {key: value for key, value in config.items() if key != "_target_"}
 
 
 def locate(path: str, key: str) -> Any:
@@ -54,21 +110,21 @@ def locate(path: str, key: str) -> Any:
         )
     module = ".".join(names[:depth])
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"{key} is {path!r}, and importing {module} failed: {error}") from error
     for position, name in enumerate(names[depth:], start=depth):
-        if not hasattr(found, name):
+        if not hasattr(value, name):
             where = ".".join(names[:position])
-            near = difflib.get_close_matches(name, dir(found), n=3)
+            near = difflib.get_close_matches(name, dir(value), n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise ConfigError(f"{key} is {path!r}, and {where} has no {name!r}{hint}")
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def _module_depth(names: list[str]) -> int:
-    """How many leading names are a module. Looks before it imports, so that a module's own failing import shows."""
+    """The number of leading names that are a module. Nothing is imported, so that a failing import shows later."""
     depth = 0
     for count in range(1, len(names)):
         try:
@@ -81,24 +137,43 @@ def _module_depth(names: list[str]) -> int:
 
 
 def _check(
-    target: Callable[..., Any], positional: tuple[str, ...], keywords: Mapping[str, Any], section: str, path: str
+    target: Callable[..., Any],
+    positional: tuple[str, ...],
+    keywords: Mapping[str, Any],
+    section: str,
+    path: str,
+    settings: tuple[str, ...] = (),
 ) -> None:
-    """Whether the call `target(*positional, **keywords)` fits, by name; a target without a signature passes."""
+    """Raises `ConfigError` unless `target(*positional, **keywords, **settings)` fits its signature, if it has one."""
     try:
         signature = inspect.signature(target)
     except ValueError:
         return
     parameters = list(signature.parameters.values())
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        by_place = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        allowed = [name for name in by_name if name not in by_place[: len(positional)]]
-        for key in keywords:
-            if key not in allowed:
-                names = ", ".join(allowed) or "none"
-                raise ConfigError(f"{section}.{key} is no argument of {path}; allowed are {names}")
+    hints = _hints(target)
+    by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    allowed = [name for name in by_name if name not in (*by_position[: len(positional)], *settings)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters) and not settings  # else it is for these
+    for key, value in keywords.items():
+        if key not in allowed and not takes_any:
+            names = ", ".join(allowed) or "none"
+            raise ConfigError(f"{section}.{key} is no argument of {path}; allowed are {names}")
+        if key in hints and value is not signature.parameters[key].default and not accepts(hints[key], value):
+            wanted = inspect.formatannotation(hints[key])
+            raise ConfigError(f"{section}.{key} is {value!r}; {path} takes {wanted}")
     try:
-        signature.bind(*positional, **keywords)
+        signature.bind(*positional, **dict.fromkeys(settings), **keywords)
     except TypeError as error:
-        given = f"({', '.join(positional)})" if positional else "the keys of " + section
-        raise ConfigError(f"{section}._target_: {path}{signature} cannot be called with {given}: {error}") from None
+        ours = ", ".join([*positional, *(f"{name}=..." for name in settings)])
+        passed = f"({ours})" if ours else "the keys of " + section
+        raise ConfigError(f"{section}._target_: {path}{signature} cannot be called with {passed}: {error}") from None
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """Its annotations; none where they name what exists for type checkers alone."""
+    function = target.__init__ if inspect.isclass(target) else target
+    try:
+        return get_type_hints(function) if inspect.isroutine(function) else {}
+    except (NameError, TypeError, AttributeError):
+        return {}

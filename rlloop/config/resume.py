@@ -1,4 +1,4 @@
-"""Which configuration goes on with a run, and which is another run's: compared key by key."""
+"""Resuming: a configuration is compared, key by key, with the one that the run began with."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ RESUMABLE = (
     "sinks.",
     *(f"fleet.{name}" for name in ("engines.", *vars(FleetConfig())) if name != "max_version_lag"),
 )
-# What shapes the engine's work but not its bits, as long as the contract is enforced.
+# Keys that shape the engine's work but not its bits, as long as the contract is enforced.
 RESUMABLE_UNDER_CONTRACT = tuple(
     f"rollout.{key}" for key in ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")
 )
 
 
-def refuse_other_run(path: Path, have: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises `RunError` where `given` would not continue the run that `have` configured.
+def refuse_other_run(path: Path, recorded: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raises `RunError` where `config` would not continue the run in `path`, whose configuration is `recorded`.
 
-    A key that is younger than the run counts as what it is by default: what versions before it did.
+    A key that did not exist yet when the run began has its default, which is what earlier versions did.
     """
-    new = flatten(given)
-    old = with_defaults(flatten(have), new)
+    new = flatten(config)
+    old = with_defaults(flatten(recorded), new)
     allowed = RESUMABLE + (RESUMABLE_UNDER_CONTRACT if new.get("parity.mode") == "require" else ())
     if new.get("trainer.schedule") != "constant":
         allowed = tuple(key for key in allowed if key != "trainer.num_steps")  # the schedule ends at the last step
@@ -49,7 +49,7 @@ def refuse_other_run(path: Path, have: Mapping[str, Any], given: Mapping[str, An
         and not any(key == free.rstrip(".") or (free.endswith(".") and key.startswith(free)) for free in allowed)
     ]
     if differ:
-        listed = "\n".join(f"  {key}: the run has {old.get(key)!r}, given is {new.get(key)!r}" for key in differ)
+        listed = "\n".join(f"  {key}: the run has {old.get(key)!r}, now it is {new.get(key)!r}" for key in differ)
         raise RunError(
             f"{path} holds a run with another configuration:\n{listed}\n"
             "Give the run's own values to resume it, or another run.dir to start a new one"
@@ -57,7 +57,7 @@ def refuse_other_run(path: Path, have: Mapping[str, Any], given: Mapping[str, An
 
 
 def with_defaults(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """A flat configuration with those of `keys` that are younger than it as they are by default."""
+    """A flat configuration, with the defaults of those of `keys` that it does not have."""
     defaults = _defaults()
     return {**{key: defaults[key] for key in keys if key in defaults}, **config}
 

@@ -1,7 +1,7 @@
-"""Recorded runs for those who have none: countdown on a laptop CPU, two settings, every step of them real.
+"""`rlloop dashboard --demo`: recorded runs of countdown on a laptop CPU with two settings.
 
-`recorded/demo.tar.zst` holds, for each run, its records as they were written and its tokenizer, but no checkpoint. All
-but one are laid out finished; that one is replayed a step at a time, as if it were going on.
+`recorded/demo.tar.zst` has each run's records as they were written, and its tokenizer, but no checkpoint. All runs but
+one are written out whole; that one is replayed step by step, as if it were running.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rlloop.runs.folder import write_whole
 
 ARCHIVE = Path(__file__).parent / "recorded" / "demo.tar.zst"
 LIVE = "int4-from-step-51"  # the run that is replayed
-BEGIN = 40  # of its steps are there at once
-PACE = 1.0  # seconds a step
+BEGIN = 40  # steps of it that are there from the start
+PACE = 1.0  # seconds between steps
 NOTE = "Demo: recorded runs; one of them is replayed, a step a second."
 JOURNALS = ("metrics.jsonl", "parity.jsonl")
 
 
 @contextmanager
 def recorded_runs(pace: float = PACE) -> Iterator[tuple[Path, str]]:
-    """(a folder with the runs, what to tell of them). The folder is gone afterwards."""
+    """(a temporary folder with the runs, a note about them)."""
     with tempfile.TemporaryDirectory(prefix="rlloop-demo-") as name:
         root, stop = Path(name), threading.Event()
         files = unpack()
@@ -47,7 +47,7 @@ def recorded_runs(pace: float = PACE) -> Iterator[tuple[Path, str]]:
 
 
 def unpack() -> dict[PurePosixPath, bytes]:
-    """The archive's files. Rollouts stand in it unpacked, a file a step, since all of them together pack better."""
+    """The archive's files. Rollouts are not compressed in it, since they compress better all together."""
     with ARCHIVE.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as stream:
         content = io.BytesIO(stream.read())
     with tarfile.open(fileobj=content) as archive:
@@ -65,7 +65,7 @@ def _write(root: Path, path: PurePosixPath, content: bytes) -> None:
 
 
 class Replay:
-    """Writes one run's records again, step after step, in the order in which the run wrote them."""
+    """Writes a run's records again, step by step, in the order in which the run wrote them."""
 
     def __init__(self, root: Path, files: dict[PurePosixPath, bytes]) -> None:
         self.root = root
@@ -89,7 +89,7 @@ class Replay:
         return max(self._rollouts)
 
     def advance(self, to: int) -> None:
-        """Every record of the steps after `self.step`, up to `to`."""
+        """Write every record of the steps after `self.step`, up to `to`."""
         while self.step < min(to, self.steps):
             self.step += 1
             _write(self.root, *self._rollouts[self.step])

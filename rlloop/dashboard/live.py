@@ -1,4 +1,4 @@
-"""What the server knows while it runs: the runs, their rollout indices, and who is to be told when a file changed."""
+"""State of the dashboard's server: the runs, their rollout indices, and clients that wait for changes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from starlette.concurrency import run_in_threadpool
 from rlloop.dashboard.rollouts import RolloutIndex, cache_folder
 from rlloop.dashboard.runs import Run, Runs
 
-POLL = 1.0  # seconds between looks at the runs' files, while anybody watches
-SEARCH = 5  # of which every such one also looks for new runs
-HEARTBEAT = 15.0  # seconds of silence after which a comment keeps the connection
+POLL = 1.0  # seconds between checks of the runs' files, while a client listens
+SEARCH = 5  # every so many checks also look for new runs
+HEARTBEAT = 15.0  # seconds of silence after which a comment keeps the connection open
 
 
 class Dashboard:
-    """`root`: where runs are. `cache`: where rollout indices are kept, unless in the user's cache. `note`: for all to
-    see, such as that this is a demonstration."""
+    """`root`: folder with runs. `cache`: of rollout indices; None: the user's cache. `note`: shown on all pages."""
 
     def __init__(self, root: Path, *, cache: Path | None = None, note: str = "") -> None:
         self.runs = Runs(root)
@@ -38,7 +37,7 @@ class Dashboard:
         return self._indices[run.id]
 
     async def events(self) -> AsyncIterator[str]:
-        """Server-sent events: all runs at first, then those that changed."""
+        """Server-sent events: first all runs, then those that change."""
         queue: asyncio.Queue[str] = asyncio.Queue()
         self._watchers.add(queue)
         if self._watch is None or self._watch.done():
@@ -54,7 +53,7 @@ class Dashboard:
             self._watchers.discard(queue)
 
     async def _look(self) -> None:
-        """Compare the runs' files with what they were, as long as somebody listens."""
+        """Look for changes of the runs' files as long as a client listens."""
         seen: dict[str, tuple[Any, str]] = {}  # run -> its files' signature, its status
         known: list[str] = []
         rounds = 0
@@ -69,7 +68,7 @@ class Dashboard:
                 await asyncio.wait_for(self._closing.wait(), timeout=POLL)
 
     def _changes(self, seen: dict[str, tuple[Any, str]], search: bool) -> tuple[list[str], list[dict[str, Any]]]:
-        """(all ids, overviews of the runs that changed). A run that falls silent changes too, without a file of it."""
+        """(all ids, overviews of the runs that changed). A run that stops writing changes its status, not its files."""
         changed = []
         runs = self.runs.find() if search else self.runs.known()
         for run in runs:
@@ -82,7 +81,7 @@ class Dashboard:
         return [run.id for run in runs], changed
 
     def close(self) -> None:
-        """Ends the events, so that the server can stop."""
+        """End the event streams, so that the server can stop."""
         self._closing.set()
         for queue in self._watchers:
             queue.put_nowait(": closing\n\n")
@@ -91,7 +90,7 @@ class Dashboard:
 
 
 def to_json(content: Any) -> bytes:
-    """What is not finite becomes null; numpy's numbers are numbers."""
+    """JSON with null for numbers that are not finite, and numpy's numbers as numbers."""
     return msgspec.json.encode(content, enc_hook=lambda value: value.item())
 
 

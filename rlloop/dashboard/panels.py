@@ -1,7 +1,7 @@
-"""Which metrics stand together, in which order and on which scale. Names and formulas: docs/metrics.md.
+"""Panels of the dashboard: groups of metrics, their order and scales. docs/metrics.md has names and formulas.
 
-A panel whose metrics a run does not have is not shown for it; a metric that no panel names is shown under "Everything
-else". Patterns are those of fnmatch: `sync/wire_bytes*` takes a metric and its regions.
+A panel is shown for runs that have one of its metrics; a metric without a panel is shown under "Everything else".
+Patterns are fnmatch's: `sync/wire_bytes*` matches a metric and those of its regions.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 
 class Kind(StrEnum):
-    lines = "lines"  # one line a run and metric
+    lines = "lines"  # one line for each run and metric
     stack = "stack"  # the metrics of one run, stacked
-    histogram = "histogram"  # counts between fixed edges, of one step
+    histogram = "histogram"  # one step's counts between fixed edges
 
 
 class Scale(StrEnum):
@@ -24,18 +24,18 @@ class Scale(StrEnum):
     zero = "zero"  # linear, from 0
     fraction = "fraction"  # from 0, shown as per cent
     log = "log"
-    symlog = "symlog"  # linear below a threshold, so that 0 has a place of its own
+    symlog = "symlog"  # logarithmic, but linear below a threshold, so that it includes 0
 
 
 @dataclass(frozen=True)
 class Panel:
     title: str
     metrics: tuple[str, ...]  # names or patterns
-    about: str  # one sentence: what is seen here
+    about: str  # one sentence of explanation
     kind: Kind = Kind.lines
     scale: Scale = Scale.linear
     unit: str = ""
-    guides: tuple[float, ...] = ()  # values at which a line is drawn across
+    guides: tuple[float, ...] = ()  # values at which horizontal lines are drawn
     threshold: float = 1e-9  # below it, a symlog axis is linear
 
 
@@ -45,12 +45,12 @@ class Section:
     panels: tuple[Panel, ...]
 
 
-# A step's phases in their order; others come after them.
+# A step's phases in their order; others follow.
 PHASES = tuple(
     f"time/{name}" for name in ("sync", "rollout", "reward", "advantage", "parity", "update", "record", "eval")
 )
 
-# 0 is the contract; 7e-5 and 1e-3 are where a stack of separate engine and trainer is usually called good, and bad.
+# 0 is the contract; separate engines and trainers are usually called good at 7e-5, and bad at 1e-3.
 KL_GUIDES = (0.0, 7e-5, 1e-3)
 
 
@@ -65,17 +65,18 @@ SECTIONS: tuple[Section, ...] = (
             _kl("KL, k3", "parity/k3", "Train-inference KL, mean of r − 1 − d. 0 means equal bits."),
             _kl("KL, k1", "parity/k1", "The same KL as mean of mu − pi: noisier, and it may be negative.", 1e-4),
             Panel("Tokens different", ("parity/tokens_different", "parity/raw_different", "parity/redrawn_different"),
-                  "Fraction of trained tokens whose two logprobs, or raw logprobs, differ in a bit; and that are not "
-                  "what their seeds draw from the trainer's distribution.", scale=Scale.fraction, guides=(0.0,)),
+                  "Fraction of trained tokens whose logprobs, or raw logprobs, differ in a bit between engine and "
+                  "trainer; and of those that their seeds do not draw from the trainer's distribution.",
+                  scale=Scale.fraction, guides=(0.0,)),
             Panel("Largest difference", ("parity/logprob_diff_max",), "Largest |d| of a step.", scale=Scale.symlog,
                   unit="nats", guides=(0.0,)),
             Panel("Difference, p99.9", ("parity/logprob_diff_p999",), "One token in a thousand differs by more.",
                   scale=Scale.symlog, unit="nats", guides=(0.0,)),
             Panel("Difference, mean", ("parity/logprob_diff_mean",), "Mean |d|.", scale=Scale.symlog, unit="nats",
                   guides=(0.0,)),
-            Panel("KL, k3, by region", ("fleet/*/k3",), "The same KL, over what a region's engines sampled.",
+            Panel("KL, k3, by region", ("fleet/*/k3",), "The same KL, over the tokens that a region's engines sampled.",
                   scale=Scale.symlog, unit="nats", guides=KL_GUIDES),
-            Panel("Tokens different, by region", ("fleet/*/tokens_different",), "Over what a region's engines sampled.",
+            Panel("Tokens different, by region", ("fleet/*/tokens_different",), "Of those that a region sampled.",
                   scale=Scale.fraction, guides=(0.0,)),
         ),
     ),
@@ -89,21 +90,21 @@ SECTIONS: tuple[Section, ...] = (
             Panel("Clipped", ("loss/clip_high", "loss/clip_low", "loss/clip_dual"), "Fraction of unmasked tokens "
                   "whose policy ratio is clipped.", scale=Scale.fraction),
             Panel("Tokens discarded", ("loss/tokens_discarded",), "Fraction whose gradient is 0 by clipping or "
-                  "masking: what a mismatch costs.", scale=Scale.fraction),
+                  "masking: the cost of a mismatch.", scale=Scale.fraction),
             Panel("Correction", ("is/truncated_high", "is/truncated_low", "is/masked"), "Fraction of tokens that the "
-                  "importance correction touched.", scale=Scale.fraction),
+                  "importance correction changed.", scale=Scale.fraction),
             Panel("Ratio", ("is/ratio_max", "is/ratio_mean", "is/ratio_min"), "r = exp(d): largest, mean, smallest.",
                   scale=Scale.log, guides=(1.0,)),
             Panel("Perplexity ratio", ("parity/ppl_ratio",), "Mean over sequences of exp(mean mu − mean pi)."),
-            Panel("Chi-squared", ("parity/chi2",), "Mean of r² − 1: what the weights' variance is.", scale=Scale.symlog,
+            Panel("Chi-squared", ("parity/chi2",), "Mean of r² − 1: the weights' variance.", scale=Scale.symlog,
                   guides=(0.0,), threshold=1e-4),
         ),
     ),
     Section(
         "Reward",
         (
-            Panel("pass@1, held-out", ("eval/solved", "eval/engine_solved"), "Problems that are never trained on; the "
-                  "engine's own where it differs on purpose.", scale=Scale.fraction),
+            Panel("pass@1, held-out", ("eval/solved", "eval/engine_solved"), "Problems that are never trained on; also "
+                  "through the engine if it differs on purpose.", scale=Scale.fraction),
             Panel("Reward", ("reward/mean",), "Mean over accepted completions."),
             Panel("Solved, training batch", ("reward/solved",), "Fraction of accepted completions.",
                   scale=Scale.fraction),
@@ -131,8 +132,8 @@ SECTIONS: tuple[Section, ...] = (
             Panel("Gradient norm", ("loss/grad_norm",), "Before clipping.", scale=Scale.zero),
             Panel("KL to reference", ("loss/kl_ref", "reward/kl_ref"), "To the reference model.", scale=Scale.symlog,
                   unit="nats"),
-            Panel("Loss", ("loss/policy", "loss/total"), "The part that follows the reward, and what was "
-                  "differentiated."),
+            Panel("Loss", ("loss/policy", "loss/total"), "The part that follows the reward, and the whole that "
+                  "is differentiated."),
             Panel("Learning rate", ("trainer/lr",), "", scale=Scale.zero),
             Panel("Updates refused", ("trainer/refused",), "1 where a gradient was not finite.", scale=Scale.zero),
         ),
@@ -140,8 +141,8 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "Time",
         (
-            Panel("Step, by phase", (*PHASES, "time/*"), "Seconds, each counted in its innermost phase; what no phase "
-                  "claims is waiting.", kind=Kind.stack, scale=Scale.zero, unit="s"),
+            Panel("Step, by phase", (*PHASES, "time/*"), "Seconds, each counted in its innermost phase; time in no "
+                  "phase is waiting.", kind=Kind.stack, scale=Scale.zero, unit="s"),
             Panel("Step", ("time/step",), "Seconds of a whole step.", scale=Scale.zero, unit="s"),
             Panel("Throughput, rollout", ("perf/rollout_tokens_per_s",), "Completion tokens over rollout time.",
                   scale=Scale.zero, unit="tokens/s"),
@@ -156,11 +157,11 @@ SECTIONS: tuple[Section, ...] = (
         "Weight sync",
         (
             Panel("Bytes on the wire", ("sync/wire_bytes", "sync/*wire_bytes*", "fleet/*/sync_*bytes"),
-                  "Of one version; by region where there are some.", scale=Scale.zero, unit="B"),
+                  "Of one version; also by region.", scale=Scale.zero, unit="B"),
             Panel("Compression", ("sync/ratio", "sync/*ratio*", "fleet/*/sync_ratio"), "Full size over bytes sent.",
                   scale=Scale.log),
             Panel("Weights changed", ("sync/changed", "sync/*changed*", "fleet/*/sync_changed"),
-                  "Fraction that this version changes.", scale=Scale.fraction),
+                  "Fraction of weights that a version changes.", scale=Scale.fraction),
             Panel("Pause", ("sync/pause_seconds", "sync/*pause_seconds*", "fleet/*/sync_pause_seconds"),
                   "Time in which an engine served nothing.", scale=Scale.zero, unit="s"),
             Panel("Sync, by part", ("sync/seconds", "sync/*seconds*"), "Where the time of a sync goes.",
@@ -169,7 +170,7 @@ SECTIONS: tuple[Section, ...] = (
                   scale=Scale.zero, unit="s"),
             Panel("Sync, by region and part", ("fleet/*/sync_*seconds",), "Where a region's time goes.",
                   scale=Scale.zero, unit="s"),
-            Panel("Weight error", ("sync/weight_error",), "Norm of what a drifting engine's weights are off by.",
+            Panel("Weight error", ("sync/weight_error",), "Norm of a drifting engine's weights less the trainer's.",
                   scale=Scale.zero),
         ),
     ),
@@ -178,15 +179,15 @@ SECTIONS: tuple[Section, ...] = (
         (
             Panel("Staleness", ("rollout/version_lag", "rollout/version_lag*"), "Weight versions behind the trainer's.",
                   scale=Scale.zero, unit="versions"),
-            Panel("Engines", ("fleet/engines", "fleet/*/engines"), "That serve; by region.", scale=Scale.zero),
-            Panel("Completions, by region", ("fleet/*/completions",), "Made in a step.", scale=Scale.zero),
+            Panel("Engines", ("fleet/engines", "fleet/*/engines"), "Engines that serve; by region.", scale=Scale.zero),
+            Panel("Completions, by region", ("fleet/*/completions",), "Sampled in a step.", scale=Scale.zero),
             Panel("Tokens, by region", ("fleet/*/tokens",), "Trained tokens that the region's engines sampled.",
                   scale=Scale.zero),
-            Panel("Done again", ("fleet/reissued", "fleet/hedged"), "Completions made again, or twice.",
-                  scale=Scale.zero),
+            Panel("Done again", ("fleet/reissued", "fleet/hedged"), "Completions sampled again after a failure, or "
+                  "twice to save time.", scale=Scale.zero),
             Panel("Engines that fell out", ("fleet/lost", "fleet/quarantined"), "Since the step before.",
                   scale=Scale.zero),
-            Panel("Fleet", ("fleet/*",), "What else the fleet tells.", scale=Scale.zero),
+            Panel("Fleet", ("fleet/*",), "Further metrics of the fleet.", scale=Scale.zero),
         ),
     ),
     Section(
@@ -197,30 +198,30 @@ SECTIONS: tuple[Section, ...] = (
             Panel("Busiest expert", ("experts/load_max",), "Its load by the mean of its layer.", scale=Scale.zero),
             Panel("Experts unused", ("experts/unused",), "Fraction of experts that no token went to.",
                   scale=Scale.fraction),
-            Panel("Experts", ("experts/*", "router/*", "moe/*"), "What else the routers tell."),
+            Panel("Experts", ("experts/*", "router/*", "moe/*"), "Further metrics of the routers."),
         ),
     ),
     Section(
         "Ledger",
         (
             Panel("Where completions went", ("ledger/trained", "ledger/dropped", "ledger/rejected"), "They add up to "
-                  "what was sampled.", kind=Kind.stack, scale=Scale.zero),
-            Panel("Sampled and accepted", ("ledger/sampled", "ledger/accepted"), "Counts a step.", scale=Scale.zero),
+                  "those sampled.", kind=Kind.stack, scale=Scale.zero),
+            Panel("Sampled and accepted", ("ledger/sampled", "ledger/accepted"), "Counts by step.", scale=Scale.zero),
             Panel("Held-out without a reward", ("eval/rejected",), "Held-out completions whose reward failed.",
                   scale=Scale.zero),
             Panel("Tokens compared", ("parity/tokens", "parity/redrawn"), "Every trained token of a step; and of "
                   "these, those drawn again.", scale=Scale.zero),
             Panel("Tokens certain", ("parity/tokens_certain",), "Fraction sampled with probability 1: their logprobs "
-                  "say nothing of who computed them, only raw ones do.", scale=Scale.fraction),
+                  "are 0 on both sides, so only raw ones can differ.", scale=Scale.fraction),
         ),
     ),
 )  # fmt: skip
 
 
 def present(names: Iterable[str]) -> list[dict[str, Any]]:
-    """The sections and panels for which there are metrics, as JSON, with `metrics` resolved to names.
+    """Sections and panels that have any of the metrics `names`, as JSON values, with `metrics` resolved to names.
 
-    A pattern takes what no panel names and no pattern before it took.
+    A pattern matches only metrics that no panel names and no earlier pattern matched.
     """
     have = sorted(names)
     exact = {name for section in SECTIONS for panel in section.panels for name in panel.metrics}
@@ -229,11 +230,11 @@ def present(names: Iterable[str]) -> list[dict[str, Any]]:
     for section in SECTIONS:
         panels = []
         for panel in section.panels:
-            found = [name for pattern in panel.metrics for name in _match(pattern, have, exact | shown)]
-            if found:
-                shown.update(found)
-                named = any(name not in panel.metrics for name in found)  # the title does not say which are shown
-                panels.append({**asdict(panel), "metrics": list(dict.fromkeys(found)), "named": named})
+            matched = [name for pattern in panel.metrics for name in _match(pattern, have, exact | shown)]
+            if matched:
+                shown.update(matched)
+                named = any(name not in panel.metrics for name in matched)  # the title does not name those matched
+                panels.append({**asdict(panel), "metrics": list(dict.fromkeys(matched)), "named": named})
         if panels:
             sections.append({"title": section.title, "panels": panels})
     rest = [name for name in have if name not in shown]

@@ -1,7 +1,7 @@
-"""An index over a run's completions, so that a million of them can be sorted, filtered and leafed through.
+"""An index over a run's completions, so that a million of them can be sorted, filtered and paged.
 
-The index is an SQLite file in the user's cache, never in the run's folder. It is made of the rollout files in the
-background, newest step first, brought up to date file by file, and thrown away by nobody's harm: it can be made again.
+The index is an SQLite file in the user's cache, never in the run's folder. It is built from the rollout files in the
+background, newest step first, and updated file by file. It may be deleted at any time, and is then built again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CREATE INDEX IF NOT EXISTS by_kind_diff ON rollouts (kind, diff DESC);
 CREATE INDEX IF NOT EXISTS by_solved_diff ON rollouts (solved, diff DESC);
 CREATE INDEX IF NOT EXISTS by_kind_solved_diff ON rollouts (kind, solved, diff DESC);
 """
-VERSION = 1  # of the schema; another one's file is made again
+VERSION = 1  # of the schema; files of another version are not used
 COLUMNS = (
     "step", "line", "uid", "grp", "version", "outcome", "reward", "solved", "advantage", "tokens", "finish",
     "different", "diff", "k3", "prompt", "text",
@@ -55,12 +55,12 @@ ORDERS = {
     "advantage": "abs(advantage) DESC",
 }
 KINDS = ("trained", "rejected", "dropped")
-FEW = 10_000  # completions that are sorted when asked for
-SHOWN = 100  # characters of a prompt's end and a completion's beginning that a list shows
+FEW = 10_000  # up to so many completions are sorted for a query
+SHOWN = 100  # characters of a prompt's end, and of a completion's start, in lists
 
 
 class _Row(msgspec.Struct):
-    """Of a rollout record, what the index needs; the rest is skipped unread."""
+    """The keys of a rollout record that the index needs."""
 
     uid: str
     outcome: str
@@ -80,12 +80,12 @@ _DECODER = msgspec.json.Decoder(_Row)
 
 
 def cache_folder() -> Path:
-    """Where indices are kept."""
+    """The folder for indices."""
     return cache_root() / "dashboard"
 
 
 class RolloutIndex:
-    """Of one run. Methods may be called from several threads, and several dashboards may share one file."""
+    """The index of one run. Thread-safe, and several dashboards may share its file."""
 
     def __init__(self, run: Path, cache: Path | None = None) -> None:
         self.run = run
@@ -106,10 +106,10 @@ class RolloutIndex:
             database.execute("PRAGMA synchronous=OFF")
             yield database
 
-    # -------------------------------------------------------------------------------------------- keeping up
+    # -------------------------------------------------------------------------------------------- updates
 
     def pending(self) -> tuple[list[Path], list[int]]:
-        """(files to be read, newest step first; steps whose file is gone)"""
+        """(files that are new or changed, newest step first; steps whose file is gone)."""
         with self._open() as database:
             known = {step: stamp for step, *stamp in database.execute("SELECT step, size, changed FROM files")}
         stale, present = [], set()
@@ -121,7 +121,7 @@ class RolloutIndex:
         return stale[::-1], [step for step in known if step not in present]
 
     def update(self) -> None:
-        """Read every file that is new or changed. Returns when done, or soon after `close`."""
+        """Read every file that is new or changed. Returns when done, or early after `close`."""
         stale, gone = self.pending()
         with self._writing, self._open() as database:
             for step in gone:
@@ -132,7 +132,7 @@ class RolloutIndex:
             self._read(file)
 
     def keep_up(self) -> None:
-        """Update in the background, unless that is already going on."""
+        """Start an update in the background, unless one is running."""
         if self._worker is None or not self._worker.is_alive():
             self._worker = threading.Thread(target=self.update, name=f"index {self.run.name}", daemon=True)
             self._worker.start()
@@ -147,7 +147,7 @@ class RolloutIndex:
         with self._writing:
             try:
                 stat = file.stat()
-            except FileNotFoundError:  # set aside by a resume since it was listed
+            except FileNotFoundError:  # moved by a resume since it was listed
                 return
             try:
                 rows, problem = _index_rows(step, file), None
@@ -160,7 +160,7 @@ class RolloutIndex:
                 entry = (step, stat.st_size, stat.st_mtime_ns, len(rows), problem)
                 database.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?)", entry)
 
-    # -------------------------------------------------------------------------------------------- asking
+    # -------------------------------------------------------------------------------------------- queries
 
     def progress(self) -> dict[str, Any]:
         with self._open() as database:
@@ -179,27 +179,27 @@ class RolloutIndex:
         offset: int = 0,
         limit: int = 100,
     ) -> dict[str, Any]:
-        """Completions of one step or of the run. A step's file is read first where it is not in the index yet."""
+        """A page of the completions of one step or of the run. A step's file that is not indexed yet is read first."""
         if step is not None:
             self._read_if_new(step)
-        asked = {
+        conditions = {
             "step": step,
             "kind": None if kind is None else KINDS.index(kind),
             "solved": None if solved is None else int(solved),
             "grp": group,
         }
-        given = {name: value for name, value in asked.items() if value is not None}
+        used = {name: value for name, value in conditions.items() if value is not None}
         with self._open() as database:
-            if list(given) == ["step"] or not given:
-                where = " WHERE step = :step" if given else ""
-                total = database.execute(f"SELECT total(rows) FROM files{where}", given).fetchone()[0]
+            if list(used) == ["step"] or not used:
+                where = " WHERE step = :step" if used else ""
+                total = database.execute(f"SELECT total(rows) FROM files{where}", used).fetchone()[0]
             else:
-                where = " WHERE " + " AND ".join(f"{name} = :{name}" for name in given)
-                total = database.execute(f"SELECT count(*) FROM rollouts{where}", given).fetchone()[0]
-            query = page_query(list(given), order, few=total <= FEW)
-            window = {**given, "limit": limit, "offset": offset}
-            found = database.execute(f"{query} LIMIT :limit OFFSET :offset", window).fetchall()
-        return {"total": int(total), "rows": [dict(zip(COLUMNS, row, strict=True)) for row in found]}
+                where = " WHERE " + " AND ".join(f"{name} = :{name}" for name in used)
+                total = database.execute(f"SELECT count(*) FROM rollouts{where}", used).fetchone()[0]
+            query = page_query(list(used), order, few=total <= FEW)
+            window = {**used, "limit": limit, "offset": offset}
+            rows = database.execute(f"{query} LIMIT :limit OFFSET :offset", window).fetchall()
+        return {"total": int(total), "rows": [dict(zip(COLUMNS, row, strict=True)) for row in rows]}
 
     def _read_if_new(self, step: int) -> None:
         file = self._file(step)
@@ -214,19 +214,22 @@ class RolloutIndex:
         return self.run / "rollouts" / f"step_{step:08d}.jsonl.zst"
 
     def row(self, step: int, line: int) -> dict[str, Any] | None:
-        """One completion's whole record; None where there is none. Raises what a damaged file raises."""
+        """One completion's whole record, if there is one. Raises `zstd` and decoding errors for damaged files."""
         file = self._file(step)
         if not file.exists():
             return None
         with _lines(file) as lines:
-            found = next((text for number, text in enumerate(lines) if number == line), None)
-        return None if found is None else msgspec.json.decode(found)
+            text = next((each for number, each in enumerate(lines) if number == line), None)
+        return None if text is None else msgspec.json.decode(text)
 
 
 def page_query(given: Sequence[str], order: str, few: bool = False) -> str:
-    """The query behind a page, such that SQLite needs neither read nor sort the whole table: it finds a step by its
-    key, and the worst of a kind, or the `few` that fit, by their index; in any other order it walks that order's index
-    and leaves out what does not fit. The `+` keeps a condition from choosing the index."""
+    """The query of a page, for which SQLite need neither read nor sort the whole table.
+
+    `given`: columns with a condition; `few`: the rows are few enough to sort. A step is found by its key, and the worst
+    of a kind, or `few` rows, by the conditions' index; otherwise SQLite walks the index of the order and skips rows. A
+    `+` keeps a condition from choosing the index.
+    """
 
     def condition(name: str) -> str:
         led = name == "step" or ("step" not in given and (few or order == "worst"))
@@ -255,19 +258,19 @@ def _index_rows(step: int, file: Path) -> list[tuple[Any, ...]]:
         for line in lines:
             rows.append(_DECODER.decode(line))
             read += len(line)
-    if whole not in (-1, read):  # the decompressor says nothing of a frame that was cut off
+    if whole not in (-1, read):  # the decompressor does not report a frame that is cut short
         raise zstandard.ZstdError(f"it holds {read} of {whole} bytes")
     scored = [row for row in rows if row.trainer_logprobs is not None]
     for row in scored:
         if len(row.logprobs) != len(row.trainer_logprobs or ()):
-            raise msgspec.ValidationError(f"{row.uid} has other counts of engine's and trainer's logprobs")
+            raise msgspec.ValidationError(f"{row.uid} has different numbers of engine's and trainer's logprobs")
     compared = iter(_differences(scored))
     table = []
     for line, row in enumerate(rows):
         kind = next((index for index, name in enumerate(KINDS) if row.outcome.startswith(name)), 0)
         if row.trainer_logprobs is not None:
             different, diff, k3 = next(compared)
-        else:  # the trainer's stand in the record only where a bit differs, and only trained tokens are compared
+        else:  # the record has the trainer's only if a bit differs, and only trained tokens are compared
             different, diff, k3 = (0, 0.0, 0.0) if kind == 0 else (None, None, None)
         table.append(
             (
@@ -280,7 +283,7 @@ def _index_rows(step: int, file: Path) -> list[tuple[Any, ...]]:
 
 
 def _differences(rows: Sequence[_Row]) -> list[tuple[int, float, float]]:
-    """(tokens that differ in a bit, largest |d|, mean of exp(d) − 1 − d) of each row; infinite where not finite."""
+    """(tokens that differ in a bit, largest |d|, mean of exp(d) − 1 − d) of each row; infinity if not finite."""
     if not rows:
         return []
     counts = np.array([len(row.logprobs) for row in rows])

@@ -1,4 +1,4 @@
-"""Reading runs that may be growing, rewound or damaged. Nothing is ever written below a run's folder."""
+"""Finds runs and reads their records, which may be growing, rewound or damaged. Writes nothing into a run's folder."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import yaml
 from rlloop.config.resume import flatten
 from rlloop.parity.certificate import find_breaks
 
-MARKS = ("metrics.jsonl", "parity.jsonl", "run.log", ".lock")  # beside a config.yaml, any of them makes it a run
-INSIDE = {"checkpoints", "rollouts", "orphaned", "wandb", "tensorboard", "__pycache__"}
-DEPTH = 5
-WRITTEN = ("metrics.jsonl", "parity.jsonl", "summary.json", "rollouts", "run.log")  # as a run goes on
-QUIET = 120.0  # seconds without a new record, or five steps' time, after which a run no longer counts as live
+MARKS = ("metrics.jsonl", "parity.jsonl", "run.log", ".lock")  # a folder with config.yaml and any of these is a run
+INSIDE = {"checkpoints", "rollouts", "orphaned", "wandb", "tensorboard", "__pycache__"}  # not searched for runs
+DEPTH = 5  # of folders that are searched
+WRITTEN = ("metrics.jsonl", "parity.jsonl", "summary.json", "rollouts", "run.log")  # files that change as a run goes on
+QUIET = 120.0  # a run counts as live until so many seconds, or five steps' time, after its last record
 TOTALLED = (
     "parity/tokens", "parity/tokens_different", "parity/k3", "eval/solved", "reward/mean", "loss/tokens_discarded",
     "time/step", "ledger/trained", "ledger/sampled",
@@ -47,20 +47,20 @@ def find_runs(root: Path) -> list[str]:
 
 
 class Tail:
-    """The objects of a JSONL file, each read once. A line that cannot be one is a problem, not the end."""
+    """Reads the objects of a growing JSONL file, each once. A damaged line is noted in `problems` and left out."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.generation = 0  # counts how often the file began anew: a resumed run cuts its records
+        self.generation = 0  # number of times that the file was cut or replaced, as by a resumed run
         self._reset()
 
     def _reset(self) -> None:
         self.problems: list[str] = []
         self._at = self._line = 0
-        self._last = b""  # the end of what was read: where it no longer stands, the file is another one
+        self._last = b""  # the last bytes read; if they are not there any more, the file was cut or replaced
 
     def rewound(self) -> bool:
-        """Whether the file is not the one that was read so far; if so, reading begins anew."""
+        """True if the file was cut or replaced since the last read; then reading starts over."""
         if self._at == 0:
             return False
         try:
@@ -75,7 +75,7 @@ class Tail:
         return not same
 
     def new(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """(line, byte offset, object) of every whole line since the last call. A torn last line waits for its end."""
+        """(line, byte offset, object) of every complete line since the last call. A torn last line is read later."""
         if not self.file.exists():
             return
         with self.file.open("rb") as handle:
@@ -86,12 +86,12 @@ class Tail:
                 offset, self._at, self._last = self._at, self._at + len(line), line[-200:]
                 self._line += 1
                 try:
-                    found = msgspec.json.decode(line)
+                    record = msgspec.json.decode(line)
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     self.complain(f"is damaged and left out: {error}")
                     continue
-                if isinstance(found, dict) and isinstance(found.get("step"), int):
-                    yield self._line, offset, found
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    yield self._line, offset, record
                 else:
                     self.complain("is left out: it has no step")
 
@@ -100,7 +100,7 @@ class Tail:
 
 
 class Metrics:
-    """`metrics.jsonl` as columns: one float64 a row and metric. NaN: absent; infinity: recorded as not finite."""
+    """`metrics.jsonl` as float64 columns, a row for each record. NaN: absent; infinity: recorded as not finite."""
 
     def __init__(self, file: Path) -> None:
         self.tail = Tail(file)
@@ -140,7 +140,7 @@ class Metrics:
             self._offsets.append(offset)
 
     def column(self, name: str, start: int = 0) -> np.ndarray:
-        """[rows − start] float64."""
+        """[rows − start] float64, from row `start` on."""
         values = np.full(len(self) - start, np.nan)
         if name in self.columns:
             have = np.asarray(self.columns[name][start:])
@@ -148,7 +148,7 @@ class Metrics:
         return values
 
     def record(self, step: int) -> dict[str, Any] | None:
-        """The whole record of a step, as it stands in the file."""
+        """The whole record of a step, read from the file."""
         steps = self.columns["step"]
         row = bisect_left(steps, step)
         if row == len(steps) or steps[row] != step:
@@ -159,7 +159,7 @@ class Metrics:
 
 
 class Run:
-    """One run's records. Methods may be called from several threads."""
+    """One run's records. Thread-safe."""
 
     def __init__(self, path: Path, id: str) -> None:
         self.path, self.id = path, id
@@ -171,7 +171,7 @@ class Run:
 
     @contextmanager
     def metrics(self) -> Iterator[Metrics]:
-        """Up to date, and left alone by other threads while it is held."""
+        """The metrics, up to date, and locked against other threads within the context."""
         with self._lock:
             self._metrics.refresh()
             yield self._metrics
@@ -184,11 +184,11 @@ class Run:
                 if all(key in line for key in CERTIFIED):
                     self._certificate.append(line)
                 else:
-                    self._parity.complain("is no line of a certificate")
+                    self._parity.complain("is not a line of a certificate")
             return self._certificate
 
     def breaks(self) -> list[str]:
-        """What is wrong with the certificate's chain."""
+        """Problems of the certificate's chain."""
         return find_breaks(self.certificate())
 
     @property
@@ -196,7 +196,7 @@ class Run:
         return self._metrics.tail.problems + self._parity.problems
 
     def config(self) -> dict[str, Any]:
-        """Flat: dotted key -> value. Raises `yaml.YAMLError` or `OSError` where it cannot be read."""
+        """The configuration, flat: dotted key -> value. Raises `yaml.YAMLError` or `OSError`."""
         stamp = _stamp(self.path / "config.yaml")
         if self._config is None or self._config[0] != stamp:
             loaded = yaml.safe_load((self.path / "config.yaml").read_text(errors="replace"))
@@ -204,19 +204,19 @@ class Run:
         return self._config[1]
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """A JSON file of the run; None where there is none, or none that can be read."""
+        """A JSON object of the run's folder; None if there is none that can be read."""
         try:
-            found = json.loads((self.path / name).read_text())
+            content = json.loads((self.path / name).read_text())
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
+        return content if isinstance(content, dict) else None
 
     def signature(self) -> tuple[Any, ...]:
-        """Differs when anything was written."""
+        """A value that changes whenever the run writes something."""
         return tuple(_stamp(self.path / name) for name in WRITTEN)
 
     def overview(self) -> dict[str, Any]:
-        """What a list of runs tells of this one. Reads the file's end only."""
+        """Status and progress, for a list of runs. Reads only the end of the metrics."""
         record, problem = self.last_record()
         step = int(record.get("step", 0))
         try:
@@ -243,7 +243,7 @@ class Run:
         }
 
     def totals(self) -> dict[str, Any]:
-        """Of all steps so far."""
+        """Sums, means and courses of metrics over all steps so far."""
         with self.metrics() as metrics:
             columns = {name: metrics.column(name) for name in (*TOTALLED, "step")}
 
@@ -277,7 +277,7 @@ class Run:
         return file.read_text(errors="replace").splitlines()[-lines:] if file.exists() else []
 
     def last_record(self, span: int = 1 << 16) -> tuple[dict[str, Any], str | None]:
-        """The newest whole record, and what is wrong with the file's end."""
+        """The newest complete record, and a problem near the file's end, if any."""
         file = self.path / "metrics.jsonl"
         if not file.exists():
             return {}, None
@@ -303,16 +303,16 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """(size, time of change in ns)"""
+    """(size, time of change in ns); None if there is no such file."""
     try:
-        found = file.stat()
+        stat = file.stat()
     except FileNotFoundError:
         return None
-    return found.st_size, found.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns
 
 
 class Runs:
-    """All runs below a folder, found again when asked to."""
+    """All runs below a folder, as of the last `find`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -330,6 +330,6 @@ class Runs:
             return list(self._runs.values())
 
     def get(self, id: str) -> Run | None:
-        """Only what `find` found: an id is never taken as a path."""
+        """A run that `find` has found. An id is never used as a path."""
         with self._lock:
             return self._runs.get(id)

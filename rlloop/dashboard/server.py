@@ -1,4 +1,4 @@
-"""The dashboard's server: pages, data, live events and Prometheus. Everything is a GET, to be served behind a token."""
+"""The dashboard's routes: pages, data, live events and Prometheus. All are GET, and must be served behind a token."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from rlloop.dashboard.runs import Run
 from rlloop.dashboard.tokens import explain, find_tokenizer, load_tokenizer
 from rlloop.errors import UNREADABLE, ConfigError
 from rlloop.study.analysis import repeats
-from rlloop.web.server import whole_number
+from rlloop.web.requests import whole_number
 
 STATIC = Path(__file__).parent / "static"
 
 
 def _runs(dashboard: Dashboard, ids: Sequence[str]) -> list[Run]:
-    """By id; they may have appeared since the last look."""
+    """Runs by id, also those that are new since the last search. Raises `HTTPException`."""
     if any(dashboard.runs.get(id) is None for id in ids):
         dashboard.runs.find()
     runs = []
@@ -69,6 +69,8 @@ def _choice(request: Request, key: str, allowed: Any) -> str | None:
 
 
 def make_app(dashboard: Dashboard) -> Starlette:
+    """The application, without authentication: serve it behind `rlloop.web.server.Guard`."""
+
     def page(request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
@@ -88,7 +90,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
         return _reply({**run.overview(), **run.totals()})
 
     def series(request: Request) -> Response:
-        """float64 columns, little-endian, one after the other: step, then each `name`, from row `after` on."""
+        """float64 columns, little-endian, one after the other: step, then each `name`; rows from `after` on."""
         names = ["step", *request.query_params.getlist("name")]
         with _run(dashboard, request).metrics() as metrics:
             generation = metrics.tail.generation
@@ -139,7 +141,8 @@ def make_app(dashboard: Dashboard) -> Starlette:
         )
 
     def config(request: Request) -> Response:
-        """Of one run, or of two (`other`) side by side: rows of key, values, and whether they differ (said once)."""
+        """The configuration of one run, or of two (`other`): rows of key, values, and true for the first key that
+        differs where one repeats another."""
         chosen = [_run(dashboard, request)]
         if "other" in request.query_params:
             chosen.append(_run(dashboard, request, "other"))
@@ -227,12 +230,12 @@ def _attachment(text: str, name: str) -> Response:
 
 
 def _plain(value: Any) -> str:
-    """A configuration's value as it would be written in an override."""
+    """A configuration's value as in an override."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _rungs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where the run stood on the ladder: each change, with its step."""
+    """Changes of the run's rung on the ladder, each with its step."""
     changes: list[dict[str, Any]] = []
     for line in lines:
         rung = line.get("rung", "bitwise")
@@ -242,7 +245,7 @@ def _rungs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _gauges(runs: list[Run]) -> bytes:
-    """The newest numbers of every run in Prometheus' text format; names as those of the sink (rlloop.runs.sinks)."""
+    """The newest numbers of every run in Prometheus' text format, named as by the sink (rlloop.runs.sinks)."""
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
     registry = CollectorRegistry()

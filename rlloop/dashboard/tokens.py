@@ -1,4 +1,4 @@
-"""A completion's tokens as text, with both logprobs beside each. The tokenizer is the run's own, where it has one."""
+"""A completion's tokens as text, each with both logprobs. Uses the run's own tokenizer, if there is one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 
 def find_tokenizer(run: Path, config: Mapping[str, Any]) -> Path | None:
-    """`tokenizer.json` of the run's folder, of its newest checkpoint, or of the model it began with."""
+    """`tokenizer.json` of the run's folder, else of its newest checkpoint, else of the model that it began with."""
     checkpoints = sorted((run / "checkpoints").glob("step_*"), key=lambda folder: int(folder.name[5:]), reverse=True)
     model = config.get("model.path")
     folders = [run, *checkpoints, *([Path(model)] if isinstance(model, str) else [])]
@@ -26,21 +26,21 @@ def load_tokenizer(file: Path) -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Each token's own text: what it adds to its predecessor's, since some tokenizers drop a leading space."""
+    """Each token's text, as what it adds to the token before, since some tokenizers drop a leading space."""
     texts = []
     for index, id in enumerate(ids):
         before = tokenizer.decode([ids[index - 1]], skip_special_tokens=False) if index else ""
         both = tokenizer.decode(list(ids[max(0, index - 1) : index + 1]), skip_special_tokens=False)
         text = both[len(before) :] if both.startswith(before) else ""
-        if not text or "\ufffd" in text:  # part of a character, or merged with its predecessor
+        if not text or "\ufffd" in text:  # part of a character, or merged with the token before
             text = tokenizer.id_to_token(id) or ""
         texts.append(text)
     return texts
 
 
 def explain(row: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """A rollout record for people: `tokens` are objects with `id`, `text`, and, where the policy wrote them,
-    `engine`, `trainer`, `d` (null where not finite) and `same` (equal bits). `compared`: whether the trainer scored it.
+    """A rollout record for display. `tokens` are objects with `id`, `text` and, for the policy's own, `engine`,
+    `trainer`, `d` (null if not finite) and `same` (equal bits). `compared`: the trainer scored the completion.
     """
     ids = row["token_ids"]
     texts = pieces(tokenizer, ids) if tokenizer is not None else [None] * len(ids)
@@ -48,17 +48,17 @@ def explain(row: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, An
     written = (
         range(len(ids))
         if row.get("turns") is None
-        else [place for start, end in row["turns"] for place in range(start, end)]
+        else [index for start, end in row["turns"] for index in range(start, end)]
     )
     compared = row["outcome"] == "trained"
     engine = row["logprobs"]
     trainer = row.get("trainer_logprobs", engine)
-    for place, mu, pi in zip(written, engine, trainer, strict=True):
-        tokens[place]["engine"] = mu
+    for index, mu, pi in zip(written, engine, trainer, strict=True):
+        tokens[index]["engine"] = mu
         if compared:
             d = math.inf if mu is None or pi is None else float(np.float32(pi)) - float(np.float32(mu))
             same = mu == pi or (mu is not None and pi is not None and np.float32(mu) == np.float32(pi) != 0)
-            tokens[place] |= {"trainer": pi, "d": d if math.isfinite(d) else None, "same": bool(same)}
+            tokens[index] |= {"trainer": pi, "d": d if math.isfinite(d) else None, "same": bool(same)}
     left_out = ("logprobs", "trainer_logprobs", "raw_logprobs", "token_ids")
     return {
         **{key: value for key, value in row.items() if key not in left_out},

@@ -1,6 +1,6 @@
 """The dashboard's panels as a workspace of Weights & Biases, for runs that log there (`sinks.wandb`).
 
-Made by the wandb-workspaces library. What it has no place for is left out: guides, the symmetric logarithm, histograms.
+Uses the wandb-workspaces library. Guides, symmetric logarithms and histograms are left out, since it has none.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 NAME = "rlloop"
-OPEN = ("Parity", "Ratios and clipping", "Reward")  # the rest is folded at first
+OPEN = ("Parity", "Ratios and clipping", "Reward")  # sections that are open at first
 
 
 def workspace(entity: str, project: str) -> Workspace:
-    """The workspace, not yet saved anywhere."""
+    """The workspace, not yet saved. Raises `ConfigError` if the library is not installed."""
     if importlib.util.find_spec("wandb_workspaces") is None:
         raise ConfigError("--wandb needs the package wandb-workspaces: pip install 'rlloop[wandb]'")
     from wandb_workspaces import workspaces
@@ -38,7 +38,7 @@ def workspace(entity: str, project: str) -> Workspace:
 
 
 def line_plot(panel: Panel) -> dict[str, Any]:
-    """A panel as the arguments of a line plot. Patterns become one regular expression."""
+    """A panel as the arguments of a line plot. Patterns become a regular expression."""
     title = f"{panel.title}, {panel.unit}" if panel.unit else panel.title
     plot: dict[str, Any] = {"title": title, "x": "Step", "smoothing_type": "none"}
     if any("*" in metric for metric in panel.metrics):
@@ -57,10 +57,10 @@ def line_plot(panel: Panel) -> dict[str, Any]:
 
 
 def save(where: str) -> str:
-    """Make the workspace in `ENTITY/PROJECT`. Returns its address. Needs a key, as `wandb login` keeps one."""
+    """Create the workspace in `ENTITY/PROJECT`. Returns its address. Needs a key, as stored by `wandb login`."""
     entity, _, project = where.partition("/")
     if not entity or not project or "/" in project:
         raise ConfigError(f"--wandb is {where!r}; it must be ENTITY/PROJECT, as in the address of the project's page")
-    made = workspace(entity, project)
-    made.save()
-    return made.url
+    created = workspace(entity, project)
+    created.save()
+    return created.url

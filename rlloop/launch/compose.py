@@ -8,7 +8,7 @@ A recipe's YAML begins with
       - _self_
 
 and Hydra composes it, groups beside it and overrides included. What Hydra or OmegaConf refuse becomes a `ConfigError`
-of one or two lines that names the key, what was given and what is allowed.
+of one or two lines that names the key, its value and what is allowed.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ FREE = (
     "algorithm.correction",
 )
 
+NAMED = ("algorithm.loss", "algorithm.advantage", "rollout.engine")  # a name, or a mapping with `_target_`
 GROUPS = ("algorithm", "fleet")  # beside a recipe's own, which are its folders
 
 _store = ConfigStore.instance()
@@ -61,10 +62,10 @@ for _name, _algorithm in PRESETS.items():
 
 
 def find_recipe(name: str) -> tuple[Path, str]:
-    """The folder and file stem of `NAME` or `NAME/VARIANT`. Raises `ConfigError` that lists what there is."""
-    found = recipes.find(name)
-    if found is not None:
-        return found
+    """The folder and file stem of `NAME` or `NAME/VARIANT`. Raises `ConfigError` that lists the recipes there are."""
+    recipe = recipes.find(name)
+    if recipe is not None:
+        return recipe
     have = recipes.available()
     near = difflib.get_close_matches(name, have, n=1)
     listed = "\n".join(f"  {known}  ({file})" for known, file in have.items()) or "  (none)"
@@ -107,7 +108,7 @@ def expand_sweep(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def build(composed: DictConfig) -> RunConfig:
-    """Check everything and make plain dataclasses of it. Raises `ConfigError`."""
+    """Plain dataclasses, every key and every combination checked. Raises `ConfigError`."""
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
@@ -131,19 +132,37 @@ def _compose(folder: Path, stem: str, overrides: Sequence[str]) -> DictConfig:
             f"{folder / stem}.yaml does not begin with `defaults: [rlloop, ...]`, so its keys are not rlloop's"
         )
     _refuse_added(composed)
+    if not OmegaConf.is_missing(composed, "algorithm"):
+        _drop_preset_arguments(composed.algorithm)
     return composed
 
 
 def _opened(override: str) -> str:
-    """`algorithm.correction={tis: {}}` brings keys of its own, which Hydra takes by ++ alone. Who reads a free section
-    refuses what it does not know."""
+    """The override in the form in which Hydra takes it where a section's keys are open.
+
+    `algorithm.correction={tis: {}}` brings keys of its own, which Hydra takes by ++ alone; the code that reads such a
+    section refuses what it does not know. `algorithm.loss._target_=mine.loss` puts a mapping where a name stands.
+    """
     parsed = _parse_one(override)
-    key = parsed.get_key_element()
-    return (
-        f"++{override}"
-        if override.startswith(f"{key}=") and isinstance(parsed.value(), dict) and _is_free(key)
-        else override
-    )
+    key, value = parsed.key_or_group, override.partition("=")[2]
+    if parsed.is_delete():
+        return override
+    named = next((each for each in NAMED if f"{key}.".startswith(f"{each}.")), None)
+    if named is not None and key != named:
+        for name in reversed(key.removeprefix(f"{named}.").split(".")):
+            value = f"{{{name}: {value or repr('')}}}"
+        return f"++{named}={value}"
+    is_open = named is not None or (override.startswith(f"{key}=") and _is_free(key))
+    return f"++{key}={value}" if is_open and isinstance(parsed.value(), dict) else override
+
+
+def _drop_preset_arguments(algorithm: DictConfig) -> None:
+    """A loss or advantage by `_target_` has its arguments beside it: a preset's, for the named one, do not apply."""
+    for kind in ("loss", "advantage"):
+        if isinstance(algorithm._get_node(kind), DictConfig):
+            args = OmegaConf.to_container(algorithm[f"{kind}_args"])
+            if args in [getattr(preset, f"{kind}_args") for preset in PRESETS.values()]:
+                algorithm[f"{kind}_args"] = {}
 
 
 def _is_free(section: str) -> bool:
@@ -151,7 +170,7 @@ def _is_free(section: str) -> bool:
 
 
 def _refuse_added(node: DictConfig, path: str = "") -> None:
-    """`+key=value` adds keys where they are free, as in `reward`; elsewhere nothing would read them."""
+    """Refuses keys added by `+key=value`, but for sections with keys of their own, such as `reward`."""
     schema = OmegaConf.get_type(node)
     for name in map(str, node):
         if is_dataclass(schema) and name not in {field.name for field in fields(schema)}:
@@ -191,7 +210,7 @@ def _quoted(override: str) -> str:
 
 
 def _explain(error: Exception, folder: Path, stem: str, overrides: Sequence[str]) -> str:
-    """One or two lines: which key, what was given, what is allowed."""
+    """One or two lines: the key, its value, what is allowed."""
     if isinstance(error, MissingConfigException):
         return _explain_missing(error, folder)
     cause = error.__cause__ or error
@@ -237,13 +256,13 @@ def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) ->
 
 
 def _nearest(key: str, known: list[str]) -> str:
-    """Suggests what is spelled alike beside the key, else anywhere; and says what stands beside it."""
+    """Suggests keys spelled alike, in the same section or else anywhere, and lists the section's keys."""
     parent, _, leaf = key.rpartition(".")
     beside = [name for name in known if name.rpartition(".")[0] == parent]
     there_are = f"there are {', '.join(beside)}"
     for names in (beside, known):
         by_leaf = {name.rpartition(".")[2]: name for name in reversed(names)}
-        near = [by_leaf[found] for found in difflib.get_close_matches(leaf, by_leaf, n=2)]
+        near = [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=2)]
         if near:
             return f"; did you mean {' or '.join(near)}?" + (
                 "" if names is beside or not parent else f" Else {there_are}"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 from rlloop.config.run import RunConfig
 from rlloop.launch.prepare import Prepared
-from rlloop.launch.workers import load, make_engine, make_trainer, vocabulary_of
+from rlloop.launch.workers import doctor_for, load, make_engine, make_trainer, vocabulary_of
 from rlloop.loop.parts import Parts
 from rlloop.numerics.profile import Drift
-from rlloop.parity.first_difference import diagnose
 from rlloop.rollout import Engine
 from rlloop.runs.folder import RunFolder
 from rlloop.study.drifted import DriftedSync, drifted_copy
@@ -33,9 +31,12 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
         eval_engine = make_engine(model, config.model.profile, config.rollout) if differs else engine
         engines = dict.fromkeys((engine, eval_engine))
         for each in engines:
-            if not isinstance(each, Engine):
-                stack.callback(each.close)  # vLLM's sleep mode and process groups are the process's
-        sync = ColocatedSync(*engines) if drift is None else DriftedSync(model, engine, eval_engine)
+            if close := getattr(each, "close", None):
+                stack.callback(close)  # vLLM's sleep mode and process groups are the process's
+        sync = ColocatedSync(*engines)
+        if drift is not None:
+            assert isinstance(engine, Engine), "only the embedded engine drifts"
+            sync = DriftedSync(model, engine, eval_engine)
         yield Parts(
             task=prepared.task,
             engine=engine,
@@ -48,6 +49,6 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
             loss=prepared.loss,
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
             vocabulary=vocabulary_of(model.config),
-            doctor=partial(diagnose, engine.model, model),
+            doctor=doctor_for(engine, model),
             stateful=(sync,) if isinstance(sync, DriftedSync) else (),
         )

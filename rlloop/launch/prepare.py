@@ -1,8 +1,8 @@
-"""What a configuration names: found and checked before a model is loaded."""
+"""Resolves everything that a configuration names (task, reward, loss, advantage, engine) before a model is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from rlloop.algorithms import advantages_for, loss_for
-from rlloop.config.instantiate import resolve
+from rlloop.config.instantiate import lacking, resolve
 from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import ConfigError, ModelError
+from rlloop.launch.workers import engine_factory
 from rlloop.loop.parts import Advantages
 from rlloop.protocols import Task
 from rlloop.rewards import resolve_reward
@@ -22,7 +23,7 @@ from rlloop.runs.sinks import check_sinks
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a configuration names, found and checked, before a model is loaded."""
+    """The resolved parts of a run that need no model."""
 
     task: Task
     scorer: RewardRunner
@@ -31,7 +32,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Find everything that `config` names. Raises within seconds for what is not there or cannot work."""
+    """Raises `ConfigError` or `ModelError`, within seconds, for what is not there or cannot work."""
     algorithm = config.algorithm
     corrects = algorithm.correction or algorithm.loss == "importance_sampling"
     if config.parity.mode is ParityMode.fallback and not corrects:
@@ -46,6 +47,8 @@ def prepare(config: RunConfig) -> Prepared:
     reward = resolve_reward(config.reward)
     advantages = advantages_for(algorithm, config.rollout.max_tokens, config.rollout.group_size)
     loss = loss_for(algorithm)
+    if isinstance(config.rollout.engine, Mapping):
+        engine_factory(config.rollout.engine)
     check_sinks(config.sinks)
     for key in ("path", "reference_path"):
         path = getattr(config.model, key)
@@ -57,8 +60,7 @@ def prepare(config: RunConfig) -> Prepared:
         have = "cpu, cuda" if torch.cuda.is_available() else "cpu (torch sees no CUDA device here)"
         raise ConfigError(f"device is {config.device!r}; it must be one of {have}")
     task = resolve({"seed": config.seed, "model_path": config.model.path, **config.task}, "task")
-    missing = [name for name in vars(Task) if not name.startswith("_") and not hasattr(task, name)]
-    if missing:
+    if missing := lacking(Task, task):
         raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
     scorer = RewardRunner(reward, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
     return Prepared(task, scorer, advantages, loss)

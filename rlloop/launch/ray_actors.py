@@ -8,15 +8,17 @@ from pathlib import Path
 
 import torch
 
+from rlloop.config.engine import EngineKind
 from rlloop.config.run import RunConfig
 from rlloop.errors import ConfigError
+from rlloop.launch.admission import canary_requests, numerics_objection
 from rlloop.launch.prepare import Prepared
-from rlloop.launch.ray_pool import FleetEngine, FleetSync, RemoteTrainer
+from rlloop.launch.ray_pool import ActorPool, RemoteTrainer, pool_settings
 from rlloop.launch.ray_session import RayHandle, import_ray, ray_session
 from rlloop.launch.workers import Colocated, Replica, vocabulary_of
 from rlloop.loop.parts import Parts
 from rlloop.models.config import read_config
-from rlloop.runs.folder import RunFolder
+from rlloop.runs.folder import Journal, RunFolder
 from rlloop.trainer import CheckpointStore
 
 
@@ -24,8 +26,8 @@ from rlloop.trainer import CheckpointStore
 def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
     """One co-located trainer and engine, and `ray.replicas` more engines, each a Ray actor.
 
-    Starts Ray on this machine, or attaches to `ray.address`. At the end its actors and its placement group are gone,
-    and Ray with them where this run started it.
+    Starts Ray on this machine, or attaches to `ray.address`. At the end the actors and their placement group are
+    removed, and Ray is shut down where this run started it.
     """
     ray = import_ray(config.ray.address)
     if config.rollout.drift.declared or vars(config.rollout.profile.over(config.model.profile)) != vars(
@@ -64,16 +66,27 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
             return handle
 
         trainer = place(Colocated, 0)
-        engine = FleetEngine(trainer, [place(Replica, bundle) for bundle in range(1, count)])
+        exact = config.rollout.engine is not EngineKind.vllm_stock  # whose bits depend on what its cache holds
+        actors = ActorPool(
+            trainer,
+            [place(Replica, bundle) for bundle in range(1, count)],
+            trainer.reference,
+            pool_settings(config.fleet),
+            Journal(folder.path / "fleet.jsonl").append,
+            canary=canary_requests(config, prepared.task) if exact else ([], []),
+            objection=lambda trainer, state: numerics_objection(trainer, config.parity.mode, state),
+        )
+        stack.callback(actors.close)
         yield Parts(
             task=prepared.task,
-            engine=engine,
+            engine=actors.engine,
             trainer=RemoteTrainer(trainer),
-            sync=FleetSync(engine, trainer.reference),
+            sync=actors,
             scorer=prepared.scorer,
             advantages=prepared.advantages,
             loss=prepared.loss,
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
             vocabulary=vocabulary_of(read_config(path)),
             doctor=lambda sample, difference: trainer.call("diagnose", sample, difference)(),
+            measured=actors.engine.pool.take_metrics,
         )

@@ -1,24 +1,34 @@
-"""Several engines as one, for the loop: work dealt out, a dead engine's requests made again by the others.
+"""A run's actors: engines as the pool's clients, weights as deltas through shared memory, the trainer behind a handle.
 
-Knows handles, not ray: a `Handle` calls a method of a worker elsewhere and gives back something to wait for. A
-request's completion is a function of weights, prompt and seed, so it does not matter which engine makes it, or how
-often.
+Knows handles, not ray: a `Handle` calls a method of a worker elsewhere and gives back something to wait for. What
+becomes of an engine that dies is the pool's rule (`rlloop.rollout.fleet.pool`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from rlloop.config.fleet import FleetConfig
 from rlloop.errors import RlloopError, SyncError
+from rlloop.rollout.fleet.client import EngineLost
+from rlloop.rollout.fleet.membership import Canary, PoolSettings, Record, hardware_class
+from rlloop.rollout.fleet.pool import EnginePool, PoolEngine
+from rlloop.rollout.fleet.wire import EngineState, Progress
 from rlloop.types import Completion, Recomputed, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
+
+REGION = "node"  # of all engines in actors, in events and metrics
 
 
 class EngineDied(RlloopError):
@@ -32,108 +42,204 @@ class Handle(Protocol):
         """Starts the call; the result waits for it, and raises EngineDied where the process is gone."""
         ...
 
-    def revive(self) -> bool:
-        """Starts a new process in place of a dead one; False where that cannot be."""
+    def revive(self) -> None:
+        """Starts a new process in place of a dead one."""
         ...
 
 
-# A method of the trainer's worker and its arguments -> the bundle that it gives, wherever the launcher keeps that.
-Ways = Callable[..., Any]
+class Bundles:
+    """The newest version of the weights, as what a replica needs to get there; it lies where the launcher keeps it."""
+
+    def __init__(self, start: Callable[..., Any]) -> None:
+        """`start` calls a method of the trainer's worker, and returns the bundle that it gives without waiting."""
+        self._start = start
+        self.newest: tuple[int, Any] = (-1, None)  # version, and the way to it from the version before
+
+    def publish(self, version: int) -> None:
+        self.newest = version, self._start("publish", version)
+
+    def joining(self) -> Any:
+        return self._start("joining")
 
 
-class FleetEngine:
-    """The Engine of the loop, over the co-located worker and its replicas."""
+class ActorClient:
+    """An engine in an actor, as a client of the pool.
 
-    def __init__(self, trainer: Handle, replicas: Sequence[Handle]) -> None:
-        self.trainer, self.replicas = trainer, list(replicas)
-        self.policy_version = -1
-        self.ways: Ways | None = None
+    An actor does one thing at a time, so its state is kept here: nobody waits for an answer behind a long generation.
+    A replica that died is started anew and brought to the newest version once; where it dies before it has served, it
+    is given up. The trainer's own engine is never started anew: its state would be lost.
+    """
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
-        """Requests are dealt out in turn; completions come back in order."""
-        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        done: list[Completion | None] = [None] * len(prompts)
-        todo = list(range(len(prompts)))
-        while todo:
-            handles = [self.trainer, *self.replicas]
-            shares = [todo[i :: len(handles)] for i in range(len(handles))]
-            waits = [
-                (handle, share, handle.call("generate", self.policy_version, *_pick(prompts, params, share)))
-                for handle, share in zip(handles, shares, strict=True)
-                if share
-            ]
-            todo = []
-            for handle, share, wait in waits:
-                try:
-                    for index, completion in zip(share, wait(), strict=True):
-                        done[index] = completion
-                except EngineDied as death:
-                    if handle is self.trainer:
-                        raise
-                    self._bury(handle, death)
-                    todo += share
-        return [completion for completion in done if completion is not None]
+    def __init__(self, handle: Handle, fingerprint: dict[str, Any], bundles: Bundles | None) -> None:
+        """`bundles`: None for the trainer's own engine, which has the weights."""
+        self._handle, self._fingerprint, self._bundles = handle, fingerprint, bundles
+        self.version = -1
+        self.metrics: Mapping[str, float] = {}  # sync/* of its last change of weights
+        self._boot = 0
+        self._served = True  # since this process began; the first one may die like any later
+        self._death: EngineDied | None = None
+        self._reported = False
+        self._threads = ThreadPoolExecutor(thread_name_prefix=handle.name)
 
-    def _bury(self, handle: Handle, death: EngineDied) -> None:
-        """A replica is back in service only with the weights of the version that is served."""
-        log.warning("%s died (%s); its requests go to the others", handle.name, death)
-        if handle.revive():
+    async def state(self, timeout: float | None = None) -> EngineState:
+        await self._revive()
+        weights = Progress.of(self.version, self.metrics)
+        name = self._handle.name
+        return EngineState(f"{self._boot}", name, REGION, "ready", self.version, 0, self._fingerprint, weights)
+
+    async def lease(self, timeout: float | None = None) -> None:
+        """The actor is this process's own: nobody else drives it."""
+
+    async def wake(self, version: int, wait: float) -> EngineState:
+        await self._revive()
+        if self._bundles is None:
+            self.version = version
+        elif self.version != self._bundles.newest[0]:
+            version, bundle = self._bundles.newest
             try:
-                self.join(handle)
-                return
-            except EngineDied as again:
-                log.warning("%s died again while it loaded weights (%s)", handle.name, again)
-        self.replicas.remove(handle)
+                self.metrics = await self._call("apply", bundle)
+            except SyncError as lost:
+                log.warning("%s could not take version %d (%s); it gets all of it", self._handle.name, version, lost)
+                self.metrics = await self._call("apply", self._bundles.joining())
+            self.version = version
+        return await self.state()
 
-    def join(self, handle: Handle) -> dict[str, float]:
-        """Bring one replica to the newest version, wherever it stands."""
-        assert self.ways is not None
-        return handle.call("apply", self.ways("joining"))()
+    async def generate(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        *,
+        lowest: int | None = None,
+        highest: int | None = None,
+        boot: str | None = None,
+    ) -> list[Completion]:
+        """Raises `EngineLost` where the process is gone; for the trainer's, `EngineDied`."""
+        if boot not in (None, f"{self._boot}"):
+            raise EngineLost(f"{self._handle.name} was restarted")
+        completions = await self._call("generate", self.version if lowest is None else lowest, prompts, sampling)
+        self._served = True
+        return completions
 
-    def fingerprint(self) -> dict[str, Any]:
-        """The common fingerprint. Engines that differ among themselves cannot all agree with the trainer."""
-        prints = {handle.name: handle.call("fingerprint")() for handle in (self.trainer, *self.replicas)}
-        first = prints[self.trainer.name]
-        if others := {name: each for name, each in prints.items() if each != first}:
-            return {**first, "differing_engines": others}
-        return first
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        boot, wait = self._boot, self._handle.call(method, *args)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, wait)
+        except EngineDied as death:
+            if boot == self._boot:
+                self._death, self._reported = death, False
+            if self._bundles is None:
+                raise
+            raise EngineLost(f"{self._handle.name} died: {death}") from None
+
+    async def _revive(self) -> None:
+        """Raises the death once, so that it is recorded, and each time for an engine that is given up."""
+        if self._death is None:
+            return
+        if not self._reported or not self._served or self._bundles is None:
+            if not self._reported and not self._served:
+                log.warning("%s died again (%s) before it had served: it is given up", self._handle.name, self._death)
+            self._reported = True
+            raise EngineLost(f"{self._handle.name} died: {self._death}")
+        log.warning("%s died (%s); it is started anew", self._handle.name, self._death)
+        self._handle.revive()
+        self._death, self._served, self.version = None, False, -1
+        self._boot += 1
+        self._fingerprint = await self._call("fingerprint")
 
 
-def _pick(prompts: list[list[int]], params: list[SamplingParams], share: list[int]) -> tuple[list[Any], list[Any]]:
-    return [prompts[i] for i in share], [params[i] for i in share]
+Objection = Callable[[Mapping[str, Any], EngineState], str | None]
 
 
-class FleetSync:
-    """Each version as a delta from the one before: made once, put into shared memory, and brought over by every
-    replica's state machine (`rlloop.sync.replica`). A replica that is new or has lost its way gets all of it."""
+class ActorPool:
+    """A run's engines in actors: as one engine of the loop (`engine`), and as its `WeightSync`.
 
-    def __init__(self, engine: FleetEngine, ways: Ways) -> None:
-        self.engine, self._ways = engine, ways
-        engine.ways = ways
+    Each version reaches the replicas as a delta from the one before, encoded once and put into shared memory; each
+    applies it by its own state machine (`rlloop.sync.replica`). A replica that is new, or that the delta does not fit,
+    gets the whole version.
+    """
+
+    def __init__(
+        self,
+        trainer: Handle,
+        replicas: Sequence[Handle],
+        start: Callable[..., Any],
+        settings: PoolSettings,
+        record: Record,
+        *,
+        canary: tuple[list[list[int]], list[SamplingParams]] = ([], []),
+        objection: Objection = lambda trainer, state: None,
+    ) -> None:
+        """Waits until all workers have started; raises `EngineDied` where one cannot.
+
+        `start`: see `Bundles`. `canary`: its prompts and their sampling. `objection`: given the trainer's fingerprint,
+        why an engine must not serve.
+        """
+        handles = [trainer, *replicas]
+        waits = [handle.call("fingerprint") for handle in handles]
+        first, *others = prints = [wait() for wait in waits]
+        self._trainer, self._requests, self._hardware = trainer, canary, hardware_class(first)
+        self._bundles = Bundles(start)
+        self._client = ActorClient(trainer, first, None)
+        self._replicas = [ActorClient(*each, self._bundles) for each in zip(replicas, others, strict=True)]
+        clients = dict(zip([handle.name for handle in handles], [self._client, *self._replicas], strict=True))
+        pool = EnginePool(settings, record, clients.__getitem__, objection=partial(objection, first))
+        for name in clients:
+            pool.join(name, REGION)
+        # Engines that differ among themselves cannot all agree with the trainer.
+        differing = {name: each for name, each in zip(clients, prints, strict=True) if each != first}
+        self.engine = PoolEngine(pool, {**first, "differing_engines": differing} if differing else first)
 
     def publish(self, version: int) -> dict[str, float]:
-        began, engine = time.perf_counter(), self.engine
-        engine.policy_version = version
-        if not engine.replicas:
-            engine.trainer.call("set_version", version)()
+        began = time.perf_counter()
+        if not self._replicas:
+            self._trainer.call("set_version", version)()
+            self.engine.serve_version(version, None)
             return {}
-        bundle = self._ways("publish", version)
-        applying = [(handle, handle.call("apply", bundle)) for handle in engine.replicas]
-        metrics = dict(engine.trainer.call("published")())
-        for handle, wait in applying:
-            try:
-                try:
-                    slowest = wait()
-                except SyncError as lost:
-                    log.warning("%s could not take version %d (%s); it gets all of it", handle.name, version, lost)
-                    slowest = engine.join(handle)
-            except EngineDied as death:
-                engine._bury(handle, death)
-                continue
-            for name, seconds in slowest.items():
+        self._bundles.publish(version)
+        metrics = dict(self._trainer.call("published")())
+        self.engine.serve_version(version, self._canary(version))
+        for replica in self._replicas:
+            for name, seconds in replica.metrics.items() if replica.version == version else ():
                 if name.endswith("_seconds"):
                     metrics[name] = max(metrics.get(name, 0.0), seconds)
         return {**metrics, "sync/seconds": time.perf_counter() - began}
+
+    def close(self) -> None:
+        self.engine.pool.close()
+
+    def _canary(self, version: int) -> Canary | None:
+        """The completions of the trainer's own engine, computed only when a replica joins or is back."""
+        prompts, sampling = self._requests
+        if not prompts:
+            return None
+        return Canary(
+            prompts,
+            sampling,
+            self._hardware,
+            reference=partial(self._client.generate, prompts, sampling, lowest=version),
+        )
+
+
+def pool_settings(fleet: FleetConfig) -> PoolSettings:
+    """One call at a time to an actor, which does one thing at a time, with an even share of the prompts. A death is
+    known for certain, and every replica that lives is waited for."""
+    return PoolSettings(
+        heartbeat=fleet.heartbeat,
+        timeout=0.0,
+        patience=fleet.patience,
+        settle=math.inf,
+        calls=1,
+        chunk=1 << 30,
+        hedge=fleet.hedge,
+        affinity=0,
+        together=1,
+        canary_every_version=False,
+        canary_seconds=None,
+        origins=False,
+    )
 
 
 class RemoteTrainer:

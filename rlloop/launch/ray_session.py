@@ -1,4 +1,4 @@
-"""Ray itself: imported and started as a run needs it, and a handle of one of its actors. Nothing else imports Ray."""
+"""Ray: importing it, starting or joining a cluster, and handles of its actors. No other module imports Ray."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rlloop.launch.ray_pool import EngineDied
 
 def import_ray(address: str | None) -> Any:
     if address is None and "ray" not in sys.modules:
-        # A Ray of our own answers only who knows its token, and nobody from outside: its metrics ask for none. Ray
-        # reads these as it is imported; without clusters, whatever the system, all of it listens on loopback.
+        # A Ray of our own asks for a token, and listens on loopback alone, since its metrics endpoint asks for none:
+        # where clusters are disabled Ray binds no other address, on any system. It reads these while it is imported.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -34,12 +34,12 @@ def import_ray(address: str | None) -> Any:
 
 @contextmanager
 def ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
-    """A Ray of our own, or the cluster at `address`."""
+    """A Ray of our own, shut down at the end; or the cluster at `address`, which runs on."""
     if ray.is_initialized():  # a caller's: it is theirs to shut down
         yield
         return
     try:
-        _knock(address or "")
+        _require_listener(address or "")
         ray.init(
             address=address or "local",  # never one that somebody else happens to have started here
             num_cpus=None if address else max(int(cpus), os.cpu_count() or 1),
@@ -58,8 +58,8 @@ def ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
         ray.shutdown()
 
 
-def _knock(address: str) -> None:
-    """Raises `ConnectionError` where nobody listens at a HOST:PORT: Ray itself would go on trying for many minutes."""
+def _require_listener(address: str) -> None:
+    """Raises `ConnectionError` where nobody listens at HOST:PORT: Ray itself would go on trying for many minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         try:
@@ -69,14 +69,14 @@ def _knock(address: str) -> None:
 
 
 class RayHandle:
-    """A worker in an actor, as `rlloop.launch.ray_pool` wants it."""
+    """A worker in a Ray actor: the `Handle` of `rlloop.launch.ray_pool`."""
 
     def __init__(self, ray: Any, name: str, start: Callable[[], Any]) -> None:
         self.name = name
         self._ray, self._start, self._actor = ray, start, start()
 
     def reference(self, method: str, *args: Any) -> Any:
-        """The result where it lies, in the node's shared memory."""
+        """Starts the call; the result stays in the node's shared memory, to be passed on by reference."""
         return getattr(self._actor, method).remote(*args)
 
     def call(self, method: str, *args: Any) -> Callable[[], Any]:
@@ -95,10 +95,9 @@ class RayHandle:
 
         return wait
 
-    def revive(self) -> bool:
+    def revive(self) -> None:
         self.kill()
         self._actor = self._start()
-        return True
 
     def kill(self) -> None:
         self._ray.kill(self._actor)

@@ -2,7 +2,7 @@
 
 this process                                   a region
 trainer -> publisher -> store (HTTP)  ------>  relay -> engines' replicas
-loop -> router  ---------- prompts, completions ------> engines
+loop -> pool    ---------- prompts, completions ------> engines
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rlloop.config.fleet import FleetConfig
-from rlloop.config.run import ParityMode, RunConfig
+from rlloop.config.run import RunConfig
+from rlloop.launch.admission import canary_requests, numerics_objection
 from rlloop.launch.prepare import Prepared
 from rlloop.launch.workers import load, make_trainer, vocabulary_of
 from rlloop.loop.parts import Parts
@@ -26,12 +27,9 @@ from rlloop.loop.schedule import InStep, Pipelined
 from rlloop.models import Model
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.first_difference import diagnose
-from rlloop.parity.monitor import fingerprint_differences
-from rlloop.protocols import Task
 from rlloop.rollout import Engine
-from rlloop.rollout.fleet.membership import Canary, RouterSettings, hardware_class
-from rlloop.rollout.fleet.router import Router
-from rlloop.rollout.fleet.wire import EngineState
+from rlloop.rollout.fleet.membership import Canary, PoolSettings, hardware_class
+from rlloop.rollout.fleet.pool import EnginePool, PoolEngine, http_pool
 from rlloop.runs.folder import Journal, RunFolder, write_whole
 from rlloop.sync.live import named_weights, tensors_of
 from rlloop.sync.manifest import load_or_make_key
@@ -39,17 +37,15 @@ from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import open_store
 from rlloop.trainer import CheckpointStore
 from rlloop.trainer.history import WeightHistory
-from rlloop.types import Completion, SamplingParams
+from rlloop.types import SamplingParams
 from rlloop.web.server import BackgroundServer, Listen, read_token
 
 log = logging.getLogger(__name__)
 
-CANARY_TOKENS = 8
-
 
 @contextmanager
 def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
-    """Trainer, publisher, router, and the server that engines join by. All of it ends with the context."""
+    """Trainer, publisher, pool of engines, and the server that engines join by. All of it ends with the context."""
     from rlloop.rollout.fleet.trainer_server import trainer_app
 
     fleet = config.fleet
@@ -61,27 +57,27 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
     lag = fleet.max_version_lag
     history = None
     if lag:
-        history = WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.routers, redraws=config.redraws)
+        history = WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.moe, redraws=config.redraws)
     key = load_or_make_key(folder.path / "signing_key" if fleet.signing_key is None else Path(fleet.signing_key))
     store = open_store(str(folder.path / "weights") if fleet.store is None else fleet.store)
     publisher = Publisher(store, key, run_id_of(folder.path), anchor_every=fleet.anchor_every)
     with ExitStack() as stack:
-        router = open_router(
+        pool = open_pool(
             fleet,
             Journal(folder.path / "fleet.jsonl").append,
             token=token,
             holder=publisher.run_id,
             term=publisher.claim(),
             vocabulary=model.config.vocab_size,
-            objection=partial(_objection, model.fingerprint(), config.parity.mode),
+            objection=partial(numerics_objection, model.fingerprint(), config.parity.mode),
         )
-        stack.callback(router.close)
-        server = BackgroundServer(trainer_app(store, router, publisher.squash_for), listen)
+        stack.callback(pool.close)
+        server = BackgroundServer(trainer_app(store, pool, publisher.squash_for), listen)
         stack.callback(server.close)
         note_address(folder, server.url)
-        prompts, sampling = _canary_requests(config, prepared.task)
+        prompts, sampling = canary_requests(config, prepared.task)
         reference = Reference(model, prompts, sampling)
-        engine = RegionEngine(router, model.fingerprint())
+        engine = PoolEngine(pool, model.fingerprint())
         yield Parts(
             task=prepared.task,
             engine=engine,
@@ -94,13 +90,13 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
             vocabulary=vocabulary_of(model.config),
             doctor=partial(diagnose, model.with_profile(NumericsProfile(**vars(config.model.profile))), model),
             schedule=InStep() if history is None else Pipelined(lag, history, config.trainer.num_steps),
-            measured=router.take_metrics,
+            measured=pool.take_metrics,
         )
 
 
-def open_router(fleet: FleetConfig, record: Callable[[Mapping[str, Any]], object], **options: Any) -> Router:
-    """The router that `fleet` describes, with the engines that it names. `options`: see `Router`."""
-    settings = RouterSettings(
+def open_pool(fleet: FleetConfig, record: Callable[[Mapping[str, Any]], object], **options: Any) -> EnginePool:
+    """The pool that `fleet` describes, with the engines that it names. `options`: see `http_pool`."""
+    settings = PoolSettings(
         heartbeat=fleet.heartbeat,
         timeout=fleet.timeout,
         patience=fleet.patience,
@@ -109,31 +105,15 @@ def open_router(fleet: FleetConfig, record: Callable[[Mapping[str, Any]], object
         chunk=fleet.chunk,
         hedge=fleet.hedge,
     )
-    router = Router(settings, record, ca_file=fleet.ca_file, **options)
+    pool = http_pool(settings, record, ca_file=fleet.ca_file, **options)
     for region, urls in fleet.engines.items():
         for url in urls:
-            router.join(url, region)
-    return router
-
-
-class RegionEngine:
-    """The Engine of the loop over a router: every request is made by exactly the version that was published last."""
-
-    def __init__(self, router: Router, fingerprint: dict[str, Any]) -> None:
-        self.router, self._fingerprint = router, fingerprint
-        self.policy_version = -1
-
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
-        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        return self.router.generate(prompts, each, self.policy_version)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """The trainer's: under `parity.mode=require` no engine of another is let in, and else each tells its own."""
-        return self._fingerprint
+            pool.join(url, region)
+    return pool
 
 
 class Reference:
-    """What engines of the trainer's hardware class must make of the canary, by an engine on the trainer's weights."""
+    """Makes the canary's expected completions, by an engine on the trainer's weights and hardware class."""
 
     def __init__(self, model: Model, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
         self._prompts, self._sampling = prompts, sampling
@@ -155,7 +135,7 @@ class RegionSync:
 
     model: Model
     publisher: Publisher
-    engine: RegionEngine
+    engine: PoolEngine
     reference: Reference
     history: WeightHistory | None
 
@@ -166,44 +146,12 @@ class RegionSync:
         published = self.publisher.publish(tensors, version, aliases=aliases)
         if self.publisher.anchor_due():
             self.publisher.anchor()
-        live = self.engine.router.serve_version(version, self.reference.canary(version))
-        self.engine.policy_version = version
+        live = self.engine.serve_version(version, self.reference.canary(version))
         return {**published.metrics, **live}
 
 
-def _canary_requests(config: RunConfig, task: Task) -> tuple[list[list[int]], list[SamplingParams]]:
-    rollout = config.rollout
-    prompts = [example.prompt_ids for example in task.eval_examples(max(1, config.fleet.canary_prompts))]
-    prompts = prompts[: config.fleet.canary_prompts]
-    sampling = [
-        SamplingParams(
-            max_tokens=min(CANARY_TOKENS, rollout.max_tokens),
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            seed=place,
-            ignore_eos=True,
-        )
-        for place in range(len(prompts))
-    ]
-    return prompts, sampling
-
-
-def _objection(trainer: Mapping[str, Any], mode: ParityMode, state: EngineState) -> str | None:
-    """`require` lets in no engine whose arithmetic is not the trainer's."""
-    if mode is not ParityMode.require:
-        return None
-    ours = json.loads(json.dumps(trainer))  # as it comes over the wire
-    differ = fingerprint_differences(state.fingerprint, ours)
-    if not differ:
-        return None
-    listed = ", ".join(f"{key}: engine {mine!r}, trainer {theirs!r}" for key, (mine, theirs) in differ.items())
-    return f"its numerics are not the trainer's, which parity.mode=require asks for ({listed})"
-
-
 def run_id_of(path: Path) -> str:
-    """The run's name in its versions: the same wherever its folder is moved to, and no other run's."""
+    """The run's unique name in its versions; it stays the same when the folder is moved."""
     file = path / "fleet.json"
     if not file.exists():
         write_whole(file, json.dumps({"run_id": f"{path.absolute().name}-{secrets.token_hex(4)}"}).encode())
@@ -211,7 +159,7 @@ def run_id_of(path: Path) -> str:
 
 
 def note_address(folder: RunFolder, url: str) -> None:
-    """Where engines and relays find this run, for people and for `--join`."""
+    """Writes the address by which engines and relays find this run, for people and for `--join`."""
     folder.log(f"the fleet's address is {url}")
     write_whole(folder.path / "fleet_address", f"{url}\n".encode(), durable=False)
 

@@ -21,7 +21,6 @@ from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ParityError, RlloopError
 from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
-from rlloop.launch.ray_actors import ray_parts
 from rlloop.launch.signals import Interrupts
 from rlloop.loop.loop import Loop
 from rlloop.loop.parts import Parts
@@ -40,7 +39,7 @@ NO_ROOM = ENOSPC, EDQUOT, EFBIG
 
 @dataclass(frozen=True)
 class Job:
-    """One run as it was asked for."""
+    """One run, ready to start: its recipe, checked configuration and folder."""
 
     recipe: str
     config: RunConfig
@@ -92,7 +91,13 @@ def train(job: Job, console: Console) -> int:
         return 0
 
 
-BUILDERS: dict[Launch, Builder] = {Launch.local: local_parts, Launch.ray: ray_parts}
+def _ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> AbstractContextManager[Parts]:
+    from rlloop.launch.ray_actors import ray_parts  # which other runs need not import
+
+    return ray_parts(config, prepared, folder)
+
+
+BUILDERS: dict[Launch, Builder] = {Launch.local: local_parts, Launch.ray: _ray_parts}
 
 
 def _builder(config: RunConfig) -> Builder:
@@ -111,7 +116,7 @@ def _drive(
     interrupts: Interrupts,
     console: Console,
 ) -> bool:
-    """Returns whether the last step was reached."""
+    """Takes steps until the last, or an interrupt. Returns True at the last step."""
     config = job.config
     with ExitStack() as stack:
         parts = stack.enter_context(_builder(config)(config, prepared, folder))
@@ -157,5 +162,5 @@ def _conclude(folder: RunFolder, status: str) -> dict[str, Any]:
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether a disk, a quota or a limit on files leaves no room. safetensors says so in its text alone."""
+    """True if a disk, a quota or a limit on files leaves no room. safetensors says so in its text alone."""
     return any(getattr(error, "errno", None) == code or f"(os error {code})" in str(error) for code in NO_ROOM)

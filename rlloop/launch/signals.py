@@ -1,4 +1,4 @@
-"""Ctrl-C that leaves a usable run."""
+"""Ctrl-C and SIGTERM: the step ends, a checkpoint is saved, and the run can be resumed."""
 
 from __future__ import annotations
 

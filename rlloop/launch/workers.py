@@ -6,15 +6,18 @@ changed in the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from rlloop.config.engine import EngineKind
-from rlloop.config.run import ParityMode, ProfileConfig, RolloutConfig, RunConfig
+from rlloop.config.instantiate import bind, lacking
+from rlloop.config.numerics import ProfileConfig
+from rlloop.config.rollout import EngineKind, RolloutConfig
+from rlloop.config.run import ParityMode, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
 from rlloop.models.architecture import ModelConfig
@@ -23,15 +26,16 @@ from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.parity.asked import Vocabulary
 from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import Finding, TokenDifference
+from rlloop.protocols import InProcessEngine
 from rlloop.rollout import Engine, vllm
+from rlloop.study.drifted_ops import drifted_ops
 from rlloop.sync.bundle import Bundle, BundlePublisher, BundleReplica
 from rlloop.sync.live import LiveTarget, named_weights, tensors_of
 from rlloop.trainer import Trainer
 from rlloop.trainer.trainer import UpdateResult
 from rlloop.types import Completion, Recomputed, Sample, SamplingParams
 
-if TYPE_CHECKING:
-    from rlloop.rollout.vllm.engine import VllmEngine
+ENGINE_SETTINGS = ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")  # of `rlloop.Engine`
 
 
 def load(config: RunConfig, source: str | Path) -> Model:
@@ -44,9 +48,9 @@ def load(config: RunConfig, source: str | Path) -> Model:
     if config.parity.mode is ParityMode.require:
         broken = probe(model.ops, model.dtype, model.device)
         if broken:
-            found = "; ".join(f"{operation}: {why}" for operation, why in broken.items())
+            reasons = "; ".join(f"{operation}: {why}" for operation, why in broken.items())
             raise ConfigError(
-                f"this machine does not keep the numerical contract in {config.model.dtype} ({found}), so "
+                f"this machine does not keep the numerical contract in {config.model.dtype} ({reasons}), so "
                 "parity.mode=require cannot hold; `rlloop doctor` says more, and parity.mode=observe measures it"
             )
     return model
@@ -58,24 +62,42 @@ def vocabulary_of(config: ModelConfig) -> Vocabulary:
 
 def make_engine(
     model: Model, profile: ProfileConfig, rollout: RolloutConfig, drift: Drift | None = None
-) -> Engine | VllmEngine:
-    """An engine over `model`'s own parameters, under `profile` and with the drift that it declares."""
-    sampled = model.with_profile(NumericsProfile(**vars(profile), drift=drift))
-    settings = {
-        "page_size": rollout.page_size,
-        "max_batch_tokens": rollout.max_batch_tokens,
-        "max_cache_tokens": rollout.max_cache_tokens,
-        "prefix_caching": rollout.prefix_caching,
-    }
-    if rollout.engine is not EngineKind.embedded:
-        return vllm.build(rollout.engine, sampled, **settings, sleep=rollout.sleep)
-    return Engine(sampled, **settings)
+) -> InProcessEngine:
+    """The engine that `rollout` names, over `model`'s own parameters, under `profile` and with the declared `drift`."""
+    sampled = model.with_profile(NumericsProfile(**vars(profile), drift=drift), drifted_ops)
+    settings = {name: getattr(rollout, name) for name in ENGINE_SETTINGS}
+    if isinstance(rollout.engine, Mapping):
+        engine = engine_factory(rollout.engine)(sampled, **settings)
+        if missing := lacking(InProcessEngine, engine):
+            raise ConfigError(
+                f"rollout.engine._target_ {rollout.engine['_target_']!r} made a {type(engine).__name__}, which is no "
+                f"engine: it lacks {', '.join(missing)} (rlloop.protocols.InProcessEngine)"
+            )
+        return engine
+    if rollout.engine is EngineKind.embedded:
+        return Engine(sampled, **settings)
+    return vllm.build(rollout.engine, sampled, **settings, sleep=rollout.sleep)
+
+
+def engine_factory(config: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function or class of `rollout.engine._target_`, bound to its own arguments.
+
+    It is called as `rlloop.Engine` is, `make(model, page_size=..., max_batch_tokens=..., max_cache_tokens=...,
+    prefix_caching=...)`, and returns an `rlloop.protocols.InProcessEngine`. Raises `ConfigError` where that cannot be.
+    """
+    return bind(config, "rollout.engine", ("model",), ENGINE_SETTINGS)
+
+
+def doctor_for(engine: Any, model: Model) -> Callable[[Sample, TokenDifference], Finding | None] | None:
+    """Names the first operation in which `engine`'s model and the trainer's `model` differ; None without a model."""
+    sampled = getattr(engine, "model", None)
+    return partial(diagnose, sampled, model) if isinstance(sampled, Model) else None
 
 
 def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
     """The trainer of `model`, with a frozen reference where loss or reward has a KL term to one."""
     reference = None
-    if config.algorithm.loss_args.get("kl_coef") or config.algorithm.reward_kl_coef:
+    if config.algorithm.loss_kl_coef or config.algorithm.reward_kl_coef:
         settings, source = config.model, config.model.reference_path or path
         home = "cpu" if settings.reference_swapped else config.device
         reference = load_model(source, dtype=settings.dtype, device=home, profile=model.profile)
@@ -93,12 +115,12 @@ class Replica:
         self._sync = BundleReplica(target, threads)
 
     def generate(self, version: int, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
-        """Refuses to sample from any version but the one asked for."""
+        """Completions by the weights of `version`, which must be those that the engine has."""
         assert self.engine.policy_version == version, f"has version {self.engine.policy_version}, not {version}"
         return self.engine.generate(prompts, sampling)
 
     def apply(self, bundle: Bundle) -> dict[str, float]:
-        """Brings the live parameters to the bundle's version. Raises `SyncError`; then the version before serves."""
+        """Brings the live parameters to the bundle's version. Raises `SyncError`, and then keeps the previous one."""
         return self._sync.apply(bundle)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -118,7 +140,7 @@ class Colocated(Replica):
         self.engine.set_version(version)
 
     def publish(self, version: int) -> Bundle:
-        """The weights are those of `version` now. What a replica of the version before needs to have the same bits."""
+        """The bundle that brings a replica of the previous version to the trainer's weights, now `version`."""
         self.engine.set_version(version)
         tensors, aliases = tensors_of(named_weights(self.model).items())
         bundle = self._publisher.publish(tensors, version, aliases)
@@ -130,7 +152,7 @@ class Colocated(Replica):
         return self._published
 
     def joining(self) -> Bundle:
-        """What any replica needs for the version that was published last."""
+        """The bundle that brings any replica, of whatever version, to the last published one."""
         return self._publisher.joining()
 
     def forward_backward(
@@ -163,4 +185,5 @@ class Colocated(Replica):
         return self.trainer.fingerprint()
 
     def diagnose(self, sample: Sample, difference: TokenDifference) -> Finding | None:
-        return diagnose(self.engine.model, self.model, sample, difference)
+        doctor = doctor_for(self.engine, self.model)
+        return None if doctor is None else doctor(sample, difference)

@@ -110,9 +110,10 @@ class EnvironmentSteps:
             for key in calls.at_fault(error.owner):
                 self._finish(key, RewardFailure("timeout", late))
             hopeless = self._timeouts >= HOPELESS and not self._others
+            rest = not_tried(self._timeouts, self.timeout)
             for key, step in list(self._waiting.items()):
                 if hopeless:
-                    self._finish(key, not_tried(self._timeouts, self.timeout))
+                    self._finish(key, rest)
                 else:
                     self._start(key, step)
 

@@ -11,7 +11,8 @@ from rlloop.errors import ParityError
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
 from rlloop.parity.regions import by_region
 from rlloop.protocols import Observer
-from rlloop.runs.folder import REPORT, RunFolder, rollout_rows
+from rlloop.runs.folder import REPORT, RunFolder
+from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Recomputed, Sample
 
 Untrained = tuple[Sample, str]  # a sample that is not trained, and why

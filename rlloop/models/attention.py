@@ -51,13 +51,13 @@ class Attention(nn.Module):
         """(queries, stores of keys and values) with the step's tokens in them, by two kernels."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         if self.q_proj.bias is None:
-            made = step.ops.three_linears(x, *(project.weight for project in projections))
+            made = step.ops.qkv_linear(x, *(project.weight for project in projections))
         else:
             made = (project(x, step.ops) for project in projections)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in made)
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.scale, self.k_norm.scale)
         slots, keys, values = cache.places(self.layer, "k", "v")
-        q = step.ops.enter(q, k, v, norms, self.eps, step.positions, step.rope, slots, keys, values)
+        q = step.ops.qkv_cache_write(q, k, v, norms, self.eps, step.positions, step.rope, slots, keys, values)
         return q, keys, values
 
     def _read(self, q: Tensor, keys: Tensor, values: Tensor, gate: Tensor | None, step: Step) -> Tensor:

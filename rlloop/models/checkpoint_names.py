@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 GATE_UP, UP, DOWN = ".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj"
 
 # architecture -> what its checkpoints write in place of what, from the first pair on

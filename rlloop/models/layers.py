@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rlloop.models.routing_record import Routes
-from rlloop.numerics.layout import AttentionLayout, Carried
+from rlloop.models.routing_record import RoutingRecord
+from rlloop.numerics.layout import AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
 
 
@@ -24,7 +24,7 @@ class Cache(Protocol):
         """Where `write` would put this step's tokens: their slots [T] int64, and the stores of these names."""
         ...
 
-    def carried(self, layer: int, name: str) -> Carried:
+    def carried(self, layer: int, name: str) -> RecurrentState:
         """What a recurrent layer keeps of this step's sequences."""
         ...
 
@@ -38,7 +38,7 @@ class Step:
     layout: AttentionLayout
     cache: Cache | None
     ops: Ops
-    routes: Routes | None
+    routes: RoutingRecord | None
     selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: what its indexer found, [T, S] int64
 
 

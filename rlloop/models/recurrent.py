@@ -2,7 +2,7 @@
 Gu 2024, arXiv:2405.21060, as Nemotron 3 has it).
 
 Both mix neighbouring tokens by a short convolution, and then write each token to a state that fades. Both run token by
-token here, in training too (`rlloop.numerics.kernels.cpu.recurrence` says why).
+token here, in training too (`rlloop.numerics.kernels.cpu.compiled.recurrence` says why).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from rlloop.models.architecture import DeltaConfig, MambaConfig, ModelConfig
 from rlloop.models.layers import Linear, Step, Weight
-from rlloop.numerics.kernels.cpu.parameters import each_row
-from rlloop.numerics.layout import Carried
+from rlloop.numerics.layout import RecurrentState
+from rlloop.numerics.operators.parameters import each_row
 
 LENGTH_EPS = 1e-6  # of the lengths of queries and keys, whatever the model's norms have
 
@@ -103,7 +103,7 @@ class Mamba(nn.Module):
         return self.out_proj(normed * each_row(self.norm.weight, len(x)), ops)
 
 
-def _carried(step: Step, layer: int, name: str) -> Carried | None:
+def _carried(step: Step, layer: int, name: str) -> RecurrentState | None:
     return None if step.cache is None else step.cache.carried(layer, name)
 
 

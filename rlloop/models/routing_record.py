@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 
-class Routes:
+class RoutingRecord:
     """The choices of one forward.
 
-    Example: `routes = Routes(); model.hidden(..., routes=routes); routes.chosen()` is [T, layers, top_k].
+    Example: `routes = RoutingRecord(); model.hidden(..., routes=routes); routes.chosen()` is [T, layers, top_k].
 
     Layers are counted among those that have experts. A layer that is computed again, in a backward pass that keeps no
     activations, records the same again.
@@ -67,7 +67,7 @@ class ChoiceCounts:
 
     def add(
         self,
-        routes: Routes,
+        routes: RoutingRecord,
         experts: Sequence[np.ndarray | None],
         selected: Sequence[np.ndarray | None],
         lengths: Sequence[int],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models.logits_processing import warp_for
-from rlloop.models.routing_record import Routes
+from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.transformer import Model
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.types import Alternatives, ModelInput, PromptScores, SamplingParams, as_model_input, is_ids
@@ -38,7 +38,7 @@ class ScoreRow:
         return np.arange(count) if self.model_input is None else self.model_input.positions_at(0, count)
 
 
-class Witness:
+class RedrawRecord:
     """What the sampling operation makes of the logits of one forward or several, at N predicted tokens in order."""
 
     def __init__(self, *, draws: bool = True) -> None:
@@ -67,21 +67,21 @@ def score(
     rows: Sequence[ScoreRow],
     *,
     replay: bool = False,
-    watch: Callable[[Routes, list[ScoreRow]], None] | None = None,
-    witness: Witness | None = None,
+    watch: Callable[[RoutingRecord, list[ScoreRow]], None] | None = None,
+    record: RedrawRecord | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One forward over the sequences laid end to end: the logprob of every predicted token, and the entropy there.
 
     Returns ([N] float32, [N] float32) in order, both differentiable. N is the number of predicted tokens of all rows.
     With `replay` every token takes the experts that its row names. `watch` is told what the model chose, and for which
-    rows: those that have something to predict. `witness` keeps what a sampler would have made of the same logits.
+    rows: those that have something to predict. `record` keeps what a sampler would have made of the same logits.
 
     Raises `ConfigError` for a token outside the vocabulary or a sequence beyond the model's positions.
     """
     _check(model, rows)
     used = [row for row in rows if len(row.predict)]
-    routes = Routes(_replayed(model, used) if replay and used and model.route_shape() is not None else None)
-    scored = _score(model, used, routes, witness)
+    routes = RoutingRecord(_replayed(model, used) if replay and used and model.route_shape() is not None else None)
+    scored = _score(model, used, routes, record)
     if watch is not None and used:
         watch(routes, used)
     return scored
@@ -97,7 +97,7 @@ def _replayed(model: Model, rows: Sequence[ScoreRow]) -> Tensor:
                 "replayed; sample with Engine(..., record_choices=True)"
             )
         parts.append(row.routed_experts[: int(row.predict[-1])])
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(model.device)
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(model.context.device)
 
 
 def token_logprobs(
@@ -175,11 +175,11 @@ def _redraw(model: Model, rows: list[ScoreRow], replay: bool) -> list[Redrawn]:
     used = [row for row in rows if len(row.predict)]
     if not used:
         return [Redrawn(np.zeros(0, np.int64), *[np.zeros(0, np.float32)] * 2) for _ in rows]
-    routes = Routes(_replayed(model, used) if replay and model.route_shape() is not None else None)
-    witness = Witness()
-    logprobs, _ = _score(model, used, routes, witness)
+    routes = RoutingRecord(_replayed(model, used) if replay and model.route_shape() is not None else None)
+    record = RedrawRecord()
+    logprobs, _ = _score(model, used, routes, record)
     cut = np.cumsum([len(row.predict) for row in rows])[:-1]
-    parts = (witness.token_ids, logprobs, witness.raw_logprobs)
+    parts = (record.token_ids, logprobs, record.raw_logprobs)
     return [Redrawn(*each) for each in zip(*(np.split(x.cpu().numpy(), cut) for x in parts), strict=True)]
 
 
@@ -193,12 +193,12 @@ def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0)
     if not len(model_input):
         raise ConfigError("a prompt is empty; it must have at least one token")
     _check(model, [ScoreRow(model_input.token_ids, range(1, len(model_input)), model_input=model_input)])
-    ids = torch.tensor(model_input.token_ids, device=model.device)
+    ids = torch.tensor(model_input.token_ids, device=model.context.device)
     count = len(ids) - 1
     if count == 0:
         return PromptScores(np.zeros(0, np.float32))
-    layout = AttentionLayout.of_sequences([count], model.device)
-    hidden = model.hidden(ids[:-1], torch.from_numpy(model_input.positions_at(0, count)).to(model.device), layout)
+    positions = torch.from_numpy(model_input.positions_at(0, count)).to(ids.device)
+    hidden = model.hidden(ids[:-1], positions, AttentionLayout.of_sequences([count], ids.device))
     logprobs = model.ops.token_logprob(hidden, model.head, ids[1:], LogitsWarp())[0].cpu().numpy()
     if not top:
         return PromptScores(logprobs)
@@ -223,20 +223,20 @@ def likeliest(
 
 
 def _score(
-    model: Model, rows: Sequence[ScoreRow], routes: Routes | None = None, witness: Witness | None = None
+    model: Model, rows: Sequence[ScoreRow], routes: RoutingRecord | None = None, record: RedrawRecord | None = None
 ) -> tuple[Tensor, Tensor]:
-    device = model.head.device
+    device = model.context.device
     used = [row for row in rows if len(row.predict)]
     if not used:
         return torch.zeros(0, device=device), torch.zeros(0, device=device)
     hidden, targets, warp = _predicted(model, used, routes)
-    if witness is None:
+    if record is None:
         return model.ops.token_logprob(hidden, model.head, targets, warp)
     seeds, positions = (torch.from_numpy(each).to(device) for each in _names(used))
     logprobs, entropies, raw, ids = model.ops.token_redraw(
-        hidden, model.head, targets, warp, seeds if witness.draws else None, positions
+        hidden, model.head, targets, warp, seeds if record.draws else None, positions
     )
-    witness.add(raw, ids)
+    record.add(raw, ids)
     return logprobs, entropies
 
 
@@ -248,9 +248,11 @@ def _names(used: Sequence[ScoreRow]) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(seeds, [len(each) for each in positions]), np.concatenate(positions)
 
 
-def _predicted(model: Model, used: Sequence[ScoreRow], routes: Routes | None) -> tuple[Tensor, Tensor, LogitsWarp]:
+def _predicted(
+    model: Model, used: Sequence[ScoreRow], routes: RoutingRecord | None
+) -> tuple[Tensor, Tensor, LogitsWarp]:
     """The forward, one for all rows: the hidden state [N, D] that each predicted token comes from, the tokens [N]."""
-    device = model.head.device
+    device = model.context.device
     picked = [np.asarray(row.predict, np.int64) for row in used]
     # Nothing is predicted from the last scored token or what follows it.
     tokens = [np.asarray(row.token_ids, np.int64) for row in used]

@@ -6,11 +6,12 @@ Parameters have Hugging Face's names. Shapes: T flat tokens, D hidden width, H h
 
 from __future__ import annotations
 
-import copy
 import platform
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,12 @@ from rlloop.models.latent import LatentAttention
 from rlloop.models.layers import Cache, Linear, Mlp, Norm, PlainMlp, Step, Weight
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable, rope_table
-from rlloop.models.routing_record import Routes
-from rlloop.numerics.kernels.cpu.parameters import embedding
+from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.layout import AttentionLayout
-from rlloop.numerics.ops import ops_for
+from rlloop.numerics.operators.parameters import embedding
+from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.profile import NumericsProfile
+from rlloop.parallel.context import ParallelContext
 
 __all__ = ["Cache", "Decoder", "Layer", "Model", "RopeTable", "rope_table"]
 
@@ -99,20 +101,42 @@ class Model(nn.Module):
 
     `load_model` and `new_model` make one; here its parameters are empty.
 
-    `checkpoint_layers = True` recomputes each layer in the backward pass instead of keeping its activations; the same
-    operations run again, so the gradient keeps its bits.
+    `checkpoint_layers = n` recomputes every n-th layer in the backward pass instead of keeping its activations (0:
+    none); the same operations run again, so the gradient keeps its bits.
     """
 
-    def __init__(self, config: ModelConfig, profile: NumericsProfile | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        profile: NumericsProfile | None = None,
+        context: ParallelContext | None = None,
+        *,
+        weights_of: Model | None = None,
+    ) -> None:
+        """`context`: where its tensors lie, or will; None: one rank on the CPU.
+
+        `weights_of`: a model of the same configuration whose parameters this one reads, too; None: it gets its own.
+        """
         super().__init__()
         self.config = config
         self.profile = profile or NumericsProfile()
+        self.context = context or ParallelContext(torch.device("cpu"))
         self.ops = ops_for(self.profile)
-        self.checkpoint_layers = False
-        self.model = Decoder(config)
-        self.lm_head = None if config.tied else Weight(config.vocab_size, config.hidden_size)
+        self.checkpoint_layers = 0
         self.source_path: Path | None = None  # the folder it was loaded from
-        self.rope = RopeTable(config)
+        if weights_of is None:
+            self.model = Decoder(config)
+            self.lm_head = None if config.tied else Weight(config.vocab_size, config.hidden_size)
+            self.rope = RopeTable(config)
+        else:
+            self.model, self.lm_head, self.rope = weights_of.model, weights_of.lm_head, weights_of.rope
+            self.source_path, self.checkpoint_layers = weights_of.source_path, weights_of.checkpoint_layers
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """`to`, `cuda` and their like move the parameters; the context goes with them."""
+        super()._apply(fn, recurse)
+        self.context = replace(self.context, device=self.head.device)
+        return self
 
     @property
     def head(self) -> nn.Parameter:
@@ -125,7 +149,7 @@ class Model(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.head.device
+        return self.context.device
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -168,12 +192,15 @@ class Model(nn.Module):
         latent = self.config.latent
         return 0 if latent is None or latent.indexer is None else len(latent.indexer.layers)
 
-    def with_profile(self, profile: NumericsProfile) -> Model:
-        """The same parameters under other arithmetic: a view, not a copy. Raises `ConfigError` as `check_profile`."""
+    def with_profile(self, profile: NumericsProfile, ops: Callable[[NumericsProfile], Ops] = ops_for) -> Model:
+        """The same parameters under other arithmetic: a view, not a copy. Raises `ConfigError` as `check_profile`.
+
+        `ops` makes the profile's operations: a subclass of `Ops` departs from them.
+        """
         self.check_profile(profile)
-        twin = copy.copy(self)
-        twin.profile, twin.ops = profile, ops_for(profile)
-        return twin
+        view = Model(self.config, profile, self.context, weights_of=self)
+        view.ops = ops(profile)
+        return view
 
     def check_profile(self, profile: NumericsProfile) -> None:
         """Raises `ConfigError` for settings that this model cannot follow on its device, or in its type."""
@@ -182,11 +209,6 @@ class Model(nn.Module):
             raise ConfigError(
                 f"dtype is float64, and the profile's kernels of {', '.join(narrow[:3])} are for narrower types; use "
                 "dtype=float32, or NumericsProfile.preset('reference')"
-            )
-        if profile.drift is not None and profile.drift.products == "fp8" and self.device.type != "cuda":
-            raise ConfigError(
-                "the drift has products=fp8, kernels of a GPU; leave it at none (the same roundings, and the profile's "
-                f"products), or use device=cuda in place of {self.device.type}"
             )
         if self.device.type == "cuda" and profile.for_cpus:
             raise ConfigError(
@@ -222,7 +244,7 @@ class Model(nn.Module):
         layout: AttentionLayout,
         cache: Cache | None = None,
         *,
-        routes: Routes | None = None,
+        routes: RoutingRecord | None = None,
     ) -> Tensor:
         """Last hidden states of flat tokens, normed. tokens and positions [T] int64 -> [T, D].
 
@@ -240,8 +262,9 @@ class Model(nn.Module):
         rope = (self.rope.table[0], self.rope.table[1])
         step = Step(positions, rope, layout, cache, self.ops, routes)
         delta, stream = embedding(tokens, self.model.embed_tokens.weight), None
-        for layer in self.model.layers:
-            if self.checkpoint_layers and torch.is_grad_enabled():
+        every = self.checkpoint_layers if torch.is_grad_enabled() else 0
+        for index, layer in enumerate(self.model.layers):
+            if every and index % every == 0:
                 delta, stream = checkpoint(layer, delta, stream, step, use_reentrant=False)
             else:
                 delta, stream = layer(delta, stream, step)

@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
-from rlloop.models.checkpoint_names import places, stored_name, stored_shapes, stored_state
+from rlloop.models.checkpoint_names import EMBEDDING, HEAD, places, stored_name, stored_shapes, stored_state
 from rlloop.models.config import ModelConfig, parse_config, read_config
 from rlloop.models.experts import BIAS
 from rlloop.models.layers import Norm
+from rlloop.models.parameters import ParameterStore
 from rlloop.models.safetensors_io import StoredWeights, write_single
 from rlloop.models.transformer import Model, RopeTable
 from rlloop.numerics.profile import NumericsProfile
+from rlloop.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 # What a saved folder takes over from its source, beside config.json and weights.
 COMPANIONS = (
@@ -53,12 +54,13 @@ def load_model(
     or misshapen tensors, and weights that are not finite in `dtype`; `ConfigError` for a type, device or profile that
     cannot be used.
     """
-    where, compute, config = _device(device), _dtype(dtype), read_config(path)
+    context, compute, config = ParallelContext(_device(device)), _dtype(dtype), read_config(path)
+    where = context.device
     if where.type == "cuda" and (config.delta is not None or config.mamba is not None):
         raise ConfigError(f"{config.architecture} has recurrent layers, whose kernels are for CPUs; use device=cpu")
     if where.type == "cuda" and config.sinks:
         raise ConfigError(f"{config.architecture} has attention sinks, whose kernels are for CPUs; use device=cpu")
-    return _assemble(config, _read(config, Path(path), compute, where), where, profile, Path(path))
+    return _assemble(config, _read(config, Path(path), compute, where), context, profile, Path(path))
 
 
 def new_model(
@@ -86,7 +88,7 @@ def new_model(
         else:
             tensor = torch.randn(shape, generator=generator) * parsed.initializer_range
         state[name] = tensor.to(_compute(name, compute))
-    return _assemble(parsed, state, torch.device("cpu"), profile, None)
+    return _assemble(parsed, state, ParallelContext(torch.device("cpu")), profile, None)
 
 
 def read_state(folder: str | Path) -> dict[str, Tensor]:
@@ -109,7 +111,7 @@ def save_model(
     source there is one model.safetensors, and config.json is `config`'s (or the model's).
     """
     if isinstance(model, Model):
-        state = {name: tensor.detach() for name, tensor in model.named_parameters()}
+        state = ParameterStore(model).tensors()
         source_path, config = source_path or model.source_path, config or model.config
     else:
         state = dict(model)
@@ -198,7 +200,7 @@ def _compute(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def _as_stored(state: Mapping[str, Tensor], stored: StoredWeights) -> dict[str, Tensor]:
-    """Routers' biases, which are float32 in memory, in the source's type where that loses nothing."""
+    """MoeTraining' biases, which are float32 in memory, in the source's type where that loses nothing."""
     kept = dict(state)
     for name, tensor in stored.tensors.items():
         narrow = kept[name].to(tensor.dtype)
@@ -223,20 +225,20 @@ def _check(
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in Model(config).named_parameters()}
+        return ParameterStore(Model(config)).shapes()
 
 
 def _assemble(
     config: ModelConfig,
     state: Mapping[str, Tensor],
-    device: torch.device,
+    context: ParallelContext,
     profile: NumericsProfile | None,
     source: Path | None,
 ) -> Model:
     with torch.device("meta"):
-        model = Model(config, profile)
+        model = Model(config, profile, context)
     model.load_state_dict(state, assign=True)
-    model.rope = RopeTable(config, "cpu").to(device)  # the same bits on every device
+    model.rope = RopeTable(config, "cpu").to(context.device)  # the same bits on every device
     model.source_path = source
     model.check_profile(model.profile)
     return model

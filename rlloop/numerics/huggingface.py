@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlloop.numerics.layout import WHOLE, AttentionLayout, Reach
+from rlloop.numerics.layout import CAUSAL, AttentionLayout, AttentionMask
 from rlloop.numerics.routing import Clamped
 from rlloop.numerics.stock import (
     causal_conv,
@@ -73,7 +73,9 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * c) + (torch.cat((-high, low), dim=-1) * s)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, reach: Reach = WHOLE) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, mask: AttentionMask = CAUSAL
+) -> Tensor:
     """Scores in the compute type, softmax in float32 (with sinks: in the compute type, too), weights rounded."""
     starts, contexts, share = layout.query_start.tolist(), layout.context.tolist(), q.shape[1] // k.shape[1]
     outs = []
@@ -83,14 +85,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: f
         slots = slots_of(layout, s, context + count)
         keys, values = (x[slots].transpose(0, 1).repeat_interleave(share, dim=0)[None] for x in (k, v))
         scores = torch.matmul(q[rows].transpose(0, 1)[None], keys.transpose(2, 3)) * scale
-        seen = seen_in(reach, count, context, q.device)
+        seen = seen_in(mask, count, context, q.device)
         scores = scores + torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(
             ~seen, torch.finfo(q.dtype).min
         )
-        if reach.sinks is None:
+        if mask.sinks is None:
             weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
         else:
-            sinks = reach.sinks.to(q.dtype)[None, :, None, None].expand(1, -1, count, 1)
+            sinks = mask.sinks.to(q.dtype)[None, :, None, None].expand(1, -1, count, 1)
             scores = torch.cat((scores, sinks), dim=-1)
             weights = (scores - scores.max(-1, keepdim=True).values).softmax(-1)[..., :-1]
         outs.append(torch.matmul(weights, values)[0].transpose(0, 1))

@@ -52,30 +52,26 @@ class AttentionLayout:
 
 
 @dataclass(frozen=True)
-class Reach:
-    """What a query takes of its past."""
+class AttentionMask:
+    """Which past keys a query attends to, and how their softmax is split."""
 
     split: int = 0  # the softmax begins anew every so many keys, and parts join in order; 0: it is one part
     window: int = 0  # the last so many keys, its own among them (they are one part); 0: all
     sinks: torch.Tensor | None = None  # [H] a score of each head that takes its share of the mass and has no value
 
-    @property
-    def whole(self) -> bool:
-        return self.split == 0 and self.window == 0 and self.sinks is None
 
-
-WHOLE = Reach()
+CAUSAL = AttentionMask()
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What a recurrent layer keeps of each sequence from one step of an engine to the next, in float32.
+class RecurrentState:
+    """State of a recurrent layer that an engine keeps of each sequence between steps, in float32.
 
-    Sequence s of a layout finds its own at `store[rows[s]]`, unless it begins (its context is 0), and leaves it there.
+    Sequence s of a layout reads `store[rows[s]]`, unless it begins (its context is 0), and leaves its new state there.
     """
 
     store: torch.Tensor  # [R, ...] float32
-    rows: torch.Tensor  # [S] int64, no two alike
+    rows: torch.Tensor  # [S] int64, distinct
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.numerics.ops import Ops
+from rlloop.numerics.routing import Routing
 
 ROWS = 67  # past every tile edge, and odd
 SHAPES = ((64, 96), (96, 256), (200, 72))  # (K, N) of matrix products
@@ -31,7 +32,8 @@ def probe(ops: Ops, dtype: torch.dtype, device: str | torch.device = "cpu") -> d
     """What varies here, by operation: empty where the contract holds.
 
     Each operation runs on 67 rows and on some of them alone, with all of torch's threads and with one; attention also
-    as decode over a paged cache against prefill. On a GPU, products run on up to 1300 rows, past every tile's edge.
+    as decode over a paged cache against prefill. Of the less common operations only those from outside run. On a GPU,
+    products run on up to 1300 rows, past every tile's edge.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -81,6 +83,55 @@ def _cases(ops: Ops, draw: Draw) -> Iterator[tuple[str, Callable[[slice], Tensor
     hidden, head = draw(ROWS, 64), draw(300, 64)
     targets = torch.arange(ROWS, device=hidden.device)
     yield "token_logprob", lambda rows: ops.token_logprob(hidden[rows], head, targets[rows], LogitsWarp())[0]
+    yield from ((knob, work) for knob, work in _further_cases(ops, draw) if knob in ops.profile.outside)
+
+
+def _further_cases(ops: Ops, draw: Draw) -> Iterator[tuple[str, Callable[[slice], Tensor]]]:
+    """The operations of modules from outside that are not checked as it is, by knob. A row may be a sequence."""
+    x, heads, weight = draw(ROWS, 48), draw(ROWS, 4, 24), draw(8, 48)
+    yield "linear", lambda rows: ops.head_linear(heads[rows], weight.view(4, 4, 24), True)
+    yield "activation", lambda rows: ops.sigmoid_mul(x[rows], x[rows])
+    yield "token_logprob", lambda rows: ops.logits(x[rows], weight)
+    yield "router", lambda rows: ops.router_logits(x[rows], weight, True)
+    scores = draw(ROWS, 8).float()
+    yield "router", lambda rows: ops.route(scores[rows], None, Routing(2))[0]
+    at = torch.arange(ROWS, device=x.device)
+    chosen, shares, slots = torch.stack((at % 8, 7 - at % 7), -1), draw(ROWS, 2).float(), draw(ROWS, 2, 48)
+    up, down = draw(8, 32, 48), draw(8, 48, 16)
+    yield "experts", lambda rows: ops.experts(x[rows], up, down, chosen[rows])
+    yield "combine", lambda rows: ops.combine(slots[rows], chosen[rows], shares[rows])
+    yield "indexer", lambda rows: ops.index_weights(x[rows], weight)
+    yield "indexer", lambda rows: ops.layer_norm(x[rows], weight[0], weight[1], 1e-6)
+    yield "recurrent", lambda rows: torch.cat(ops.recurrent_gates(x[rows], weight[0], weight[1]), -1)
+
+    length = 5
+    tokens, taps = draw(ROWS, length, 4, 24), draw(96, 1, 4)
+    decay, some = draw(ROWS, length, 4).float().sigmoid(), torch.tensor([0, 1, 2]).to(x.device)
+    some = torch.where(some <= torch.arange(length, device=x.device)[:, None], some, -1)  # [length, 3]
+
+    def flat(source: Tensor, rows: slice) -> tuple[AttentionLayout, Tensor]:
+        count = len(source[rows])
+        return AttentionLayout.of_sequences([length] * count, x.device), source[rows].flatten(0, 1)
+
+    def attended(rows: slice) -> Tensor:
+        layout, q = flat(tokens, rows)
+        selected = some.repeat(len(layout.context), 1)
+        return ops.sparse_attention(q, q[:, :1], q[:, :1], selected, layout, 0.2).unflatten(0, (-1, length))
+
+    def selected(rows: slice) -> Tensor:
+        layout, q = flat(tokens, rows)
+        return ops.select(q, q[:, :1], q[:, :, 0].float(), layout, 0.2, 3).unflatten(0, (-1, length))
+
+    def convolved(rows: slice) -> Tensor:
+        layout, q = flat(tokens, rows)
+        return ops.causal_conv(q.flatten(1), taps, None, layout, None).unflatten(0, (-1, length))
+
+    def scanned(rows: slice) -> Tensor:
+        layout, q = flat(tokens, rows)
+        fade = decay[rows].flatten(0, 1)
+        return ops.scan(q, q, q, fade, fade, False, layout, None).unflatten(0, (-1, length))
+
+    yield from (("attention", attended), ("indexer", selected), ("recurrent", convolved), ("recurrent", scanned))
 
 
 def _prefill_and_decode(ops: Ops, draw: Draw, device: str | torch.device) -> tuple[Tensor, Tensor]:
@@ -106,14 +157,14 @@ def _prefill_and_decode(ops: Ops, draw: Draw, device: str | torch.device) -> tup
 def _fused(ops: Ops, draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(operation, what it makes as a part of a kernel with others, and alone)"""
     x, first, second, third = draw(ROWS, 128), draw(256, 128), draw(128, 128), draw(128, 128)
-    for together, weight in zip(ops.three_linears(x, first, second, third), (first, second, third), strict=True):
+    for together, weight in zip(ops.qkv_linear(x, first, second, third), (first, second, third), strict=True):
         yield "linear", together, ops.linear(x, weight)
     yield "activation", ops.gated_linear(x, second, third), ops.silu_mul(ops.linear(x, second), ops.linear(x, third))
     q, k, v, table, norms = draw(ROWS, 4, 64), draw(ROWS, 2, 64), draw(ROWS, 2, 64), draw(ROWS, 32).float(), draw(2, 64)
     positions = torch.arange(ROWS, device=q.device)
     keys, values = torch.zeros_like(k), torch.zeros_like(v)
     slots = positions.flip(0)
-    entered = ops.enter(q, k, v, (norms[0], norms[1]), 1e-6, positions, (table, table), slots, keys, values)
+    entered = ops.qkv_cache_write(q, k, v, (norms[0], norms[1]), 1e-6, positions, (table, table), slots, keys, values)
     yield "rope", entered, ops.rope(ops.rms_norm(q, norms[0], 1e-6)[0], positions, table, table)
     yield "rope", keys[slots], ops.rope(ops.rms_norm(k, norms[1], 1e-6)[0], positions, table, table)
     yield "attention", values[slots], v

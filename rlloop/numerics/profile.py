@@ -6,7 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-IMPLEMENTATIONS = ("rlloop", "stock", "huggingface", "reference")
+from rlloop.numerics.implementations import BUILT_IN, batch_invariant, check_outside, is_outside, source_digest
+
+IMPLEMENTATIONS = tuple(BUILT_IN)  # and the path of a module outside: see `rlloop.numerics.implementations`
 
 # Knobs that are no choice of implementation: every implementation of the operation follows them, but for stock and
 # huggingface attention, which split as PyTorch does. docs/numerics.md says what each protects and costs.
@@ -21,13 +23,31 @@ SETTINGS = {
 }
 CPU_SETTINGS = ("residual_norm", "attention_splits", "tp_segments", "all_reduce")  # GPUs have the first value only
 
-# Of a `Drift`; `rlloop.numerics.quantize` says what they mean.
+# Of a `Drift`; `rlloop.study.quantize` says what they mean.
 WEIGHT_TYPES = ("bf16", "fp8", "int8", "int6", "int5", "int4", "fp4")
-GRANULARITIES = ("tensor", "channel", "block")
-ACTIVATION_TYPES = ("bf16", "fp8", "fp4")
-PRODUCT_TYPES = ("fp8",)
-CACHE_TYPES = ("fp8",)
-LOGIT_TYPES = ("float32", "bfloat16")
+DRIFTS = {
+    "weights": ("none", *WEIGHT_TYPES),
+    "granularity": ("tensor", "channel", "block"),
+    "activations": ("none", "bf16", "fp8", "fp4"),
+    "products": ("none", "fp8"),
+    "cache": ("none", "fp8"),
+    "logits": ("float32", "bfloat16"),
+}
+FP8_PRODUCTS = {"weights": "fp8", "granularity": "channel", "activations": "fp8"}  # what products=fp8 multiplies
+
+
+def allows(knob: str, value: object) -> bool:
+    """Whether a knob of `NumericsProfile` may have the value. An outside module is not looked for."""
+    return value in allowed(knob) or (knob not in SETTINGS and isinstance(value, str) and is_outside(value))
+
+
+def allowed(knob: str) -> tuple[str, ...]:
+    return SETTINGS.get(knob, IMPLEMENTATIONS)
+
+
+def choices(knob: str) -> str:
+    """What a knob may have, in words."""
+    return ", ".join(allowed(knob)) + ("" if knob in SETTINGS else " or the dotted path of a module")
 
 
 @dataclass(frozen=True)
@@ -49,17 +69,10 @@ class Drift:
     from_step: int = 1  # the first step that is sampled so; before it, there is no drift
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("weights", ("none", *WEIGHT_TYPES)),
-            ("granularity", GRANULARITIES),
-            ("activations", ("none", *ACTIVATION_TYPES)),
-            ("products", ("none", *PRODUCT_TYPES)),
-            ("cache", ("none", *CACHE_TYPES)),
-            ("logits", LOGIT_TYPES),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"Drift.{name} is {getattr(self, name)!r}; allowed are {', '.join(allowed)}")
-        if self.products == "fp8" and (self.weights, self.granularity, self.activations) != ("fp8", "channel", "fp8"):
+        for name, values in DRIFTS.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"Drift.{name} is {getattr(self, name)!r}; allowed are {', '.join(values)}")
+        if self.products == "fp8" and any(getattr(self, name) != value for name, value in FP8_PRODUCTS.items()):
             raise ValueError("Drift.products=fp8 needs weights=fp8, granularity=channel and activations=fp8")
 
 
@@ -94,13 +107,14 @@ class NumericsProfile:
     drift: Drift | None = None  # of an engine from its trainer; None: there is none
 
     def __post_init__(self) -> None:
-        for name, allowed in SETTINGS.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"NumericsProfile.{name} is {getattr(self, name)!r}; allowed are {', '.join(allowed)}")
-        for op in self.operations():
-            value = getattr(self, op)
-            if value not in IMPLEMENTATIONS:
-                raise ValueError(f"NumericsProfile.{op} is {value!r}; allowed are {', '.join(IMPLEMENTATIONS)}")
+        for knob in (*SETTINGS, *self.operations()):
+            value = getattr(self, knob)
+            if not allows(knob, value):
+                raise ValueError(f"NumericsProfile.{knob} is {value!r}; allowed are {choices(knob)}")
+        for knob, path in self.outside.items():
+            check_outside(knob, path)
+        if is_outside(self.linear) and self.tp_segments != "1":
+            raise ValueError(f"tp_segments is {self.tp_segments}, and only built-in linears can be summed by rank")
 
     @classmethod
     def operations(cls) -> list[str]:
@@ -119,9 +133,14 @@ class NumericsProfile:
         return cls(**every)
 
     @property
+    def outside(self) -> dict[str, str]:
+        """The paths of outside modules, by knob."""
+        return {knob: getattr(self, knob) for knob in self.operations() if is_outside(getattr(self, knob))}
+
+    @property
     def holds_contract(self) -> bool:
-        """Whether every operation is the invariant one, so that `parity.mode=require` can hold."""
-        return self.drift is None and all(getattr(self, op) == "rlloop" for op in self.operations())
+        """Whether every operation is invariant, or says that it is, so that `parity.mode=require` can hold."""
+        return self.drift is None and all(batch_invariant(getattr(self, op)) for op in self.operations())
 
     @property
     def for_cpus(self) -> list[str]:
@@ -129,5 +148,7 @@ class NumericsProfile:
         return [f"{name}={getattr(self, name)}" for name in CPU_SETTINGS if getattr(self, name) != SETTINGS[name][0]]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values. `drift` stands there only where there is one."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        """JSON values. `drift` stands there only where there is one, `sources` (digests) only with outside modules."""
+        values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        sources = {path: source_digest(path) for path in sorted(set(self.outside.values()))}
+        return {**values, "sources": sources} if sources else values

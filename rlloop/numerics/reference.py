@@ -11,7 +11,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from rlloop.numerics.layout import WHOLE, AttentionLayout, Carried, LogitsWarp, Reach
+from rlloop.numerics.layout import CAUSAL, AttentionLayout, AttentionMask, LogitsWarp, RecurrentState
 from rlloop.numerics.random import uniform
 from rlloop.numerics.routing import Clamped, Routing
 
@@ -43,7 +43,7 @@ def sigmoid_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, layout: AttentionLayout, states: Carried | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, layout: AttentionLayout, states: RecurrentState | None
 ) -> Tensor:
     wide, taps = widen(x), widen(weight)[:, 0].T  # [K, C]
     kept, out = len(taps) - 1, []
@@ -68,7 +68,7 @@ def recurrent_gates(a: Tensor, rate: Tensor, bias: Tensor, floor: float) -> tupl
 
 def scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, layout: AttentionLayout,
-    states: Carried | None,
+    states: RecurrentState | None,
 ) -> Tensor:  # fmt: skip
     queries, keys, values, decay, beta = (widen(x) for x in (q, k, v, decay, beta))
     share, out = v.shape[1] // q.shape[1], []
@@ -109,7 +109,9 @@ def _read(scores: Tensor, values: Tensor, split: int, sink: Tensor | None = None
     return read / total
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, reach: Reach = WHOLE) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, mask: AttentionMask = CAUSAL
+) -> Tensor:
     q_wide, k_wide, v_wide = widen(q), widen(k), widen(v)
     starts, contexts, blocks = layout.query_start.tolist(), layout.context.tolist(), layout.block_start.tolist()
     group = q.shape[1] // k.shape[1]  # query heads that share one key-value head
@@ -117,12 +119,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: f
     for s, context in enumerate(contexts):
         for t in range(starts[s], starts[s + 1]):
             seen = context + (t - starts[s]) + 1  # keys at positions up to the query's own
-            begin = max(0, seen - reach.window) if reach.window else 0
+            begin = max(0, seen - mask.window) if mask.window else 0
             slots = [blocks[s][j // layout.block_size] + j % layout.block_size for j in range(begin, seen)]
-            split, heads = 0 if reach.window else reach.split, []
+            split, heads = 0 if mask.window else mask.split, []
             for h in range(q.shape[1]):
                 scores = k_wide[slots, h // group] @ q_wide[t, h] * scale
-                sink = None if reach.sinks is None else reach.sinks[h]
+                sink = None if mask.sinks is None else mask.sinks[h]
                 heads.append(_read(scores, v_wide[slots, h // group], split, sink))
             out.append(torch.stack(heads))
     return torch.stack(out).to(q.dtype) if out else q

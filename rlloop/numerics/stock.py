@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlloop.numerics.layout import WHOLE, AttentionLayout, LogitsWarp, Reach
+from rlloop.numerics.layout import CAUSAL, AttentionLayout, AttentionMask, LogitsWarp
 from rlloop.numerics.reference import causal_conv, recurrent_gates, scan
 from rlloop.numerics.routing import Clamped, Routing
 
@@ -151,32 +151,34 @@ def slots_of(layout: AttentionLayout, sequence: int, length: int) -> Tensor:
     return layout.block_start[sequence, at // layout.block_size] + at % layout.block_size
 
 
-def seen_in(reach: Reach, count: int, context: int, device: torch.device) -> Tensor:
+def seen_in(mask: AttentionMask, count: int, context: int, device: torch.device) -> Tensor:
     """Which keys each of `count` queries reads, the first of them at position `context`. [count, context + count]"""
     seen = torch.ones(count, context + count, dtype=torch.bool, device=device).tril(context)
-    return seen.triu(context + 1 - reach.window) if reach.window else seen
+    return seen.triu(context + 1 - mask.window) if mask.window else seen
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, reach: Reach = WHOLE) -> Tensor:
-    if q.is_cuda and not layout.contiguous and reach.sinks is None:
-        return padded_attention(q, k, v, layout, scale, reach.window)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, mask: AttentionMask = CAUSAL
+) -> Tensor:
+    if q.is_cuda and not layout.contiguous and mask.sinks is None:
+        return padded_attention(q, k, v, layout, scale, mask.window)
     starts, contexts = layout.query_start.tolist(), layout.context.tolist()
     outs = []
     for s, context in enumerate(contexts):
         rows = slice(starts[s], starts[s + 1])
         count = rows.stop - rows.start
         slots = slots_of(layout, s, context + count)
-        keys, values, mask = k[slots], v[slots], seen_in(reach, count, context, q.device)
-        if reach.sinks is not None:  # one more key, that scores 0 and then its sink
+        keys, values, seen = k[slots], v[slots], seen_in(mask, count, context, q.device)
+        if mask.sinks is not None:  # one more key, that scores 0 and then its sink
             keys, values = (torch.cat((x, torch.zeros_like(x[:1]))) for x in (keys, values))
-            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
-            column = reach.sinks.to(q.dtype)[:, None, None].expand(-1, count, 1)
-            mask = torch.cat((mask.expand(len(column), -1, -1), column), dim=-1)
+            seen = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -torch.inf)
+            column = mask.sinks.to(q.dtype)[:, None, None].expand(-1, count, 1)
+            seen = torch.cat((seen.expand(len(column), -1, -1), column), dim=-1)
         out = F.scaled_dot_product_attention(
             q[rows].transpose(0, 1)[None],
             keys.transpose(0, 1)[None],
             values.transpose(0, 1)[None],
-            attn_mask=mask,
+            attn_mask=seen,
             scale=scale,
             enable_gqa=True,
         )

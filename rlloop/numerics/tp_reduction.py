@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from rlloop.numerics.kernels.cpu.parameters import each_row
+from rlloop.numerics.operators.parameters import each_row
 from rlloop.numerics.reference import widen
 
 

@@ -1,4 +1,4 @@
-"""What an engine was asked for, held against what it gives back: the checks that need no model."""
+"""Checks of an engine's completions against its requests that need no model."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ from rlloop.types import Completion, FinishReason, SamplingParams, stop_ids
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a model's configuration says of its tokens."""
+    """Size of a model's vocabulary, and the ids that end a sequence."""
 
     size: int
     eos_token_ids: tuple[int, ...]
 
 
-def fault_of(made: Completion, prompt_ids: Sequence[int], sampling: SamplingParams, known: Vocabulary) -> str | None:
-    """In what `made`, of one turn, is not what was asked for; None: in nothing.
+def fault_of(
+    completion: Completion, prompt_ids: Sequence[int], sampling: SamplingParams, vocabulary: Vocabulary
+) -> str | None:
+    """How a completion of one turn differs from its request; None if it does not.
 
-    Versions are not looked at, nor what only weights can tell: `rlloop.models.redraw` draws the tokens again.
+    Versions are not compared, nor is the choice of tokens: `rlloop.models.redraw` draws them again, from weights.
     """
-    if list(made.prompt_ids) != list(prompt_ids):
-        return f"its prompt is {_ids(made.prompt_ids)}, and was asked for as {_ids(prompt_ids)}"
+    if list(completion.prompt_ids) != list(prompt_ids):
+        return f"its prompt is {_ids(completion.prompt_ids)}, and was asked for as {_ids(prompt_ids)}"
     for name, asked in vars(sampling).items():
-        if (used := getattr(made.sampling, name)) != asked and (name != "seed" or asked is not None):
+        if (used := getattr(completion.sampling, name)) != asked and (name != "seed" or asked is not None):
             return f"it was made with {name}={used!r}, and asked for with {name}={asked!r}"
-    if wrong := [id for id in made.token_ids if not 0 <= id < known.size]:
-        return f"token id {wrong[0]} is not in the vocabulary, whose ids are 0 to {known.size - 1}"
-    return ending_fault(made.token_ids, made.finish_reason, sampling, known.eos_token_ids)
+    if wrong := [id for id in completion.token_ids if not 0 <= id < vocabulary.size]:
+        return f"token id {wrong[0]} is not in the vocabulary, whose ids are 0 to {vocabulary.size - 1}"
+    return ending_fault(completion.token_ids, completion.finish_reason, sampling, vocabulary.eos_token_ids)
 
 
 def ending_fault(
     token_ids: Sequence[int], finish_reason: FinishReason, sampling: SamplingParams, eos_token_ids: tuple[int, ...]
 ) -> str | None:
-    """In what the end of one turn's tokens contradicts its finish reason or its parameters; None: in nothing.
+    """How the end of one turn contradicts its finish reason or its sampling parameters; None if it does not.
 
-    A token that ends a completion may be its last possible one, too: both reasons are true then.
+    A stop token may also be the last token allowed. Then both finish reasons are true.
     """
     stops, count = stop_ids(sampling, eos_token_ids), len(token_ids)
-    at = next((place for place, id in enumerate(token_ids) if id in stops), None)
+    at = next((index for index, id in enumerate(token_ids) if id in stops), None)
     if count > sampling.max_tokens:
         return f"it has {count} tokens, and max_tokens is {sampling.max_tokens}"
     if at is not None and at < sampling.min_tokens:

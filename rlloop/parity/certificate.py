@@ -1,4 +1,4 @@
-"""The certificate: one line a step that says which bits were compared, chained by hash to the line before.
+"""The certificate: for each step a line with digests of the bits that were compared, chained by hash to the last line.
 
     {"step": 12, "version": 11, "tokens": 5632, "tokens_different": 0, "engine": "1f0c...", "trainer": "1f0c...",
      "fingerprints": {"engine": "9a41...", "trainer": "9a41..."}, "rung": "bitwise",
@@ -6,14 +6,18 @@
      "previous": "77d2...", "hash": "03be..."}
 
 `engine` and `trainer` are digests of all logprob bits of the step, in sample order; at zero KLD they are equal. `rung`
-is where the run stands on the ladder of `parity.mode=fallback` (bitwise, replay, correction); the line of a step down
-has its `reason`. `rollouts` is the digest of the step's file, `metrics` of what metrics.jsonl got since the last line:
-the step's own, and in the first line step 0's too. `checkpoints` stands in the line after one was saved, with the
-digest of each that was kept, and, like `config` (of config.yaml) and `reward` (of its source), in the first line that
-a process writes; `model`, of the folder that the weights come from, in the run's first. A step that broke the contract
-has no metrics.
+is the run's rung on the ladder of `parity.mode=fallback` (bitwise, replay, correction); the line of a step down has its
+`reason`. Digests of records:
 
-A line's `hash` covers the rest of it: a line that was changed, added or taken out breaks the chain.
+    rollouts     the step's rollout file
+    metrics      the lines of metrics.jsonl since the last line: the step's own and, in the first line, step 0's
+    checkpoints  each checkpoint that is kept: in the line after one was saved, and in the first that a process writes
+    config       config.yaml; in the first line that a process writes
+    reward       the reward's source; likewise
+    model        the folder that the weights come from; in the run's first line
+
+A step that broke the contract has no `metrics`. A line's `hash` covers the rest of it, so that changing, adding or
+removing a line breaks the chain.
 """
 
 from __future__ import annotations
@@ -30,12 +34,12 @@ from rlloop.errors import RunError
 from rlloop.runs.folder import Journal, read_records
 
 GENESIS = "0" * 64
-# What differs between two runs of the same bits: times stand in the metrics.
+# Keys that differ between two runs with the same bits, since metrics contain times.
 CHAINED = ("metrics", "rollouts", "config", "reward", "model", "checkpoints", "previous", "hash")
 
 
 def bits_digest(logprobs: Sequence[np.ndarray]) -> str:
-    """Of float32 arrays, by their bits: −0 is not 0, and a NaN is itself."""
+    """sha256 of float32 arrays' bits, so that −0 differs from 0, and a NaN equals itself."""
     digest = hashlib.sha256()
     for array in logprobs:
         digest.update(np.ascontiguousarray(array, dtype="<f4").tobytes())
@@ -43,56 +47,57 @@ def bits_digest(logprobs: Sequence[np.ndarray]) -> str:
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
-    """Of JSON values, whatever the order of their keys."""
+    """sha256 of JSON values, independent of the order of keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def comparison_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a line that two runs of the same bits share."""
+    """The part of a line that two runs with the same bits share."""
     return {key: value for key, value in line.items() if key not in CHAINED}
 
 
 class Certificate:
-    """Appends lines to a run's `parity.jsonl`: each is begun when its step was compared and sealed when it is over."""
+    """Appends lines to a run's `parity.jsonl`. A line begins when its step is compared and is sealed at its end."""
 
     def __init__(self, journal: Journal, attest: Callable[[Statement], None] = lambda statement: None) -> None:
-        """`attest` signs the head, or brings it to a witness: see `rlloop.parity.witness`."""
+        """`attest` signs the head or sends it to a witness: see `rlloop.parity.witness`."""
         self._journal, self._attest = journal, attest
         self._line: dict[str, Any] = {}
         self._covered = hashlib.sha256()
         self.reload()
 
     def reload(self) -> None:
-        """Go on where the file ends; for when the run folder was rewound. Raises `RunError` for a damaged file."""
+        """Continue from the file's end, after the run folder was rewound. Raises `RunError` for a damaged file."""
         self.previous, self.rung, self.replayed, self._run = GENESIS, "bitwise", False, ""
         for line in read_records(self._journal.path):
             if not isinstance(line.get("hash"), str) or not isinstance(line.get("rung"), str):
                 raise RunError(
-                    f"{self._journal.path} is damaged: the line of step {line.get('step')} is no certificate's"
+                    f"{self._journal.path} is damaged: the line of step {line.get('step')} has no hash or no rung"
                 )
             self.previous = line["hash"]
             self._run = self._run or self.previous
             self.step_down(line["rung"])
 
     def step_down(self, rung: str) -> None:
+        """Set the rung. Once on `replay`, routing is replayed on lower rungs too."""
         self.rung = rung
-        self.replayed = self.replayed or rung == "replay"  # from there on, on lower rungs too
+        self.replayed = self.replayed or rung == "replay"
 
     def begin(self, line: Mapping[str, Any]) -> None:
-        """The next line, what was noted before in it."""
+        """Start the next line, with the facts noted so far."""
         self._line = {**line, "rung": self.rung, **self._line}
 
     def note(self, **facts: Any) -> None:
-        """Further facts for the next line."""
+        """Add facts to the next line."""
         self._line |= facts
 
     def cover(self, record: bytes) -> None:
-        """The next line speaks for what was appended to metrics.jsonl."""
+        """Let the next line cover a record that was appended to metrics.jsonl."""
         self._covered.update(record)
         self.note(metrics=self._covered.hexdigest())
 
     def seal(self) -> None:
-        """Write the line that was begun."""
+        """Write the line."""
         chained = {**self._line, "previous": self.previous}
         self.previous = content_digest(chained)
         self._run = self._run or self.previous
@@ -100,14 +105,17 @@ class Certificate:
         self._line, self._covered = {}, hashlib.sha256()
 
     def attest(self, step: int, checkpoints: Mapping[str, str]) -> None:
-        """Checkpoint `step` is saved: state the head, and let the next line hold the digests of all that are kept."""
+        """After checkpoint `step` was saved: attest the head, and let the next line cover all kept checkpoints.
+
+        `checkpoints`: step -> manifest's digest.
+        """
         self.note(checkpoints=dict(checkpoints))
         self._attest(Statement(self._run, step, self.previous, checkpoints.get(str(step), "")))
 
 
 @dataclass(frozen=True)
 class Statement:
-    """That a run had come so far: what is signed, or told to a witness."""
+    """The certificate's head at a checkpoint, as it is signed or sent to a witness."""
 
     run: str  # the hash of its first line
     step: int
@@ -116,7 +124,7 @@ class Statement:
 
 
 def find_breaks(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What is wrong with a certificate: changed lines, gaps, steps out of order. Empty when it is whole."""
+    """Changed lines, gaps and steps out of order in a certificate. Empty if the chain is intact."""
     problems: list[str] = []
     previous, expected = GENESIS, 1
     for line in lines:

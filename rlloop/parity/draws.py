@@ -1,4 +1,4 @@
-"""Tokens drawn again: is what the engine says that it drew what its seed draws from the trainer's distribution?"""
+"""Comparison of sampled tokens with those that the same seeds draw from the trainer's distribution."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rlloop.types import Sample
 
 @dataclass(frozen=True)
 class WrongDraw:
-    """One token that its seed does not draw."""
+    """A sampled token that its seed does not draw."""
 
     uid: str  # of the sequence
-    index: int  # of the token among those that the policy wrote
+    index: int  # of the token among the policy's own
     token_id: int
     expected: int
     seed: int | None
@@ -29,7 +29,7 @@ class WrongDraw:
 
 @dataclass(frozen=True)
 class Draws:
-    """One step's tokens, drawn again."""
+    """The result of drawing one step's tokens again."""
 
     tokens: int = 0  # drawn again
     different: int = 0
@@ -43,21 +43,21 @@ class Draws:
 
     def describe(self) -> str:
         return (
-            f"{self.different} of {self.tokens} tokens are not what their seeds draw from the trainer's distribution, "
-            f"though the logprobs have its bits: the engine chose them in another way. First: {self.first}"
+            f"{self.different} of {self.tokens} tokens are not those that their seeds draw from the trainer's "
+            f"distribution, though the logprobs are equal: the engine chose them in another way. First: {self.first}"
         )
 
 
 def check_draws(samples: Sequence[Sample], redrawn: Sequence[np.ndarray] | None) -> Draws:
-    """Hold the tokens that the policy wrote against those drawn again, [T] a sample; −1: that one was not."""
+    """Compare the policy's own tokens with those drawn again: [T] for each sample, −1 where none was drawn."""
     tokens = different = 0
     first = None
     for sample, expected in zip(samples, redrawn or (), strict=redrawn is not None):
-        made = sample.completion
-        own = np.asarray(made.token_ids, np.int64)[list(made.written)]
+        completion = sample.completion
+        own = np.asarray(completion.token_ids, np.int64)[list(completion.written)]
         wrong = (own != expected) & (expected >= 0)
         tokens, different = tokens + int((expected >= 0).sum()), different + int(wrong.sum())
         if first is None and wrong.any():
             at = int(wrong.argmax())
-            first = WrongDraw(sample.uid, at, int(own[at]), int(expected[at]), made.sampling.seed)
+            first = WrongDraw(sample.uid, at, int(own[at]), int(expected[at]), completion.sampling.seed)
     return Draws(tokens, different, first)

@@ -1,7 +1,7 @@
-"""Where do engine and trainer part? The offending sequence again, both ways, compared operation by operation.
+"""Finds the first operation in which engine and trainer differ, by running the offending sequence again both ways.
 
-The trainer's way is one forward over the whole sequence; the engine's is a prefill of the prompt and then a token at a
-time against a cache. Both are traced, and the first operation whose bits differ, in the order of computation, is named.
+The trainer runs one forward over the whole sequence; the engine prefills the prompt and then decodes token by token
+against a cache. Both are traced, and results are compared in the order of computation.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from rlloop.models import Model
 from rlloop.models.logits_processing import warp_for
-from rlloop.numerics.layout import AttentionLayout, Carried
+from rlloop.numerics.layout import AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.monitor import Finding, TokenDifference
 from rlloop.types import Sample
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # views that compare bits, by item size
-KNOBS = {  # of operations that do not have their knob's name
+KNOBS = {  # operation -> field of `NumericsProfile` that chooses its implementation, if that has another name
     "silu_mul": "activation",
     "logits": "token_logprob",
     "residual sum": "rms_norm",
@@ -42,8 +42,8 @@ KNOBS = {  # of operations that do not have their knob's name
     "recurrent_gates": "recurrent",
     "scan": "recurrent",
 }
-FOLLOWED = {  # settings that the operations of a knob follow
-    "linear": ("tp_segments", "all_reduce", "latent"),  # the form of latent attention shows in what o_proj reads
+FOLLOWED = {  # field -> further settings that its operations depend on
+    "linear": ("tp_segments", "all_reduce", "latent"),  # `latent` changes the input of o_proj
     "rms_norm": ("residual_norm",),
     "attention": ("attention_splits",),
     "router": ("router_logits",),
@@ -52,7 +52,8 @@ FOLLOWED = {  # settings that the operations of a knob follow
 
 
 def knob_of(op: str, mine: NumericsProfile, other: NumericsProfile) -> str:
-    """What to look at where `op` differs: its implementation, or a setting that the two profiles do not share."""
+    """The profile's field to look at when `op` differs: a setting that the two profiles do not share, if there is one,
+    else the operation's implementation."""
     knob = KNOBS.get(op, op)
     return next((name for name in (knob, *FOLLOWED.get(knob, ())) if getattr(mine, name) != getattr(other, name)), knob)
 
@@ -61,15 +62,15 @@ def knob_of(op: str, mine: NumericsProfile, other: NumericsProfile) -> str:
 class Call:
     """One operation's result over the whole sequence so far."""
 
-    where: str  # the module whose weight it used; the layer, where it used none
+    where: str  # the module whose weight it used, else the layer
     op: str
     rows: Tensor  # [T, ...]
 
 
 class Trace:
-    """Stands in for a model's `Ops` and keeps what each call of one forward returned."""
+    """Stands in for a model's `Ops` and records the result of each call of one forward."""
 
-    fuses = False  # or operations would not show
+    fuses = False  # a fused kernel would hide the operations in it
 
     def __init__(self, model: Model) -> None:
         self._ops, self.profile = model.ops, model.profile
@@ -90,14 +91,16 @@ class Trace:
             elif op == "route":
                 self.calls += [Call(where, "expert choice", result[1]), Call(where, op, result[0])]
             else:
-                self.calls += [Call(where, op, part) for part in (result if isinstance(result, tuple) else (result,))]
+                self.calls += [
+                    Call(where, op, output) for output in (result if isinstance(result, tuple) else (result,))
+                ]
             return result
 
         return call
 
 
 class FlatCache:
-    """An engine's cache for one sequence: position is slot, and there is one row for what recurrent layers keep."""
+    """An engine's cache for one sequence: slots are positions, and recurrent layers have one row of state."""
 
     def __init__(self, model: Model, length: int) -> None:
         like = model.head
@@ -119,19 +122,22 @@ class FlatCache:
             self._stores[layer][name][self.start : self.start + len(rows)] = rows
         return tuple(self._stores[layer][name] for name in tensors)
 
-    def carried(self, layer: int, name: str) -> Carried:
-        return Carried(self._states[layer][name], self._row)
+    def carried(self, layer: int, name: str) -> RecurrentState:
+        return RecurrentState(self._states[layer][name], self._row)
 
 
 def pairs(mine: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, Call]]:
-    """The same result on both sides, in order of computation. What only one side shows, or shows more often, or in
-    another shape, is left out: transformers' modules and another form of latent attention show other things."""
-    found: dict[tuple[str, str], tuple[list[Call], list[Call]]] = {}
+    """Calls that both sides have, in order of computation.
+
+    A result that one side lacks, has more often or has in another shape is left out: transformers' modules, and the
+    other form of latent attention, compute some things differently.
+    """
+    by_name: dict[tuple[str, str], tuple[list[Call], list[Call]]] = {}
     for side, calls in enumerate((mine, theirs)):
         for call in calls:
-            found.setdefault((call.where, call.op), ([], []))[side].append(call)
+            by_name.setdefault((call.where, call.op), ([], []))[side].append(call)
     for call in mine:
-        ours, others = found[call.where, call.op]
+        ours, others = by_name[call.where, call.op]
         if len(ours) == len(others):
             other = next(other for same, other in zip(ours, others, strict=True) if same is call)
             if other.rows.numel() == call.rows.numel():
@@ -140,41 +146,44 @@ def pairs(mine: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, Call]]:
 
 @torch.no_grad()
 def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifference) -> Finding:
-    """The first operation that differs on the way to `token` of `sample`, rerun alone."""
-    made = sample.completion
-    ids = torch.tensor((made.prompt_ids + made.token_ids)[: token.position], device=trainer.head.device)
+    """The first operation that differs in computing `token` of `sample`, whose sequence is run again alone."""
+    completion = sample.completion
+    ids = torch.tensor((completion.prompt_ids + completion.token_ids)[: token.position], device=trainer.context.device)
     theirs, their_hidden = trace_whole(trainer, ids)
-    ours, our_hidden = _trace_decode(engine, ids, len(made.prompt_ids))
+    ours, our_hidden = _trace_decode(engine, ids, len(completion.prompt_ids))
 
     def finding(where: str, op: str, position: int, mine: Tensor, other: Tensor) -> Finding:
         knob = knob_of(op, engine.profile, trainer.profile)
-        return _finding(where, op, knob, position, mine, other, len(made.prompt_ids))
+        return _finding(where, op, knob, position, mine, other, len(completion.prompt_ids))
 
     for mine, other in pairs(ours, theirs):
-        if (found := first_row(mine.rows, other.rows)) is not None:
-            return finding(mine.where, mine.op, found, mine.rows, other.rows)
+        if (row := first_row(mine.rows, other.rows)) is not None:
+            return finding(mine.where, mine.op, row, mine.rows, other.rows)
     our_logits, their_logits = (
         model.ops.logits(hidden[-1:], model.head) for model, hidden in ((engine, our_hidden), (trainer, their_hidden))
     )
     if first_row(our_logits, their_logits) is not None:
         return finding("lm_head", "logits", token.position, our_logits, their_logits)
-    place = token.position - len(made.prompt_ids)
-    turn = max(start for start, _ in made.turns or ((0, 0),) if start <= place)
-    warp = warp_for([made.sampling], [place - turn], engine.eos_token_ids, device=ids.device)
-    seed, position = (torch.tensor([number], device=ids.device) for number in (made.sampling.seed, token.position))
+    offset = token.position - len(completion.prompt_ids)
+    turn = max(start for start, _ in completion.turns or ((0, 0),) if start <= offset)
+    warp = warp_for([completion.sampling], [offset - turn], engine.eos_token_ids, device=ids.device)
+    seed, position = (
+        torch.tensor([number], device=ids.device) for number in (completion.sampling.seed, token.position)
+    )
     target = torch.tensor([token.token_id], device=ids.device)
     _, sampled, _ = engine.ops.sample(our_logits, warp, seed, position)
     scored, _ = trainer.ops.token_logprob(their_hidden[-1:], trainer.head, target, warp)
     if first_row(sampled, scored) is not None:
         return finding("lm_head", "token_logprob", token.position, sampled, scored)
     return Finding(
-        "This sequence alone, rerun the engine's way and the trainer's, shows no operation that differs: the "
+        "Run again alone, the engine's way and the trainer's, this sequence shows no operation that differs: the "
         "difference depends on what it was batched with, or on state (a stale cache, weights that changed in between)",
         {"op": None, "where": None, "knob": None},
     )
 
 
 def trace_whole(model: Model, ids: Tensor) -> tuple[list[Call], Tensor]:
+    """The calls of one forward over `ids` [T], and its hidden states [T, width]."""
     trace = Trace(model)
     positions = torch.arange(len(ids), device=ids.device)
     hidden = _under(model, trace).hidden(ids, positions, AttentionLayout.of_sequences([len(ids)], ids.device))
@@ -182,7 +191,7 @@ def trace_whole(model: Model, ids: Tensor) -> tuple[list[Call], Tensor]:
 
 
 def _trace_decode(model: Model, ids: Tensor, prompt: int) -> tuple[list[Call], Tensor]:
-    """Prefill, then one token at a time; the calls of all forwards joined, one for each operation of a forward."""
+    """The same by a prefill and then token by token, with each operation's results of all forwards joined."""
     cache = FlatCache(model, len(ids))
     cuts = [0, *range(min(prompt, len(ids)), len(ids) + 1)]
     traces, hidden = [], []
@@ -210,7 +219,7 @@ def _under(model: Model, trace: Trace) -> Model:
 
 
 def first_row(mine: Tensor, other: Tensor) -> int | None:
-    """The first row whose bits differ."""
+    """Index of the first row whose bits differ, if any."""
     integers = INTEGERS[mine.element_size()]
     different = mine.contiguous().view(integers) != other.contiguous().view(integers)
     rows = different.flatten(1).any(1) if different.ndim > 1 else different
@@ -219,9 +228,9 @@ def first_row(mine: Tensor, other: Tensor) -> int | None:
 
 def _finding(where: str, op: str, knob: str, position: int, mine: Tensor, other: Tensor, prompt: int) -> Finding:
     gap = float((mine.double() - other.double()).abs().max())
-    place = f"token {position} of the prompt" if position < prompt else f"token {position - prompt} of the completion"
+    token = f"token {position} of the prompt" if position < prompt else f"token {position - prompt} of the completion"
     return Finding(
-        f"The first operation that differs: {op} at {where} (profile knob {knob}), at {place}; at most {gap:.2g} apart "
+        f"The first operation that differs: {op} at {where} (profile knob {knob}), at {token}; at most {gap:.2g} apart "
         "over the sequence",
         {"op": op, "where": where, "knob": knob, "position": position, "largest_difference": gap},
     )

@@ -1,7 +1,9 @@
-"""The live check: what the engine sampled with against what the trainer recomputes, bit by bit, each step.
+"""Compares the engine's logprobs with the trainer's, bit by bit, at each step.
 
 Notation of docs/metrics.md, for a token: mu = the engine's logprob, pi = the trainer's before the update, d = pi − mu,
-r = exp(d). Sums are float64, and k3 is expm1(d) − d, so that a drift of 1e-9 is not lost in a rounding.
+r = exp(d). k1 and k3 are estimates of the train-inference KL: the means of −d, and of expm1(d) − d, which is never
+negative. Sums are float64, and expm1 keeps differences of 1e-9 from being lost in a rounding. ESS is the effective
+sample size, (sum r)^2 / sum r^2, here by the number of tokens.
 """
 
 from __future__ import annotations
@@ -19,22 +21,22 @@ from rlloop.parity.certificate import Certificate, bits_digest, content_digest
 from rlloop.parity.draws import Draws, check_draws
 from rlloop.types import Recomputed, Sample
 
-RUNGS = ("bitwise", "replay", "correction")  # of parity.mode=fallback; under the last one is to stop
+RUNGS = ("bitwise", "replay", "correction")  # of parity.mode=fallback, downwards; below the last the run stops
 
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """One trained token whose two logprobs, or two raw logprobs, have different bits."""
+    """One trained token whose logprobs, or raw logprobs, differ between engine and trainer."""
 
     uid: str  # of the sequence
-    index: int  # of the token among those that the policy wrote
+    index: int  # of the token among the policy's own
     position: int  # of the token in prompt + completion
     token_id: int
     engine: float
     engine_bits: str  # the float32, as hexadecimal
     trainer: float
     trainer_bits: str
-    raw: bool = False  # which of the two
+    raw: bool = False  # the raw logprobs differ (temperature 1, nothing truncated)
 
     def __str__(self) -> str:
         return (
@@ -46,26 +48,26 @@ class TokenDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One step's tokens, compared."""
+    """The result of comparing one step's trained tokens."""
 
     tokens: int
     tokens_different: int
     sequences_different: int
     first: TokenDifference | None
-    worst: TokenDifference | None  # of the largest absolute difference
+    worst: TokenDifference | None  # with the largest absolute difference
     engine_digest: str
     trainer_digest: str
     raw_digests: tuple[str, str] | None  # engine's and trainer's; None: the trainer has none
     metrics: dict[str, Any]  # parity/* and is/*
-    certain: int = 0  # tokens of probability 1: nothing but their raw logprobs says who computed them
+    certain: int = 0  # tokens of probability 1, whose logprob is 0 on both sides: only raw logprobs can differ
     raw_different: int = 0  # tokens whose raw logprobs have different bits
     draws: Draws = field(default_factory=Draws)
-    faults: tuple[str, ...] = ()  # for people: completions that are not what was asked for, and in what
-    step_down: str | None = None  # for people: from which rung of the ladder to which, and why; None: it stays
+    faults: tuple[str, ...] = ()  # text: each completion that differs from its request, and how
+    step_down: str | None = None  # text: from which rung of the ladder to which, and why; None: no step down
 
     @property
     def equal(self) -> bool:
-        """Whether the numbers are, raw ones too. What was drawn from them is another question."""
+        """True if all logprobs are equal, raw ones too. Says nothing about the tokens drawn."""
         return self.tokens_different == 0 and self.raw_different == 0
 
 
@@ -74,7 +76,7 @@ def compare(
     trainer_logprobs: Sequence[np.ndarray],
     trainer_raw_logprobs: Sequence[np.ndarray] | None = None,
 ) -> Comparison:
-    """Compare each sample's sampled logprobs [T] float32 with the trainer's of the same tokens, and the raw ones."""
+    """Compare each sample's logprobs [T] float32 with the trainer's of the same tokens; and the raw ones, if given."""
     engine_logprobs = [sample.completion.logprobs for sample in samples]
     counts = [len(array) for array in engine_logprobs]
     assert counts == [len(array) for array in trainer_logprobs], "the trainer scored other tokens than were sampled"
@@ -91,8 +93,8 @@ def compare(
         starts = np.cumsum([0, *counts])
         with np.errstate(invalid="ignore"):  # of two infinities
             gap = np.where(where, np.abs(theirs.astype(np.float64) - ours), -1.0)
-        places = (int(where.argmax()), int(np.nan_to_num(gap, nan=np.inf).argmax()))
-        first, worst = (_token(samples, sequence, starts, ours, theirs, at, raw) for at in places)
+        indices = (int(where.argmax()), int(np.nan_to_num(gap, nan=np.inf).argmax()))
+        first, worst = (_token(samples, sequence, starts, ours, theirs, at, raw) for at in indices)
     metrics = _metrics(mu.astype(np.float64), pi.astype(np.float64), different, sequence, counts) if len(mu) else {}
     if len(mu) and trainer_raw_logprobs is not None:
         metrics["parity/raw_different"] = float(raw_different.mean())
@@ -126,12 +128,12 @@ def _token(
 ) -> TokenDifference:
     sample = samples[sequence[at]]
     index = int(at - starts[sequence[at]])
-    place = sample.completion.written[index]
+    offset = sample.completion.written[index]
     return TokenDifference(
         uid=sample.uid,
         index=index,
-        position=len(sample.completion.prompt_ids) + place,
-        token_id=int(sample.completion.token_ids[place]),
+        position=len(sample.completion.prompt_ids) + offset,
+        token_id=int(sample.completion.token_ids[offset]),
         engine=float(mu[at]),
         engine_bits=f"0x{mu.view(np.uint32)[at]:08x}",
         trainer=float(pi[at]),
@@ -143,9 +145,7 @@ def _token(
 def _metrics(
     mu: np.ndarray, pi: np.ndarray, different: np.ndarray, sequence: np.ndarray, counts: Sequence[int]
 ) -> dict[str, Any]:
-    with np.errstate(
-        all="ignore"
-    ):  # a collapsed or broken pair may hold infinities; they are to be seen, not warned of
+    with np.errstate(all="ignore"):  # a broken pair may hold infinities, which belong in the metrics
         d = pi - mu
         r = np.exp(d)
         gap = np.abs(d)
@@ -171,13 +171,13 @@ def _metrics(
 
 
 def _counts(d: np.ndarray) -> list[int]:
-    """Of each bin of `LOG_RATIO_EDGES`; what is not a number belongs to none."""
+    """Tokens in each bin of `LOG_RATIO_EDGES`; NaN is in none."""
     bins = np.searchsorted(LOG_RATIO_EDGES, d[~np.isnan(d)], side="right")
     return np.bincount(bins, minlength=len(LOG_RATIO_EDGES) + 1).tolist()
 
 
 class ParityMonitor:
-    """Compares each step, writes the certificate, and judges by `parity.mode`."""
+    """Compares each step, writes the certificate, and decides by `parity.mode` if the run may go on."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class ParityMonitor:
         engine_fingerprint: Mapping[str, Any],
         trainer_fingerprint: Mapping[str, Any],
     ) -> None:
-        """Raises `ConfigError` where the two fingerprints differ and the mode is `require`."""
+        """Raises `ConfigError` if the fingerprints differ under `parity.mode=require`."""
         self.config = config
         self.certificate = certificate
         self.fingerprints = {
@@ -198,12 +198,12 @@ class ParityMonitor:
 
     @property
     def rung(self) -> str:
-        """Where the run stands on the ladder: one of `RUNGS`."""
+        """The run's rung on the ladder: one of `RUNGS`."""
         return self.certificate.rung
 
     @property
     def replays(self) -> bool:
-        """Whether the trainer is to take the engine's experts. Below the rung of that name it still helps."""
+        """True if the trainer is to route tokens to the engine's experts: by configuration, or since rung `replay`."""
         return self.config.replay or self.certificate.replayed
 
     def compare(
@@ -215,16 +215,16 @@ class ParityMonitor:
         routing: Mapping[str, float] | None = None,
         rest: Sequence[Sample] = (),
     ) -> Comparison:
-        """Compare, step down the ladder where that is due, and begin the certificate's line. Whether to go on is
-        `objection`'s to say.
+        """Compare, step down the ladder if need be, and begin the certificate's line. `objection` says if the run must
+        stop.
 
-        `routing`: the trainer's comparison of choices, beside that of logprobs. `rest`: samples that are not trained,
-        which are held against what was asked for, too.
+        `routing`: metrics of expert choices, engine's against trainer's. `rest`: samples that are not trained, whose
+        faults count as well.
         """
         raw = trainer.raw_logprobs
-        told = _flat([sample.completion.raw_logprobs for sample in samples])
-        if self.config.mode is not ParityMode.require and np.isnan(told).all():
-            raw = None  # stock engines may tell none
+        engine_raw = _flat([sample.completion.raw_logprobs for sample in samples])
+        if self.config.mode is not ParityMode.require and np.isnan(engine_raw).all():
+            raw = None  # stock engines may report none
         comparison = compare(samples, trainer.logprobs, raw)
         draws = check_draws(samples, trainer.redrawn)
         faults = tuple(f"{each.uid}: {each.fault}" for each in (*samples, *rest) if each.fault is not None)
@@ -255,22 +255,22 @@ class ParityMonitor:
         return comparison
 
     def _step_down(self, comparison: Comparison) -> tuple[str, str] | None:
-        """The next rung and the reason for it, where the present one does not hold."""
+        """The next rung and the reason, if the present one does not hold."""
         if self.config.mode is not ParityMode.fallback or comparison.equal or self.rung == RUNGS[-1]:
             return None
-        flips, found = comparison.metrics.get("parity/router_different"), describe(comparison)
-        if self.rung == "bitwise" and flips is not None:  # also where none differs yet: the next step's may
-            return "replay", f"{found}; {flips:.2%} of expert choices differ: the trainer takes the engine's"
-        return "correction", found if flips is None else f"with the engine's experts too, {found}"
+        flips, difference = comparison.metrics.get("parity/router_different"), describe(comparison)
+        if self.rung == "bitwise" and flips is not None:  # even if it is 0 in this step
+            return "replay", f"{difference}; {flips:.2%} of expert choices differ: the trainer takes the engine's"
+        return "correction", difference if flips is None else f"with the engine's experts too, {difference}"
 
     def objection(self, comparison: Comparison) -> str | None:
-        """Why the run must not go on; None where it may."""
+        """The reason why the run must stop; None if it may go on."""
         if self.config.mode is ParityMode.observe:
             return None
         if comparison.faults:
-            found = f"{len(comparison.faults)} completions are not what the engine was asked for"
-            return f"{found}. First, sequence {comparison.faults[0]}"
-        if comparison.equal:  # the same numbers: no arithmetic explains another draw
+            count = f"{len(comparison.faults)} completions are not what the engine was asked for"
+            return f"{count}. First, sequence {comparison.faults[0]}"
+        if comparison.equal:  # with equal logprobs, rounding cannot explain another token
             return None if comparison.draws.first is None else comparison.draws.describe()
         if self.config.mode is ParityMode.require:
             return describe(comparison)
@@ -284,6 +284,7 @@ class ParityMonitor:
 
 
 def describe(comparison: Comparison) -> str:
+    """The number of tokens that differ and the first of them, for messages."""
     count, what = comparison.tokens_different, "other bits"
     if not count:
         count, what = comparison.raw_different, "other raw bits (at temperature 1, nothing truncated)"
@@ -294,7 +295,7 @@ def describe(comparison: Comparison) -> str:
 
 
 def _raw(comparison: Comparison) -> dict[str, Any]:
-    """Of a line of the certificate."""
+    """Keys of the certificate's line about raw logprobs."""
     if comparison.raw_digests is None:
         return {}
     engine, trainer = comparison.raw_digests
@@ -303,14 +304,14 @@ def _raw(comparison: Comparison) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the doctor found: the first place where engine and trainer part."""
+    """The first operation in which engine and trainer differ: `rlloop.parity.first_difference.diagnose`."""
 
-    text: str  # one line for people
+    text: str  # one line
     details: dict[str, Any]  # JSON values for the report
 
 
 def report(step: int, objection: str, comparison: Comparison, finding: Finding | None) -> dict[str, Any]:
-    """What `parity_report.json` holds."""
+    """Content of `parity_report.json`."""
     return {
         "step": step,
         "objection": objection,
@@ -328,19 +329,20 @@ def report(step: int, objection: str, comparison: Comparison, finding: Finding |
 
 
 def refuse_different_fingerprints(engine: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` that lists every key in which the two differ."""
     differ = fingerprint_differences(engine, trainer)
     if differ:
         listed = "\n".join(f"  {key}: engine {mine!r}, trainer {theirs!r}" for key, (mine, theirs) in differ.items())
         raise ConfigError(
             f"engine and trainer would not compute the same numbers:\n{listed}\n"
-            "parity.mode=require refuses that; make them equal, or set parity.mode=observe to measure the difference"
+            "parity.mode=require refuses this; make them equal, or set parity.mode=observe to measure the difference"
         )
 
 
 def fingerprint_differences(
     engine: Mapping[str, Any], trainer: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (engine's, trainer's), where they are not equal; None stands for absent."""
+    """Dotted key -> (engine's, trainer's) of every key that differs; None for an absent one."""
     differ: dict[str, tuple[Any, Any]] = {}
     for key in sorted(engine.keys() | trainer.keys()):
         mine, theirs = engine.get(key), trainer.get(key)

@@ -1,11 +1,11 @@
-"""The certificate's head, signed or told to a witness at each checkpoint.
+"""Signs the certificate's head, or sends it to a witness, at each checkpoint.
 
-A chain of hashes shows what was changed in it, not that all of it was written anew. A signature shows that too, to
-whoever has the public key, as long as the private one was not there to be used again. A witness knows besides how far
-the run had come, so a run that was cut short and finished otherwise shows as well.
+The hash chain reveals changes, but not a chain that was written anew from its start. A signature reveals that to anyone
+with the public key, as long as the forger does not have the private one. A witness also knows how far the run had come,
+which reveals a run that was cut short and finished differently.
 
     signatures.jsonl, in the run's folder   {"run", "step", "head", "checkpoint", "signature": Ed25519, hexadecimal}
-    the witness's own                       {"run", "step", "head", "checkpoint"}, posted as JSON or appended as a line
+    the witness's                           {"run", "step", "head", "checkpoint"}, posted as JSON or appended as a line
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from rlloop.runs.folder import SIGNATURES, Journal
 from rlloop.sync.manifest import load_key, public_key
 
 TRIES = 3
-TIMEOUT = 10.0  # seconds of one
-MOST_ANSWER = 1 << 16  # bytes of what it answers, which nobody reads
+TIMEOUT = 10.0  # seconds for each try
+MOST_ANSWER = 1 << 16  # bytes of an answer, which is not read
 
 
 class Attestor:
-    """Signs and tells what `certificate.key` and `certificate.witness` ask for."""
+    """Signs statements and sends them to the witness, as `certificate.key` and `certificate.witness` say."""
 
     def __init__(self, config: CertificateConfig, folder: Path, log: Callable[[str], None]) -> None:
-        """Raises `ConfigError` where the key cannot be read or the witness's file cannot be there."""
+        """Raises `ConfigError` for a key that cannot be read, or a witness's file in a folder that does not exist."""
         self._key = None if config.key is None else load_key(Path(config.key))
         self._signatures = Journal(folder / SIGNATURES)
         self._witness, self._log = config.witness, log
         if self._witness is not None and not _is_address(self._witness) and not Path(self._witness).parent.is_dir():
             raise ConfigError(
-                f"certificate.witness is {self._witness!r}; it must be an http:// or https:// address, or a file in a "
-                "folder that is there"
+                f"certificate.witness is {self._witness!r}; it must be an http:// or https:// address, or a file in an "
+                "existing folder"
             )
 
     def __call__(self, statement: Statement) -> None:
-        """A witness that does not answer is logged: the next checkpoint's statement covers this one's steps, too."""
+        """Sign and send. A witness that does not answer is only logged: the next statement covers these steps, too."""
         if self._key is not None:
             signature = self._key.sign(message(statement)).hex()
             self._signatures.append({**asdict(statement), "signature": signature})
@@ -55,14 +55,14 @@ class Attestor:
             if _is_address(self._witness):
                 _post(self._witness, message(statement))
             else:
-                with Path(self._witness).open("ab") as file:  # several runs may tell one
+                with Path(self._witness).open("ab") as file:  # which several runs may share
                     file.write(message(statement) + b"\n")
         except (OSError, ConnectionError) as error:
-            self._log(f"the witness {self._witness} was not told of step {statement.step}: {error}")
+            self._log(f"step {statement.step} could not be sent to the witness {self._witness}: {error}")
 
 
 def message(statement: Statement) -> bytes:
-    """The bytes that are signed, and that a witness gets."""
+    """The bytes of a statement that are signed and sent."""
     return msgspec.json.encode(asdict(statement), order="sorted")
 
 
@@ -75,14 +75,16 @@ def is_signed(statement: Statement, signature: str, key: Ed25519PublicKey) -> bo
 
 
 def read_public_key(path: Path) -> Ed25519PublicKey:
-    """PEM, or the 64 hexadecimal digits of a .pub file. Raises `ConfigError`."""
+    """An Ed25519 key from PEM, or from the 64 hexadecimal digits of a .pub file. Raises `ConfigError`."""
     try:
         content = path.read_bytes()
         key = load_pem_public_key(content) if b"BEGIN PUBLIC" in content else public_key(content.decode())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--public-key {path} cannot be read: {error}") from None
     if not isinstance(key, Ed25519PublicKey):
-        raise ConfigError(f"--public-key {path} is no Ed25519 key; openssl pkey -in KEY -pubout writes the public half")
+        raise ConfigError(
+            f"--public-key {path} is not an Ed25519 key; openssl pkey -in KEY -pubout writes the public half"
+        )
     return key
 
 
@@ -91,7 +93,7 @@ def _is_address(witness: str) -> bool:
 
 
 def _post(address: str, content: bytes) -> None:
-    """Raises `ConnectionError` where it does not arrive."""
+    """Raises `ConnectionError` after `TRIES` failures."""
     import httpx
 
     from rlloop.web.clients import client

@@ -1,1 +1,1 @@
-"""`rlloop parity A B`: two definitions of one model, compared down to the first operation that differs."""
+"""`rlloop parity A B`: compares two definitions of one model, down to the first operation that differs."""

@@ -1,7 +1,7 @@
-"""Where two definitions of a model part, and what each knob between them is worth.
+"""The first operation in which two definitions of a model differ, and the effect of each knob between them.
 
-`first_difference` names the first operation, in the order of computation, whose result has other bits. `knobs` swaps
-one knob of the profile at a time and measures the divergence that it brings alone, and the one that is left without it.
+A *knob* is a field of the numerics profile. `knobs` swaps one at a time, and measures the divergence that it causes
+alone and the divergence that is left without it. k3 is the estimate of the KL in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from rlloop.parity_tool.sides import Definition, Scored, Tokens, Transformers
 
 @dataclass(frozen=True)
 class FirstDifference:
+    """The first operation, in the order of computation, whose result has other bits."""
+
     op: str
-    where: str  # the module, by its name in the checkpoint
-    knob: str  # of the profile
-    position: int  # the first token that differs
-    largest: float  # over the sequence
+    where: str  # the module's name in the checkpoint
+    knob: str
+    position: int  # of the first token that differs
+    largest: float  # difference over the sequence
 
 
 @dataclass(frozen=True)
 class Knob:
-    """One knob in which two profiles differ."""
+    """A knob in which two profiles differ, with its value in each."""
 
     name: str
     a: str
     b: str
     alone: float  # k3 of A against A with this knob as B has it
     left: float  # k3 of A against B with this knob as A has it
-    matters: bool  # whether it moves either: many a knob is of an operation that the model lacks
+    matters: bool  # False if it changes neither, such as a knob of an operation that the model does not use
 
 
 Model = Definition | Transformers
@@ -45,16 +47,16 @@ Model = Definition | Transformers
 
 @torch.no_grad()
 def first_difference(a: Model, b: Model, sequence: Tokens) -> FirstDifference | None:
-    """None: every result that both sides show is equal."""
+    """Run both sides over the sequence. None if every result that both show is equal."""
     ids = torch.tensor(sequence.ids[:-1])
     for call, other in pairs(_calls(a, ids), _calls(b, ids)):
         where, op = call.where, call.op
         rows, other = call.rows.flatten(1), other.rows.flatten(1)
         if rows.dtype != other.dtype:
             rows, other = rows.double(), other.double()
-        if (found := first_row(rows, other)) is not None:
+        if (row := first_row(rows, other)) is not None:
             gap = float((rows.double() - other.double()).abs().max())
-            return FirstDifference(op, where, knob_of(op, *map(_profile, (a, b))), found, gap)
+            return FirstDifference(op, where, knob_of(op, *map(_profile, (a, b))), row, gap)
     return None
 
 
@@ -71,18 +73,18 @@ def _calls(side: Model, ids: Tensor) -> list[Call]:
 
 @torch.no_grad()
 def _hooked(model: Any, ids: Tensor) -> Iterator[Call]:
-    """What transformers' modules return, under the names that a trace of rlloop's has for the same results."""
-    found: dict[tuple[str, str], Tensor] = {}
+    """Results of transformers' modules, under the names that rlloop's trace gives to the same results."""
+    results: dict[tuple[str, str], Tensor] = {}
 
     def keep(where: str, op: str) -> Any:
-        def hook(_: Any, __: Any, out: Any) -> None:  # what it returned would take the result's place
-            found.setdefault((where, op), (out[0] if isinstance(out, tuple) else out).detach())
+        def hook(_: Any, __: Any, out: Any) -> None:  # must return None, or its value would replace the result
+            results.setdefault((where, op), (out[0] if isinstance(out, tuple) else out).detach())
 
         return hook
 
     def entering(where: str, op: str) -> Any:
         def hook(_: Any, args: Any) -> None:
-            found.setdefault((where, op), args[0].detach())
+            results.setdefault((where, op), args[0].detach())
 
         return hook
 
@@ -104,7 +106,7 @@ def _hooked(model: Any, ids: Tensor) -> Iterator[Call]:
     logits = model(ids[None]).logits[0].float()
     for hook in hooks:
         hook.remove()
-    for (where, op), rows in found.items():
+    for (where, op), rows in results.items():
         rows = rows.float() if op == "router_logits" else rows
         if rows.ndim == 4 and rows.shape[1] != len(ids):  # [1, H, T, D]
             rows = rows.transpose(1, 2)
@@ -113,7 +115,10 @@ def _hooked(model: Any, ids: Tensor) -> Iterator[Call]:
 
 
 def knobs(a: Definition, b: NumericsProfile, sequences: Sequence[Tokens], reference: Sequence[Scored]) -> list[Knob]:
-    """Every knob in which `a`'s profile and `b` differ; `reference` is A's score of the sequences."""
+    """Every knob in which `a`'s profile and `b` differ, by its effect alone, largest first.
+
+    `reference`: A's scores of the sequences.
+    """
     mine = a.model.profile
 
     def k3(profile: NumericsProfile) -> float:
@@ -121,10 +126,12 @@ def knobs(a: Definition, b: NumericsProfile, sequences: Sequence[Tokens], refere
 
     whole = k3(b)
     differ = [name for name in (*NumericsProfile.operations(), *SETTINGS) if getattr(mine, name) != getattr(b, name)]
-    found = []
+    effects = []
     for name in differ:
         alone = replace(mine, **{name: getattr(b, name)})
         matched = replace(b, **{name: getattr(mine, name)})
-        brought, left = k3(alone), k3(matched)
-        found.append(Knob(name, getattr(mine, name), getattr(b, name), brought, left, brought > 0 or left != whole))
-    return sorted(found, key=lambda knob: -knob.alone)
+        alone_k3, left_k3 = k3(alone), k3(matched)
+        effects.append(
+            Knob(name, getattr(mine, name), getattr(b, name), alone_k3, left_k3, alone_k3 > 0 or left_k3 != whole)
+        )
+    return sorted(effects, key=lambda knob: -knob.alone)

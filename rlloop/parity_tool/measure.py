@@ -1,6 +1,7 @@
-"""Two sides' logprobs of the same tokens, compared by type of token.
+"""Compares two sides' logprobs of the same tokens, by type of token.
 
-Notation of docs/metrics.md, A in the engine's place and B in the trainer's: mu = A's logprob, pi = B's, d = pi − mu.
+Notation of docs/metrics.md, with A as the engine and B as the trainer: mu = A's logprob, pi = B's, d = pi − mu. k1 and
+k3 estimate the KL: the means of −d, and of exp(d) − 1 − d.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Difference:
-    """Of all tokens, or of those of one type. None: neither side says."""
+    """Statistics of all tokens, or of those of one type."""
 
     tokens: int
-    different: int  # other bits
+    different: int  # tokens with other bits
     k1: float
     k3: float
-    largest: float  # of abs(d)
-    top_flips: int | None  # tokens whose likeliest token is another
-    expert_flips: float | None  # fraction of (token, layer) whose expert set is another
+    largest: float  # abs(d)
+    top_flips: int | None  # tokens at which the most likely token differs; None: not known of both sides
+    expert_flips: float | None  # fraction of (token, layer) whose set of experts differs; None: likewise
 
     @property
     def equal(self) -> bool:
@@ -38,7 +39,7 @@ class Difference:
 class Comparison:
     by_type: dict[str, Difference]  # "all" first, then each type
     worst: int  # index of the sequence with the largest difference
-    first: int | None  # of the first sequence that differs at all
+    first: int | None  # index of the first sequence with a difference
 
     @property
     def all(self) -> Difference:
@@ -49,24 +50,24 @@ class Comparison:
 
 
 def measure(sequences: Sequence[Tokens], a: Sequence[Scored], b: Sequence[Scored]) -> Comparison:
-    """Raises ConfigError where the two have no token in common."""
-    parts = [_of_sequence(*each) for each in zip(sequences, a, b, strict=True)]
-    flat = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    """Compare scores of the same sequences. Raises `ConfigError` if no token has a logprob on both sides."""
+    columns = [_of_sequence(*each) for each in zip(sequences, a, b, strict=True)]
+    flat = {key: np.concatenate([each[key] for each in columns]) for key in columns[0]}
     if not len(flat["mu"]):
         raise ConfigError("the two sides have logprobs of no token in common, so there is nothing to compare")
     types = list(dict.fromkeys(flat["type"].tolist()))
     by_type = {ALL: _difference(flat, np.ones(len(flat["mu"]), bool))}
     by_type |= {name: _difference(flat, flat["type"] == name) for name in types}
-    gaps = [np.abs(part["pi"] - part["mu"]).max(initial=0.0) for part in parts]
-    differing = [i for i, part in enumerate(parts) if part["different"].any()]
+    gaps = [np.abs(each["pi"] - each["mu"]).max(initial=0.0) for each in columns]
+    differing = [i for i, each in enumerate(columns) if each["different"].any()]
     return Comparison(by_type, int(np.argmax(gaps)), differing[0] if differing else None)
 
 
 def _of_sequence(sequence: Tokens, a: Scored, b: Scored) -> dict[str, np.ndarray]:
-    """Columns over the tokens that both sides have a logprob of."""
+    """Columns [n] over the n tokens with a logprob on both sides."""
     both = ~(np.isnan(a.logprobs) | np.isnan(b.logprobs))
     at = np.flatnonzero(both)
-    tops = experts = np.full(len(at), -1.0)  # −1: nobody says
+    tops = experts = np.full(len(at), -1.0)  # −1: not known of both sides
     if a.top is not None and b.top is not None:
         known = (a.top[at] >= 0) & (b.top[at] >= 0)
         tops = np.where(known, a.top[at] != b.top[at], -1.0)

@@ -1,4 +1,4 @@
-"""How far two definitions of one model are apart, where they part, and which knob brings it: `rlloop parity`."""
+"""The report of `rlloop parity`: divergence by type of token, the first operation that differs, the effect of knobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlloop.parity_tool.bisect import FirstDifference, Knob, first_difference, k
 from rlloop.parity_tool.measure import Comparison, measure
 from rlloop.parity_tool.sides import Definition, Side, Tokens, Transformers, open_side, random_sequences, read_prompts
 
-LINTHRESH = 1e-12  # below this the picture's axis is linear, so that 0 has a place on it
+LINTHRESH = 1e-12  # below this the plot's axis is linear, so that it includes 0
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Report:
     comparison: Comparison
     first: FirstDifference | None
     knobs: list[Knob]
-    note: str  # what could not be looked into, and why; empty: everything was
+    note: str  # the part that could not be examined, and why; empty if there is none
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -43,34 +43,39 @@ class Report:
 
 
 def compare(a: str, b: str, dtype: str, prompts: Path | None, count: int, length: int) -> Report:
-    given = read_prompts(prompts) if prompts is not None else None
+    """Score the same sequences on both sides (`open_side` has their forms) and compare.
+
+    Sequences are a side's own if it has some, else those of the file `prompts`, else `count` random ones of about
+    `length` tokens. Raises `ConfigError` or `ModelError`.
+    """
+    prompted = read_prompts(prompts) if prompts is not None else None
     sides: list[Side] = []
     for text in (a, b):
-        sides.append(open_side(text, dtype, _prompts_for(text, given, count, length)))
-    brought = [sequences for side in sides if (sequences := side.sequences()) is not None]
-    if brought:
-        sequences = brought[0]
-    elif given is not None:
-        sequences = given
+        sides.append(open_side(text, dtype, _prompts_for(text, prompted, count, length)))
+    own = [sequences for side in sides if (sequences := side.sequences()) is not None]
+    if own:
+        sequences = own[0]
+    elif prompted is not None:
+        sequences = prompted
     else:
         sequences = random_sequences(_vocabulary(sides), count, length)
     if any(len(each.ids) < 2 for each in sequences):
         raise ConfigError("a sequence has fewer than 2 tokens, so nothing in it is predicted")
     scored = [side.score(sequences) for side in sides]
     comparison = measure(sequences, *scored)
-    first, found, note = None, [], ""
+    first, knobs_, note = None, [], ""
     if comparison.first is not None:
-        first, found, note = _bisect(sides, sequences, comparison.first, scored)
-    return Report(sides[0].name, sides[1].name, comparison, first, found, note)
+        first, knobs_, note = _bisect(sides, sequences, comparison.first, scored)
+    return Report(sides[0].name, sides[1].name, comparison, first, knobs_, note)
 
 
 def _bisect(
-    sides: Sequence[Side], sequences: Sequence[Tokens], differing: int, scored: Sequence[Any]
+    sides: Sequence[Side], sequences: Sequence[Tokens], index: int, scored: Sequence[Any]
 ) -> tuple[FirstDifference | None, list[Knob], str]:
     a, b = sides
     if not isinstance(a, Definition | Transformers) or not isinstance(b, Definition | Transformers):
-        return None, [], "where they part is not known: one side is logprobs, not a model that could be run again"
-    first = first_difference(a, b, sequences[differing])
+        return None, [], "the operation is not known: one side has logprobs only, not a model that can be run again"
+    first = first_difference(a, b, sequences[index])
     note = "" if first is not None else "no single result that both sides show differs on that sequence"
     if isinstance(a, Definition) and isinstance(b, Definition):
         return first, knobs(a, b.model.profile, sequences, scored[0]), note
@@ -78,16 +83,16 @@ def _bisect(
     if not isinstance(ours, Definition):
         return first, [], note
     nearest = NumericsProfile.preset("huggingface")
-    if ours.model.indexed_layers():  # sparse attention reads latents, so theirs has no counterpart here
+    if ours.model.indexed_layers():  # sparse attention reads latents; transformers' form has no counterpart here
         nearest = replace(nearest, latent=ours.model.profile.latent)
     return first, knobs(ours.with_profile(nearest), ours.model.profile, sequences, theirs), note
 
 
-def _prompts_for(text: str, given: list[Tokens] | None, count: int, length: int) -> list[Tokens]:
+def _prompts_for(text: str, prompted: list[Tokens] | None, count: int, length: int) -> list[Tokens]:
     if not text.startswith("engine:"):
         return []
-    if given is not None:
-        return given
+    if prompted is not None:
+        return prompted
     from rlloop.models.config import read_config
 
     folder = text.partition(":")[2]
@@ -101,16 +106,17 @@ def _vocabulary(sides: Sequence[Side]) -> int:
             return side.model.config.vocab_size
         if isinstance(side, Transformers):
             return side.model.config.vocab_size
-    raise AssertionError("every other kind of side brings its sequences")
+    raise AssertionError("every other kind of side has sequences of its own")
 
 
-# --------------------------------------------------------------------------------------------------------- showing
+# --------------------------------------------------------------------------------------------------------- output
 
 
 def show(report: Report, console: Console) -> None:
+    """Print the report."""
     console.print(f"A  {report.a}\nB  {report.b}", highlight=False, markup=False)
     table = _table("tokens", "all", "differ", "k1", "k3", "max |d|", "top-1", "experts")
-    for name, each in report.comparison.by_type.items():  # flips: of the likeliest token, and of sets of experts
+    for name, each in report.comparison.by_type.items():
         experts = "" if each.expert_flips is None else f"{each.expert_flips:.2%}"
         tops = "" if each.top_flips is None else str(each.top_flips)
         numbers = (f"{value:.2e}" if value else "0" for value in (each.k1, each.k3, each.largest))
@@ -127,14 +133,14 @@ def show(report: Report, console: Console) -> None:
             markup=False,
             soft_wrap=True,
         )
-    telling = [knob for knob in report.knobs if knob.matters]
-    if telling:
+    effective = [knob for knob in report.knobs if knob.matters]
+    if effective:
         table = _table("knob", "A", "B", "k3 alone", "k3 without")
-        for knob in telling:
+        for knob in effective:
             table.add_row(knob.name, knob.a, knob.b, f"{knob.alone:.2e}", f"{knob.left:.2e}")
         console.print(table)
     if others := [knob.name for knob in report.knobs if not knob.matters]:
-        console.print(f"They differ, and change nothing here: {', '.join(others)}", highlight=False, soft_wrap=True)
+        console.print(f"Different, without effect here: {', '.join(others)}", highlight=False, soft_wrap=True)
     if report.note:
         console.print(report.note, highlight=False, markup=False, soft_wrap=True)
 
@@ -147,7 +153,7 @@ def _table(first: str, *others: str) -> Table:
 
 
 def draw(report: Report, file: Path) -> None:
-    """k3 by type of token, and of each knob alone."""
+    """Plot k3 by type of token, and of each knob alone."""
     panels = [("k3 by type of token", {name: each.k3 for name, each in report.comparison.by_type.items()})]
     if report.knobs:
         panels.append(("k3 of each knob alone", {knob.name: knob.alone for knob in report.knobs}))

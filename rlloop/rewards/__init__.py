@@ -1,15 +1,14 @@
-"""Rewards: what a completion is worth.
+"""Rewards: callables that score completions, `(prompt, completion, example) -> float | RewardResult`, sync or async.
 
-A reward is a callable `(prompt, completion, example) -> float | RewardResult`, sync or async: see `rlloop.protocols`.
+`rlloop.protocols.Reward` has the contract.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlloop.config.instantiate import resolve
+from rlloop.rewards.resolve import resolve_reward
 
 if TYPE_CHECKING:
     from rlloop.rewards.code import CodeReward
@@ -21,18 +20,6 @@ __all__ = ["CodeReward", "HttpReward", "MathReward", "Weighted", "resolve_reward
 
 # Imported when first named: httpx and the process pool cost start-up time that most runs have no use for.
 _HOMES = {"CodeReward": "code", "HttpReward": "http", "MathReward": "math", "Weighted": "weighted"}
-
-ARGUMENTS = ("prompt", "completion", "example")
-
-
-def resolve_reward(config: Mapping[str, Any], section: str = "reward") -> Any:
-    """The reward `config` describes: `_target_` names a function (bound to the other keys) or a class (instantiated).
-
-    Raises `ConfigError` for a path that leads nowhere, or arguments that the target does not take.
-
-    Example: `resolve_reward({"_target_": "rlloop.rewards.countdown.countdown_reward", "format_credit": 0.1})`.
-    """
-    return resolve(config, section, ARGUMENTS)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,10 @@
-"""A test calls a program in another process; only plain data crosses. Standard library only: both ends are sandboxed.
+"""Calls between a test and the program that it tests, in two sandboxed processes. Standard library only.
 
-The program's process answers requests (`serve`). The test runs in a process of its own (`judge`), in which each name
-that the test neither defines nor imports stands for the program's. Plain data is None, bool, int, float, complex, str,
-bytes, list, tuple, dict, set, frozenset and range. Of anything else (functions, instances, iterators) the test's side
-holds a `Remote`: it can be called, iterated, asked for attributes, items, length and text, but not compared.
+The program's process answers requests (`serve`). The test runs in a process of its own (`run_test`), in which each name
+that it neither defines nor imports is looked up in the program. Values cross as plain data: None, bool, int, float,
+complex, str, bytes, list, tuple, dict, set, frozenset and range. For anything else of the program's (functions,
+instances, iterators) the test has a `Remote`, which can be called, iterated, asked for attributes, items, length and
+text, but not compared.
 """
 
 import ast
@@ -32,9 +33,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """`value` as what JSON can hold; `other` encodes what is no plain data, such as instances of a program's classes.
+    """`value` as JSON values. `other` encodes anything but plain data, such as instances of the program's classes.
 
-    Subclasses of the standard library (Counter, defaultdict) cross as the plain type.
+    The standard library's subclasses (Counter, defaultdict) cross as the plain type.
     """
     if type(value).__module__ == "__main__":
         return other(value)
@@ -57,6 +58,7 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, other: Callable[[int], Any]) -> Any:
+    """The inverse of `encode`; `other` decodes an object's number."""
     if isinstance(data, list):
         return [decode(each, other) for each in data]
     if not isinstance(data, dict):
@@ -75,7 +77,7 @@ def decode(data: Any, other: Callable[[int], Any]) -> Any:
 
 
 def serve(names: dict[str, Any], read: int, write: int) -> None:
-    """Answer requests (operation, positional arguments, keyword arguments), a line each, until there are no more."""
+    """Answer requests (operation, positional arguments, keyword arguments), one a line, until the pipe is closed."""
     held: list[Any] = []
 
     def keep(value: Any) -> Any:
@@ -95,7 +97,7 @@ def serve(names: dict[str, Any], read: int, write: int) -> None:
             try:
                 value = encode(operations[operation](*args, **kwargs), keep)
                 answer = {"value": value, "args": [encode(each, keep) if _changes(each) else None for each in args]}
-            except Exception as error:  # the test's to expect or not
+            except Exception as error:  # raised again in the test, which may expect it
                 kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
                 answer = {"raised": kinds[0], "text": str(error)}
             answers.write(json.dumps(answer) + "\n")
@@ -108,7 +110,7 @@ def _plain(value: Any) -> Any:
     for kind in kinds:
         if isinstance(value, kind):
             return kind(value)
-    raise TypeError(f"a {type(value).__name__} is compared: only plain data can be")
+    raise TypeError(f"a {type(value).__name__} cannot be compared; only plain data can")
 
 
 def _changes(value: Any) -> bool:
@@ -119,15 +121,16 @@ def _changes(value: Any) -> bool:
 
 
 class Unsupported(BaseException):
-    """A test that cannot be run, whatever the program is. No test's own `except Exception` catches it."""
+    """The test cannot be run with any program. A BaseException, so that the test's `except Exception` does not catch
+    it."""
 
 
 class Raised(Exception):
-    """Mixed into the class of what the program raised."""
+    """Mixed into the class of an exception that the program raised."""
 
 
 class Program:
-    """The other end of the channel."""
+    """The test's end of the channel."""
 
     def __init__(self, read: int, write: int) -> None:
         self.answers, self.requests = os.fdopen(read), os.fdopen(write, "w")
@@ -139,14 +142,14 @@ class Program:
         answer = json.loads(self.answers.readline() or '{"raised": "EOFError", "text": "the program has ended"}')
         if "raised" in answer:
             kind = getattr(builtins, answer["raised"], None)
-            # The end of an iteration is the answer to `next` alone: within map() it would end that without a word.
+            # StopIteration may only answer `next`: raised inside map(), it would silently end that.
             ends = operation != "next" and kind in (StopIteration, StopAsyncIteration)
             if ends or not (isinstance(kind, type) and issubclass(kind, Exception)):
                 kind = RuntimeError
             raise type(kind.__name__, (Raised, kind), {})(str(answer["text"]))
         for mine, theirs in zip(args, answer["args"], strict=True):
             if theirs is not None and _changes(mine):
-                _become(mine, decode(theirs, self._remote))
+                _update(mine, decode(theirs, self._remote))
         return decode(answer["value"], self._remote)
 
     def _remote(self, number: int) -> "Remote":
@@ -155,12 +158,12 @@ class Program:
 
 def _encode_remote(value: Any) -> Any:
     if not isinstance(value, Remote):
-        raise Unsupported(f"it gives the program a {type(value).__name__}; only plain data can cross")
+        raise Unsupported(f"it gives the program a {type(value).__name__}; only plain data can be given")
     return {"object": value._number}
 
 
-def _become(mine: Any, theirs: Any) -> None:
-    """What the program did to an argument, done to ours."""
+def _update(mine: Any, theirs: Any) -> None:
+    """Apply the program's changes of an argument to the test's own."""
     if isinstance(mine, list):
         mine[:] = theirs
     elif mine != theirs:
@@ -169,7 +172,7 @@ def _become(mine: Any, theirs: Any) -> None:
 
 
 class Remote:
-    """Something of the program's that is no plain data."""
+    """An object of the program's that is not plain data."""
 
     def __init__(self, program: Program, number: int) -> None:
         self._program, self._number = program, number
@@ -202,7 +205,7 @@ class Remote:
         self._program.ask("set item", self, key, value)
 
     def __eq__(self, other: object) -> bool:
-        return self._program.ask("plain", self) == other  # here, over what has come as plain data
+        return self._program.ask("plain", self) == other  # compared here, as plain data
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
@@ -214,7 +217,7 @@ class Remote:
 
 
 class Names(dict[str, Any]):
-    """A test's globals; what is missing is the program's."""
+    """A test's globals; other names are the program's."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -222,25 +225,25 @@ class Names(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
-            raise KeyError(name)  # Python goes on to look there
+            raise KeyError(name)  # Python then looks among the builtins
         return self.program.ask("name", name)
 
 
-def judge(test: str, read: int, write: int) -> dict[str, str]:
-    """{"verdict": "passed", "failed" or "unsupported", "why": text}."""
+def run_test(test: str, read: int, write: int) -> dict[str, str]:
+    """Run a test. Returns {"verdict": "passed", "failed" or "unsupported", "why": text}."""
     sys.set_int_max_str_digits(0)
     try:
         tree = ast.parse(test, "<test>")
-        if len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr):  # an expression alone is what must be true
+        if len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr):  # an expression alone must be true
             tree.body[0] = ast.copy_location(ast.Assert(tree.body[0].value, None), tree.body[0])
         code = compile(tree, "<test>", "exec")
     except (SyntaxError, ValueError) as error:
-        return {"verdict": "unsupported", "why": f"it is no Python: {error}"}
+        return {"verdict": "unsupported", "why": f"it is not Python: {error}"}
     names = Names(Program(read, write))
     try:
         names |= _modules(tree)
         exec(code, names)
-    except BaseException as error:  # whatever it is, the test has not passed
+    except BaseException as error:  # any exception: the test has not passed
         broken = isinstance(error, Unsupported | ImportError) and not isinstance(error, Raised)
         kind = "" if isinstance(error, Unsupported) else f"{type(error).__name__}: "
         return {"verdict": "unsupported" if broken else "failed", "why": f"{kind}{error}"[:500]}
@@ -248,7 +251,7 @@ def judge(test: str, read: int, write: int) -> dict[str, str]:
 
 
 def _modules(tree: ast.AST) -> dict[str, Any]:
-    """Modules of the standard library that a test uses (`math.isclose`) and leaves it to the program to import."""
+    """Modules of the standard library that a test uses (`math.isclose`) without importing them."""
     attributes = [each for each in ast.walk(tree) if isinstance(each, ast.Attribute)]
     used = {each.value.id for each in attributes if isinstance(each.value, ast.Name)}
     return {name: importlib.import_module(name) for name in used & sys.stdlib_module_names}

@@ -1,7 +1,8 @@
-"""The first code of a sandboxed process: gives everything up, then runs the program. Standard library only.
+"""Entry point of a sandboxed process: drops all privileges, then runs the program. Standard library only.
 
 Run as `python -I -S -B _sandbox_child.py CONTROL` with a JSON object on standard input (`rlloop.rewards.sandbox.Job`).
-CONTROL is a pipe on which it says "confined", or why it cannot be; a program is run only afterwards, and without it.
+CONTROL is a pipe to which it writes "confined", or the reason why it cannot be. Only then does it run the program,
+which has no access to the pipe.
 """
 
 import ctypes
@@ -16,29 +17,29 @@ import types
 OUT_OF_MEMORY = 98
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 CLONE_NEWUSER = 0x10000000
-LANDLOCK = 444  # landlock_create_ruleset, then add_rule and restrict_self, on every architecture
+LANDLOCK = 444  # landlock_create_ruleset; add_rule and restrict_self follow; the same on every architecture
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
-# What an interpreter reads as it runs: its own folders, shared libraries, time zones.
+# Besides the interpreter's own folders: shared libraries, time zones, devices.
 READABLE = "/usr", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom"
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NotConfined(Exception):
-    pass
+    """This process cannot be confined; the message says why."""
 
 
 def require(result: int, what: str) -> None:
+    """Raise `NotConfined` if a C call failed."""
     if result:
         raise NotConfined(f"{what} failed: {os.strerror(ctypes.get_errno())}")
 
 
 def confine(job: dict) -> None:
-    # The kernel limits threads by user: root's not at all, another's in each namespace anew since 5.14.
+    # The kernel limits threads per user: root's not at all, others' in each namespace separately since 5.14.
     alone = libc.setresuid(1_000_000_000 + os.getpid(), -1, -1) == 0
-    # Memory and environment of other processes: a user in a namespace of its own, root without capabilities, and a
-    # program under Landlock may not read those of the process that started it. Any of the three will do; what counts
-    # is that reading fails, which is tried below.
+    # Memory and environment of the starting process cannot be read by a user in a namespace of its own, by root
+    # without capabilities, or under Landlock. Any of the three suffices; that reading fails is tested below.
     alone |= libc.unshare(CLONE_NEWUSER) == 0 and kernel() >= (5, 14)
     header = struct.pack("Ii", 0x20080522, 0)  # capset, version 3, with three empty sets
     require(libc.capset(header, struct.pack("6I", 0, 0, 0, 0, 0, 0)), "giving up capabilities")
@@ -56,7 +57,7 @@ def confine(job: dict) -> None:
         (resource.RLIMIT_NOFILE, 64),
     ):
         resource.setrlimit(name, (limit, limit))
-    if alone:  # else the limit would count the user's other processes
+    if alone:  # otherwise the limit would count the user's other processes
         resource.setrlimit(resource.RLIMIT_NPROC, (job["threads"], job["threads"]))
     code = bytes.fromhex(job["filter"])
     buffer = ctypes.create_string_buffer(code, len(code))
@@ -71,12 +72,12 @@ def confine(job: dict) -> None:
 
 
 def kernel() -> tuple[int, ...]:
-    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
-    return tuple(map(int, found.groups())) if found else ()
+    match = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 def restrict_files() -> None:
-    """Landlock, where the kernel has it: nothing can be read outside of the interpreter's own folders."""
+    """Landlock, if the kernel has it: only the interpreter's own files can be read."""
     version = libc.syscall(LANDLOCK, None, ctypes.c_size_t(0), 1)
     if version < 1:
         return
@@ -87,18 +88,18 @@ def restrict_files() -> None:
         require(1, "Landlock")
     for path in {sys.base_prefix, sys.base_exec_prefix, *sys.path, *READABLE}:
         try:
-            place = os.open(path, os.O_PATH)
-        except OSError:  # not on every system
+            folder = os.open(path, os.O_PATH)
+        except OSError:  # not there on every system
             continue
         access = READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE  # noqa: PTH112
-        require(libc.syscall(LANDLOCK + 1, rules, 1, struct.pack("=Qi", access, place), 0), f"Landlock over {path}")
-        os.close(place)
+        require(libc.syscall(LANDLOCK + 1, rules, 1, struct.pack("=Qi", access, folder), 0), f"Landlock over {path}")
+        os.close(folder)
     require(libc.syscall(LANDLOCK + 2, rules, 0), "Landlock")
     os.close(rules)
 
 
 def feed(text: str) -> None:
-    """Makes `text` the standard input, however a program reads it: input(), sys.stdin, open(0)."""
+    """Make `text` the standard input for every way of reading it: input(), sys.stdin, open(0)."""
     file = os.memfd_create("stdin")
     with open(file, "wb", closefd=False) as writer:
         writer.write(text.encode())
@@ -109,7 +110,7 @@ def feed(text: str) -> None:
 
 
 def load_calls() -> types.ModuleType:
-    """From this file's folder, which is out of reach later."""
+    """Import `_sandbox_calls` from this file's folder, which cannot be read after confinement."""
     sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120
     import _sandbox_calls
 
@@ -130,8 +131,8 @@ def main() -> None:
         os.write(control, str(error).encode())
         os._exit(1)
     os.write(control, b"confined\n")
-    if calls and job["judges"]:
-        os.write(control, json.dumps(calls.judge(job["source"], *job["channel"])).encode() + b"\n")
+    if calls and job["is_test"]:
+        os.write(control, json.dumps(calls.run_test(job["source"], *job["channel"])).encode() + b"\n")
         return
     os.close(control)
     module = sys.modules["__main__"] = types.ModuleType("__main__")

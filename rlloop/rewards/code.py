@@ -1,4 +1,4 @@
-"""Code that must pass tests, run in the sandbox."""
+"""A reward for code, which must pass tests in the sandbox."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORE
 
 
 def extract_code(completion: str) -> str:
-    """The last fenced block of a completion, or all of it where it has none."""
+    """The last fenced code block of a completion, or the whole completion if it has none."""
     blocks = FENCE.findall(completion)
     return blocks[-1] if blocks else completion
 
@@ -25,14 +25,14 @@ class CodeReward:
     """The fraction of `example.data[tests_key]` that the completion's program passes (`partial=False`: 1 or 0).
 
     A test is either `{"input": str, "output": str}` (standard input and output, compared without trailing white space)
-    or `{"assert": str}`: Python statements, or one expression that must be true. These run in another process than the
-    program, whose functions they call with plain data and get plain data from (None, bool, int, float, complex, str,
-    bytes, list, tuple, dict, set, range); a name that a test neither defines nor imports is the program's. Objects of
-    the program can be called, iterated and asked for attributes, not compared. A test that gives the program something
-    else (a lambda, an iterator) cannot be run: the sample is then rejected with the reason.
+    or `{"assert": str}`: Python statements, or one expression that must be true. The latter run in a process of their
+    own. They call the program's functions with plain data and get plain data back (None, bool, int, float, complex,
+    str, bytes, list, tuple, dict, set, range); a name that a test neither defines nor imports is the program's. Objects
+    of the program can be called, iterated and asked for attributes, but not compared. A test that passes anything else
+    to the program (a lambda, an iterator) cannot be run: the sample is then rejected with the reason.
 
-    Components: `passed`, `timeouts`. A program that crashes, loops or overflows fails its tests: that is the policy's
-    doing, not a failure of the reward. Raises ConfigError where this machine cannot confine programs.
+    Components: `passed`, `timeouts`. A program that crashes, loops or overflows fails its tests; that is not a failure
+    of the reward. Raises ConfigError if this machine cannot confine programs.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class CodeReward:
         processes: int | None = None,
     ) -> None:
         if processes is not None and processes < 1:
-            raise ConfigError(f"reward.processes is {processes}; it must be at least 1 (or null: one a core)")
+            raise ConfigError(f"reward.processes is {processes}; it must be at least 1 (or null: one for each core)")
         require_confinement()
         self.tests_key, self.partial = tests_key, partial
         self.limits = Limits(seconds, memory_mb, output_bytes)
-        self.concurrency = processes or os.cpu_count() or 1  # samples at a time, and programs
-        self._places = OnThisLoop(lambda: asyncio.Semaphore(self.concurrency))
+        self.concurrency = processes or os.cpu_count() or 1  # samples, and programs, at a time
+        self._slots = OnThisLoop(lambda: asyncio.Semaphore(self.concurrency))
 
     async def _passes(self, program: str, test: dict[str, Any]) -> tuple[bool, bool]:
-        async with self._places.get():
+        async with self._slots.get():
             if "assert" in test:
                 tested = await run_test(program, test["assert"], self.limits)
                 if tested.verdict == "unsupported":

@@ -1,4 +1,4 @@
-"""Countdown: reach a target with given numbers, each used exactly once, by + - * / and parentheses."""
+"""The reward of countdown: reach a target from given numbers, each used exactly once, with + - * / and parentheses."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from fractions import Fraction
 
 from rlloop.types import Example, RewardResult
 
-MAX_LENGTH = 1000  # characters of an expression; it bounds the digits of every intermediate value too
-MAX_DEPTH = 50  # parentheses inside parentheses
+MAX_LENGTH = 1000  # characters of an expression; bounds the digits of intermediate values too
+MAX_DEPTH = 50  # nested parentheses
 
 TOKEN = re.compile(r" *(?:(0|[1-9][0-9]*)|([-+*/()]))")
 STEP = re.compile(r" *(0|[1-9][0-9]*) *([-+*/]) *(0|[1-9][0-9]*) *= *(0|[1-9][0-9]*) *")
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
-Exact = int | Fraction  # a whole number stays an int: the same value, far faster
+Exact = int | Fraction  # whole numbers stay int, which is far faster
 
 
 def verify(expression: str, numbers: list[int], target: int) -> bool:
-    """Whether `expression` uses every one of `numbers` exactly once and equals `target`, in exact fractions.
+    """True if `expression` uses every one of `numbers` exactly once and equals `target`, in exact fractions.
 
     The language: decimal integers without leading zeros, binary `+ - * /` with the usual precedence, parentheses and
-    spaces, all ASCII. A sign is no part of it, so `-3+5` is refused. Anything else is False, and nothing raises: other
-    characters, division by zero, other types (a bool is no number here), over 1,000 characters, over 50 nested
+    spaces, all ASCII. There is no unary sign, so `-3+5` is refused. Anything else gives False and never raises: other
+    characters, division by zero, other types (a bool is not a number here), over 1,000 characters, over 50 nested
     parentheses.
 
     >>> verify("(3 + 4) * 5", [5, 3, 4], 35)
@@ -39,14 +39,14 @@ def verify(expression: str, numbers: list[int], target: int) -> bool:
     return _solves(evaluate(expression), numbers, target)
 
 
-def _solves(found: tuple[Exact, list[int]] | None, numbers: Sequence[int], target: int) -> bool:
-    return found is not None and found[0] == target and sorted(found[1]) == sorted(numbers)
+def _solves(evaluated: tuple[Exact, list[int]] | None, numbers: Sequence[int], target: int) -> bool:
+    return evaluated is not None and evaluated[0] == target and sorted(evaluated[1]) == sorted(numbers)
 
 
 def evaluate(expression: str) -> tuple[Exact, list[int]] | None:
-    """The exact value of an expression and the integers in it, or None where it has no value.
+    """The exact value of an expression and the integers in it; None if it has no value.
 
-    Two stacks instead of recursion, so that depth costs no interpreter stack.
+    Two stacks take the place of recursion, so that depth uses no interpreter stack.
     """
     if len(expression) > MAX_LENGTH:
         return None
@@ -88,7 +88,7 @@ def evaluate(expression: str) -> tuple[Exact, list[int]] | None:
 
 
 def _reduce(values: list[Exact], pending: list[str], precedence: int) -> bool:
-    """Apply the pending operators, back to the last open parenthesis, that bind so tightly. False: division by 0."""
+    """Apply pending operators of at least this precedence, back to the last open parenthesis. False: division by 0."""
     while pending and pending[-1] != "(" and PRECEDENCE[pending[-1]] >= precedence:
         operator, right, left = pending.pop(), values.pop(), values.pop()
         if operator == "/" and right == 0:
@@ -115,10 +115,10 @@ def _is_int(value: object) -> bool:
 
 
 def compose(trace: str, numbers: Sequence[int]) -> str | None:
-    """The expression behind a worked trace `3 + 4 = 7 , 7 * 5 = 35`, or None where the trace is not one.
+    """The expression behind a worked trace `3 + 4 = 7 , 7 * 5 = 35`; None if the text is not a correct trace.
 
-    Each step takes two values out of those at hand (the numbers, and results of earlier steps) and must state its
-    result rightly; the last step's expression is the answer.
+    Each step uses up two of the values at hand (the numbers, and results of earlier steps) and must state its result
+    correctly; the last step's expression is the answer.
 
     >>> compose("3 + 4 = 7 , 7 * 5 = 35", [5, 3, 4])
     '((3 + 4) * 5)'
@@ -132,17 +132,17 @@ def compose(trace: str, numbers: Sequence[int]) -> str | None:
         if match is None:
             return None
         left, operator, right, result = match.groups()
-        parts = []
+        operands = []
         for operand in (left, right):
             index = next((i for i, (value, _) in enumerate(at_hand) if value == int(operand)), None)
             if index is None:
                 return None
-            parts.append(at_hand.pop(index)[1])
+            operands.append(at_hand.pop(index)[1])
         if operator == "/" and int(right) == 0:
             return None
         if _apply(operator, int(left), int(right)) != int(result):
             return None
-        expression = f"({parts[0]} {operator} {parts[1]})"
+        expression = f"({operands[0]} {operator} {operands[1]})"
         at_hand.append((int(result), expression))
     return expression
 
@@ -150,16 +150,16 @@ def compose(trace: str, numbers: Sequence[int]) -> str | None:
 def countdown_reward(prompt: str, completion: str, example: Example, *, format_credit: float = 0.0) -> RewardResult:
     """1 for a completion that solves `example.data`'s `numbers` and `target`, else 0.
 
-    The completion is a worked trace (it holds an `=`; see `compose`) or a bare expression. One that fails but is
-    well-formed, with true arithmetic, earns `format_credit`. Component: `well_formed`.
+    The completion is a worked trace (it contains an `=`; see `compose`) or a bare expression. One that does not solve
+    the problem but is well-formed, with correct arithmetic, gets `format_credit`. Component: `well_formed`.
     """
-    solved, well_formed = _judge(completion, tuple(example.data["numbers"]), example.data["target"])
+    solved, well_formed = _score(completion, tuple(example.data["numbers"]), example.data["target"])
     return RewardResult(1.0 if solved else format_credit * well_formed, solved, {"well_formed": float(well_formed)})
 
 
-@functools.lru_cache(4096)  # as a policy grows sure of itself, most completions of a group are the same one
-def _judge(completion: str, numbers: tuple[int, ...], target: int) -> tuple[bool, bool]:
-    """Whether it solves the problem, and whether it is well-formed with true arithmetic."""
+@functools.lru_cache(4096)  # a trained policy gives most prompts of a group the same completion
+def _score(completion: str, numbers: tuple[int, ...], target: int) -> tuple[bool, bool]:
+    """(solves the problem, is well-formed with correct arithmetic)."""
     expression = compose(completion, numbers) if "=" in completion else completion
-    found = None if expression is None else evaluate(expression)
-    return _solves(found, numbers, target), found is not None
+    evaluated = None if expression is None else evaluate(expression)
+    return _solves(evaluated, numbers, target), evaluated is not None

@@ -1,4 +1,4 @@
-"""The source that a reward is made of, noted in the run's folder: a resumed run whose reward has changed says so."""
+"""Digests of a reward's source files, recorded in the run's folder, so that a resumed run reports a changed reward."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ FILE = "reward.json"
 
 
 def reward_sources(reward: Any) -> dict[str, str]:
-    """The SHA-256 of each source file that `reward` is made of, by module: its own, and what that imports of the same
-    folder, and so on. A `Weighted` is made of its parts, too. Without a file (a notebook's cell) there is nothing."""
-    found: dict[str, str] = {}
+    """SHA-256 of each of a reward's source files, by module: the file that defines it, those that it imports from the
+    same folder, and so on; of a `Weighted` also those of its parts. Empty for a reward without a file (a notebook)."""
+    digests: dict[str, str] = {}
     target = getattr(reward, "func", reward)  # through functools.partial
     module = inspect.getmodule(target if inspect.isroutine(target) else type(target))
     file = getattr(module, "__file__", None)
     if module is not None and file is not None:
-        place = Path(file).resolve()
-        depth = module.__name__.count(".") + (place.name == "__init__.py")
-        top = place.parents[: depth + 1][-1]  # where Python found it
-        _collect(module.__name__, place, place.parent, top, found)
+        path = Path(file).resolve()
+        depth = module.__name__.count(".") + (path.name == "__init__.py")
+        top = path.parents[: depth + 1][-1]  # where Python found it
+        _collect(module.__name__, path, path.parent, top, digests)
     parts = getattr(reward, "rewards", None)
     for part in parts.values() if isinstance(parts, Mapping) else ():
-        found |= reward_sources(part)
-    return dict(sorted(found.items()))
+        digests |= reward_sources(part)
+    return dict(sorted(digests.items()))
 
 
 def reward_digest(reward: Any) -> str:
-    """One SHA-256 of all of `reward_sources`."""
+    """One SHA-256 over `reward_sources`."""
     return hashlib.sha256(json.dumps(reward_sources(reward)).encode()).hexdigest()
 
 
 def note_reward(folder: RunFolder, reward: Any, step: int) -> str | None:
-    """Write down which source the steps after `step` are judged by; returns what is to be said where it changed.
+    """Record the source that scores the steps after `step`. Returns a message if it differs from the last one.
 
-    `reward.json` is a list of {"after_step", "sources"}, one for each change, of the history that stayed.
+    `reward.json` is a list of {"after_step", "sources"}, one for each change, without those that a resume undid.
     """
     file = folder.path / FILE
     try:
@@ -59,26 +59,26 @@ def note_reward(folder: RunFolder, reward: Any, step: int) -> str | None:
     if before is None or sources == before:
         return None
     changed = sorted(name for name in before.keys() | sources.keys() if before.get(name) != sources.get(name))
-    said = f"the reward's source is not what it was up to step {step}: {', '.join(changed)} changed (see {FILE})"
-    folder.log(said)
-    return said
+    message = f"the reward's source is not what it was up to step {step}: {', '.join(changed)} changed (see {FILE})"
+    folder.log(message)
+    return message
 
 
-def _collect(name: str, file: Path, root: Path, top: Path, found: dict[str, str]) -> None:
-    """`file` and what it imports of the folder `root`; modules are named from the folder `top` on."""
+def _collect(name: str, file: Path, root: Path, top: Path, digests: dict[str, str]) -> None:
+    """Add digests of `file` and of what it imports from the folder `root`. Module names start at the folder `top`."""
     source = file.read_bytes()
-    found[name] = hashlib.sha256(source).hexdigest()
+    digests[name] = hashlib.sha256(source).hexdigest()
     if file.suffix != ".py":
         return
     for imported in _imports(ast.parse(source), name if file.name == "__init__.py" else name.rpartition(".")[0]):
-        place = top.joinpath(*imported.split("."))
-        for other in (place.with_suffix(".py"), place / "__init__.py"):
-            if imported not in found and other.is_relative_to(root) and other.is_file():
-                _collect(imported, other, root, top, found)
+        path = top.joinpath(*imported.split("."))
+        for other in (path.with_suffix(".py"), path / "__init__.py"):
+            if imported not in digests and other.is_relative_to(root) and other.is_file():
+                _collect(imported, other, root, top, digests)
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[str]:
-    """The modules that may be meant: `from a import b` names `a`, and `a.b`, which need not be one."""
+    """Modules that may be imported: `from a import b` gives `a` and `a.b`, which need not be a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)

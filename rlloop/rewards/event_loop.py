@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for coroutines that may do anything: block it, exit, never end."""
+"""An event loop in a thread of its own, for untrusted coroutines: they may block it, raise SystemExit or never end."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-POLL = 0.1  # seconds between two looks at whether the loop still answers
-GRACE = 0.5  # seconds that a coroutine has to end when it is cancelled
+POLL = 0.1  # seconds between checks that the loop still answers
+GRACE = 0.5  # seconds for a cancelled coroutine to end
 
 
-# Whose a task is, and every task that it starts.
+# The owner of a task, inherited by every task that it starts.
 OWNER: ContextVar[Any] = ContextVar("owner", default=None)
 
 
 class LoopBlocked(TimeoutError):
-    """The loop has not answered for too long; `owner` is that of the task that it is in."""
+    """The loop has not answered in time; `owner` is the owner of the task that it is running."""
 
     def __init__(self, owner: Any) -> None:
         super().__init__("the event loop is blocked")
@@ -29,9 +29,9 @@ class LoopBlocked(TimeoutError):
 
 
 class EventLoop:
-    """One loop for a reward's life, so that connection pools and process pools outlive a step.
+    """One loop for a reward's lifetime, so that connection pools and process pools outlive a step.
 
-    All its threads are daemons, `asyncio.to_thread`'s included: none keeps the process from ending.
+    All its threads are daemons, `asyncio.to_thread`'s included, so that none keeps the process from ending.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class EventLoop:
         while not self._stopped:
             try:
                 self._loop.run_forever()
-            except (SystemExit, KeyboardInterrupt):  # of a task that a reward started; the others go on
+            except (SystemExit, KeyboardInterrupt):  # raised by a task; the others continue
                 continue
         self._loop.close()
 
@@ -60,7 +60,7 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def check(self, patience: float) -> None:
-        """Raises `LoopBlocked` where the loop has not answered for `patience` seconds; to be called every `POLL`."""
+        """Raises `LoopBlocked` if the loop has not answered for `patience` seconds. Call it every `POLL` seconds."""
         now = time.monotonic()
         if self._answered.is_set():
             self._ask()
@@ -69,7 +69,7 @@ class EventLoop:
             raise LoopBlocked(None if task is None else self._owners[task])
 
     def run(self, work: Coroutine[Any, Any, T], patience: float) -> T:
-        """What `work` returns. Raises `LoopBlocked` where the loop does not answer for `patience` seconds."""
+        """Run `work` and return its result. Raises `LoopBlocked` if the loop does not answer for `patience` seconds."""
         future = self.start(work)
         try:
             self._ask()
@@ -77,14 +77,14 @@ class EventLoop:
                 self.check(patience)
             return future.result()
         finally:
-            future.cancel()  # what an interrupt leaves behind
+            future.cancel()  # if an interrupt ended the wait
 
     def _ask(self) -> None:
         self._asked, self._answered = time.monotonic(), threading.Event()
         self._loop.call_soon_threadsafe(self._answered.set)
 
     def stop(self) -> None:
-        """At once, or when it is no longer blocked. What still runs there is cancelled, and has a while to end."""
+        """Stop the loop, as soon as it is not blocked. Running tasks are cancelled and have `GRACE` seconds to end."""
         asyncio.run_coroutine_threadsafe(self._finish(), self._loop)
 
     async def _finish(self) -> None:
@@ -98,7 +98,7 @@ class EventLoop:
 
 
 class _Daemons(ThreadPoolExecutor):
-    """A thread for each call: those of the standard pool are waited for when the process ends."""
+    """A daemon thread for each call: at its end the process would wait for the standard pool's threads."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
@@ -108,7 +108,7 @@ class _Daemons(ThreadPoolExecutor):
                 return
             try:
                 future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # carried to the caller
+            except BaseException as error:  # raised in the caller
                 future.set_exception(error)
 
         threading.Thread(target=call, daemon=True, name="rlloop-reward").start()
@@ -116,7 +116,7 @@ class _Daemons(ThreadPoolExecutor):
 
 
 class OnThisLoop(Generic[T]):
-    """What belongs to an event loop (a semaphore, a pool of connections), made anew on another."""
+    """An object that belongs to an event loop (a semaphore, a connection pool), created again on another loop."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -130,6 +130,6 @@ class OnThisLoop(Generic[T]):
         return self._held
 
     def pop(self) -> T | None:
-        """What is held, for the last time."""
+        """The object, if there is one, which is not kept any longer."""
         held, self._held = self._held, None
         return held

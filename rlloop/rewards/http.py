@@ -1,4 +1,4 @@
-"""A reward behind HTTP: a judge model, a grader, anything that answers JSON."""
+"""A reward served over HTTP: a judge model, a grader, anything that answers JSON."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def _worth_another_try(error: BaseException) -> bool:
 
 
 class HttpReward:
-    """POSTs `{"prompt", "completion", "example": {"id", "data"}}`; the answer is `{"reward": number, "solved": bool,
+    """POSTs `{"prompt", "completion", "example": {"id", "data"}}` and expects `{"reward": number, "solved": bool,
     "components": {name: number}}`, the last two optional.
 
-    Every try of one sample carries the same `Idempotency-Key` (SHA-256 of the body), so a server that already judged it
-    may answer from memory. Transport errors and statuses 408, 425, 429 and 5xx are tried again with exponential
-    backoff, randomised; what still fails is that sample's failure. `token_env` names an environment variable whose
-    value is sent as a bearer token; it never stands in a configuration or a record.
+    Every try of a sample has the same `Idempotency-Key` (SHA-256 of the body), so a server may answer from memory.
+    Transport errors and statuses 408, 425, 429 and 5xx are retried with randomised exponential backoff; if all tries
+    fail, the sample fails. `token_env` names an environment variable whose value is sent as a bearer token, and is
+    never written to a configuration or a record. Raises ConfigError.
     """
 
-    reproducible = False  # `rlloop verify` does not ask again
+    reproducible = False  # `rlloop verify` does not call it again
 
     def __init__(
         self, url: str, *, timeout: float = 30.0, retries: int = 3, backoff: float = 0.2, token_env: str | None = None

@@ -1,4 +1,4 @@
-"""Mathematical answers, judged by math-verify."""
+"""A reward for mathematical answers, compared by math-verify."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rlloop.types import Example, RewardResult
 
 
 def _equivalent(gold: str, answer: str, seconds: int) -> tuple[bool, bool]:
-    """(whether an answer was found, whether it equals the gold one). Runs in the main thread of its own process, where
-    math-verify's alarm-based limits work."""
+    """(an answer was found, it equals the gold one). Must run in the main thread of a process, where math-verify's
+    limits, which use alarms, work."""
     from math_verify import parse, verify
 
     expected = parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$", parsing_timeout=seconds)
     if not expected:
         raise ValueError(f"math-verify cannot read the reference answer {gold!r}")
-    found = parse(answer, parsing_timeout=seconds)
-    return bool(found), bool(found) and bool(verify(expected, found, timeout_seconds=seconds))
+    parsed = parse(answer, parsing_timeout=seconds)
+    return bool(parsed), bool(parsed) and bool(verify(expected, parsed, timeout_seconds=seconds))
 
 
 def _begin_worker() -> None:
-    """A worker outlasts the signals that let the run finish its step, and not the run itself, however that ends."""
+    """Ignore the signals that let a run finish its step, and end with the parent process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -42,11 +42,11 @@ def _end_with_parent() -> None:
 
 
 class MathReward:
-    """1 where the completion's last mathematical expression equals `example.data[answer_key]`, else 0.
+    """1 if the completion's last mathematical expression equals `example.data[answer_key]`, else 0.
 
-    The comparison runs in a worker process, which is replaced when it outlasts `seconds` (a huge power in one integer
-    operation cannot be interrupted in any other way) or dies; that is the sample's failure, not a 0. Component:
-    `answered`.
+    The comparison runs in a worker process, which is killed and replaced if it takes longer than `seconds` (nothing
+    else interrupts a huge power in one integer operation) or dies. Then the sample fails; it does not get a 0.
+    Component: `answered`.
     """
 
     concurrency = 1  # samples at a time
@@ -63,7 +63,7 @@ class MathReward:
     async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
         if self.answer_key not in example.data:
             raise ValueError(f"example {example.id!r} has no {self.answer_key!r} in its data")
-        limit = 2 * self.seconds + 20  # twice math-verify's own (reading and comparing), and the first call's imports
+        limit = 2 * self.seconds + 20  # math-verify's own limit twice (parse, compare), and the first call's imports
         async with self._turn.get():
             work = self._submit(str(example.data[self.answer_key]), completion)
             try:
@@ -80,7 +80,7 @@ class MathReward:
         if self._pool is not None:
             try:
                 return self._pool.submit(_equivalent, gold, answer, self.seconds)
-            except BrokenProcessPool:  # its worker died while it had nothing to do
+            except BrokenProcessPool:  # its worker died while idle
                 self._drop_pool()
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin_worker)
         return self._pool.submit(_equivalent, gold, answer, self.seconds)

@@ -1,7 +1,7 @@
-"""Runs a reward over a batch of completions: sync, async or batched, with a time limit, and never a silent 0.
+"""Runs a reward over a batch of completions: sync, async or batched, with a time limit.
 
-A reward that raises (SystemExit and KeyboardInterrupt, too), hangs or returns something else than a number is a
-`RewardFailure` on that sample alone; the loop then rejects the sample with the reason and goes on with the rest.
+A reward that raises (also SystemExit and KeyboardInterrupt), hangs or returns no number gives that sample a
+`RewardFailure`, never a silent 0. The loop rejects the sample with the reason and goes on with the others.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """Why a sample has no reward."""
+    """The reason why a sample has no reward."""
 
     kind: Literal["error", "timeout", "invalid"]
     message: str
 
 
 Outcome = RewardResult | RewardFailure
-TAKEN = "mean", "std", "solved", "groups_without_signal", "kl_ref"  # as reward/NAME, by metrics of every reward
-HOPELESS = 8  # samples of a batch that hang one after the other, and none before them ended
-Request = tuple[Any, ...]  # what the reward is called with: prompt, completion, example
+TAKEN = "mean", "std", "solved", "groups_without_signal", "kl_ref"  # names of the metrics reward/NAME of every reward
+HOPELESS = 8  # if the first so many samples of a batch hang, the others are not tried
+Request = tuple[Any, ...]  # arguments of the reward: prompt, completion, example
 
 
 def as_result(value: Any) -> Outcome:
-    """A reward's return value as a result. A plain number counts as solved from 1 upwards."""
+    """A reward's return value as a result. A plain number of 1 or more counts as solved."""
     if isinstance(value, RewardResult):
         result = value
     elif isinstance(value, bool | int | float) or hasattr(value, "__float__"):
@@ -51,7 +51,7 @@ def as_result(value: Any) -> Outcome:
     if not all(math.isfinite(number) for number in numbers):
         return RewardFailure("invalid", f"returned a number that is not finite: {result}")
     components = {name: float(number) for name, number in result.components.items()}
-    return RewardResult(float(result.reward), bool(result.solved), components)  # numpy's and torch's are in no record
+    return RewardResult(float(result.reward), bool(result.solved), components)  # records take no numpy or torch numbers
 
 
 def is_timeout(outcome: Any) -> bool:
@@ -69,12 +69,12 @@ def not_tried(tried: int, timeout: float) -> RewardFailure:
 class RewardRunner:
     """Scores batches with one reward.
 
-    A reward with the attribute `batched = True` is called once with three lists and returns a list. An async one runs
-    at most `concurrency` at a time, or as its own attribute `concurrency` says where that is less; waiting for a turn
-    here is no part of a sample's time. Python can stop neither a thread nor a coroutine that does not want to be: a
-    sync reward that outlasts `timeout` seconds, or an async one that blocks its event loop or ignores that it is
-    cancelled, is left behind in a daemon thread, and the others go on in another. So a reward that may hang should
-    await, or run its own process, as the shipped code and math rewards do.
+    A reward with the attribute `batched = True` is called once with three lists and returns a list. Of an async reward,
+    at most `concurrency` calls run at a time, or fewer if it has an attribute `concurrency`; waiting for a turn does
+    not count towards `timeout`. Python can stop neither a thread nor an uncooperative coroutine: a sync reward that
+    takes longer than `timeout` seconds, or an async one that blocks its event loop or ignores cancellation, is left
+    behind in a daemon thread, and the other samples go on in a new one. A reward that may hang should therefore await,
+    or use a process of its own, as the shipped code and math rewards do.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RewardRunner:
         concurrency: int = 64,
         accept: Callable[[Any], Any] = as_result,
     ) -> None:
-        """`accept` makes an outcome of what a call returned; an environment's steps have another than rewards."""
+        """`accept` converts a return value to an outcome; environments' steps use another one than rewards."""
         if timeout <= 0:
             raise ConfigError(f"the reward's timeout is {timeout}; it must be a positive number of seconds")
         if concurrency < 1:
@@ -98,7 +98,7 @@ class RewardRunner:
         self._loop: EventLoop | None = None
 
     def score(self, requests: Sequence[Request]) -> list[Any]:
-        """One outcome a request, in order."""
+        """One outcome for each request, in order."""
         if not requests:
             return []
         if self.batched:
@@ -106,7 +106,7 @@ class RewardRunner:
         return (self._score_async if self.is_async else self._score_sync)(requests, self.accept)
 
     def close(self) -> None:
-        """Stops the event loop, after the reward's own async `close`, where it has one."""
+        """Call the reward's async `close`, if it has one, and stop the event loop."""
         if self._loop is None:
             return
         closer = getattr(self.reward, "close", None)
@@ -135,38 +135,38 @@ class RewardRunner:
     def _accepted(self, value: Any) -> Outcome:
         try:
             return self.accept(value)
-        except Exception as error:  # whatever the user's code raises is that sample's outcome
+        except Exception as error:  # any error in the user's code is this sample's outcome
             return failure(error)
 
     def _score_async(
         self, requests: Sequence[Request], accept: Callable[[Any], Any], function: Callable[..., Any] | None = None
     ) -> list[Any]:
-        """All at a time on one event loop; where that is blocked, it is abandoned and another takes the rest."""
+        """All on one event loop. A loop that is blocked is abandoned, and a new one takes the rest."""
         outcomes: dict[int, Any] = {}
         while len(outcomes) < len(requests):
             if len(outcomes) >= HOPELESS and all(map(is_timeout, outcomes.values())):
                 rest = not_tried(len(outcomes), self.timeout)
-                return [outcomes.get(place, rest) for place in range(len(requests))]
+                return [outcomes.get(index, rest) for index in range(len(requests))]
             if self._loop is None:
                 self._loop = EventLoop()
-            going = Calls(function or self.reward, accept, self.timeout, self.concurrency)
-            left = {place: each for place, each in enumerate(requests) if place not in outcomes}
+            calls = Calls(function or self.reward, accept, self.timeout, self.concurrency)
+            pending = {index: each for index, each in enumerate(requests) if index not in outcomes}
             try:
-                self._loop.run(going.score(left), self.timeout)
-                outcomes |= going.outcomes
+                self._loop.run(calls.score(pending), self.timeout)
+                outcomes |= calls.outcomes
             except LoopBlocked as error:
                 late = RewardFailure("timeout", f"blocked its event loop for longer than {self.timeout:g} s")
-                # Who is in neither begins again.
-                outcomes |= going.outcomes.copy() | dict.fromkeys(going.at_fault(error.owner), late)
+                # Samples in neither start again on the new loop.
+                outcomes |= calls.outcomes.copy() | dict.fromkeys(calls.at_fault(error.owner), late)
                 self._drop_loop()
-            if going.unfinished():  # what ignores that it is cancelled is to block nobody later
+            if calls.unfinished():  # tasks that ignore cancellation could block later rounds
                 self._drop_loop()
-        return [outcomes[place] for place in range(len(requests))]
+        return [outcomes[index] for index in range(len(requests))]
 
     def _score_sync(self, requests: Sequence[Request], accept: Callable[[Any], Any]) -> list[Any]:
-        """One worker goes through the list; where it hangs, it is abandoned and another takes the rest.
+        """All in one worker thread. One that hangs is abandoned, and a new one takes the rest.
 
-        Where the first `HOPELESS` all hang, the others are not tried: at a minute each, a batch would fail after hours.
+        If the first `HOPELESS` all hang, the others are not tried: at a minute each, a batch would take hours to fail.
         """
         outcomes: list[Any] = []
         while len(outcomes) < len(requests):
@@ -186,58 +186,58 @@ class Calls:
     ) -> None:
         self.reward, self.accept, self.timeout = reward, accept, timeout
         self.outcomes: dict[int, Any] = {}
-        self._places, self._tasks = asyncio.Semaphore(concurrency), dict[int, asyncio.Task[Any]]()
+        self._slots, self._tasks = asyncio.Semaphore(concurrency), dict[int, asyncio.Task[Any]]()
 
     async def score(self, requests: Mapping[int, Request]) -> None:
-        await asyncio.gather(*(self.one(place, request) for place, request in requests.items()))
+        await asyncio.gather(*(self.one(index, request) for index, request in requests.items()))
 
-    async def one(self, place: int, request: Request) -> None:
-        async with self._places:
-            OWNER.set((self, place))
-            task = self._tasks[place] = asyncio.ensure_future(self._call(request))
+    async def one(self, index: int, request: Request) -> None:
+        async with self._slots:
+            OWNER.set((self, index))
+            task = self._tasks[index] = asyncio.ensure_future(self._call(request))
             try:
                 await asyncio.wait([task], timeout=self.timeout)
                 if task.done():
-                    self.outcomes[place] = task.result()
+                    self.outcomes[index] = task.result()
                     return
             finally:
-                task.cancel()  # also where an interrupt ended the waiting
+                task.cancel()  # also if an interrupt ended the wait
             await asyncio.wait([task], timeout=GRACE)
-            self.outcomes[place] = RewardFailure("timeout", f"took longer than {self.timeout:g} s")
+            self.outcomes[index] = RewardFailure("timeout", f"took longer than {self.timeout:g} s")
 
     async def _call(self, request: Request) -> Any:
         try:
             return self.accept(await self.reward(*request))
-        except TimeoutError as error:  # of the reward's own
+        except TimeoutError as error:  # raised by the reward itself
             return RewardFailure("timeout", str(error) or "raised TimeoutError")
-        except BaseException as error:  # whatever the user's code raises is that sample's outcome; SystemExit, too
+        except BaseException as error:  # any error in the user's code is this sample's outcome, also SystemExit
             return failure(error)
 
     def unfinished(self) -> list[int]:
-        """Whose coroutine still runs."""
-        return [place for place, task in self._tasks.items() if not task.done()]
+        """Indices of samples whose coroutine still runs."""
+        return [index for index, task in self._tasks.items() if not task.done()]
 
     def at_fault(self, owner: tuple[Calls, int] | None) -> list[int]:
-        """Who blocks the loop: a sample of this round, nobody in it, or, where that cannot be told, all that run."""
+        """Indices of samples that block the loop: the owner's, if it is of this round; all that run, if not known."""
         if owner is None:
             return self.unfinished()
         return [owner[1]] if owner[0] is self else []
 
 
 class _Worker:
-    """Calls a sync reward, request after request, in a thread that can be left behind."""
+    """Calls a sync reward, request after request, in a thread that can be abandoned."""
 
     def __init__(self, reward: Callable[..., Any], accept: Callable[[Any], Any], requests: Sequence[Request]) -> None:
         self.reward, self.accept, self.requests = reward, accept, requests
         self.outcomes: list[Outcome] = []
-        self.began = time.monotonic()  # with the request after those that have an outcome
+        self.began = time.monotonic()  # start of the request that is running
         self.finished, self.abandoned = threading.Event(), False
 
     def run(self) -> None:
         for request in self.requests:
             try:
                 outcome = self.accept(self.reward(*request))
-            except BaseException as error:  # SystemExit would end this thread without a word
+            except BaseException as error:  # SystemExit would end this thread silently
                 outcome = failure(error)
             if self.abandoned:
                 return
@@ -246,10 +246,10 @@ class _Worker:
         self.finished.set()
 
     def wait(self, timeout: float) -> list[Outcome]:
-        """All outcomes, or those before a request that takes longer than `timeout` seconds, and that it did."""
+        """All outcomes; or those up to and with the first request that takes longer than `timeout` seconds."""
         while not self.finished.wait(max(0.0, self.began + timeout - time.monotonic())):
-            made = len(self.outcomes)  # before the time is read: a request that ends in between has begun later
+            done = len(self.outcomes)  # read before the time: if a request ends in between, `began` is later
             if time.monotonic() - self.began >= timeout:
                 self.abandoned = True
-                return [*self.outcomes[:made], RewardFailure("timeout", f"took longer than {timeout:g} s")]
+                return [*self.outcomes[:done], RewardFailure("timeout", f"took longer than {timeout:g} s")]
         return self.outcomes

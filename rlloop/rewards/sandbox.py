@@ -1,13 +1,13 @@
-"""Runs a Python program that a model wrote, in a process that can do nothing but compute and print.
+"""Sandbox for Python programs written by a model: a process that can only compute and print.
 
-The process has no network, starts no other process, signals none, reads no other's memory or environment, writes no
-file, reads (where the kernel has Landlock) only the interpreter's own, and has limits on memory, processor time, wall
-time and output. Linux on x86-64 or aarch64, without containers or privileges: an allow-list of system calls (seccomp),
-resource limits, no capabilities, a user namespace and Landlock where the kernel grants them. Where neither these nor
-the loss of root's capabilities keep the memory of the process that starts a program from it, none is run.
+It has no network, cannot start or signal processes, cannot read other processes' memory or environment, writes no file,
+reads only the interpreter's own files (if the kernel has Landlock), and has limits on memory, processor time, wall time
+and output. It needs Linux on x86-64 or aarch64, but no container and no privileges: it uses an allow-list of system
+calls (seccomp), resource limits, no capabilities, and a user namespace and Landlock if the kernel grants them. If none
+of these keeps a program from reading the memory of the process that starts it, no program is run.
 
-It bounds accidents and the tricks that a policy stumbles on; it is no wall against someone who attacks the kernel: for
-that, put the grader into a virtual machine behind `HttpReward`.
+It stops accidents and the tricks that a policy stumbles on, not an attack on the kernel: for that, run the grader in a
+virtual machine behind `HttpReward`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from rlloop.rewards.seccomp import ARCHITECTURES, seccomp_filter
 CHILD = Path(__file__).with_name("_sandbox_child.py")
 REMEDY = (
     "One of these will do: user namespaces (in Docker a seccomp profile that allows `unshare`), a kernel with Landlock "
-    "(5.13 or newer), rlloop run as root with its capabilities, or programs judged on another machine behind HttpReward"
+    "(5.13 or newer), rlloop run as root with its capabilities, or programs run on another machine behind HttpReward"
 )
-STARTING = 60.0  # seconds that an interpreter may take to start, on a machine that has much to do
+STARTING = 60.0  # seconds for an interpreter to start, on a busy machine
 Status = Literal["ok", "error", "timeout", "memory", "output"]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """Limits of one program."""
 
-    seconds: float = 5.0  # wall time; processor time is limited to the next whole second above
+    seconds: float = 5.0  # wall time; processor time is limited to the next whole second
     memory_mb: int = 512  # address space
     output_bytes: int = 65536  # standard output and standard error, each
 
@@ -56,7 +56,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended. `stdout` and `stderr` are cut at the output limit."""
+    """The end of a program. `stdout` and `stderr` are cut at the output limit."""
 
     status: Status
     stdout: str
@@ -66,9 +66,9 @@ class ProgramResult:
 
 @dataclass(frozen=True)
 class TestResult:
-    """How a test of a program ended; `why` says why it did not pass."""
+    """The result of a program's test; `why` is the reason if it did not pass."""
 
-    __test__ = False  # none of pytest's
+    __test__ = False  # not a test of pytest's
 
     verdict: Literal["passed", "failed", "timeout", "unsupported"]
     why: str = ""
@@ -76,7 +76,7 @@ class TestResult:
 
 @dataclass(frozen=True)
 class Job:
-    """What a sandboxed process is to do."""
+    """The task of a sandboxed process, as JSON on its standard input."""
 
     source: str
     stdin: str
@@ -85,31 +85,31 @@ class Job:
     filter: str  # seccomp's, in hexadecimal digits
     parent: int  # process id
     threads: int = 64
-    judges: bool = False  # `source` is a test, of the program at the other end of `channel`
-    channel: tuple[int, ...] = ()  # file descriptors to read and to write calls of a program's functions
+    is_test: bool = False  # `source` is a test of the program at the other end of `channel`
+    channel: tuple[int, ...] = ()  # file descriptors, to read and to write, for calls of a program's functions
 
 
 class _Process:
-    """A process that confines itself, then does its job."""
+    """A process that confines itself and then does its job."""
 
     def __init__(self, process: asyncio.subprocess.Process, control: asyncio.StreamReader, most: int) -> None:
         self.process, self.control = process, control
         assert process.stdout is not None
         assert process.stderr is not None
-        # From the start: asyncio waits for the pipes of a dead process to be empty.
+        # Read from the start: asyncio waits until the pipes of a dead process are empty.
         self.outputs = asyncio.gather(*(self._read(pipe, most) for pipe in (process.stdout, process.stderr)))
 
     async def begun(self) -> None:
-        """Wait until it is confined. Raises ConfigError where it cannot be."""
+        """Wait until it is confined. Raises ConfigError if that is impossible on this machine."""
         async with asyncio.timeout(STARTING):
-            said = (await self.control.readline()).decode()
-        if said == "":
+            answer = (await self.control.readline()).decode()
+        if answer == "":
             raise RuntimeError(f"a sandboxed process ended before it began: {(await self.ended(1)).stderr}")
-        if said != "confined\n":
-            raise ConfigError(f"this machine cannot confine a program: {said}. {REMEDY}")
+        if answer != "confined\n":
+            raise ConfigError(f"this machine cannot confine a program: {answer}. {REMEDY}")
 
     async def _read(self, stream: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:
-        """What the process writes there, cut to `most` bytes, and whether it wrote more, which ends it."""
+        """The process's output, cut to `most` bytes, and True if there was more, for which the process is killed."""
         data, more = bytearray(), False
         while piece := await stream.read(65536):
             if len(data) + len(piece) > most and not more:
@@ -119,11 +119,11 @@ class _Process:
         return bytes(data), more
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it ended in between
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             self.process.kill()
 
     async def ended(self, seconds: float) -> ProgramResult:
-        """Wait for the end, `seconds` at most."""
+        """Wait `seconds` at most for its end; then kill it."""
         start, timed_out = time.monotonic(), False
         try:
             async with asyncio.timeout(seconds):
@@ -149,13 +149,13 @@ class _Process:
 
 @contextlib.asynccontextmanager
 async def _spawned(
-    limits: Limits, source: str, stdin: str = "", *, judges: bool = False, channel: tuple[int, ...] = ()
+    limits: Limits, source: str, stdin: str = "", *, is_test: bool = False, channel: tuple[int, ...] = ()
 ) -> AsyncIterator[_Process]:
-    """A sandboxed process, which ends here if not earlier."""
+    """A sandboxed process, which is killed at the end of the context."""
     if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
         raise ConfigError(
-            f"this machine ({sys.platform}, {platform.machine()}) cannot confine a program: that takes Linux on x86-64 "
-            "or aarch64; judge programs on another machine, behind HttpReward"
+            f"this machine ({sys.platform}, {platform.machine()}) cannot confine a program: that needs Linux on x86-64 "
+            "or aarch64; run programs on another machine, behind HttpReward"
         )
     job = Job(
         source,
@@ -164,7 +164,7 @@ async def _spawned(
         memory_bytes=limits.memory_mb * 2**20,
         filter=_filter(platform.machine()),
         parent=os.getpid(),
-        judges=judges,
+        is_test=is_test,
         channel=channel,
     )
     read, write = os.pipe()
@@ -189,7 +189,7 @@ async def _spawned(
         spawned = _Process(process, control, limits.output_bytes)
         try:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its exit status says why
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its exit status tells the reason
                 process.stdin.write(json.dumps(asdict(job)).encode())
                 await process.stdin.drain()
                 process.stdin.close()
@@ -206,9 +206,9 @@ def _filter(machine: str) -> str:
 
 
 async def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> ProgramResult:
-    """Runs `source` with `stdin` and waits for its end.
+    """Run `source` with `stdin` and wait for its end.
 
-    Raises ConfigError where this machine cannot confine a process: it then runs nothing.
+    Raises ConfigError, without running anything, if this machine cannot confine a process.
     """
     limits = limits or Limits()
     async with _spawned(limits, source, stdin) as process:
@@ -217,10 +217,10 @@ async def run_program(source: str, stdin: str = "", limits: Limits | None = None
 
 
 async def run_test(program: str, test: str, limits: Limits | None = None) -> TestResult:
-    """Whether `test`, Python statements or one expression, holds for `program`: each in a sandboxed process of its own.
+    """Run `test`, Python statements or one expression that must be true, against `program`, each in its own sandbox.
 
-    All that the program can do for a test is to answer its calls with plain data (`rlloop.rewards._sandbox_calls` says
-    which); that is compared where the program cannot reach. Raises ConfigError as `run_program` does.
+    The program can only answer the test's calls, with plain data (`rlloop.rewards._sandbox_calls`), which is compared
+    in the test's process. Raises ConfigError as `run_program` does.
     """
     limits = limits or Limits()
     async with contextlib.AsyncExitStack() as stack:
@@ -230,26 +230,26 @@ async def run_test(program: str, test: str, limits: Limits | None = None) -> Tes
             begin = stack.enter_async_context
             processes = [
                 await begin(_spawned(limits, program, channel=(asked, answer))),
-                await begin(_spawned(limits, test, judges=True, channel=(answered, ask))),
+                await begin(_spawned(limits, test, is_test=True, channel=(answered, ask))),
             ]
         finally:
             for end in pipes:
                 os.close(end)
         for process in processes:
             await process.begun()
-        judge = processes[1]
+        tester = processes[1]
         try:
             async with asyncio.timeout(limits.seconds):
-                verdict = await judge.control.readline()
+                verdict = await tester.control.readline()
         except TimeoutError:
             return TestResult("timeout", f"took longer than {limits.seconds:g} s")
         if not verdict:
-            return TestResult("failed", f"the test's process died: {(await judge.ended(1)).stderr[-500:]}")
+            return TestResult("failed", f"the test's process died: {(await tester.ended(1)).stderr[-500:]}")
         return TestResult(**json.loads(verdict))
 
 
 @functools.cache
 def require_confinement() -> None:
-    """Raises ConfigError where programs could not be confined."""
-    with ThreadPoolExecutor(1) as pool:  # the caller may have an event loop of its own
+    """Raises ConfigError if this machine cannot confine programs."""
+    with ThreadPoolExecutor(1) as pool:  # the caller may be in an event loop
         pool.submit(asyncio.run, run_program("")).result()

@@ -1,9 +1,9 @@
-"""The system calls that a sandboxed program may make, as a seccomp filter: what is not listed here is denied.
+"""Allow-list of system calls for sandboxed programs, as a seccomp filter. Calls that are not listed are denied.
 
-A computation needs memory, threads, time, signal handlers of its own, and files and pipes to read from. Where a call
-can do more than that by its arguments (fcntl, ioctl, prctl, clone, ...), the arguments are listed, too. Everything else
-answers EPERM, or ENOSYS where it is younger than `YOUNG`, so that a C library falls back to a call that can be judged.
-A call in another architecture's numbering, or in x32's, ends the process.
+A computation needs memory, threads, time, signal handlers of its own, and files and pipes to read from. Calls whose
+arguments could do more (fcntl, ioctl, prctl, clone, ...) are allowed for listed arguments only. All others return
+EPERM, or ENOSYS for those newer than `YOUNG`, so that a C library falls back to an older call. A call in another
+architecture's numbering, or in x32's, ends the process.
 
 Numbers: Linux's arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
 """
@@ -15,7 +15,7 @@ from typing import Literal
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
 X32 = 0x40000000  # the bit that its numbers have
-YOUNG = 424  # from here on, the architectures share their numbers
+YOUNG = 424  # from here on, all architectures have the same numbers
 
 # name, number on x86-64, number on aarch64 (-: the architecture has no such call)
 ALLOWED = """
@@ -50,6 +50,7 @@ LOW, HIGH = 0, 4
 
 
 def argument(index: int, half: int = LOW) -> int:
+    """Offset of a half of an argument in `struct seccomp_data`."""
     return 16 + 8 * index + half
 
 
@@ -63,7 +64,7 @@ TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX = (
 PR_SET_NAME, PR_GET_NAME, PR_SET_VMA = 15, 16, 0x53564D41  # the last one names memory
 CLONE_THREAD, THREAD_FLAGS = 0x00010000, 0x007D0F00  # pthread_create's, of glibc and musl
 
-# By name, alternatives: the call is allowed where all checks of one of them hold.
+# Alternatives by name: a call is allowed if all checks of one of them hold.
 ARGUMENTS: dict[str, list[list[Check]]] = {
     "open": [[(argument(1), "lacks", WRITES)]],
     "openat": [[(argument(2), "lacks", WRITES)]],
@@ -86,17 +87,17 @@ ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050000 | 38
 
 
 def numbers(machine: str) -> dict[str, int]:
-    """The allowed calls' numbers by name."""
+    """Numbers of the allowed calls by name."""
     words, column = ALLOWED.split(), 1 + list(ARCHITECTURES).index(machine)
     rows = [words[start : start + 3] for start in range(0, len(words), 3)]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
 def _alternative(checks: list[Check]) -> list[Instruction]:
-    """Allow where all `checks` hold, else fall through to what follows."""
+    """Allow if all `checks` hold, else continue with the next instruction."""
     program: list[Instruction] = []
-    for place, (offset, test, value) in enumerate(checks):
-        out = 2 * (len(checks) - place - 1) + 1  # past the other checks and the answer
+    for index, (offset, test, value) in enumerate(checks):
+        out = 2 * (len(checks) - index - 1) + 1  # past the other checks and the answer
         operation = EQUAL if test == "is" else ANY_BIT
         jumps = (out, 0) if test == "lacks" else (0, out)
         program += [(LOAD, 0, 0, offset), (operation, *jumps, value)]

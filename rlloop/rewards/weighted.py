@@ -1,4 +1,4 @@
-"""Several rewards as one, with weights, every part recorded."""
+"""A weighted sum of several rewards."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlloop.errors import ConfigError
+from rlloop.rewards.resolve import resolve_reward
 from rlloop.rewards.runner import TAKEN, RewardFailure, as_result
 from rlloop.types import Example, RewardResult
 
 
 class Weighted:
-    """The weighted sum of named rewards; `components` holds each part before its weight.
+    """The weighted sum of named rewards; `components` has each part before its weight.
 
-    `parts` maps a name to a reward's configuration (`_target_` and its arguments) with an optional `weight` (1). A part
-    that fails makes the whole sample a failure: a sum that lacks a part is another reward. A sample counts as solved
-    when the part named by `solved_by` says so (default: the first part).
+    `parts` maps a name to a reward's configuration (`_target_` and its arguments) with an optional `weight` (1). If a
+    part fails, the sample fails: a sum without it would be another reward. A sample is solved if the part named by
+    `solved_by` says so (default: the first part).
 
     Example:
 
@@ -27,12 +28,10 @@ class Weighted:
             correct: {_target_: rlloop.rewards.MathReward}
             short: {_target_: mine.brevity, weight: 0.1}
 
-    Raises ConfigError for an empty `parts`, an unknown `solved_by`, and a part that has the name of a metric.
+    Raises ConfigError for empty `parts`, an unknown `solved_by`, and a part with the name of a metric.
     """
 
     def __init__(self, parts: dict[str, dict[str, Any]], solved_by: str | None = None) -> None:
-        from rlloop.rewards import resolve_reward
-
         if not parts:
             raise ConfigError("reward.parts is empty; name at least one reward there")
         self.solved_by = solved_by or next(iter(parts))

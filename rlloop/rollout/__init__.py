@@ -1,4 +1,4 @@
-"""Engines: what continues prompts and says with which probabilities."""
+"""Engines: they continue prompts, and report the probabilities that they sampled with."""
 
 from rlloop.rollout.engine.engine import Engine
 

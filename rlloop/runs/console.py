@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: one live panel on a terminal, plain lines elsewhere, a summary at the end."""
+"""Console output of a run: a live panel on a terminal, plain lines elsewhere, a summary at the end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-PLAIN_EVERY = 2.0  # seconds between plain lines, evaluations aside
-LIVE_EVERY = 0.1
+PLAIN_EVERY = 2.0  # seconds between plain lines, except for evaluations
+LIVE_EVERY = 0.1  # seconds between updates of the panel
 
 
 class Progress:
-    """Observes a loop. Use as a context, so that the terminal is given back whatever happens."""
+    """Shows a loop's progress. Use as a context manager, which restores the terminal."""
 
     def __init__(self, console: Console, title: str, num_steps: int, start: int) -> None:
         self.console, self.title, self.num_steps = console, title, num_steps
@@ -45,7 +45,7 @@ class Progress:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Count what a resumed run recorded before."""
+        """Count the records of a resumed run."""
         for record in records:
             self._count(record)
 
@@ -68,7 +68,7 @@ class Progress:
             self.note("  ".join(filter(None, [f"step {step}/{self.num_steps}", outcome, work])))
         else:
             head = Text(f"{self.title}  step {step}/{self.num_steps}", style="bold")
-            bar = Padding(ProgressBar(total=self.num_steps, completed=step), 0)  # which alone does not end its line
+            bar = Padding(ProgressBar(total=self.num_steps, completed=step), 0)  # the bar alone does not end its line
             self._live.update(Group(head, bar, Text(outcome), Text(work)), refresh=True)
 
     def _outcome(self, metrics: Mapping[str, Any]) -> str:
@@ -92,12 +92,12 @@ class Progress:
 
 
 def print_summary(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
-    """One screen: what was learned, at which KL, and where everything lies."""
+    """One screen: results, train-inference KL, and the paths of the records."""
     table = Table(
         title=f"{folder}: {summary['status']} at step {summary['step']}", show_header=False, title_justify="left"
     )
     table.add_column(style="bold")
-    table.add_column(overflow="fold")  # a path is of no use cut short
+    table.add_column(overflow="fold")  # paths must not be cut
     for name, label in (("eval/solved", "pass@1, held-out"), ("reward/mean", "reward")):
         if summary[name]:
             table.add_row(label, "{first:.3f} -> {last:.3f} (best {best:.3f})".format(**summary[name]))

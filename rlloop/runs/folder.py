@@ -1,19 +1,19 @@
-"""A run's folder: what is written, that it can be read while it grows, and that one history stays.
+"""A run's folder, which can be read while the run goes on, and holds one history however often it is resumed.
 
     config.yaml                      resolved
     metrics.jsonl                    one object a step; step 0 is the evaluation before the first update
     parity.jsonl                     the certificate (rlloop.parity.certificate)
     rollouts/step_00000012.jsonl.zst every completion of a step, one JSON object each
     checkpoints/step_12/             complete or absent (rlloop.trainer.checkpoint)
-    fingerprints.json                what decides the bits of engine and trainer, by digest
+    fingerprints.json                digest -> everything that decides the bits of an engine or trainer
     signatures.jsonl                 with certificate.key: the certificate's head, signed (rlloop.parity.witness)
-    reward.json                      the digests of the reward's source, and after which step it changed
+    reward.json                      digests of the reward's source, and the steps after which it changed
     summary.json                     written at the end
     curve.png                        drawn at the end
-    run.log                          what happened, with times
+    run.log                          events, with times
     orphaned/1/...                   records that the first resume set aside: steps past its checkpoint
 
-Records are only ever appended and flushed line by line, so a killed process leaves at most one torn last line.
+Records are only appended, and flushed line by line, so a killed process leaves at most one torn last line.
 """
 
 from __future__ import annotations
@@ -26,40 +26,36 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 import yaml
 import zstandard
 
 from rlloop.config.resume import refuse_other_run
 from rlloop.errors import UNREADABLE, RunError
-from rlloop.runs.packed_experts import pack_experts
-from rlloop.types import Sample, SamplingParams
 
 REPORT = "parity_report.json"
 SIGNATURES = "signatures.jsonl"
-JOURNALS = ("metrics.jsonl", "parity.jsonl", SIGNATURES)  # a line a step, or fewer
+JOURNALS = ("metrics.jsonl", "parity.jsonl", SIGNATURES)  # at most one line for each step
 ROLLOUTS = re.compile(r"step_(\d{8,18})\.jsonl\.zst")
 
 T = TypeVar("T")
 
 
 class Journal:
-    """An append-only JSONL file of one writer. Each line is with the operating system when `append` returns."""
+    """An append-only JSONL file with one writer. `append` returns once the operating system has the line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._end: int | None = None  # where our last line ends; None: nothing was written yet
+        self._end: int | None = None  # offset at which the last line ends; None: none was written yet
         self._writing = threading.Lock()
 
     def append(self, record: Mapping[str, Any]) -> bytes:
-        """Returns the line. Numbers that are not finite become null: JSON has none.
+        """Append a record and return its line. Numbers that are not finite become null, since JSON has none.
 
-        Raises `RunError` where the file does not end as it was left: somebody else writes it, too.
+        Raises `RunError` if the file has another length than this process left it with.
         """
         line = msgspec.json.encode(record) + b"\n"
         with self._writing, self.path.open("ab") as file:
@@ -73,29 +69,28 @@ class Journal:
         return line
 
     def reopen(self) -> None:
-        """Go on where the file ends now."""
+        """Continue at the file's present end."""
         self._end = None
 
     def sync(self) -> None:
-        """Force everything to the disk: before a checkpoint that counts on it."""
+        """Force all lines to the disk: before a checkpoint that relies on them."""
         with self.path.open("ab") as file:
             os.fsync(file.fileno())
 
 
 class RunFolder:
-    """One run's folder, held by one process: by a lock on `.lock`, and on the folder itself, which stays held where
-    somebody deletes that file."""
+    """One run's folder, locked by one process: on `.lock`, and on the folder itself in case that file is deleted."""
 
     def __init__(self, path: Path) -> None:
-        """Opens `path`, creating it where it is new. Raises `RunError` where it cannot be had."""
+        """Open `path`, or create it. Raises `RunError` if another process has it, or it cannot be written."""
         self.path = path
         self._locks: list[int] = []
         try:
             if (path / "config.json").exists():
                 raise RunError(f"{path} is a model's folder (it has a config.json); choose another run.dir")
             path.mkdir(parents=True, exist_ok=True)
-            for place, flags in ((path, os.O_RDONLY), (path / ".lock", os.O_RDWR | os.O_CREAT)):
-                self._locks.append(os.open(place, flags, 0o666))
+            for target, flags in ((path, os.O_RDONLY), (path / ".lock", os.O_RDWR | os.O_CREAT)):
+                self._locks.append(os.open(target, flags, 0o666))
                 fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.__exit__()
@@ -117,7 +112,7 @@ class RunFolder:
             os.close(self._locks.pop())
 
     def check_held(self) -> None:
-        """Raises `RunError` where the folder was moved, or replaced by another, which another process may hold."""
+        """Raises `RunError` if the folder was moved, or replaced by another, which another process may have locked."""
         held = os.fstat(self._locks[0])
         try:
             here = self.path.stat()
@@ -127,12 +122,11 @@ class RunFolder:
             raise RunError(f"{self.path} is not the folder that this process writes any more: it was moved or replaced")
 
     def adopt(self, config: Mapping[str, Any]) -> str:
-        """Take the configuration of a new run, or check that it is the one this folder's run was started with.
+        """Take the configuration of a new run, or check that it is compatible with this folder's run.
 
-        Returns the digest of its file, which is written at once for a new run and else when the run goes on
-        (`confirm`), so that it is always the one that the certificate speaks of. Raises `RunError` naming every key
-        that differs and would make another run of it. A run that failed before it had recorded or published anything
-        is none yet.
+        Returns the digest of config.yaml, which is written at once for a new run, and by `confirm` for a resumed one,
+        so that it is always the one that the certificate covers. Raises `RunError` naming every key whose change would
+        make it another run. A run that failed before it recorded or published anything may be replaced.
         """
         file, metrics = self.path / "config.yaml", self.metrics.path
         begun = (metrics.exists() and metrics.stat().st_size) or (self.path / "weights").exists()
@@ -145,22 +139,22 @@ class RunFolder:
         return hashlib.sha256(content).hexdigest()
 
     def confirm(self) -> None:
-        """The run goes on with the configuration that was adopted."""
+        """Write the adopted configuration, now that the run goes on with it."""
         if self._adopted is not None:
             write_whole(self.path / "config.yaml", self._adopted)
             self._adopted = None
 
     def is_finished(self, num_steps: int) -> bool:
-        """Whether the run's last step, of `num_steps`, is behind it."""
+        """True if the run has ended, after `num_steps` steps or more."""
         summary = read_summary(self.path)
         step = summary.get("step") if summary is not None and summary.get("status") == "finished" else None
         return isinstance(step, int) and step >= num_steps
 
     def rewind(self, step: int | None) -> int:
-        """Set aside every record past `step` (None: every record). Returns how many steps' metrics that were.
+        """Move every record past `step` (None: every record) to orphaned/. Returns the number of metrics records moved.
 
-        May itself be killed anywhere: what is to be set aside is copied before it is cut. Raises `RunError` for what is
-        damaged or not the run's.
+        May be killed at any point: records are copied before they are cut. Raises `RunError` for damaged records and
+        for files that are not the run's.
         """
         files = sorted(self.rollouts.glob("*")) if self.rollouts.exists() else []
         steps = {file: step_of(file) for file in files if file.suffix != ".tmp"}  # before anything is moved
@@ -186,13 +180,13 @@ class RunFolder:
                 (aside / "rollouts").mkdir(parents=True, exist_ok=True)
                 file.rename(aside / "rollouts" / file.name)
         for name in ("summary.json", "curve.png", REPORT):
-            if (self.path / name).exists() and (moved or name == REPORT):  # which is of a step that was never recorded
+            if (self.path / name).exists() and (moved or name == REPORT):  # a report is of a step without a record
                 aside.mkdir(parents=True, exist_ok=True)
                 (self.path / name).rename(aside / name)
         return moved
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Returns the digest of the file."""
+        """Write a step's completions, compressed. Returns the file's digest."""
         self.check_held()
         self.rollouts.mkdir(exist_ok=True)
         content = zstandard.compress(b"\n".join(map(msgspec.json.encode, rows)) + b"\n", 1)
@@ -200,7 +194,7 @@ class RunFolder:
         return hashlib.sha256(content).hexdigest()
 
     def note_fingerprints(self, by_digest: Mapping[str, Mapping[str, Any]]) -> None:
-        """Keep what the digests in the records stand for. A new one in an old run is logged: its bits may be others."""
+        """Record fingerprints by their digests. A new one in an old run is logged, since its bits may differ."""
         file = self.path / "fingerprints.json"
         known = _decoded(file.read_bytes(), file, dict[str, dict[str, Any]]) if file.exists() else {}
         new = {digest: fingerprint for digest, fingerprint in by_digest.items() if digest not in known}
@@ -223,7 +217,7 @@ def as_json_file(content: Mapping[str, Any]) -> bytes:
 
 
 def write_whole(file: Path, content: bytes, *, durable: bool = True) -> None:
-    """The file has all of `content`, or what it had before. `durable`: also if the machine, not only we, dies."""
+    """Replace a file's content atomically. `durable`: it also survives a crash of the machine."""
     temporary = file.with_name(file.name + ".tmp")
     with temporary.open("wb") as handle:
         handle.write(content)
@@ -233,89 +227,11 @@ def write_whole(file: Path, content: bytes, *, durable: bool = True) -> None:
     temporary.replace(file)
 
 
-# ------------------------------------------------------------------------------------------------ rollouts
-
-
-def rollout_rows(
-    samples: Sequence[Sample],
-    outcomes: Sequence[str],
-    trainer_logprobs: Sequence[np.ndarray | None],
-    engine: str,
-) -> list[dict[str, Any]]:
-    """Completions as JSON objects.
-
-    `outcomes`: trained, or "rejected: ..." or "dropped: ..." with the reason. `trainer_logprobs` (None: not scored)
-    stand only where a bit differs, `raw_logprobs` only where they differ from `logprobs`. `engine`: its fingerprint's
-    digest.
-    """
-    logprobs = [sample.completion.logprobs for sample in samples]
-    raw = [sample.completion.raw_logprobs for sample in samples]
-    scored = [mine if other is None else other for mine, other in zip(logprobs, trainer_logprobs, strict=True)]
-    texts, rows = _floats(logprobs), []
-    for sample, outcome, text in zip(samples, outcomes, texts, strict=True):
-        made = sample.completion
-        rows.append(
-            {
-                "uid": sample.uid,
-                "example": sample.example.id,
-                "group": sample.group,
-                "policy_version": made.policy_version,
-                "engine": engine,
-                "outcome": outcome,
-                "reward": sample.result.reward,
-                "solved": sample.result.solved,
-                "components": sample.result.components,
-                "advantage": sample.advantage,
-                "prompt": sample.example.prompt,
-                "text": sample.text,
-                "finish_reason": made.finish_reason,
-                "sampling": {key: value for key, value in vars(made.sampling).items() if value != _DEFAULTS[key]},
-                "prompt_ids": made.prompt_ids,
-                "token_ids": made.token_ids,
-                **({} if made.origin is None else {"origin": made.origin}),
-                "logprobs": text,
-            }
-        )
-        if sample.fault is not None:
-            rows[-1]["fault"] = sample.fault
-        if made.turns is not None:
-            rows[-1]["turns"] = made.turns
-        if made.routed_experts is not None:
-            rows[-1]["routed_experts"] = pack_experts(made.routed_experts)
-    for name, arrays in (("raw_logprobs", raw), ("trainer_logprobs", scored)):
-        differing = _differing(logprobs, arrays)
-        for index, text in zip(differing, _floats([arrays[index] for index in differing]), strict=True):
-            rows[index][name] = text
-    return rows
-
-
-_DEFAULTS = {**vars(SamplingParams(max_tokens=1)), "max_tokens": None}
-
-
-def _differing(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> list[int]:
-    """Indices of the float32 arrays that differ in a bit: as integers, so that −0 and NaN count as what they are."""
-    if not ours:
-        return []
-    mine, other = (np.concatenate(arrays).astype(np.float32, copy=False).view(np.int32) for arrays in (ours, theirs))
-    owner = np.repeat(np.arange(len(ours)), [len(array) for array in ours])
-    return np.unique(owner[mine != other]).tolist()
-
-
-def _floats(arrays: Sequence[np.ndarray]) -> list[msgspec.Raw]:
-    """float32 arrays as JSON, 9 significant digits so that they round-trip; null is −inf (or NaN, in a broken run)."""
-    flat = np.concatenate([np.zeros(0, np.float32), *arrays])
-    texts = (",".join(["%.9g"] * len(flat)) % tuple(flat.tolist())).split(",")
-    if not np.isfinite(flat).all():
-        texts = ["null" if "n" in text else text for text in texts]
-    cuts = np.cumsum([0, *map(len, arrays)]).tolist()
-    return [msgspec.Raw(f"[{','.join(texts[start:end])}]".encode()) for start, end in pairwise(cuts)]
-
-
 # ------------------------------------------------------------------------------------------------ reading
 
 
 def require_run(path: Path) -> Path:
-    """Raises `RunError` where `path` is not a run's folder."""
+    """Returns `path`. Raises `RunError` if it is not a run's folder."""
     if not path.is_dir():
         raise RunError(f"there is no run {path}: " + ("it is a file" if path.exists() else "no such folder"))
     if not (path / "config.yaml").is_file():
@@ -326,7 +242,7 @@ def require_run(path: Path) -> Path:
 
 
 def read_records(file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file that may be growing: a torn last line is not yet one."""
+    """The objects of a JSONL file that may be growing; a torn last line is left out. Raises `RunError`."""
     if not file.exists():
         return
     with file.open("rb") as lines:
@@ -337,7 +253,7 @@ def read_records(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_rollouts(file: Path) -> list[dict[str, Any]]:
-    try:  # whole, since a stream of it would end early without a word where the file does
+    try:  # all at once: a streaming decoder would silently accept a file that is cut short
         return [msgspec.json.decode(line) for line in zstandard.decompress(file.read_bytes()).splitlines()]
     except (zstandard.ZstdError, *UNREADABLE) as error:
         raise RunError(f"{file} is damaged: {error}") from error
@@ -348,10 +264,10 @@ def rollout_files(path: Path) -> list[Path]:
 
 
 def step_of(file: Path) -> int:
-    """Of a rollout file, by its name. Raises `RunError`."""
-    if (found := ROLLOUTS.fullmatch(file.name)) is None:
-        raise RunError(f"{file} is none of the run's files; move it elsewhere")
-    return int(found[1])
+    """The step in a rollout file's name. Raises `RunError`."""
+    if (match := ROLLOUTS.fullmatch(file.name)) is None:
+        raise RunError(f"{file} is not one of the run's files; move it elsewhere")
+    return int(match[1])
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -360,18 +276,18 @@ def read_config(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, *UNREADABLE):
         config = None
     if not isinstance(config, dict):
-        raise RunError(f"{path / 'config.yaml'} is no configuration of a run, or a damaged one")
+        raise RunError(f"{path / 'config.yaml'} is not a run's configuration, or is damaged")
     return config
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
     file = path / "summary.json"
-    remedy = "delete it: it is made anew when the run ends"
+    remedy = "delete it: it is written again when the run ends"
     return _decoded(file.read_bytes(), file, dict[str, Any], remedy) if file.exists() else None
 
 
 class _Step(msgspec.Struct):
-    """Of a record, what places it."""
+    """The key of a record that tells its step."""
 
     step: int
 
@@ -379,7 +295,7 @@ class _Step(msgspec.Struct):
 def _decoded(
     content: bytes, where: str | Path, kind: type[T], remedy: str = "restore it from a copy, or choose another run.dir"
 ) -> T:
-    """JSON that the run wrote. Raises `RunError`."""
+    """Decode JSON that the run wrote. Raises `RunError` with `remedy`."""
     try:
         return msgspec.json.decode(content, type=kind)
     except UNREADABLE as error:
@@ -387,7 +303,7 @@ def _decoded(
 
 
 def _split_records(file: Path, keep: int) -> tuple[bytes, bytes]:
-    """The lines up to step `keep`, and everything after them."""
+    """The lines up to step `keep`, and everything after."""
     content, end = file.read_bytes(), 0
     for number, line in enumerate(content.splitlines(keepends=True), start=1):
         if not line.endswith(b"\n") or _decoded(line, f"{file}, line {number},", _Step).step > keep:
@@ -397,7 +313,7 @@ def _split_records(file: Path, keep: int) -> tuple[bytes, bytes]:
 
 
 def summarize(metrics: Sequence[Mapping[str, Any]], status: str) -> dict[str, Any]:
-    """What `summary.json` says, from the run's own records, so that a resumed run says the same as an unbroken one."""
+    """Content of `summary.json`, from the records alone, so that a resumed run's is the same as an unbroken one's."""
 
     def series(name: str) -> list[float]:
         return [record[name] for record in metrics if record.get(name) is not None]

@@ -1,4 +1,4 @@
-"""The picture of a run: reward, train-inference KL (with its 0) and pass@1 over steps."""
+"""Plots of runs: reward, pass@1 and train-inference KL over steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 Records = Sequence[Mapping[str, Any]]
 
-# Okabe and Ito's palette, told apart by the colour-blind; dashes tell the rest.
+# Okabe and Ito's palette, safe for colour blindness; further lines differ by dashes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", "-.", ":")
-LINTHRESH = 1e-9  # below this the KL axis is linear, so that 0 has a place on it
+LINTHRESH = 1e-9  # below this the KL axis is linear, so that it includes 0
 
 PANELS = (
     ("reward", ("reward/mean",)),

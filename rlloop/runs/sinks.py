@@ -1,4 +1,4 @@
-"""Where records go besides the run folder: Weights & Biases, TensorBoard, Prometheus. All get the same numbers."""
+"""Sinks, which get each record besides the run folder: Weights & Biases, TensorBoard, Prometheus."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class WandbSink:
-    """Weights & Biases. Offline where there is no key, and it never asks for one.
+    """Weights & Biases. Never prompts for a key.
 
     A resumed run continues under the same id, which is kept in the run folder. `mode`: online, offline or disabled;
-    null: online with a key, else offline (`wandb sync RUN_DIR/wandb/offline-run-*` uploads it later).
+    null: online if there is a key, else offline (`wandb sync RUN_DIR/wandb/offline-run-*` uploads it later).
     """
 
     def __init__(
@@ -85,7 +85,7 @@ def _has_wandb_key() -> bool:
 
 
 class TensorBoardSink:
-    """TensorBoard event files in `<run>/tensorboard`; histograms are left to the run's own records."""
+    """TensorBoard event files in `<run>/tensorboard`, without histograms."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
         _require("tensorboard", "tensorboard")
@@ -106,7 +106,7 @@ class TensorBoardSink:
 class PrometheusSink:
     """The newest step's numbers as gauges on `http://host:port/metrics`, named `rlloop_parity_k3` and so on.
 
-    Binds to loopback unless told otherwise. Port 0 picks a free one. Every gauge carries the label `run`.
+    Binds to loopback by default. Port 0 picks a free one. Every gauge has the label `run`.
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], *, port: int = 9400, host: str = "127.0.0.1") -> None:
@@ -140,7 +140,7 @@ SINKS = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "prometheus": Prome
 
 
 def check_sinks(config: Mapping[str, Any]) -> None:
-    """Refuses unknown sinks, unknown options and missing packages, before a run starts."""
+    """Raises `ConfigError` for unknown sinks, unknown options and missing packages, before a run starts."""
     for name, options in config.items():
         if name not in SINKS:
             raise ConfigError(f"sinks.{name} is unknown; there are {', '.join(SINKS)}")

@@ -1,1 +1,1 @@
-"""Runs as an experiment: arms, verdicts, reports, and engines that drift on purpose."""
+"""The collapse study: comparison of runs, the verdict on collapse, reports, and engines that drift on purpose."""

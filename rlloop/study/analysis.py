@@ -1,6 +1,7 @@
-"""Runs as an experiment: arms and seeds, the verdict by the declared rule, dose and outcome. Pure functions of records.
+"""Analysis of runs as an experiment: arms and seeds, the verdict on collapse, dose and outcome. Pure functions.
 
-An arm is all runs whose configurations are equal but for the seed and the folder.
+An arm is all runs whose configurations differ in the seed and the folder only. A dose is the train-inference KL that
+a run had.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
+    """A run's configuration and metrics."""
+
     path: Path
-    config: dict[str, Any]  # flat
+    config: dict[str, Any]  # flat: dotted key -> value
     records: list[dict[str, Any]]
 
     @classmethod
@@ -33,7 +36,7 @@ class Run:
 
     @classmethod
     def read_all(cls, paths: Iterable[Path]) -> list[Run]:
-        """Runs to lay side by side. A key that some of them are older than is in all."""
+        """Runs to compare. All get every key, so that older ones have the defaults of newer keys."""
         runs = [cls.read(path) for path in paths]
         keys = {key for run in runs for key in run.config}
         return [cls(run.path, with_defaults(run.config, keys), run.records) for run in runs]
@@ -43,7 +46,7 @@ class Run:
         return self.config["seed"]
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of each record that has a finite one."""
+        """(step, value) of each record that has a finite value."""
         return [(record["step"], record[name]) for record in self.records if record.get(name) is not None]
 
 
@@ -55,7 +58,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`step` is that of the first evaluation (or gradient) of the collapse; None: there is no collapse."""
+    """The verdict on one run. `step`: of the first evaluation (or gradient) of the collapse; None: no collapse."""
 
     step: int | None
     reason: str = ""
@@ -67,8 +70,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class CollapseRule:
-    """Held-out reward at or below `fraction` of its running best in `evaluations` evaluations in a row, or a gradient
-    that is not finite. Declared in the configuration, so before the run."""
+    """Collapse: held-out reward at or below `fraction` of its running best in `evaluations` evaluations in a row, or a
+    gradient that is not finite. The rule is part of the configuration, so it is declared before the run."""
 
     fraction: float = 0.5
     evaluations: int = 3
@@ -87,8 +90,8 @@ class CollapseRule:
             "row, or a gradient that is not finite"
         )
 
-    def judge(self, records: Sequence[Record], metric: str = "eval/reward") -> Verdict:
-        """By `metric`: of the trainer's own weights, or `eval/engine_reward` of the engine's."""
+    def verdict(self, records: Sequence[Record], metric: str = "eval/reward") -> Verdict:
+        """Apply the rule to the trainer's weights (`eval/reward`) or to the engine's (`eval/engine_reward`)."""
         best, low = 0.0, list[int]()
         for record in records:
             if record.get("trainer/refused", 0) > 0:
@@ -105,12 +108,11 @@ class CollapseRule:
 
 @dataclass(frozen=True)
 class Dose:
-    """Train-inference KL (k3) as it was applied. Steps before the first one above 0 are not counted, nor those after a
-    collapse, whose KL is an outcome."""
+    """The train-inference KL (k3) of a run, from the first step above 0 to the collapse; then it is an outcome."""
 
     onset: int | None  # the first step with a KL above 0; None: it was 0 in every step
-    early: float  # mean of the first `EARLY` steps since
-    mean: float
+    early: float  # mean of the first `EARLY` steps from the onset
+    mean: float  # from the onset to the collapse, or to the end
     largest: float  # of the whole run
 
 
@@ -129,8 +131,7 @@ def dose(run: Run, verdict: Verdict) -> Dose:
 
 
 def arms_of(runs: Sequence[Run]) -> list[Arm]:
-    """Group by configuration, in the order of the runs. Runs that differ in nothing but the seed are an arm each where
-    there is no other arm."""
+    """Group runs by configuration, in their order. If all differ in the seed only, each is an arm of its own."""
     by_config: dict[str, list[Run]] = {}
     for run in runs:
         arm = {key: value for key, value in run.config.items() if key not in NOT_OF_THE_ARM}
@@ -143,16 +144,16 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
 
 
 def _name(runs: Sequence[Run]) -> str:
-    """What a multirun named its folders by, the seed left out: `arm=int4,guard=tis,seed=0` -> `int4, guard=tis`."""
+    """A multirun's overrides, without the seed: folder `arm=int4,guard=tis,seed=0` -> `int4, guard=tis`."""
     folder = runs[0].path.name
-    parts = [part for part in folder.split(",") if len(runs) == 1 or not part.startswith("seed=")]
-    return ", ".join(part.removeprefix("arm=") for part in parts) or folder
+    overrides = [each for each in folder.split(",") if len(runs) == 1 or not each.startswith("seed=")]
+    return ", ".join(each.removeprefix("arm=") for each in overrides) or folder
 
 
 def differences(arms: Sequence[Arm]) -> list[tuple[str, list[str]]]:
-    """(key, its value in each arm) of every key in which the arms differ; seeds are compared as the list they are.
+    """(key, its value in each arm) of every key in which the arms differ. Seeds are compared as a list.
 
-    What is there twice, since one section refers to another (`task.data.split` to `data.split`), is named once.
+    A key that repeats another, since one section refers to another (`task.data.split` to `data.split`), is left out.
     """
     configs = []
     for arm in arms:
@@ -164,23 +165,23 @@ def differences(arms: Sequence[Arm]) -> list[tuple[str, list[str]]]:
 
 
 def repeats(key: str, rows: Mapping[str, Sequence[Any]]) -> bool:
-    """Whether a key without its first sections is there too, with the same values: one section refers to another."""
-    parts = key.split(".")
-    return any(rows.get(".".join(parts[first:])) == rows[key] for first in range(1, len(parts)))
+    """True if a key without its first sections exists with the same values: one section refers to another."""
+    sections = key.split(".")
+    return any(rows.get(".".join(sections[first:])) == rows[key] for first in range(1, len(sections)))
 
 
 @dataclass(frozen=True)
 class Band:
-    """A metric of an arm over the steps that all its seeds have."""
+    """A metric of an arm over the n steps that all its seeds have."""
 
     steps: np.ndarray  # [n]
-    mean: np.ndarray  # [n]
-    low: np.ndarray  # [n] the smallest over seeds
-    high: np.ndarray  # [n]
+    mean: np.ndarray  # [n] over seeds
+    low: np.ndarray  # [n] smallest over seeds
+    high: np.ndarray  # [n] largest over seeds
 
 
 def band(arm: Arm, metric: str, window: int = 1) -> Band | None:
-    """Each seed's running mean over `window` records, then mean and extremes over seeds. None without such records."""
+    """Running mean over `window` records of each seed, then mean and extremes over seeds. None without records."""
     curves = [dict(_smooth(run.series(metric), window)) for run in arm.runs]
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     if not steps:
@@ -203,7 +204,7 @@ def last_part(run: Run, metric: str) -> float | None:
 
 
 def over_seeds(arm: Arm, of: Callable[[Run], float | None], form: str = "{:.3f}") -> str:
-    """`mean (smallest to largest)` of the seeds that have a value; `-` where none has."""
+    """`mean (smallest to largest)` over the seeds that have a value; `-` if none has."""
     values = [value for value in map(of, arm.runs) if value is not None]
     if not values:
         return "-"
@@ -212,11 +213,11 @@ def over_seeds(arm: Arm, of: Callable[[Run], float | None], form: str = "{:.3f}"
 
 
 def verdict_of(arm: Arm, metric: str = "eval/reward") -> str:
-    """In words, over the seeds; `-` where the metric was never recorded."""
+    """The verdicts over the seeds as text; `-` if the metric was never recorded."""
     if not any(run.series(metric) for run in arm.runs):
         return "-"
-    found = [CollapseRule.of(run).judge(run.records, metric) for run in arm.runs]
-    steps = [str(verdict.step) for verdict in found if verdict.collapsed]
+    verdicts = [CollapseRule.of(run).verdict(run.records, metric) for run in arm.runs]
+    steps = [str(verdict.step) for verdict in verdicts if verdict.collapsed]
     if not steps:
-        return f"no collapse in {len(found)} of {len(found)} seeds"
-    return f"collapse in {len(steps)} of {len(found)} seeds (from step {', '.join(steps)})"
+        return f"no collapse in {len(verdicts)} of {len(verdicts)} seeds"
+    return f"collapse in {len(steps)} of {len(verdicts)} seeds (from step {', '.join(steps)})"

@@ -1,4 +1,4 @@
-"""Runs side by side: what came out, the verdict, and in which keys their configurations differ."""
+"""`rlloop compare`: outcomes, verdicts on collapse, and differences of configuration, side by side."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from rlloop.study.analysis import (
     verdict_of,
 )
 
-Rows = list[tuple[str, list[str]]]  # (label, a cell an arm)
-SIDE_BY_SIDE = 4  # more arms than this are rows of the page's tables
-LABEL, CELL = 28, 22  # characters of a printed table's columns that cells fold well in
+Rows = list[tuple[str, list[str]]]  # (label, a cell for each arm)
+SIDE_BY_SIDE = 4  # more arms than this become rows of the page's tables
+LABEL, CELL = 28, 22  # widths of a printed table's columns, in characters
 
 STYLE = (
     "body{font:15px system-ui;margin:2em auto;max-width:100em;padding:0 1em}table{border-collapse:collapse}"
@@ -40,9 +40,9 @@ STYLE = (
 
 
 def compare(paths: Sequence[Path], output: Path | None = None) -> None:
-    """Prints the tables; writes a PNG of the curves, or an HTML page with its pictures and data, where `output` asks.
+    """Print the tables, and write `output`: a PNG of the curves, or an HTML page with its pictures and data.
 
-    Each path is a run's folder or a multirun's.
+    Each path is a run's folder or a multirun's. Raises `ConfigError` or `RunError`.
     """
     if output is not None and output.suffix not in (".png", ".html"):
         raise ConfigError(f"-o is {str(output)!r}; it must end in .html or .png")
@@ -53,10 +53,10 @@ def compare(paths: Sequence[Path], output: Path | None = None) -> None:
             raise ConfigError(f"-o is {str(output)!r}; its folder cannot be made: {error.strerror}") from None
     runs = Run.read_all(run for path in paths for run in _runs_in(path))
     if len(runs) < 2:
-        raise ConfigError(f"{', '.join(map(str, paths))} is one run; name another one to compare it with")
+        raise ConfigError(f"{', '.join(map(str, paths))} is one run; name another run to compare it with")
     arms = arms_of(runs)
-    doses = {run.path: dose(run, CollapseRule.of(run).judge(run.records)) for run in runs}
-    if len(paths) == 1:  # a multirun's folders come by the alphabet; its control, without a mismatch, goes first
+    doses = {run.path: dose(run, CollapseRule.of(run).verdict(run.records)) for run in runs}
+    if len(paths) == 1:  # a multirun's folders are sorted by name; the control, without a mismatch, goes first
         arms.sort(key=lambda arm: any(doses[run.path].largest > 0 for run in arm.runs))
     names = [arm.name for arm in arms]
     outcomes, configuration = _outcomes(arms, doses), differences(arms)
@@ -188,7 +188,7 @@ def _save(files: Mapping[Path, bytes]) -> list[Path]:
 
 
 def _machines(arms: Sequence[Arm]) -> list[str]:
-    """What the runs' fingerprints say of hardware and versions, each once."""
+    """Hardware and versions in the runs' fingerprints, each once."""
     files = (run.path / "fingerprints.json" for arm in arms for run in arm.runs)
     fingerprints = [each for file in files if file.exists() for each in json.loads(file.read_text()).values()]
     facts = [
@@ -225,7 +225,7 @@ def _page(
 
     verdicts = [row for row in outcomes if row[0].startswith("verdict")]
     rest = [row for row in outcomes if not row[0].startswith("verdict")]
-    parts = [
+    sections = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>rlloop compare</title>",
         f"<style>{STYLE}</style><h1>{len(names)} arms compared</h1>",
         f"<h2>Verdict</h2><p>Collapse was declared before the runs: {html.escape(rules)}.</p>{table(verdicts)}",
@@ -240,4 +240,4 @@ def _page(
         table(configuration) if configuration else "<p>None.</p>",
         f"<p>{html.escape('; '.join(machines))}</p>" if machines else "",
     ]
-    return "\n".join(filter(None, parts)) + "\n"
+    return "\n".join(filter(None, sections)) + "\n"

@@ -1,7 +1,7 @@
-"""Weight sync for the collapse study: an engine whose weights are its own, and as far from the trainer's as declared.
+"""Weight sync for the collapse study: an engine with weights of its own, which drift from the trainer's as declared.
 
-The engine's model is a copy. Each version rewrites it in place from the trainer's weights: rounded to a narrow type as
-engines store it, or some steps old, or (a defect, not numerics) by adding differences that its type cannot hold.
+The engine's model is a copy. Each version rewrites it in place from the trainer's weights: rounded to a narrow dtype as
+engines store it, or some steps old, or (a defect, not numerics) by adding differences that its dtype cannot hold.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlloop.errors import ConfigError
 from rlloop.models import Model
-from rlloop.numerics.drift import DriftedOps
-from rlloop.numerics.fp8 import fits
-from rlloop.numerics.ops import ops_for
+from rlloop.models.parameters import ParameterStore
 from rlloop.numerics.profile import Drift
-from rlloop.numerics.quantize import quantized
+from rlloop.study.drifted_ops import DriftedOps, drifted_ops
+from rlloop.study.fp8 import fits
+from rlloop.study.quantize import quantized
 from rlloop.sync.colocated import Versioned
 
 FILE = "drifted_sync.safetensors"
-KEPT = ("embed_tokens", "lm_head", ".gate.", ".indexer.", "_bias")  # engines leave alone: ends, routers, indexers
+KEPT = ("embed_tokens", "lm_head", ".gate.", ".indexer.", "_bias")  # names of weights that engines do not quantise
 
 
 class ModelEngine(Versioned, Protocol):
@@ -33,28 +34,30 @@ class ModelEngine(Versioned, Protocol):
 
 
 class DriftedSync:
-    """Serves `engine`, whose model `drifted_copy` made, and the others, which share the trainer's parameters.
+    """Syncs `engine`, whose model is a `drifted_copy`, and others, which share the trainer's parameters.
 
-    A stale engine has the version of the weights that it really holds, so records and lags stay true.
+    A stale engine has the version of the weights that it really holds, so that recorded versions are right.
     """
 
     def __init__(self, trained: Model, engine: ModelEngine, *others: Versioned) -> None:
         assert engine.model.profile.drift is not None
         self.drift: Drift = engine.model.profile.drift
+        check_drift(self.drift, trained.device)
         self._trained, self._engine, self._others = trained, engine, others
-        self._own = dict(engine.model.named_parameters())
+        self._own = {name: entry.live for name, entry in ParameterStore(engine.model).entries.items()}
         self._published: dict[int, dict[str, Tensor]] = {}  # the trainer's last weights, by version
 
     @torch.no_grad()
     def publish(self, version: int) -> dict[str, float]:
-        """Call with each version in turn; the same one again changes nothing. Version v is what samples step v + 1."""
+        """Bring the engine to `version`, which samples step `version` + 1. Call with each version in turn; the same one
+        again changes nothing. Returns `sync/weight_error`."""
         for other in self._others:
             other.set_version(version)
-        now = {name: weight.detach().clone() for name, weight in self._trained.named_parameters()}
+        now = ParameterStore(self._trained).snapshot()
         first, served = self.drift.from_step - 1, version
         drifting = version >= first
         model = self._engine.model
-        model.ops = ops_for(model.profile if drifting else dataclasses.replace(model.profile, drift=None))
+        model.ops = drifted_ops(model.profile if drifting else dataclasses.replace(model.profile, drift=None))
         if drifting and self.drift.lossy_sync and version > first:
             self._add(now, self._published[max(self._published)])
         else:
@@ -72,7 +75,7 @@ class DriftedSync:
         return {"sync/weight_error": self._error(now)}
 
     def save(self, folder: Path) -> None:
-        """What a resumed run could not make anew from the trainer's weights."""
+        """Save the engine's weights, and the trainer's last ones, which a resumed run cannot recompute."""
         state = {f"engine/{name}": own.detach() for name, own in self._own.items()}
         for version, weights in self._published.items():
             state |= {f"{version}/{name}": weight for name, weight in weights.items()}
@@ -98,16 +101,25 @@ class DriftedSync:
         return self.drift.products == "fp8" and not _kept(name, weight) and fits(weight)
 
     def _add(self, now: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-        """w <- bf16(w + bf16(new − old)): an update under half of w's last place is lost, for good."""
+        """w <- bf16(w + bf16(new − old)): an update below half a unit in w's last place is lost for good."""
         for name, own in self._own.items():
             difference = (now[name] - before[name]).bfloat16()
             own.copy_(own.bfloat16() + difference)
 
     def _error(self, now: dict[str, Tensor]) -> float:
-        """Norm of the difference from the trainer's current weights, by the norm of those."""
+        """Norm of the difference from the trainer's current weights, divided by their norm."""
         apart = torch.stack([(own - now[name]).double().square().sum() for name, own in self._own.items()]).sum()
         whole = torch.stack([weight.double().square().sum() for weight in now.values()]).sum()
-        return float((apart / whole).sqrt())  # one wait for the device, not one a weight
+        return float((apart / whole).sqrt())  # one synchronisation with the device, not one for each weight
+
+
+def check_drift(drift: Drift, device: torch.device) -> None:
+    """Raises `ConfigError` for a drift that a model on this device cannot have."""
+    if drift.products == "fp8" and device.type != "cuda":
+        raise ConfigError(
+            "the drift has products=fp8, kernels of a GPU; leave it at none (the same roundings, and the profile's "
+            f"products), or use device=cuda in place of {device.type}"
+        )
 
 
 def _kept(name: str, weight: Tensor) -> bool:
@@ -115,5 +127,5 @@ def _kept(name: str, weight: Tensor) -> bool:
 
 
 def drifted_copy(model: Model) -> Model:
-    """`model` with parameters of its own, for an engine that must not share the trainer's."""
+    """A copy of `model` with parameters of its own, for an engine that must not share the trainer's."""
     return copy.deepcopy(model).requires_grad_(False)

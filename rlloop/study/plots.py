@@ -1,4 +1,4 @@
-"""The pictures of a study: curves by arm with bands over seeds, and outcome against dose."""
+"""Plots of a study: curves by arm with bands over seeds, and outcome against dose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rlloop.runs.plots import COLOURS, DASHES, LINTHRESH
 from rlloop.study.analysis import Arm, Dose, Run, band
 
-# Title, metric, and the metric drawn dashed beside it where the engine's own is another.
+# Title, metric, and the engine's own metric, if there is one, which is drawn dashed.
 PANELS = (
     ("reward of the training batch", "reward/mean", None),
     ("held-out pass@1 (dashed: through the engine)", "eval/solved", "eval/engine_solved"),
@@ -26,7 +26,7 @@ BANDED = 8  # more arms than this are drawn without bands
 
 
 def draw_arms(arms: Sequence[Arm]) -> bytes:
-    """Every panel, a line an arm (mean over seeds) in a band (smallest to largest), as a PNG."""
+    """All panels as a PNG: for each arm a line (mean over seeds) in a band (smallest to largest)."""
     longest = max(len(run.records) for arm in arms for run in arm.runs)
     window = max(1, longest // 40)
     figure = _figure(15, 8.4)
@@ -34,15 +34,15 @@ def draw_arms(arms: Sequence[Arm]) -> bytes:
     for axes, (title, metric, dashed) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
         for index, arm in enumerate(arms):
             for name, dash in ((metric, _dash(index)), (dashed, ":")):
-                found = band(arm, name, 1 if name and name.startswith("eval/") else window) if name else None
-                if found is None:
+                curve = band(arm, name, 1 if name and name.startswith("eval/") else window) if name else None
+                if curve is None:
                     continue
                 colour = COLOURS[index % len(COLOURS)]
-                (line,) = axes.plot(found.steps, found.mean, dash, color=colour, linewidth=1.6)
+                (line,) = axes.plot(curve.steps, curve.mean, dash, color=colour, linewidth=1.6)
                 if name == metric:
                     lines.setdefault(arm.name, line)
                 if len(arms) <= BANDED and len(arm.runs) > 1:
-                    axes.fill_between(found.steps, found.low, found.high, color=colour, alpha=0.15, linewidth=0)
+                    axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
         axes.set(title=title, xlabel="step")
         _finish(axes)
         if metric == "parity/k3":
@@ -57,7 +57,7 @@ def draw_arms(arms: Sequence[Arm]) -> bytes:
 
 
 def draw_doses(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> bytes:
-    """Last held-out pass@1 of every run against the KL that it was given, as a PNG. `doses` is by the run's path."""
+    """Last held-out pass@1 of every run against its dose, as a PNG. `doses`: by the run's path."""
     figure = _figure(8.5, 5)
     axes = figure.subplots()
     for index, arm in enumerate(arms):
@@ -77,7 +77,7 @@ def draw_doses(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> bytes:
         ylabel="held-out pass@1 at the end (hollow: through the engine)",
     )
     _finish(axes)
-    if axes.get_legend_handles_labels()[1]:  # none where no run was evaluated
+    if axes.get_legend_handles_labels()[1]:  # empty if no run was evaluated
         figure.legend(loc="outside right upper", frameon=False, fontsize="small")
     return _png(figure)
 

@@ -1,13 +1,13 @@
-"""`rlloop.sync.adaptive`, compiled. The coder's state is an array: low, high, what is read ahead, place.
+"""`rlloop.sync.adaptive`, compiled. The coder's state is an array: low, high, the bytes read ahead, offset.
 
-Constants are compiled in, and kernels are cached by this file: a change to one of them needs one here as well.
+Constants are compiled in, and numba caches kernels by this file: when one in `adaptive` changes, touch this file too.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.kernels.cpu.jit import kernel
+from rlloop.numerics.kernels.cpu.compiled.jit import kernel
 from rlloop.sync.adaptive import BITS, CONTEXTS, FIRST, LARGER, MOST, NEIGHBOURS, ONE, RATES, SURE, UNARY
 from rlloop.sync.steps import Ordering
 from rlloop.sync.steps_fast import _order, _pattern
@@ -69,7 +69,7 @@ def _guess(which, chances):
 
 @kernel
 def _walk(old, new, out, shift, sign, floating, content, decoding, state):
-    """Encode `new` into `content`, or decode that into `out`. False where it is full, or `out` leaves the type."""
+    """Encode `new` into `content`, or decode that into `out`. False if it is full, or `out` leaves the dtype."""
     chances, seen = np.full((256, CONTEXTS), ONE // 2), np.zeros((256, CONTEXTS), np.int64)
     chances[:, 0], chances[:, 1], seen[:, 0] = -1, LARGER, SURE
     for i in range(len(old)):
@@ -110,8 +110,8 @@ def encode(old: np.ndarray, new: np.ndarray, ordering: Ordering, limit: int) -> 
     content, state = np.empty(limit, np.uint8), np.array([0, _MASK, 0, 0])
     if not _walk(old, new, new[:0].copy(), *_how(ordering), content, False, state) or state[3] >= limit:
         return None
-    made = content[: state[3]].tobytes() + _tail(state)
-    return made if len(made) < limit else None
+    encoded = content[: state[3]].tobytes() + _tail(state)
+    return encoded if len(encoded) < limit else None
 
 
 def decode(old: np.ndarray, content: bytes, ordering: Ordering) -> np.ndarray | None:
@@ -125,7 +125,7 @@ def decode(old: np.ndarray, content: bytes, ordering: Ordering) -> np.ndarray | 
 
 
 def _tail(state: np.ndarray) -> bytes:
-    """The fewest bytes that end in the last interval when zeros follow."""
+    """The fewest bytes that lie in the last interval when followed by zeros."""
     low, high, tail, shift = int(state[0]), int(state[1]), 0, 32
     while tail < low or tail > high:
         shift -= 8

@@ -1,4 +1,4 @@
-"""Tensors as bit patterns: what crosses the wire, is compared and hashed. Knows numpy only.
+"""Tensors as bit patterns, the form in which weights are sent, compared and hashed. Needs numpy only.
 
 A weight is never compared or copied as a number: a float comparison calls −0 and +0 equal and every NaN different.
 """
@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from rlloop.errors import SyncError
 
-# safetensors' names of types -> bytes of one element
+# safetensors dtype -> bytes of one element
 WIDTH = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -26,7 +26,7 @@ UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dty
 
 @dataclass(frozen=True, eq=False)
 class Bits:
-    """A tensor: its type by safetensors' name, and its elements as unsigned integers of the same width.
+    """A tensor: its safetensors dtype, and its elements as unsigned integers of the same width.
 
     Example: `Bits("BF16", np.array([[0x3F80, 0x8000]], np.uint16))` is [[1.0, -0.0]].
     """
@@ -37,8 +37,8 @@ class Bits:
     def __post_init__(self) -> None:
         expected = UNSIGNED.get(WIDTH.get(self.dtype, 0))
         if expected is None:
-            raise SyncError(f"type {self.dtype!r} is not known; known are {', '.join(WIDTH)}")
-        assert self.array.dtype == expected, f"{self.dtype} stands in {self.array.dtype}, not in {expected}"
+            raise SyncError(f"dtype {self.dtype!r} is not supported; supported are {', '.join(WIDTH)}")
+        assert self.array.dtype == expected, f"{self.dtype} is held in {self.array.dtype}, not in {expected}"
         if not self.array.flags.c_contiguous:
             object.__setattr__(self, "array", np.ascontiguousarray(self.array))
 
@@ -51,7 +51,7 @@ class Bits:
         return self.array.nbytes
 
     def same(self, other: Bits) -> bool:
-        """Whether every bit is the same."""
+        """True if dtype, shape and every bit are the same."""
         return self.dtype == other.dtype and np.array_equal(self.array, other.array)
 
 
@@ -59,11 +59,11 @@ Tensors = Mapping[str, Bits]  # by Hugging Face name
 
 
 def digest(array: np.ndarray) -> bytes:
-    """blake3 of the elements' bytes."""
+    """blake3 of the elements' bytes, 32 bytes."""
     flat = array.reshape(-1).view(np.uint8)
     return blake3(flat.data, max_threads=1).digest()
 
 
 def size_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a whole tensor."""
+    """Size of a tensor in bytes."""
     return WIDTH[dtype] * math.prod(shape)

@@ -1,7 +1,7 @@
-"""A store in a process's memory, and what it hands another one: for engines that a launcher can call directly.
+"""Weight sync between processes that a launcher can call directly: a store in memory, and bundles of its blobs.
 
-Ray carries a bundle from the trainer's process to every replica's: through shared memory on one node, once to each
-other node. What the bundle brings is checked all the same.
+Ray carries a bundle from the trainer's process to each replica's: through shared memory on one node, once to every
+other node. A replica verifies a bundle as it verifies any store.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rlloop.sync.target import Target
 
 @dataclass(frozen=True)
 class Bundle:
-    """One way to the newest version: the head, and the blobs of that way."""
+    """The newest version for one kind of receiver: a head with one route to it, and that route's blobs."""
 
     head: bytes
     blobs: dict[bytes, bytes]
     key: str  # public, hexadecimal
-    metrics: dict[str, float] = field(default_factory=dict)  # sync/* of the publication
+    metrics: dict[str, float] = field(default_factory=dict)  # sync/* of the publication; empty for `joining`
 
 
 class MemoryStore:
-    """Blobs and head in a process's memory."""
+    """A store in a process's memory."""
 
     def __init__(self) -> None:
         self.held: dict[bytes, bytes] = {}
@@ -64,19 +64,19 @@ class MemoryStore:
         self.held.pop(digest, None)
 
     def squash(self, sequence: int) -> bool:
-        return False  # nobody hears it
+        return False  # no publisher can be asked
 
 
 class BundlePublisher:
-    """Publishes into bundles, and keeps none: for who joins, `joining` makes the way anew."""
+    """Publishes each version as a bundle and keeps none: `joining` builds one for a new replica."""
 
     def __init__(self, run_id: str, threads: int = 1) -> None:
-        key = Ed25519PrivateKey.generate()  # nobody else signs for this process's replicas, and nothing outlives it
+        key = Ed25519PrivateKey.generate()  # used by this process's replicas alone, and never stored
         self._store, self._key = MemoryStore(), public_hex(key)
         self._publisher = Publisher(self._store, key, run_id, threads=threads)
 
     def publish(self, tensors: Tensors, step: int, aliases: Mapping[str, str]) -> Bundle:
-        """The way from the version before to this one; the first one, and the same again, from nothing."""
+        """A delta from the previous version. The first version, and one that changes nothing, come whole."""
         published = self._publisher.publish(tensors, step, aliases=aliases)
         if not published.metrics:
             return self.joining()
@@ -84,32 +84,35 @@ class BundlePublisher:
         return self._bundle(self._publisher.head.newest, published.metrics)
 
     def joining(self) -> Bundle:
-        """The way from nothing to the newest version."""
+        """The newest version whole, for a replica that has none."""
         self._publisher.anchor()
         assert self._publisher.head is not None
         return self._bundle(self._publisher.head.shortcuts[-1], {})
 
     def _bundle(self, link: Link, metrics: dict[str, float]) -> Bundle:
-        """The blobs of `link` and of no other way, and a head that knows no other."""
+        """A bundle of `link` alone. The store keeps only what the next publication needs."""
         head = self._publisher.head
         assert head is not None
         newest, listing, *_ = self._publisher.blobs(head.newest)
         content = Head(head.run_id, (head.newest,), () if link == head.newest else (link,)).encode()
         blobs = {blob: self._store.held[blob] for blob in (newest, *self._publisher.blobs(link))}
-        self._publisher.forget_ways()
+        self._publisher.forget_routes()
         self._store.held = {blob: blobs[blob] for blob in (newest, listing)}
         return Bundle(content, blobs, self._key, metrics)
 
 
 class BundleReplica:
-    """A replica that is handed its versions."""
+    """A replica that versions are handed to, as bundles."""
 
     def __init__(self, target: Target, threads: int = 1) -> None:
         self._store, self._target, self._threads = MemoryStore(), target, threads
         self._replica: Replica | None = None
 
     def apply(self, bundle: Bundle) -> dict[str, float]:
-        """Bring the target to the bundle's version; sync/* metrics. Raises `SyncError`: then ask for `joining`."""
+        """Bring the target to the bundle's version; returns sync/* metrics.
+
+        Raises `SyncError`; the publisher's `joining` bundle then leads on from any state.
+        """
         self._store.held, self._store.head = bundle.blobs, bundle.head
         if self._replica is None:
             self._replica = Replica(self._store, public_key(bundle.key), self._target, threads=self._threads)

@@ -1,13 +1,13 @@
-"""Lossless coding of a tensor for who holds its predecessor: whatever is shortest of nothing, a delta, or all of it.
+"""Lossless coding of a tensor for receivers that have the previous version. The shortest of these is sent:
 
     unchanged   no bytes
-    steps       types of 8 and 16 bits: gaps and steps by class of the old exponent (`rlloop.sync.steps`)
+    steps       8- and 16-bit types: gaps and steps, grouped by the old value's exponent (`rlloop.sync.steps`)
     adaptive    the same types, small tensors: each element with a learned probability (`rlloop.sync.adaptive`)
-    planes      any type: differences in the order of values, zigzag, one plane a byte of the width, each through zstd
-    full        the patterns themselves, in planes likewise; needs no predecessor
+    planes      any type: differences in the order of values, zigzag, one plane per byte of the width, each through zstd
+    full        the bit patterns themselves, in planes likewise; needs no previous version
 
-Chunks of `CHUNK` elements are coded by themselves: in parallel, and in memory that a hostile length cannot enlarge,
-since every size follows from the tensor's type and shape or is checked against them before anything is allocated.
+Chunks of `CHUNK` elements are coded independently: in parallel, and in bounded memory. Every size follows from the
+tensor's type and shape, or is checked against them before anything is allocated, so a hostile length costs nothing.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from rlloop.sync.manifest import CodecName
 from rlloop.sync.steps import ORDERINGS, Changes, Ordering
 
 CHUNK = 1 << 22  # elements; gaps are below it, so their low bits are at most 21
-SMALL = 1 << 19  # elements that may be looked at one by one
+SMALL = 1 << 19  # elements; the adaptive coder, some ten nanoseconds an element, is for no more than these
 LEVEL = 1
-BLOCK = 512  # symbols that are worth an entropy table of their own
+BLOCK = 512  # symbols; fewer do not repay an entropy table of their own
 _LENGTH = struct.Struct("<I")
 
 
 class CodecError(SyncError):
-    """Encoded bytes that no encoder makes: damaged, or hostile."""
+    """The encoded bytes are not an encoder's: damaged, or hostile."""
 
 
 class StepCoder(Protocol):
-    """`rlloop.sync.steps` or its compiled equal."""
+    """`rlloop.sync.steps`, or `steps_fast`, which compiles it."""
 
     def find_changes(self, old: np.ndarray, new: np.ndarray, ordering: Ordering) -> Changes: ...
 
@@ -49,7 +49,7 @@ class StepCoder(Protocol):
 
 
 class AdaptiveCoder(Protocol):
-    """`rlloop.sync.adaptive` or its compiled equal."""
+    """`rlloop.sync.adaptive`, or `adaptive_fast`, which compiles it."""
 
     def encode(self, old: np.ndarray, new: np.ndarray, ordering: Ordering, limit: int) -> bytes | None: ...
 
@@ -66,7 +66,7 @@ class Encoded:
     codec: CodecName
     content: bytes
     changed: int  # elements
-    diff_seconds: float = field(default=0.0, compare=False)  # of the work, those that went into finding the changes
+    diff_seconds: float = field(default=0.0, compare=False)  # time spent on finding the changes
 
 
 def fast() -> Coders:
@@ -76,19 +76,22 @@ def fast() -> Coders:
 
 
 def reference() -> Coders:
-    """Without numba, and slow: what the compiled coders must equal."""
+    """The numpy coders, slow, whose bytes the compiled ones must equal."""
     from rlloop.sync import adaptive, steps
 
     return Coders(steps, adaptive)
 
 
 def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coders: Coders | None = None) -> Encoded:
-    """The shortest way to `new` for who has `old` (None: nothing). `coders`: None takes the compiled ones."""
-    fresh = new.array.reshape(-1)
+    """The shortest encoding of `new` for a receiver that has `old` (None: nothing).
+
+    `pool` encodes chunks in parallel. `coders`: None takes the compiled ones.
+    """
+    new_flat = new.array.reshape(-1)
     if old is None:
-        return Encoded("full", _framed(_mapped(pool, _encode_planes, _chunks(fresh))), fresh.size)
+        return Encoded("full", _framed(_mapped(pool, _encode_planes, _chunks(new_flat))), new_flat.size)
     assert (old.dtype, old.shape) == (new.dtype, new.shape), "a delta is between tensors of one type and shape"
-    known = old.array.reshape(-1)
+    old_flat = old.array.reshape(-1)
     kind: CodecName
     ordering = ORDERINGS.get(new.dtype)
     if ordering is not None:
@@ -96,17 +99,17 @@ def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coders:
         kind, work = "steps", partial(_encode_steps, ordering=ordering, coder=coders.steps)
     else:
         kind, work = "planes", partial(_encode_differences, floating=new.dtype.startswith("F"))
-    made = list(_mapped(pool, work, _chunks(known), _chunks(fresh)))
-    changed = sum(count for count, _, _ in made)
-    delta = _framed(part for _, part, _ in made)
-    compared = sum(seconds for _, _, seconds in made)
+    chunks = list(_mapped(pool, work, _chunks(old_flat), _chunks(new_flat)))
+    changed = sum(count for count, _, _ in chunks)
+    delta = _framed(chunk for _, chunk, _ in chunks)
+    compared = sum(seconds for _, _, seconds in chunks)
     if changed == 0:
         return Encoded("unchanged", b"", 0, compared)
-    if ordering is not None and coders is not None and fresh.size <= SMALL:
-        shorter = coders.adaptive.encode(known, fresh, ordering, len(delta))
+    if ordering is not None and coders is not None and new_flat.size <= SMALL:
+        shorter = coders.adaptive.encode(old_flat, new_flat, ordering, len(delta))
         kind, delta = (kind, delta) if shorter is None else ("adaptive", shorter)
     if len(delta) > new.nbytes // 3:
-        full = _framed(_mapped(pool, _encode_planes, _chunks(fresh)))
+        full = _framed(_mapped(pool, _encode_planes, _chunks(new_flat)))
         if len(full) <= len(delta):
             return Encoded("full", full, changed, compared)
     return Encoded(kind, delta, changed, compared)
@@ -122,13 +125,17 @@ def decode(
     pool: Executor | None = None,
     coders: Coders | None = None,
 ) -> Bits:
-    """The new tensor, in memory of its own. Raises `CodecError`; never allocates more than the tensor's size a few
-    times over."""
+    """The new tensor, in memory of its own, from what `encode` made with the same `old`.
+
+    Raises `CodecError`. Allocates no more than a few times the tensor's size, whatever `content` is.
+    """
     kind = UNSIGNED[WIDTH[dtype]]
     count = math.prod(shape)
     if codec != "full":
         if old is None or (old.dtype, old.shape) != (dtype, shape):
-            raise CodecError(f"a tensor of {dtype} {shape} is {codec}, and there is no predecessor of that kind")
+            raise CodecError(
+                f"a tensor of {dtype} {shape} is {codec}, and there is no predecessor of that type and shape"
+            )
         if codec == "unchanged":
             return Bits(dtype, old.array.copy())
     ordering = ORDERINGS.get(dtype)
@@ -137,28 +144,28 @@ def decode(
     if codec == "adaptive" and old is not None and ordering is not None:
         if count > SMALL:
             raise CodecError(f"{count} elements are adaptive, and no more than {SMALL} may be")
-        made = (coders or fast()).adaptive.decode(old.array.reshape(-1), content, ordering)
-        if made is None:
-            raise CodecError("changes reach outside of the type, or end as no encoder's do")
-        return Bits(dtype, made.reshape(shape))
+        decoded = (coders or fast()).adaptive.decode(old.array.reshape(-1), content, ordering)
+        if decoded is None:
+            raise CodecError("changes reach outside of the type's range, or end as no encoder's do")
+        return Bits(dtype, decoded.reshape(shape))
     frames = list(_unframed(memoryview(content), -(-count // CHUNK)))
     array = np.empty(count, kind)
-    parts = list(_chunks(array))
+    out_chunks = list(_chunks(array))
     if codec == "full" or old is None:
-        done = _mapped(pool, _decode_planes, frames, parts)
+        done = _mapped(pool, _decode_planes, frames, out_chunks)
     elif codec == "steps" and ordering is not None:
         work = partial(_decode_steps, ordering=ordering, coder=(coders or fast()).steps)
-        done = _mapped(pool, work, frames, _chunks(old.array.reshape(-1)), parts)
+        done = _mapped(pool, work, frames, _chunks(old.array.reshape(-1)), out_chunks)
     else:
         work = partial(_decode_differences, floating=dtype.startswith("F"))
-        done = _mapped(pool, work, frames, _chunks(old.array.reshape(-1)), parts)
+        done = _mapped(pool, work, frames, _chunks(old.array.reshape(-1)), out_chunks)
     for _ in done:
-        pass  # errors come out here
+        pass  # raises what a chunk's decoder raised
     return Bits(dtype, array.reshape(shape))
 
 
 def max_encoded(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes that no encoding of such a tensor exceeds: a full one, of what zstd cannot shorten."""
+    """Upper bound on the bytes of any encoding of such a tensor: a full one, of bits that zstd cannot compress."""
     size = size_of(dtype, shape)
     return size + size // 128 + 256 * (1 + math.prod(shape) // CHUNK)
 
@@ -169,11 +176,11 @@ def max_encoded(dtype: str, shape: tuple[int, ...]) -> int:
 def _encode_steps(
     old: np.ndarray, new: np.ndarray, *, ordering: Ordering, coder: StepCoder
 ) -> tuple[int, bytes, float]:
-    """Number of changes, the chunk, and the seconds that finding the changes took.
+    """Number of changes, the encoded chunk, and the seconds that finding the changes took.
 
-    Header: number of changes; first class, classes less one; lengths of the overflows; a class's changes and k each;
-    length of what follows. Then a zstd frame, in which each class's symbols have a block, so that each has its own
-    statistics; then the low bits. All numbers are LEB128.
+    Header, of LEB128 numbers: changes; first class; number of classes less one; lengths of the four overflows; for each
+    class its changes and k; length of the frame. Then a zstd frame, with a block for each class's symbols, so that each
+    has statistics of its own; then the low bits.
     """
     began = time.perf_counter()
     changes = coder.find_changes(old, new, ordering)
@@ -185,17 +192,17 @@ def _encode_steps(
     overflows = (changes.far, changes.farther, changes.large, changes.larger)
     numbers = [len(changes.symbols), first, last - first, *map(len, overflows)]
     frame, start, waiting = zstandard.ZstdCompressor(LEVEL, write_content_size=False).compressobj(), 0, 0
-    parts = []
+    pieces = []
     for count, k in zip(changes.counts[first : last + 1].tolist(), changes.low_bits[first:].tolist(), strict=False):
         numbers += [count, k] if count else [0]
-        parts.append(frame.compress(changes.symbols[start : start + count].data))
+        pieces.append(frame.compress(changes.symbols[start : start + count].data))
         start, waiting = start + count, waiting + count
         if waiting >= BLOCK:
-            parts.append(frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+            pieces.append(frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
             waiting = 0
-    parts += [frame.compress(part.tobytes()) for part in overflows]
-    parts.append(frame.flush())
-    body = b"".join(parts)
+    pieces += [frame.compress(overflow.tobytes()) for overflow in overflows]
+    pieces.append(frame.flush())
+    body = b"".join(pieces)
     return len(changes.symbols), _numbers([*numbers, len(body)]) + body + changes.remainders.tobytes(), compared
 
 
@@ -213,19 +220,19 @@ def _decode_steps(
     last = first + reader.next(ordering.classes - 1 - first)
     lengths = [reader.next(n) for _ in range(4)]
     counts, low_bits = np.zeros(ordering.classes, np.int64), np.zeros(ordering.classes, np.uint8)
-    for which in range(first, last + 1):
-        counts[which] = reader.next(n)
-        if counts[which]:
-            low_bits[which] = reader.next(21)
+    for class_ in range(first, last + 1):
+        counts[class_] = reader.next(n)
+        if counts[class_]:
+            low_bits[class_] = reader.next(21)
     if counts.sum() != n:
-        raise CodecError(f"classes have {counts.sum()} changes of {n}")
+        raise CodecError(f"the classes have {counts.sum()} changes; the chunk has {n}")
     body = reader.bytes(reader.next(len(content)))
     remainders = np.frombuffer(reader.rest(), np.uint8)
     if len(remainders) != -(-int((counts * low_bits).sum()) // 8):
-        raise CodecError(f"{len(remainders)} bytes of low bits are too many or too few")
-    wide = (n, lengths[0], 4 * lengths[1], lengths[2], 4 * lengths[3])
-    plain = np.frombuffer(_decompressed(body, sum(wide)), np.uint8)
-    symbols, far, farther, large, larger = np.split(plain, np.cumsum(wide)[:-1])
+        raise CodecError(f"{len(remainders)} bytes of low bits do not fit the changes")
+    sizes = (n, lengths[0], 4 * lengths[1], lengths[2], 4 * lengths[3])
+    plain = np.frombuffer(_decompressed(body, sum(sizes)), np.uint8)
+    symbols, far, farther, large, larger = np.split(plain, np.cumsum(sizes)[:-1])
     changes = Changes(
         counts, low_bits, symbols, remainders,
         far, np.frombuffer(farther.tobytes(), "<u4"), large, np.frombuffer(larger.tobytes(), "<u4"),
@@ -238,7 +245,7 @@ def _decode_steps(
 
 
 def _encode_planes(patterns: np.ndarray) -> bytes:
-    """One zstd frame a byte of the width, each behind its length."""
+    """One zstd frame per byte of the width, each after its length."""
     planes = patterns.view(np.uint8).reshape(len(patterns), patterns.itemsize)
     frames = [zstandard.ZstdCompressor(LEVEL).compress(plane.tobytes()) for plane in planes.T]
     return b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
@@ -251,7 +258,7 @@ def _decode_planes(content: memoryview, out: np.ndarray) -> None:
 
 
 def _encode_differences(old: np.ndarray, new: np.ndarray, *, floating: bool) -> tuple[int, bytes, float]:
-    """Number of changes, the chunk, and the seconds that finding the changes took."""
+    """Number of changes, the encoded chunk, and the seconds that finding the changes took."""
     began = time.perf_counter()
     width = 8 * old.itemsize
     one, rest = old.dtype.type(1), old.dtype.type(width - 1)
@@ -270,7 +277,7 @@ def _decode_differences(content: memoryview, old: np.ndarray, out: np.ndarray, *
 
 
 def _monotone(patterns: np.ndarray, floating: bool) -> np.ndarray:
-    """Two's complement in the order of the values; its own inverse."""
+    """Bit patterns as two's complement integers in the order of the values. Its own inverse."""
     if not floating:
         return patterns
     rest = patterns.dtype.type(8 * patterns.itemsize - 1)
@@ -294,26 +301,26 @@ def _framed(parts: Iterable[bytes]) -> bytes:
 
 
 def _unframed(content: memoryview, count: int) -> Iterator[memoryview]:
-    """Exactly `count` parts and nothing after them."""
-    place = 0
+    """Exactly `count` parts, with nothing after them. Raises `CodecError`."""
+    offset = 0
     for _ in range(count):
-        if place + _LENGTH.size > len(content):
+        if offset + _LENGTH.size > len(content):
             raise CodecError("the content ends before its parts do")
-        [length] = _LENGTH.unpack_from(content, place)
-        place += _LENGTH.size
-        if place + length > len(content):
-            raise CodecError("a part is longer than what there is")
-        yield content[place : place + length]
-        place += length
-    if place != len(content):
-        raise CodecError(f"{len(content) - place} bytes are left over")
+        [length] = _LENGTH.unpack_from(content, offset)
+        offset += _LENGTH.size
+        if offset + length > len(content):
+            raise CodecError("a part is longer than what is left of the content")
+        yield content[offset : offset + length]
+        offset += length
+    if offset != len(content):
+        raise CodecError(f"{len(content) - offset} bytes are left over")
 
 
 def _decompressed(frame: memoryview, size: int) -> bytes:
-    """Exactly `size` bytes. What a frame says of itself is not believed."""
+    """Exactly `size` bytes, whatever size the frame announces. Raises `CodecError`."""
     try:
         if zstandard.frame_content_size(frame) not in (-1, size):
-            raise CodecError("a frame announces another size than it must have")
+            raise CodecError(f"a frame announces {zstandard.frame_content_size(frame)} bytes, not {size}")
         plain = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CodecError(f"a frame cannot be read: {error}") from None
@@ -324,26 +331,28 @@ def _decompressed(frame: memoryview, size: int) -> bytes:
 
 def _numbers(values: Iterable[int]) -> bytes:
     """LEB128: seven bits a byte, the low ones first."""
-    made = bytearray()
+    encoded = bytearray()
     for value in values:
         while value >= 128:
-            made.append(value & 127 | 128)
+            encoded.append(value & 127 | 128)
             value >>= 7
-        made.append(value)
-    return bytes(made)
+        encoded.append(value)
+    return bytes(encoded)
 
 
 class _Numbers:
+    """Reads a chunk's LEB128 numbers, then its bytes. Raises `CodecError`."""
+
     def __init__(self, content: memoryview) -> None:
-        self._content, self._place = content, 0
+        self._content, self._offset = content, 0
 
     def next(self, limit: int) -> int:
         value = shift = 0
         while True:
-            if self._place >= len(self._content) or shift > 28:
+            if self._offset >= len(self._content) or shift > 28:
                 raise CodecError("a number does not end")
-            byte = self._content[self._place]
-            self._place += 1
+            byte = self._content[self._offset]
+            self._offset += 1
             value |= (byte & 127) << shift
             shift += 7
             if byte < 128:
@@ -353,11 +362,11 @@ class _Numbers:
         return value
 
     def bytes(self, length: int) -> memoryview:
-        part = self._content[self._place : self._place + length]
-        if len(part) != length:
+        content = self._content[self._offset : self._offset + length]
+        if len(content) != length:
             raise CodecError("the content ends early")
-        self._place += length
-        return part
+        self._offset += length
+        return content
 
     def rest(self) -> memoryview:
-        return self._content[self._place :]
+        return self._content[self._offset :]

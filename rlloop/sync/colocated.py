@@ -1,4 +1,4 @@
-"""Weight sync where engine and trainer share the parameters: nothing moves."""
+"""Weight sync for engines that share the trainer's parameters: no bytes move."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Versioned(Protocol):
 
 
 class ColocatedSync:
-    """The optimizer writes the very tensors that the engines read, so only the version has to be told.
+    """Tells engines their new version. The optimizer has written the tensors that they read.
 
-    What the engines computed with earlier weights (prefix caches) is dropped with it.
+    An engine drops what it computed with earlier weights, such as its prefix cache, when its version changes.
     """
 
     def __init__(self, *engines: Versioned) -> None:

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder as bits, of any type, mapped and not loaded. Knows no torch."""
+"""Tensors of a Hugging Face folder as bits, of any dtype, memory-mapped. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_folder(folder: Path) -> dict[str, Bits]:
-    """Every tensor by name. Raises `ModelError` for what is missing, damaged or of an unknown type."""
+    """Every tensor by name. Raises `ModelError` for files that are missing or damaged, and for unknown dtypes."""
     if (folder / SINGLE).is_file():
         files = [folder / SINGLE]
     elif (folder / INDEX).is_file():
         try:
-            placed = json.loads((folder / INDEX).read_text())["weight_map"]
+            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
         except (ValueError, KeyError) as error:
             raise ModelError(f"{folder / INDEX} cannot be read: {error!r}") from None
-        files = [folder / name for name in sorted(set(placed.values()))]
+        files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}; name a Hugging Face folder with safetensors")
     tensors: dict[str, Bits] = {}
@@ -46,11 +46,11 @@ def read_file(path: Path) -> dict[str, Bits]:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         if dtype not in WIDTH:
-            raise ModelError(f"{path}: {name} has type {dtype}; supported are {', '.join(WIDTH)}")
-        part = content[start + begin : start + end]
-        if len(part) != size_of(dtype, shape):
-            raise ModelError(f"{path}: {name} has {len(part)} bytes for {dtype} {list(shape)}; the file is damaged")
+            raise ModelError(f"{path}: {name} has dtype {dtype}; supported are {', '.join(WIDTH)}")
+        elements = content[start + begin : start + end]
+        if len(elements) != size_of(dtype, shape):
+            raise ModelError(f"{path}: {name} has {len(elements)} bytes for {dtype} {list(shape)}; the file is damaged")
         if (start + begin) % WIDTH[dtype]:
-            part = part.copy()  # not aligned
-        tensors[name] = Bits(dtype, np.asarray(part).view(UNSIGNED[WIDTH[dtype]]).reshape(shape))
+            elements = elements.copy()  # not aligned
+        tensors[name] = Bits(dtype, np.asarray(elements).view(UNSIGNED[WIDTH[dtype]]).reshape(shape))
     return tensors

@@ -1,8 +1,8 @@
-"""A store over HTTP, as `rlloop.sync.store.HttpStore` reads it: `rlloop serve relay`, and the trainer's end.
+"""Server side of a store over HTTP, which `rlloop.sync.store.HttpStore` reads: `rlloop serve relay` and the trainer's.
 
-GET  /latest            the head, with its ETag; 404 before the first version
-GET  /blobs/{hash}      whole, or from where a transfer broke (Range)
-POST /squash/{version}  one delta from that sequence to the newest version: 201 where the head has it now, else 204
+GET  /latest             the head, with its ETag; 404 before the first version
+GET  /blobs/{hash}       a blob, whole or from where a transfer broke (Range)
+POST /squash/{sequence}  asks for one delta from that version to the newest: 201 if the head now has it, else 204
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from rlloop.errors import ConfigError, SyncError
 from rlloop.sync.manifest import hash_of
 from rlloop.sync.relay import CachingStore
 from rlloop.sync.store import Missing, Store
-from rlloop.web.server import refusal, whole_number
+from rlloop.web.requests import refusal, whole_number
 
 HASH = re.compile("[0-9a-f]{64}")
 RANGE = re.compile(r"bytes=([0-9]{1,18})-")
 
 
 class StoreRoutes:
-    """What a server needs to answer for `store`. `squash`: of who publishes there; None: the store is asked."""
+    """Routes and exception handlers that serve `store`. `squash`: the publisher's, if it is in this process; None: the
+    store's own, which passes the request on."""
 
     def __init__(self, store: Store, squash: Callable[[int], bool] | None = None) -> None:
         self.store, self._squash = store, squash or store.squash
@@ -47,7 +48,7 @@ class StoreRoutes:
     async def _latest(self, request: Request) -> Response:
         head = await run_in_threadpool(self.store.latest)
         if head is None:
-            return refusal(404, "no_version", "nothing was published yet")
+            return refusal(404, "no_version", "nothing has been published yet")
         tag = f'"{hash_of(head).hex()}"'
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers={"ETag": tag})
@@ -56,8 +57,8 @@ class StoreRoutes:
 
     async def _squashed(self, request: Request) -> Response:
         sequence = whole_number(request.path_params["sequence"], "the version")
-        made = await run_in_threadpool(self._squash, sequence)
-        return Response(status_code=201 if made else 204)
+        in_head = await run_in_threadpool(self._squash, sequence)
+        return Response(status_code=201 if in_head else 204)
 
     async def _blob(self, request: Request) -> Response:
         name = request.path_params["digest"]
@@ -81,25 +82,25 @@ class StoreRoutes:
 
 def relay_app(store: CachingStore) -> Starlette:
     """The application of `rlloop serve relay`."""
-    served = StoreRoutes(store)
+    routes = StoreRoutes(store)
     registry = CollectorRegistry()
-    numbers = {
-        "served_bytes": ("bytes given to the region", lambda: served.served_bytes),
-        "fetched_bytes": ("bytes of blobs that came over the wide network", lambda: store.fetched_bytes),
-        "fetches": ("blobs that came over the wide network", lambda: store.fetches),
-        "hits": ("blobs that were in the cache", lambda: store.hits),
-        "damaged": ("blobs of the cache that were not what was stored", lambda: store.damaged),
+    gauges = {
+        "served_bytes": ("bytes served to the region", lambda: routes.served_bytes),
+        "fetched_bytes": ("bytes of blobs fetched from upstream", lambda: store.fetched_bytes),
+        "fetches": ("blobs fetched from upstream", lambda: store.fetches),
+        "hits": ("blobs served from the cache", lambda: store.hits),
+        "damaged": ("cached blobs found damaged and fetched again", lambda: store.damaged),
     }
-    for name, (text, read) in numbers.items():
+    for name, (text, read) in gauges.items():
         Gauge(f"rlloop_relay_{name}", text, registry=registry).set_function(read)
 
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ready", **{name: read() for name, (_, read) in numbers.items()}})
+        return JSONResponse({"status": "ready", **{name: read() for name, (_, read) in gauges.items()}})
 
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(
-        routes=[*served.routes, Route("/health", health), Route("/metrics", metrics)],
-        exception_handlers=dict(served.handlers),
+        routes=[*routes.routes, Route("/health", health), Route("/metrics", metrics)],
+        exception_handlers=dict(routes.handlers),
     )

@@ -1,8 +1,8 @@
-"""Torch's side of the weight sync: parameters as bits, and live parameters as a replica's target.
+"""PyTorch parameters as bits, and live parameters as a replica's target.
 
-A live parameter may be a part of a larger tensor: engines fuse projections and stack experts, while versions name them
-one by one. Targets take views into such tensors, so a write lands in the fused tensor itself: `named_weights` gives
-them for rlloop's own models, `split` and `unstack` help with others.
+A live parameter may be part of a larger tensor: engines fuse projections and stack experts, while versions name them
+one by one. Targets take views into such tensors, so that a write lands in the fused tensor itself. `named_weights`
+gives the views of rlloop's own models, `split` those of other fused tensors.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from rlloop.errors import SyncError
 from rlloop.models import Model
-from rlloop.models.checkpoint_names import stored_state
-from rlloop.models.weights import HEAD
+from rlloop.models.parameters import ParameterStore
 from rlloop.sync.bits import UNSIGNED, Bits
 from rlloop.sync.target import Layout
 
@@ -32,54 +31,51 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 def bits_of(tensor: Tensor) -> Bits:
-    """The tensor's bits. On the CPU, where it is contiguous, they are its own memory; else a copy."""
+    """The tensor's bits: its own memory where it is contiguous on the CPU, else a copy. Raises `SyncError`."""
     if tensor.dtype not in NAMES:
-        raise SyncError(f"a tensor of type {tensor.dtype} cannot be published; known are {', '.join(map(str, NAMES))}")
+        raise SyncError(f"dtype {tensor.dtype} cannot be published; supported are {', '.join(map(str, NAMES))}")
     plain = _integers(tensor.detach()).cpu().contiguous().numpy()
     return Bits(NAMES[tensor.dtype], plain.view(UNSIGNED[tensor.element_size()]))
 
 
 def tensor_of(bits: Bits, dtype: torch.dtype) -> Tensor:
-    """The tensor with these bits, over the same memory. `dtype` must be the one that they name."""
+    """A tensor over the same memory. `dtype` must be the one that `bits` names."""
     assert bits.dtype == NAMES[dtype], (bits.dtype, dtype)
     return _as_integers(bits).view(dtype)
 
 
 def tensors_of(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Bits], dict[str, str]]:
-    """What `Publisher.publish` takes: tensors by name, and the aliases of those that are tied.
+    """Arguments of `Publisher.publish`: tensors by name, and the other names of tied ones (alias -> name).
 
-    Give all names, tied ones too: `named_weights(model).items()`, or another framework's names and tensors.
+    `named` has every name, tied ones too: `named_weights(model).items()`, or another framework's names and tensors.
     """
     tensors, aliases = untie(dict(named))
     return {name: bits_of(tensor) for name, tensor in tensors.items()}, aliases
 
 
 def untie(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each memory once, under its first name; and the other names it has."""
+    """Each tensor once, under its first name; and aliases (other name -> first name) of those with the same memory."""
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in named.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        owner = first.setdefault(place, name) if tensor.numel() else name
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        owner = first.setdefault(memory, name) if tensor.numel() else name
         if owner != name:
             aliases[name] = owner
     return {name: tensor for name, tensor in named.items() if name not in aliases}, aliases
 
 
 def named_weights(model: Model) -> dict[str, Tensor]:
-    """The parameters of rlloop's own model as checkpoints name them: experts one by one, as views into the tensor that
-    holds all of them; a tied head under its own name, too."""
-    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    named = stored_state(state, model.config.architecture)
-    return {**named, HEAD: model.head.detach()}
+    """An rlloop model's parameters by their names in checkpoints, as views: `ParameterStore.as_stored`."""
+    return ParameterStore(model).as_stored()
 
 
 class LiveTarget:
-    """A replica's target over live tensors.
+    """Live tensors as a replica's target.
 
-    `named`: Hugging Face name -> parameter, or a view into one; tied weights may stand under each of their names.
+    `named`: Hugging Face name -> parameter, or a view into one; a tied weight may be listed under each of its names.
     `set_version` drops what was computed with other weights, as `Engine.set_version` does. `exclusively` runs a change
-    with nothing in flight, as `EngineService.between_batches` does; the default is for callers that do so themselves.
+    with no request in flight, as `EngineService.between_batches` does; None: callers see to that themselves.
     """
 
     def __init__(
@@ -90,8 +86,8 @@ class LiveTarget:
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         """`aliases`: names of tied weights that `named` leaves out, such as lm_head.weight."""
-        self._live, found = untie(dict(named))
-        self._aliases = {**found, **(aliases or {})}
+        self._live, tied = untie(dict(named))
+        self._aliases = {**tied, **(aliases or {})}
         self._layout = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in self._live.items()}
         self._set_version, self._exclusively = set_version, exclusively
 
@@ -117,7 +113,7 @@ class LiveTarget:
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    """The same memory as integers, so that no copy can touch a NaN."""
+    """The same memory as integers, so that a copy cannot alter a NaN."""
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
@@ -127,11 +123,6 @@ def _as_integers(bits: Bits) -> Tensor:
 
 
 def split(fused: Tensor, rows: Mapping[str, int]) -> dict[str, Tensor]:
-    """Views of a tensor that holds several along its first dimension: name -> rows, in order."""
+    """Views into a tensor that is several stacked along its first dimension. `rows`: name -> rows, in order."""
     assert sum(rows.values()) == fused.shape[0], (rows, fused.shape)
     return dict(zip(rows, fused.split(list(rows.values())), strict=True))
-
-
-def unstack(stacked: Tensor, pattern: str) -> dict[str, Tensor]:
-    """Views of a tensor that holds one for each expert: `pattern` has {} where its number goes."""
-    return {pattern.format(index): part for index, part in enumerate(stacked.unbind(0))}

@@ -1,13 +1,13 @@
-"""What a version of the weights consists of, signed; and the head, which says where the newest one is.
+"""Signed manifests, each describing one version of the weights; and the head, which lists the versions in a store.
 
-A version is `run_id/step`. Its tensors' encoded bytes form one stream, in the listing's order, that is cut into pieces
-of `PIECE` bytes: each piece is a blob of the store under its own hash. So tensors of any size cost few requests, a
-transfer that breaks resumes at a piece, and every piece is checked by itself.
+A version is `run_id/step`. Its tensors' encoded bytes form one stream, in the listing's order, cut into pieces of
+`PIECE` bytes; each piece is a blob of the store under its own hash. So tensors of any size cost few requests, a broken
+transfer resumes at a piece, and every piece is checked by itself.
 
-A manifest is a blob, too: magic, Ed25519 signature, zstd of msgpack. It says what this version alone has. Names, types
-and shapes are a blob of their own, the *listing*, which versions share and a manifest names by its hash. Digests are
-not sent: who has decoded the tensors can compute them, and the root is over all of them. `sequence` counts publications
-and only grows, whereas `step` goes back where a trainer resumes from an older checkpoint.
+A manifest is a blob as well: magic, Ed25519 signature, zstd of msgpack. Names, dtypes and shapes are a blob of their
+own, the *listing*, which versions share; a manifest refers to it by hash. Tensors' digests are not sent: a receiver
+computes them from the decoded tensors and compares the root, which is over all of them. `sequence` counts publications
+and only grows, whereas `step` goes back when a trainer resumes from an older checkpoint.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rlloop.sync.bits import WIDTH, size_of
 FORMAT = 2
 MAGIC = b"rlloop:2"
 PIECE = 8 << 20
-MAX_MANIFEST = 64 << 20  # bytes, before and after decompression; of a listing as well: some hundred thousand tensors
+MAX_MANIFEST = 64 << 20  # bytes of a manifest or a listing, before and after decompression: some 100,000 tensors
 MAX_HEAD = 1 << 20
 MAX_TENSOR = 1 << 40
 
-# "joined": in the encoding of the last entry before it that has one. Manifests have each codec's place in this list.
+# "joined": part of the encoding of the last entry before it that has one. A manifest holds indices into this list.
 CodecName = Literal["unchanged", "steps", "adaptive", "planes", "full", "joined"]
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
 
@@ -42,48 +42,48 @@ T = TypeVar("T")
 
 
 class Refused(SyncError):
-    """Something fetched is not what it must be: forged, damaged, oversize, of another chain, or too old."""
+    """Something fetched is invalid: forged, damaged, oversize, of another chain, or too old."""
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One tensor of a version: what it is, and where its encoding stands in the stream."""
+    """One tensor of a version, and where its encoding is in the stream."""
 
     name: str  # Hugging Face's: per expert, unfused
     dtype: str  # safetensors'
     shape: tuple[int, ...]
     codec: CodecName
-    start: int
+    start: int  # byte offset in the stream
     size: int  # encoded bytes
 
 
 class Listing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What versions consist of, whatever their bits: a blob that many manifests name."""
+    """Names, dtypes and shapes of a version's tensors: a blob that many manifests share."""
 
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, type, shape
-    aliases: dict[str, str]  # tied weights: another name -> the name under `tensors`
+    aliases: dict[str, str]  # tied weights: another name -> the name in `tensors`
 
     def encode(self) -> bytes:
         return _packed(self)
 
     @classmethod
     def decode(cls, content: bytes) -> Listing:
-        """Raises `Refused` where it is none."""
+        """Raises `Refused` for content that is not a valid listing."""
         listing = _unpacked(content, cls, "a listing of tensors")
         for name, dtype, shape in listing.tensors:
             if dtype not in WIDTH or any(side < 0 for side in shape):
-                raise Refused(f"{name} has type {dtype} and shape {shape}")
+                raise Refused(f"{name} has dtype {dtype} and shape {shape}, which no tensor can have")
             if size_of(dtype, shape) > MAX_TENSOR:
                 raise Refused(f"{name} of shape {shape} is larger than {MAX_TENSOR} bytes")
         names = {name for name, _, _ in listing.tensors}
         if len(names) < len(listing.tensors):
             raise Refused("a listing has a name twice")
         if any(alias in names or name not in names for alias, name in listing.aliases.items()):
-            raise Refused("a listing has aliases that are tensors, or of none")
+            raise Refused("a listing has aliases that are themselves tensors, or that name none")
         return listing
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A manifest on the wire."""
+    """A manifest as it is sent."""
 
     run_id: str
     step: int
@@ -92,28 +92,28 @@ class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     state_of: bytes | None
     listing: bytes
     root: bytes
-    codecs: bytes  # a byte a tensor of the listing
-    sizes: tuple[int, ...]  # of the tensors that have an encoding
+    codecs: bytes  # an index into `CODECS` for each tensor of the listing
+    sizes: tuple[int, ...]  # encoded bytes of each tensor that has an encoding
     pieces: bytes  # 32 bytes each
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One way to a version: from its parent's state (a delta) or from nothing (an anchor).
+    """One encoding of a version: a delta from its parent's state, or an *anchor*, which needs no other version.
 
-    The first manifest of a version is its identity. An anchor or a squashed delta that is made later for the same
-    state names it in `state_of`, and a replica that came by it stands where the chain goes on.
+    The first manifest of a version is its identity. An anchor or a squashed delta made later for the same state names
+    the identity in `state_of`, so that a replica that applied it can follow the chain from there.
     """
 
     run_id: str
     step: int
     sequence: int
-    parent: bytes | None  # hash of the manifest whose state this one changes; None: everything is here
-    state_of: bytes | None  # None: this manifest is the version's identity itself
-    listing: bytes  # hash of the `Listing` that `tensors` and `aliases` are of
+    parent: bytes | None  # hash of the manifest whose state this one changes; None: an anchor
+    state_of: bytes | None  # hash of the version's identity; None: this manifest is the identity
+    listing: bytes  # hash of the `Listing` that `tensors` and `aliases` are from
     tensors: tuple[Entry, ...]
-    aliases: dict[str, str]  # tied weights: another name -> the name under `tensors`
+    aliases: dict[str, str]  # tied weights: another name -> the name in `tensors`
     pieces: tuple[bytes, ...]  # hashes of the stream's pieces, `PIECE` bytes each, the last one shorter
-    root: bytes  # blake3 over every name, type, shape and digest
+    root: bytes  # `root_hash` of the state
 
     @property
     def version(self) -> str:
@@ -125,14 +125,14 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the tensors themselves."""
+        """Bytes of the tensors, decoded."""
         return sum(size_of(entry.dtype, entry.shape) for entry in self.tensors)
 
     def piece_size(self, index: int) -> int:
         return min(PIECE, self.stream_bytes - index * PIECE)
 
     def sign(self, key: Ed25519PrivateKey) -> bytes:
-        """The manifest as it is stored; its blake3 is the hash that others name it by."""
+        """The manifest as it is stored. Its blake3 is the hash that heads and other manifests refer to it by."""
         codecs = bytes(CODECS.index(entry.codec) for entry in self.tensors)
         sizes = tuple(entry.size for entry in self.tensors if entry.codec not in ("unchanged", "joined"))
         body = _packed(
@@ -145,9 +145,9 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @classmethod
     def verify(cls, signed: bytes, public_key: Ed25519PublicKey, listing_of: Callable[[bytes], Listing]) -> Manifest:
-        """The manifest that `signed` holds; `listing_of` a hash brings the listing.
+        """The manifest in `signed`. `listing_of` fetches a listing by its hash.
 
-        Raises `Refused`; nothing is parsed before the signature is found good.
+        Raises `Refused`. Nothing is parsed before the signature has been verified.
         """
         signature, body = signed[len(MAGIC) : len(MAGIC) + 64], signed[len(MAGIC) + 64 :]
         if not signed.startswith(MAGIC):
@@ -155,44 +155,44 @@ class Manifest(msgspec.Struct, frozen=True):
         try:
             public_key.verify(signature, MAGIC + body)
         except InvalidSignature:
-            raise Refused("a manifest's signature does not hold: it was damaged, or another key signed it") from None
-        found = _unpacked(body, _Body, "a manifest")
-        hashes = [found.listing, found.root, *(each for each in (found.parent, found.state_of) if each is not None)]
-        if any(len(each) != 32 for each in hashes) or len(found.pieces) % 32:
-            raise Refused(f"manifest {found.run_id}/{found.step} has hashes of other lengths")
-        listing = listing_of(found.listing)
+            raise Refused("a manifest's signature is invalid: it was damaged, or another key signed it") from None
+        fields = _unpacked(body, _Body, "a manifest")
+        hashes = [fields.listing, fields.root, *(each for each in (fields.parent, fields.state_of) if each is not None)]
+        if any(len(each) != 32 for each in hashes) or len(fields.pieces) % 32:
+            raise Refused(f"manifest {fields.run_id}/{fields.step} has hashes that are not 32 bytes long")
+        listing = listing_of(fields.listing)
         return cls(
-            run_id=found.run_id,
-            step=found.step,
-            sequence=found.sequence,
-            parent=found.parent,
-            state_of=found.state_of,
-            listing=found.listing,
-            tensors=_entries(found, listing),
+            run_id=fields.run_id,
+            step=fields.step,
+            sequence=fields.sequence,
+            parent=fields.parent,
+            state_of=fields.state_of,
+            listing=fields.listing,
+            tensors=_entries(fields, listing),
             aliases=listing.aliases,
-            pieces=tuple(found.pieces[at : at + 32] for at in range(0, len(found.pieces), 32)),
-            root=found.root,
+            pieces=tuple(fields.pieces[at : at + 32] for at in range(0, len(fields.pieces), 32)),
+            root=fields.root,
         )
 
 
 def _entries(body: _Body, listing: Listing) -> tuple[Entry, ...]:
-    """The listing's tensors with what this version makes of each. Raises `Refused`."""
-    odd = Refused(f"manifest {body.run_id}/{body.step} does not fit its listing of {len(listing.tensors)} tensors")
+    """The listing's tensors, with codec, offset and size of each in this version. Raises `Refused`."""
+    mismatch = Refused(f"manifest {body.run_id}/{body.step} does not fit its listing of {len(listing.tensors)} tensors")
     if len(body.codecs) != len(listing.tensors) or any(code >= len(CODECS) for code in body.codecs):
-        raise odd
-    entries, sizes, place, joinable = list[Entry](), iter(body.sizes), 0, None
+        raise mismatch
+    entries, sizes, offset, joinable = list[Entry](), iter(body.sizes), 0, None
     for (name, dtype, shape), code in zip(listing.tensors, body.codecs, strict=True):
         codec, size = CODECS[code], 0
         if codec == "joined" and dtype != joinable:
-            raise Refused(f"manifest {body.run_id}/{body.step} joins {name} to what it cannot be joined to")
+            raise Refused(f"manifest {body.run_id}/{body.step} joins {name} to no tensor of its dtype")
         if codec not in ("unchanged", "joined"):
             size, joinable = next(sizes, -1), dtype
             if size < 0:
-                raise odd
-        entries.append(Entry(name, dtype, shape, codec, place, size))
-        place += size
-    if next(sizes, None) is not None or len(body.pieces) != 32 * math.ceil(place / PIECE):
-        raise odd
+                raise mismatch
+        entries.append(Entry(name, dtype, shape, codec, offset, size))
+        offset += size
+    if next(sizes, None) is not None or len(body.pieces) != 32 * math.ceil(offset / PIECE):
+        raise mismatch
     return tuple(entries)
 
 
@@ -201,7 +201,7 @@ def _packed(content: msgspec.Struct) -> bytes:
 
 
 def _unpacked(content: bytes, kind: type[T], what: str) -> T:
-    """Raises `Refused`; what is larger than `MAX_MANIFEST` is not unpacked."""
+    """Raises `Refused`, also for more than `MAX_MANIFEST` bytes, which are not unpacked. `what` is for the message."""
     try:
         if zstandard.frame_content_size(content) > MAX_MANIFEST:
             raise Refused(f"{what} is larger than {MAX_MANIFEST} bytes")
@@ -212,28 +212,28 @@ def _unpacked(content: bytes, kind: type[T], what: str) -> T:
 
 
 class Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A manifest as the head lists it: enough to choose a way without fetching any."""
+    """A manifest as the head lists it: enough to choose a route without fetching manifests."""
 
     manifest: bytes  # hash
-    sequence: int  # where it leads
+    sequence: int  # of the version that it leads to
     step: int
-    base: int | None  # the sequence that it starts from; None: an anchor
+    base: int | None  # sequence of the version that it starts from; None: an anchor
     root: bytes
-    wire_bytes: int  # manifest, stream, and the listing where this is the first version that names it
+    wire_bytes: int  # manifest and stream; and the listing, in the first version that has it
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The newest version and the ways to it; what the store's compare-and-swap guards.
+    """The newest version and the routes to it: the one object of a store that changes, by compare-and-swap.
 
-    Not signed: a false head can lead a replica to nothing but manifests that it refuses, or keep it where it is.
+    It is not signed. A forged head can only lead a replica to manifests that it refuses, or keep it where it is.
     """
 
     run_id: str
     chain: tuple[Link, ...]  # identities, ascending, without a gap; the last one is the newest version
     shortcuts: tuple[Link, ...] = ()  # anchors and squashed deltas to members of the chain
     format: int = FORMAT
-    term: int = 0  # how many publishers have claimed the store so far,
-    publisher: str = ""  # and the last of them, by a name of its process's own
+    term: int = 0  # number of publishers that have claimed the store so far
+    publisher: str = ""  # random name of the process that wrote this head
 
     @property
     def newest(self) -> Link:
@@ -244,7 +244,7 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def decode(cls, content: bytes) -> Head:
-        """Raises `Refused` where it is none."""
+        """Raises `Refused` for content that is not a valid head of this format."""
         if len(content) > MAX_HEAD:
             raise Refused(f"the head is larger than {MAX_HEAD} bytes")
         try:
@@ -260,7 +260,10 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def root_hash(tensors: Iterable[tuple[str, str, tuple[int, ...]]], digests: Mapping[str, bytes]) -> bytes:
-    """One hash for the whole state, whatever its order and encoding: names, types and shapes; their bits by name."""
+    """blake3 of a whole state: name, dtype, shape and digest of every tensor. Independent of order and encoding.
+
+    `tensors`: (name, dtype, shape) each; `digests`: by name.
+    """
     states = sorted((*tensor, digests[tensor[0]]) for tensor in tensors)
     return blake3(msgspec.msgpack.encode(states)).digest()
 
@@ -273,7 +276,7 @@ def hash_of(blob: bytes | bytearray | memoryview) -> bytes:
 
 
 def new_key(path: Path) -> Ed25519PrivateKey:
-    """A new private key in `path` (mode 0600, PEM), its public key beside it in `path`.pub (hex)."""
+    """Write a new private key to `path` (PEM, mode 0600), and its public key to `path`.pub (hexadecimal)."""
     key = Ed25519PrivateKey.generate()
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     path.touch(mode=0o600, exist_ok=False)
@@ -289,7 +292,7 @@ def load_key(path: Path) -> Ed25519PrivateKey:
         key = load_pem_private_key(path.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path} holds no private key that can be read ({error}); it must be an Ed25519 PEM"
+            f"{path} cannot be read as a private key ({error}); it must be an Ed25519 key in PEM"
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{path} holds a {type(key).__name__}; it must be an Ed25519 private key")
@@ -305,8 +308,10 @@ def public_key(text: str) -> Ed25519PublicKey:
     try:
         return Ed25519PublicKey.from_public_bytes(bytes.fromhex(text.strip()))
     except ValueError:
-        what = "a private key; its .pub file holds the public one" if "PRIVATE" in text else "no public key"
-        raise ConfigError(f"what was given ({len(text.strip())} characters) is {what}: 64 hexadecimal digits") from None
+        what = "a private key (its .pub file holds the public one)" if "PRIVATE" in text else "not a public key"
+        raise ConfigError(
+            f"the key given ({len(text.strip())} characters) is {what}; give 64 hexadecimal digits"
+        ) from None
 
 
 def public_hex(key: Ed25519PrivateKey | Ed25519PublicKey) -> str:

@@ -1,7 +1,7 @@
-"""The trainer's end: each version as the shortest difference from the last published one, durable before it is named.
+"""Publishes the trainer's weights: each version as the shortest delta from the last published one.
 
-Order of a publication: pieces, then the manifest, then the head by compare-and-swap. A kill in between leaves blobs
-that nobody names, and the old head.
+A publication writes the pieces, then the manifest, then the head by compare-and-swap. A kill in between leaves the old
+head, and blobs that nothing refers to, which `collect` deletes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,22 +24,25 @@ from rlloop.sync.replica import SQUASHED, Manifests, Replica
 from rlloop.sync.store import Conflict, Store
 from rlloop.sync.target import MemoryTarget
 
+KEPT_CHAINS = 2  # that `Publisher.collect` leaves: replicas may still be on their way along the older one
+
 
 @dataclass(frozen=True)
 class Published:
-    """What one publication came to."""
+    """The result of a publication."""
 
     manifest: Manifest
     hash: bytes  # the manifest's
-    metrics: dict[str, float] = field(default_factory=dict)  # sync/*; empty where the version stood already
+    metrics: dict[str, float] = field(default_factory=dict)  # sync/*; empty if the version had been published before
 
 
 class Publisher:
-    """One at a time: a second one on the same store loses the compare-and-swap and raises `Conflict`. `squash_for` may
-    be called from other threads; all else from one.
+    """Publishes versions of one run to a store. A second publisher on the same store raises `Conflict`.
 
-    Begins where the store's head stands: the last published bytes are rebuilt from the store and checked against the
-    root, since a difference from anything else would be refused by every replica.
+    `squash_for` may be called from any thread; everything else from one.
+
+    On a store that has versions it rebuilds the last published bytes from the store and checks them against the root,
+    since every replica would refuse a delta from anything else.
     """
 
     def __init__(
@@ -49,20 +52,18 @@ class Publisher:
         run_id: str,
         *,
         anchor_every: int = 100,
-        chains: int = 2,
         threads: int = 1,
-        wake: Callable[[Head], None] | None = None,
     ) -> None:
-        """`anchor_every`: versions after which an anchor is due (earlier where the chain weighs more than one);
-        `chains`: whole chains, each from an anchor on, that `collect` keeps; `wake`: told of each new head, best effort
-        (an error in it is the caller's to swallow: it must not raise)."""
+        """`anchor_every`: versions after which an anchor is due (sooner if the chain since the last weighs more).
+
+        Raises `ConfigError`, also for a store that holds another run's versions.
+        """
         if not run_id or "/" in run_id:
             raise ConfigError(f"run_id is {run_id!r}; it must be a name without a slash")
-        if anchor_every < 1 or chains < 1:
-            raise ConfigError(f"anchor_every is {anchor_every} and chains {chains}; both must be at least 1")
+        if anchor_every < 1:
+            raise ConfigError(f"anchor_every is {anchor_every}; it must be at least 1")
         self.store, self.run_id = store, run_id
-        self._key, self._threads, self._wake = key, threads, wake
-        self._anchor_every, self._chains = anchor_every, chains
+        self._key, self._threads, self._anchor_every = key, threads, anchor_every
         self._publishing, self._squashing = threading.Lock(), threading.Lock()
         self._head_bytes = store.latest()
         self.head = None if self._head_bytes is None else Head.decode(self._head_bytes)
@@ -70,7 +71,7 @@ class Publisher:
         self._digests: Mapping[str, bytes] = {}  # of those
         self._last: Manifest | None = None
         self._listing: Listing | None = None  # of the last version
-        self._blobs: dict[bytes, tuple[bytes, ...]] = {}  # of manifests that `collect` has read
+        self._blobs: dict[bytes, tuple[bytes, ...]] = {}  # manifest's hash -> hashes of its blobs
         self._manifests = Manifests(store, key.public_key())
         self._term, self._name = 0, secrets.token_hex(8)
         if self.head is not None:
@@ -90,8 +91,10 @@ class Publisher:
         return self._last
 
     def claim(self) -> int:
-        """Fence off earlier publishers: they raise `Conflict` from now on. Returns this one's term, above all of
-        theirs. Raises `Conflict` where another claims the store at this moment."""
+        """Fence off earlier publishers, which raise `Conflict` from now on. Returns this one's term, above all theirs.
+
+        Raises `Conflict` if another publisher claims the store at the same moment.
+        """
         with self._publishing:
             self._term += 1
             if self.head is not None:
@@ -99,12 +102,12 @@ class Publisher:
             return self._term
 
     def publish(self, tensors: Tensors, step: int, *, aliases: Mapping[str, str] | None = None) -> Published:
-        """Make `tensors` the newest version, `run_id/step`. They are copied where they changed.
+        """Make `tensors` the newest version, `run_id/step`. Changed ones are copied, so the caller may overwrite them.
 
-        Names are Hugging Face's; `aliases` are the other names of tied weights. The same step with the same bits again
-        changes nothing. Raises `StoreError` (the old head stands; publish again) and `Conflict`.
+        Names are Hugging Face's; `aliases` are the other names of tied weights. Publishing the same step with the same
+        bits again changes nothing. Raises `StoreError` (the old head remains; publish again) and `Conflict`.
         """
-        if step < 0:  # an engine says -1 of weights that are of no version
+        if step < 0:  # -1 is an engine's version while its weights are those of none
             raise ConfigError(f"step is {step}; it must be 0 or more")
         with self._publishing:
             return self._publish(tensors, step, aliases)
@@ -141,7 +144,7 @@ class Publisher:
         )
         chain = (*(self.head.chain if self.head else ()), link)
         shortcuts = self.head.shortcuts if self.head else ()
-        if link.base is None and self.head is not None:  # another layout: nothing leads over from what was before
+        if link.base is None and self.head is not None:  # another layout: no delta leads here from earlier versions
             chain, shortcuts = (link,), ()
         self._move_head(Head(self.run_id, chain, shortcuts))
         self._last, self._listing, self._digests = manifest, listing, packed.digests
@@ -166,32 +169,38 @@ class Publisher:
         return Published(manifest, link.manifest, metrics)
 
     def anchor_due(self) -> bool:
-        """Whether a joiner would have more to fetch, or more versions to apply, than a new anchor is worth."""
-        head, last = self._standing()
+        """True when the versions since the last anchor are `anchor_every`, or weigh more than a whole version."""
+        head, last = self._current()
         anchors = [link.sequence for link in (*head.chain, *head.shortcuts) if link.base is None]
         since = [link for link in head.chain if link.sequence > max(anchors, default=-1)]
         return len(since) >= self._anchor_every or sum(link.wire_bytes for link in since) > last.full_bytes
 
     def anchor(self) -> Published:
-        """Store the newest version whole, for joiners; then `collect`."""
+        """Store the newest version whole, for replicas that join; then `collect`."""
         with self._publishing:
             published = self._shortcut({}, None)
-            self._collect(None)
+            self._collect()
             return published
 
     def squash(self, base: int) -> Published:
-        """One delta from the version of sequence `base` to the newest, for replicas that are far behind."""
-        head, _ = self._standing()
+        """Store one delta from the version of sequence `base` to the newest, for replicas that are far behind.
+
+        Raises `ConfigError` for a sequence that the chain has not, or the newest.
+        """
+        head, _ = self._current()
         links = [link for link in head.chain if link.sequence == base]
         if not links or base >= head.newest.sequence:
             have = f"{head.chain[0].sequence} to {head.newest.sequence - 1}"
-            raise ConfigError(f"no delta can be squashed from sequence {base}; the chain has {have}")
+            raise ConfigError(f"no delta can be squashed from sequence {base}; choose one of the chain, {have}")
         old, _ = state_at(self.store, self._key, head, base)
         with self._publishing:
             return self._shortcut(old, links[0])
 
     def squash_for(self, sequence: int) -> bool:
-        """For a replica that stands at `sequence`: squash from there, unless that was done. Whether the head has it."""
+        """Squash for a replica at `sequence`, unless that has been done. Returns True if the head has such a delta.
+
+        False for a sequence outside of the chain, or fewer than `SQUASHED` versions behind. Safe from any thread.
+        """
         with self._squashing:
             head = self.head
             if head is None or not head.chain[0].sequence <= sequence <= head.newest.sequence - SQUASHED:
@@ -200,20 +209,18 @@ class Publisher:
                 self.squash(sequence)
             return True
 
-    def collect(self, pinned: set[int] | None = None) -> int:
-        """Delete what no replica needs: all but the last `chains` anchors and what follows the older of them.
+    def collect(self) -> int:
+        """Delete the blobs of all but the last two chains, each an anchor and the versions after it.
 
-        `pinned`: sequences that live replicas stand at; the chain from the lowest of them on stays. Returns the number
-        of blobs deleted.
+        Returns the number of blobs deleted.
         """
         with self._publishing:
-            return self._collect(pinned)
+            return self._collect()
 
-    def _collect(self, pinned: set[int] | None) -> int:
-        head, _ = self._standing()
+    def _collect(self) -> int:
+        head, _ = self._current()
         anchors = sorted({link.sequence for link in (*head.chain, *head.shortcuts) if link.base is None})
-        first = anchors[-self._chains] if len(anchors) >= self._chains else anchors[0]
-        first = min([first, *(place for place in pinned or () if place >= head.chain[0].sequence)])
+        first = anchors[-KEPT_CHAINS:][0]
         chain = tuple(link for link in head.chain if link.sequence >= first)
         shortcuts = tuple(
             link for link in head.shortcuts if link.sequence >= first and (link.base is None or link.base >= first)
@@ -223,28 +230,28 @@ class Publisher:
         needed = set[bytes]()
         for link in (*chain, *shortcuts):
             needed |= set(self.blobs(link))
-        doomed = [blob for blob in self.store.blobs() if blob not in needed]
-        for blob in doomed:
+        unneeded = [blob for blob in self.store.blobs() if blob not in needed]
+        for blob in unneeded:
             self.store.delete(blob)
-        return len(doomed)
+        return len(unneeded)
 
-    def forget_ways(self) -> None:
-        """Leave the newest version in the head, and no way to it: for who hands each way on as it is published."""
-        head, _ = self._standing()
+    def forget_routes(self) -> None:
+        """Drop every link but the newest version's from the head: for callers that pass each route on themselves."""
+        head, _ = self._current()
         self._move_head(Head(head.run_id, (head.newest,)))
 
     def blobs(self, link: Link) -> tuple[bytes, ...]:
-        """Hashes of all blobs that following the link takes: its manifest, the listing, and the stream's pieces."""
+        """Hashes of the blobs that a replica needs to follow `link`: its manifest, the listing, the stream's pieces."""
         if link.manifest not in self._blobs:
             manifest = self._manifests.read(link.manifest)
             self._blobs[link.manifest] = (link.manifest, manifest.listing, *manifest.pieces)
         return self._blobs[link.manifest]
 
-    # ---------------------------------------------------------------------------------------------- parts
+    # ---------------------------------------------------------------------------------------------- internals
 
     def _shortcut(self, base: Tensors, link: Link | None) -> Published:
-        """Another way to the newest version: from `link`'s, or from nothing."""
-        head, last = self._standing()
+        """Add a route to the newest version: a delta from `link`'s version, whose state is `base`, or an anchor."""
+        head, last = self._current()
         began = time.perf_counter()
         assert self._listing is not None
         packed = pack(self.store, self._listing, self._tensors, base, {}, self._threads)
@@ -255,18 +262,19 @@ class Publisher:
             tensors=packed.entries,
             pieces=packed.pieces,
         )
-        made = self._store_manifest(manifest, None if link is None else link.sequence)
-        self._move_head(Head(head.run_id, head.chain, (*head.shortcuts, made)))
-        metrics = {"sync/wire_bytes": float(made.wire_bytes), "sync/publish_seconds": time.perf_counter() - began}
-        return Published(manifest, made.manifest, metrics)
+        shortcut = self._store_manifest(manifest, None if link is None else link.sequence)
+        self._move_head(Head(head.run_id, head.chain, (*head.shortcuts, shortcut)))
+        metrics = {"sync/wire_bytes": float(shortcut.wire_bytes), "sync/publish_seconds": time.perf_counter() - began}
+        return Published(manifest, shortcut.manifest, metrics)
 
-    def _standing(self) -> tuple[Head, Manifest]:
+    def _current(self) -> tuple[Head, Manifest]:
+        """The head and its newest manifest. Raises `ConfigError` before the first version."""
         if self.head is None or self._last is None:
-            raise ConfigError("nothing was published yet; publish a version first")
+            raise ConfigError("nothing has been published yet; publish a version first")
         return self.head, self._last
 
     def _store_listing(self, listing: Listing) -> tuple[bytes, int]:
-        """Its hash; and its bytes, where no version had it before."""
+        """The listing's hash, and the bytes stored: 0 if the last version has the same."""
         if listing == self._listing and self._last is not None:
             return self._last.listing, 0
         content = listing.encode()
@@ -289,17 +297,15 @@ class Publisher:
         try:
             self.store.swap_latest(self._head_bytes, content)
         except Conflict:
-            if self.store.latest() != content:  # else an earlier try had come through after all
+            if self.store.latest() != content:  # an earlier attempt that was reported as failed may have succeeded
                 raise
         self.head, self._head_bytes = head, content
-        if self._wake is not None:
-            self._wake(head)
 
 
 def state_at(
     store: Store, key: Ed25519PrivateKey, head: Head, sequence: int
 ) -> tuple[dict[str, Bits], dict[str, bytes]]:
-    """The tensors of a version that the head still leads to, rebuilt from the store and checked; and their digests."""
+    """The tensors of a version that `head` lists, rebuilt from the store and verified, and their digests."""
     target = MemoryTarget()
     replica = Replica(store, key.public_key(), target)
     replica.advance_to(sequence, head=head)

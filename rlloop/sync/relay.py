@@ -1,9 +1,9 @@
-"""A region's relay: what crossed the wide network once is not fetched again.
+"""A region's relay: a cache in front of a store, so that each blob crosses the wide-area network once.
 
-It reads a store further up and keeps blobs in a folder of bounded size. Nobody has to trust it: blobs are checked by
-whoever asks for them, and manifests are signed. It checks as well, on the way in and on the way out, so that a damaged
-disk or line costs a fetch and not a failed sync. It does not hide that the store is out of reach: an old head would
-look like the newest.
+Blobs are kept in a folder of bounded size. A relay need not be trusted: receivers verify blobs by their hashes, and
+manifests are signed. It verifies blobs itself, on the way in and on the way out, so that a damaged disk or connection
+costs a fetch and not a failed sync. The head is never cached: while the store is unreachable, an old head would look
+like the newest.
 """
 
 from __future__ import annotations
@@ -23,28 +23,33 @@ T = TypeVar("T")
 
 
 class _ReadOnly:
-    """The part of `Store` that only publishers call."""
+    """The methods of `Store` that only publishers call, refused."""
 
     def put(self, blob: bytes) -> bytes:
-        raise ConfigError("a relay is only read")
+        raise ConfigError("a relay is read-only; publish to its upstream store")
 
     def swap_latest(self, expected: bytes | None, new: bytes) -> None:
-        raise ConfigError("a relay is only read")
+        raise ConfigError("a relay is read-only; publish to its upstream store")
 
     def blobs(self) -> Iterator[bytes]:
         raise ConfigError("a relay cannot be listed")
 
     def delete(self, digest: bytes) -> None:
-        raise ConfigError("a relay is only read")
+        raise ConfigError("a relay is read-only; publish to its upstream store")
 
 
 class CachingStore(_ReadOnly):
-    """Reads `upstream`, each blob once. Safe to use from many threads."""
+    """Reads `upstream`, fetching each blob once. Thread-safe."""
 
     def __init__(self, upstream: Store, folder: str | Path, max_bytes: int) -> None:
-        """`max_bytes`: what `folder` may hold; the least recently used blobs go first. What lies there is used."""
+        """`max_bytes`: limit of `folder`; the least recently used blobs are deleted first. Blobs in it are used.
+
+        Raises `ConfigError` for a limit below the largest blob.
+        """
         if max_bytes < MAX_MANIFEST:
-            raise ConfigError(f"the relay's cache has {max_bytes} bytes; it must have at least {MAX_MANIFEST}")
+            raise ConfigError(
+                f"the relay's cache is limited to {max_bytes} bytes; it must have at least {MAX_MANIFEST}"
+            )
         self.upstream, self.max_bytes = upstream, max_bytes
         self.hits = self.fetches = self.damaged = 0
         self.fetched_bytes = 0
@@ -105,7 +110,7 @@ class CachingStore(_ReadOnly):
 
 
 class SingleFlight:
-    """Callers that want the same at the same time share one call."""
+    """Concurrent callers with the same key share one call and its result."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -114,12 +119,12 @@ class SingleFlight:
     def run(self, key: Hashable, call: Callable[[], T]) -> T:
         mine: Future[Any] = Future()
         with self._lock:
-            going = self._going.setdefault(key, mine)
-        if going is not mine:
-            return going.result()
+            running = self._going.setdefault(key, mine)
+        if running is not mine:
+            return running.result()
         try:
             mine.set_result(call())
-        except BaseException as error:  # everybody who waits hears it
+        except BaseException as error:  # raised in every waiting caller
             mine.set_exception(error)
         finally:
             with self._lock:
@@ -128,11 +133,11 @@ class SingleFlight:
 
 
 class Sources(_ReadOnly):
-    """Reads a relay, and the store behind it for what the relay did not deliver whole."""
+    """Reads a relay, and falls back to the origin store for whatever the relay does not deliver intact."""
 
     def __init__(self, relay: Store, origin: Store) -> None:
         self._relay, self._origin = relay, origin
-        self._again: OrderedDict[bytes, bool] = OrderedDict()  # digest -> whether it was begun more than once
+        self._again: OrderedDict[bytes, bool] = OrderedDict()  # digest -> True if it was asked for from its start again
 
     def latest(self) -> bytes | None:
         try:
@@ -153,7 +158,7 @@ class Sources(_ReadOnly):
             try:
                 yield from self._relay.get(digest, start)
                 return
-            except Missing:  # says the relay
+            except Missing:
                 pass
         yield from self._origin.get(digest, start)
 

@@ -1,11 +1,11 @@
-"""The engine's end: fetch, stage beside the live weights, verify, and only then commit, in a short pause.
+"""Brings an engine's weights to a version: fetch, stage beside the live weights, verify, then commit in a short pause.
 
     IDLE -> FETCH -> STAGE -> VERIFY -> COMMIT -> IDLE
-               any of them -> ERROR, the old version still serving; the next try begins anew
+               any of them -> ERROR, with the old version still serving; the next attempt starts over
 
-What fails before COMMIT has touched nothing. A commit that fails half-way leaves the replica `torn`, its target at
-version `TORN`, which must not serve, and the next try finishes it, since every write is staged and can be repeated.
-Live weights that are found to be no version at all (a bit flipped in memory) are torn, too, and fetched anew.
+A failure before COMMIT leaves the live weights untouched. A commit that fails half-way leaves the replica `torn`: its
+target has version `TORN`, from which nothing may be sampled, until the next attempt repeats the staged writes. Live
+weights that match no version (a bit flipped in memory) are torn as well, and are fetched again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlloop.sync.store import Store, fetch
 from rlloop.sync.stream import StreamReader
 from rlloop.sync.target import TORN, Target, plan_writes
 
-SQUASHED = 4  # versions behind, from which on one delta of them all is asked for
+SQUASHED = 4  # a replica this many versions behind asks the publisher for one delta over them all
 
 
 class State(StrEnum):
@@ -43,7 +43,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Applied:
-    """Where a replica stands."""
+    """The version that a replica has applied."""
 
     run_id: str
     step: int
@@ -58,16 +58,16 @@ class Applied:
 
 @dataclass(frozen=True)
 class Staged:
-    """A version decoded and verified beside the live weights."""
+    """A version that is decoded and verified beside the live weights."""
 
-    applied: Applied  # where the replica stands after its commit
-    writes: Mapping[str, Bits]  # live name -> what it gets; changed tensors only
-    digests: Mapping[str, bytes]  # of every live tensor afterwards
-    metrics: Mapping[str, float]
+    applied: Applied  # the version after the commit
+    writes: Mapping[str, Bits]  # live name -> new bits; changed tensors only
+    digests: Mapping[str, bytes]  # of every live tensor after the commit
+    metrics: Mapping[str, float]  # sync/*
 
 
 class Manifests:
-    """A store's manifests, each checked; the listing that they share is fetched once."""
+    """Fetches and verifies a store's manifests. The listing that they share is fetched once."""
 
     def __init__(self, store: Store, public_key: Ed25519PublicKey) -> None:
         self._store, self._key = store, public_key
@@ -86,9 +86,9 @@ class Manifests:
 class Replica:
     """Brings `target` from version to version. One caller at a time.
 
-    `run_id`: the only run whose versions are taken; None: the first that is met. `any_run`: another run may follow it,
-    beginning with a whole version. `threads` fetch and decode.
-    `inject(state)` is called as each state is entered: tests raise in it.
+    `run_id`: the only run whose versions are accepted; None: the first one seen. `any_run`: accept a later run as well,
+    starting with a whole version. `threads`: number that decode. `inject(state)`: called on entering each state; tests
+    raise errors in it.
     """
 
     def __init__(
@@ -104,32 +104,32 @@ class Replica:
     ) -> None:
         self.store, self.target = store, target
         self.state = State.idle
-        self.error = ""  # why, in ERROR
-        self.torn = False  # a commit began and did not end
+        self.error = ""  # the reason for ERROR
+        self.torn = False  # a commit began and has not ended
         self.applied: Applied | None = None
         self.metrics: Mapping[str, float] = {}  # sync/* of the last version applied
-        self.digests: Mapping[str, bytes] = {}  # of the live tensors
-        self.run_id, self.any_run = run_id, any_run  # of what is live, or is to be
+        self.digests: Mapping[str, bytes] = {}  # live name -> digest
+        self.run_id, self.any_run = run_id, any_run  # the run of the live weights, or the one to follow
         self._threads, self._inject = threads, inject
         self._manifests = Manifests(store, public_key)
-        self._staged: Staged | None = None  # what is being committed
+        self._staged: Staged | None = None  # set during a commit, and after one that failed
 
     @property
     def ready(self) -> bool:
-        """Whether the target holds one whole version and may serve."""
+        """True if the target holds one whole version, so that it may serve."""
         return self.applied is not None and not self.torn
 
     def poll(self) -> bool:
-        """Look for a newer version and bring it over. Returns whether one was; a failure stands in `error`."""
+        """Apply the newest version. Returns True if it was new; on failure False, with the reason in `error`."""
         with suppress(SyncError):
             return self.advance_to()
         return False
 
     def advance_to(self, sequence: int | None = None, *, head: Head | None = None) -> bool:
-        """Bring over the version of `sequence` (None: the newest). Returns False where it is applied already.
+        """Apply the version of `sequence` (None: the newest). Returns False if it is applied already.
 
-        Intermediate versions are staged, never served. Raises `SyncError`; then `state` is ERROR, and what was served
-        before still is unless `torn`.
+        Intermediate versions are staged, never served. Raises `SyncError`; then `state` is ERROR, and the old version
+        goes on serving unless `torn`.
         """
         try:
             head = head or self._read_head()
@@ -146,31 +146,31 @@ class Replica:
             if applied is None:
                 self._join(head)
                 applied = self._applied_of(head.run_id)
-            standing = None if applied is None else (applied.sequence, applied.manifest)
-            if standing is None or standing[0] < sequence:
-                self.commit(self.stage(self._way(head, standing, sequence)))
+            position = None if applied is None else (applied.sequence, applied.manifest)
+            if position is None or position[0] < sequence:
+                self.commit(self.stage(self._route(head, position, sequence)))
         except BaseException as failure:
-            doubtful = isinstance(failure, codec.CodecError) or self.state is State.verify
-            odd = self.audit() if doubtful and not self.torn else []
+            suspect = isinstance(failure, codec.CodecError) or self.state is State.verify
+            altered = self.audit() if suspect and not self.torn else []
             self.state, self.error = State.error, str(failure) or type(failure).__name__
-            if odd:
-                self.error = f"live weights have changed by themselves, and are fetched anew: {', '.join(odd[:5])}"
+            if altered:
+                self.error = f"live weights were altered in memory and are fetched again: {', '.join(altered[:5])}"
             raise
         self.state, self.error = State.idle, ""
         return True
 
     def stage(self, links: list[Link]) -> Staged:
-        """FETCH, STAGE and VERIFY: every link's manifest, then the tensors, while the target serves.
+        """FETCH, STAGE and VERIFY every link's manifest and tensors, while the target goes on serving.
 
-        Raises `Refused`, `StoreError` or `CodecError`; nothing live was touched.
+        Raises `Refused`, `StoreError` or `CodecError`, with the live weights untouched.
         """
         self._enter(State.fetch)
         began = time.perf_counter()
-        manifests, standing = [], self.applied
+        manifests, applied = [], self.applied
         for link in links:
-            manifest, standing = self._follow(link, standing)
+            manifest, applied = self._follow(link, applied)
             manifests.append(manifest)
-        assert standing is not None, "a way of no links leads nowhere"
+        assert applied is not None, "a route has at least one link"
         plan = plan_writes(manifests[-1], self.target)
         fetched = time.perf_counter()
         self._enter(State.stage)
@@ -189,10 +189,10 @@ class Replica:
         }
         writes = {live: staged[name] for name, bits in staged.items() for live in plan[name]}
         changed = {live: bits for live, bits in writes.items() if digests[live] != self.digests.get(live)}
-        return Staged(standing, changed, digests, metrics)
+        return Staged(applied, changed, digests, metrics)
 
     def commit(self, staged: Staged) -> None:
-        """COMMIT: pause, copy what changed in place, read it back from the live weights, drop caches, resume."""
+        """COMMIT: pause, write the changed tensors in place, read them back and verify, drop caches, resume."""
         self._enter(State.commit)
         self._staged, asked = staged, time.perf_counter()
 
@@ -218,17 +218,17 @@ class Replica:
         self.state, self.error = State.idle, ""
 
     def audit(self) -> list[str]:
-        """Names whose live bits are not those of the applied version. With any, the target is torn.
+        """Names of live tensors whose bits are not those of the applied version. If there are any, the target is torn.
 
-        Called after a verification has failed, since a delta from the wrong bits never fits; call it at leisure, too.
+        Runs after a failed verification, since a delta from wrong bits never verifies. May be called at any other time.
         """
-        odd = [name for name, expected in self.digests.items() if self._live_digest(name) != expected]
-        if odd:
+        altered = [name for name, expected in self.digests.items() if self._live_digest(name) != expected]
+        if altered:
             self.torn, self.applied, self._staged, self.digests = True, None, None, {}
             self.target.exclusively(lambda: self.target.set_version(TORN))
-        return odd
+        return altered
 
-    # ---------------------------------------------------------------------------------------------- parts
+    # ---------------------------------------------------------------------------------------------- internals
 
     def _read_head(self) -> Head:
         content = self.store.latest()
@@ -236,19 +236,19 @@ class Replica:
             raise Refused("the store has no version yet")
         return Head.decode(content)
 
-    def _way(self, head: Head, standing: tuple[int, bytes] | None, sequence: int) -> list[Link]:
-        """The cheapest; where it is a long one, after whoever publishes was asked for a shorter."""
-        way = route(head, standing, sequence)
-        if standing is None or len(way) < SQUASHED or sequence != head.newest.sequence:
-            return way
-        with suppress(SyncError):  # the long way is there
-            if self.store.squash(standing[0]):
+    def _route(self, head: Head, position: tuple[int, bytes] | None, sequence: int) -> list[Link]:
+        """The cheapest route. If it is long, the publisher is asked for a squashed delta first."""
+        links = route(head, position, sequence)
+        if position is None or len(links) < SQUASHED or sequence != head.newest.sequence:
+            return links
+        with suppress(SyncError):  # the long route remains
+            if self.store.squash(position[0]):
                 fresh = self._read_head()
-                return route(fresh, standing, max(sequence, fresh.newest.sequence))
-        return way
+                return route(fresh, position, max(sequence, fresh.newest.sequence))
+        return links
 
     def _join(self, head: Head) -> None:
-        """Where the live weights are a version of the chain already (a model loaded from disk), begin there."""
+        """If the live weights are already a version of the chain (a model loaded from disk), begin there."""
         layout = self.target.layout()
         if layout is None:
             return
@@ -258,10 +258,10 @@ class Replica:
             return
         manifest = self._manifest(link)
         plan_writes(manifest, self.target)
-        if manifest.root == root:  # else the head, which nobody signs, was wrong
+        if manifest.root == root:  # the head is not signed, so its roots prove nothing
             self.digests = digests
-            standing = Applied(manifest.run_id, manifest.step, manifest.sequence, link.manifest, manifest.root)
-            self.commit(Staged(standing, {}, digests, {}))
+            applied = Applied(manifest.run_id, manifest.step, manifest.sequence, link.manifest, manifest.root)
+            self.commit(Staged(applied, {}, digests, {}))
 
     def _live_digest(self, name: str) -> bytes:
         bits = self.target.read(name)
@@ -271,7 +271,7 @@ class Replica:
     def _manifest(self, link: Link) -> Manifest:
         manifest = self._manifests.read(link.manifest)
         if manifest.sequence != link.sequence:
-            raise Refused(f"a manifest of sequence {manifest.sequence} is offered as {link.sequence}: a replay")
+            raise Refused(f"the head lists a manifest of sequence {manifest.sequence} as {link.sequence}: a replay")
         self._check_run(manifest.run_id, f"version {manifest.version} is offered")
         return manifest
 
@@ -280,18 +280,18 @@ class Replica:
             raise Refused(f"{what}, and this engine follows run {self.run_id} alone until it is started anew")
 
     def _applied_of(self, run_id: str) -> Applied | None:
-        """Where the replica stands in a run."""
+        """The applied version, if it is of this run."""
         return self.applied if self.applied is not None and self.applied.run_id == run_id else None
 
-    def _follow(self, link: Link, standing: Applied | None) -> tuple[Manifest, Applied]:
-        """The manifest of `link`, where it may follow `standing`; and where it leads."""
+    def _follow(self, link: Link, applied: Applied | None) -> tuple[Manifest, Applied]:
+        """The manifest of `link`, and the version applied after it. Raises `Refused` if it cannot follow `applied`."""
         manifest = self._manifest(link)
-        if standing is not None and standing.run_id != manifest.run_id:
-            standing = None  # runs have nothing in common but the key
-        if standing is not None and manifest.sequence <= standing.sequence:
-            raise Refused(f"version {manifest.version} is older than {standing.version}, or the same")
-        if manifest.parent is not None and (standing is None or manifest.parent != standing.manifest):
-            raise Refused(f"version {manifest.version} does not continue {standing.version if standing else 'nothing'}")
+        if applied is not None and applied.run_id != manifest.run_id:
+            applied = None  # another run's sequences and hashes do not compare with this one's
+        if applied is not None and manifest.sequence <= applied.sequence:
+            raise Refused(f"version {manifest.version} is older than {applied.version}, or the same")
+        if manifest.parent is not None and (applied is None or manifest.parent != applied.manifest):
+            raise Refused(f"version {manifest.version} does not continue {applied.version if applied else 'nothing'}")
         for entry in manifest.tensors:
             if manifest.parent is None and entry.codec not in ("full", "joined"):
                 raise Refused(f"{entry.name} of anchor {manifest.version} is {entry.codec}")
@@ -302,7 +302,7 @@ class Replica:
         return manifest, Applied(manifest.run_id, manifest.step, manifest.sequence, identity, manifest.root)
 
     def _decode(self, manifest: Manifest, plan: Mapping[str, list[str]], staged: dict[str, Bits]) -> float:
-        """Bring `staged` to the state of `manifest`. Returns the seconds spent waiting for the store."""
+        """Decode `manifest`'s changes into `staged`. Returns the seconds spent waiting for the store."""
 
         def one(group: list[Entry], content: bytes) -> list[Bits]:
             olds = [None if group[0].codec == "full" else self._before(entry, plan, staged) for entry in group]
@@ -313,12 +313,12 @@ class Replica:
             for group in groups(manifest.tensors):
                 content = reader.read(group[0].start, group[0].size)
                 pending.append((group, pool.submit(one, group, content)))
-            for group, made in pending:
-                staged.update(zip((entry.name for entry in group), made.result(), strict=True))
+            for group, decoded in pending:
+                staged.update(zip((entry.name for entry in group), decoded.result(), strict=True))
             return reader.seconds
 
     def _before(self, entry: Entry, plan: Mapping[str, list[str]], staged: Mapping[str, Bits]) -> Bits | None:
-        """The tensor that `entry` is a change of: staged by an earlier link, or live."""
+        """The tensor that `entry` is a delta from: staged by an earlier link, or live."""
         if entry.name not in plan:
             raise Refused(f"{entry.name} is not among the tensors of the version that it leads to")
         return staged.get(entry.name) or self.target.read(plan[entry.name][0])
@@ -326,22 +326,22 @@ class Replica:
     def _verify(
         self, manifest: Manifest, plan: Mapping[str, list[str]], staged: Mapping[str, Bits]
     ) -> dict[str, bytes]:
-        """Digests of every live tensor after the commit. Raises `Refused` where the state would not be the root's."""
+        """Digests of every live tensor after the commit. Raises `Refused` if the state's root is not the manifest's."""
         with ThreadPoolExecutor(self._threads) as pool:
-            found = dict(zip(staged, pool.map(lambda name: digest(staged[name].array), staged), strict=True))
+            staged_digests = dict(zip(staged, pool.map(lambda name: digest(staged[name].array), staged), strict=True))
         digests: dict[str, bytes] = {}  # by live name
         of_tensors: dict[str, bytes] = {}
         for entry in manifest.tensors:
             for live in plan[entry.name]:
-                have = found.get(entry.name) or self.digests.get(live, b"")
-                if of_tensors.setdefault(entry.name, have) != have:
-                    raise Refused(f"{live} would not be what {manifest.version} says")
-                digests[live] = have
+                new = staged_digests.get(entry.name) or self.digests.get(live, b"")
+                if of_tensors.setdefault(entry.name, new) != new:
+                    raise Refused(f"{live} would not have the bits of {manifest.version}")
+                digests[live] = new
         if (
             root_hash(((entry.name, entry.dtype, entry.shape) for entry in manifest.tensors), of_tensors)
             != manifest.root
         ):
-            raise Refused(f"the tensors would not be those of {manifest.version}: another root")
+            raise Refused(f"the tensors would not be those of {manifest.version}: they have another root")
         return digests
 
     def _enter(self, state: State) -> None:

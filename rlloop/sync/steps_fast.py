@@ -1,17 +1,17 @@
-"""The steps coder's arithmetic, compiled: one pass over the elements, the rest over the changed ones only."""
+"""`rlloop.sync.steps`, compiled: one pass over all elements, everything else over the changed ones only."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.kernels.cpu.jit import kernel
+from rlloop.numerics.kernels.cpu.compiled.jit import kernel
 from rlloop.sync.steps import LIMIT, WIDE, Changes, Ordering
 
-_NEVER = np.int64(1) << 40  # a gap that no chunk has
-_SHIFT = 20  # of a gap that shares a number with a step
-_BIAS = np.int64(1) << 18  # added to that step, and beyond what any type can move by
+_NEVER = np.int64(1) << 40  # a gap larger than any chunk
+_SHIFT = 20  # bits of the step below the gap, where one number holds both
+_BIAS = np.int64(1) << 18  # added to that step; larger than any dtype's largest
 _STEP = np.int64((1 << _SHIFT) - 1)
-_DENSE = 8  # where more than one element in so many changes, it is found without a branch
+_DENSE = 8  # where more than one element in this many changes, the scan has no branches
 
 
 @kernel
@@ -29,10 +29,10 @@ def _zigzag(old, new, sign, floating):
 
 @kernel
 def _scan_sparse(old, new, old_words, new_words, shift, sign, floating, classes, changes):
-    """Every change in the order of its place: its class; its gap within the class, 32 bits up, and its step.
+    """Every change in the order of elements: its class; its gap within the class (upper 32 bits) and its step.
 
-    Words, four elements each, that are all the same are counted without a look at each, into four tables: an increment
-    need not wait for the one before.
+    A word of four unchanged elements is counted with no comparison of each, into four tables, so that no increment
+    depends on the one before.
     """
     since = np.zeros(1024, np.uint32)
     shift_word, bits, low = np.uint64(shift), np.uint64(8 * old.itemsize), np.uint64((sign - 1) >> shift)
@@ -67,7 +67,7 @@ def _scan_one(old, new, shift, sign, floating, since, classes, changes, found):
 
 @kernel
 def _scan_dense(old, new, shift, sign, floating, classes, changes):
-    """The same without a branch, for where changes cannot be foreseen; the arrays have one place more than changes."""
+    """The same without branches, for dense changes, which mispredict. The arrays have room for one change more."""
     since = np.zeros(256, np.uint64)
     found = 0
     mask = np.uint32(sign - 1)
@@ -82,7 +82,8 @@ def _scan_dense(old, new, shift, sign, floating, classes, changes):
 
 @kernel
 def _emit(classes, changes, counts, low_bits, symbols, remainders, far, farther, large, larger):
-    """Sorted by class; lengths of far, farther, large, larger and remainders."""
+    """Sort changes by class and write the fields of `Changes`. Returns the lengths of far, farther, large, larger and
+    remainders."""
     n = len(classes)
     for i in range(n):
         counts[classes[i]] += 1
@@ -111,7 +112,7 @@ def _emit(classes, changes, counts, low_bits, symbols, remainders, far, farther,
             gap, zigzag = ordered[at] >> np.uint64(32), np.int64(ordered[at] & np.uint64(0xFFFFFFFF))
             quotient = np.int64(gap >> np.uint64(k))
             symbols[at] = min(quotient, LIMIT) * 16 + min(zigzag, LIMIT)
-            far[a] = min(quotient - LIMIT, WIDE)  # kept only where it counts: such branches cannot be foreseen
+            far[a] = min(quotient - LIMIT, WIDE)  # written always, kept only if needed: a branch would mispredict
             a += np.int64(quotient >= LIMIT)
             if quotient >= LIMIT + WIDE:
                 farther[b] = quotient - LIMIT - WIDE
@@ -137,9 +138,9 @@ def _emit(classes, changes, counts, low_bits, symbols, remainders, far, farther,
 
 @kernel
 def _expand(counts, low_bits, symbols, remainders, far, farther, large, larger, changes):
-    """Each class's changes, gap and step in one number, and one behind them that never comes.
+    """Each class's changes, gap and step in one number, followed by a sentinel whose gap is never reached.
 
-    False where an overflow is missing or left over.
+    Returns False if an overflow is missing or left over.
     """
     a, b, c, d = 0, 0, 0, 0
     pending, held, byte, i = np.uint64(0), 0, 0, 0
@@ -183,7 +184,7 @@ def _expand(counts, low_bits, symbols, remainders, far, farther, large, larger, 
 
 @kernel
 def _apply(old, out, shift, sign, floating, counts, changes):
-    """`out` begins as a copy of `old`. Number of changes applied; negative where one reaches outside of the type."""
+    """Apply changes to `out`, a copy of `old`. Returns their number; -1 if one leaves the dtype's range."""
     mask = np.uint32(sign - 1)
     left, cursor = _begin(counts, changes)
     applied = 0
@@ -205,7 +206,7 @@ def _apply(old, out, shift, sign, floating, counts, changes):
 
 @kernel
 def _begin(counts, changes):
-    """For each class, elements until its next change, and where that stands."""
+    """For each class, the elements until its next change, and that change's index."""
     left, cursor = np.full(256, _NEVER), np.zeros(256, np.int64)
     first = 0
     for which in range(len(counts)):
@@ -232,7 +233,7 @@ def find_changes(old: np.ndarray, new: np.ndarray, ordering: Ordering) -> Change
         _scan_dense(old, new, *how, classes, found)
     else:
         _scan_sparse(old, new, _words(old), _words(new), *how, classes, found)
-    symbols, remainders = np.empty(n, np.uint8), np.empty(3 * n + 8, np.uint8)  # a chunk's gaps have under 24 bits
+    symbols, remainders = np.empty(n, np.uint8), np.empty(3 * n + 8, np.uint8)  # gaps within a chunk have < 24 bits
     far, farther = np.empty(n + 1, np.uint8), np.empty(n, "<u4")
     large, larger = np.empty(n + 1, np.uint8), np.empty(n, "<u4")
     lengths = _emit(classes[:n], found, counts, low_bits, symbols, remainders, far, farther, large, larger)
@@ -249,7 +250,7 @@ def find_changes(old: np.ndarray, new: np.ndarray, ordering: Ordering) -> Change
 
 
 def _words(patterns: np.ndarray) -> np.ndarray:
-    """Four elements each."""
+    """The patterns as words of four elements each, without the last few that fill none."""
     words = patterns[: len(patterns) // 4 * 4].view(f"<u{4 * patterns.itemsize}")
     return words if words.flags.aligned else words.copy()
 

@@ -1,10 +1,10 @@
-"""Where versions lie: immutable blobs under their hashes, and one head that changes by compare-and-swap.
+"""Stores of versions: immutable blobs named by their hashes, and one head that changes by compare-and-swap.
 
     FolderStore(path)              a local folder, shared memory or a network file system
     FsspecStore("s3://bucket/p")   any fsspec file system that can create a file exclusively (S3, GCS, local, memory)
-    HttpStore("https://relay/w")   reading only, through an `rlloop serve relay|trainer` or any file server
+    HttpStore("https://relay/w")   read-only, from `rlloop serve relay|trainer` or any file server
 
-A blob's hash is its name, so whoever fetches can check it, and nobody who passes it on has to be trusted.
+Receivers verify a blob by its name, so no store or relay has to be trusted.
 """
 
 from __future__ import annotations
@@ -24,58 +24,58 @@ from rlloop.errors import ConfigError, SyncError
 from rlloop.sync.manifest import MAX_HEAD, MAX_MANIFEST, Refused, hash_of
 from rlloop.web.clients import client
 
-BLOCK = 1 << 20  # bytes that are handed on at a time
+BLOCK = 1 << 20  # bytes read at a time
 
 
 class StoreError(SyncError):
-    """The store did not do what was asked: unreachable, full, or a blob that is not there. May be tried again."""
+    """The store failed: unreachable, full, or without the blob. The operation may be tried again."""
 
 
 class Missing(StoreError):
-    """No such blob: never published, or collected since."""
+    """The store has no such blob: it was never published, or has been collected."""
 
 
 class Conflict(SyncError):
-    """Somebody else has moved the head since it was read."""
+    """Another publisher has moved the head since it was read."""
 
 
 class Store(Protocol):
-    """Reading is `latest`, `get` and `has`; a publisher needs the rest."""
+    """Replicas need `latest`, `get`, `has` and `squash`; publishers the rest."""
 
     def latest(self) -> bytes | None:
-        """The head as it stands; None where nothing was ever published."""
+        """The head; None if nothing was ever published."""
         ...
 
     def get(self, digest: bytes, start: int = 0) -> Iterator[bytes]:
-        """The blob's bytes from `start` on, some at a time. Raises `StoreError`, perhaps half-way; not checked."""
+        """The blob's bytes from offset `start`, in parts, not verified. Raises `StoreError`, perhaps half-way."""
         ...
 
     def has(self, digest: bytes) -> bool: ...
 
     def put(self, blob: bytes) -> bytes:
-        """Durable when it returns, under the hash that it returns."""
+        """Store a blob durably. Returns its hash."""
         ...
 
     def swap_latest(self, expected: bytes | None, new: bytes) -> None:
-        """Put `new` in the place of the head `expected` (None: there is none). Raises `Conflict`."""
+        """Replace the head by `new` if it is `expected` (None: there is none); else raise `Conflict`."""
         ...
 
     def blobs(self) -> Iterator[bytes]:
-        """Hashes of all that is stored."""
+        """Hashes of all blobs."""
         ...
 
     def delete(self, digest: bytes) -> None: ...
 
     def squash(self, sequence: int) -> bool:
-        """Ask who publishes for one delta from the version of `sequence` to the newest. Whether the head has it now."""
+        """Ask the publisher for one delta from the version of `sequence` to the newest. True if the head now has it."""
         ...
 
 
 def fetch(store: Store, digest: bytes, size: int | None = None, *, limit: int, attempts: int = 3) -> bytes:
-    """A blob, whole and checked. A transfer that breaks goes on where it broke; a damaged one begins again.
+    """A whole blob, verified. A broken transfer resumes where it broke; a damaged one starts over.
 
-    `size`: what it must have, where that is known; `limit`: bytes above which it is refused unread.
-    Raises `StoreError` or `Refused`, after `attempts`.
+    `size`: its exact size in bytes, if known; `limit`: size above which it is refused unread. Raises `StoreError` or
+    `Refused` after `attempts`, `Missing` at once.
     """
     bound = limit if size is None else min(size, limit)
     content, failure = bytearray(), SyncError("")
@@ -100,7 +100,7 @@ def fetch(store: Store, digest: bytes, size: int | None = None, *, limit: int, a
 
 
 class FolderStore:
-    """`path`/blobs/ab/abcd... and `path`/latest. Complete or absent, whatever kills the process."""
+    """A store in a folder: `path`/blobs/ab/abcd... and `path`/latest. Files are complete or absent, even if killed."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -110,12 +110,12 @@ class FolderStore:
             return (self.path / "latest").read_bytes()
         except FileNotFoundError:
             return None
-        except OSError as error:  # a network file system that is away, say: to be asked again
+        except OSError as error:  # such as a network file system that is unreachable for a while
             raise StoreError(f"{self.path}: {error}") from error
 
     def get(self, digest: bytes, start: int = 0) -> Iterator[bytes]:
         try:
-            with self._place(digest).open("rb") as file:
+            with self._path_of(digest).open("rb") as file:
                 file.seek(start)
                 while part := file.read(BLOCK):
                     yield part
@@ -125,12 +125,12 @@ class FolderStore:
             raise StoreError(f"{self.path}: {error}") from error
 
     def has(self, digest: bytes) -> bool:
-        return self._place(digest).is_file()
+        return self._path_of(digest).is_file()
 
     def put(self, blob: bytes) -> bytes:
         digest = hash_of(blob)
         if not self.has(digest):
-            self._write(self._place(digest), blob)
+            self._write(self._path_of(digest), blob)
         return digest
 
     def swap_latest(self, expected: bytes | None, new: bytes) -> None:
@@ -148,17 +148,17 @@ class FolderStore:
             yield bytes.fromhex(file.name)
 
     def delete(self, digest: bytes) -> None:
-        self._place(digest).unlink(missing_ok=True)
+        self._path_of(digest).unlink(missing_ok=True)
 
     def squash(self, sequence: int) -> bool:
-        return False  # nobody hears it
+        return False  # no publisher can be asked
 
-    def _place(self, digest: bytes) -> Path:
+    def _path_of(self, digest: bytes) -> Path:
         name = digest.hex()
         return self.path / "blobs" / name[:2] / name
 
     def _write(self, target: Path, content: bytes) -> None:
-        """Through a temporary name, forced to the disk with the folder that names it."""
+        """Write to a temporary name, rename, and force file and folder to the disk."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             handle, partial = tempfile.mkstemp(prefix="partial_", dir=target.parent)
@@ -187,8 +187,8 @@ class FolderStore:
 
 
 class FsspecStore:
-    """Any fsspec file system. The head is the highest of the files `heads/N`, each of which is created exclusively:
-    that is the compare-and-swap, for stores that know no other."""
+    """A store on any fsspec file system. The head is the file `heads/N` of the highest N, created exclusively: the
+    compare-and-swap of file systems that have no other."""
 
     def __init__(self, url: str, **options: Any) -> None:
         """`options` go to the file system: `key`, `secret`, `endpoint_url` and so on for S3."""
@@ -199,7 +199,7 @@ class FsspecStore:
         try:
             self._files, self.path = fsspec.core.url_to_fs(url, **options)
         except (ImportError, ValueError, OSError) as error:
-            raise ConfigError(f"the store {url!r} is of no kind that fsspec can open here: {error}") from None
+            raise ConfigError(f"fsspec cannot open the store {url!r}: {error}") from None
         self.url = url
 
     def latest(self) -> bytes | None:
@@ -207,17 +207,17 @@ class FsspecStore:
         return self._read(self._head(numbers[-1])) if numbers else None
 
     def get(self, digest: bytes, start: int = 0) -> Iterator[bytes]:
-        yield self._read(self._place(digest), start)
+        yield self._read(self._path_of(digest), start)
 
     def has(self, digest: bytes) -> bool:
         with _translated(self.url):
-            return self._files.exists(self._place(digest))
+            return self._files.exists(self._path_of(digest))
 
     def put(self, blob: bytes) -> bytes:
         digest = hash_of(blob)
         with _translated(self.url):
             self._files.makedirs(f"{self.path}/blobs", exist_ok=True)
-            self._files.pipe_file(self._place(digest), blob)
+            self._files.pipe_file(self._path_of(digest), blob)
         return digest
 
     def swap_latest(self, expected: bytes | None, new: bytes) -> None:
@@ -231,7 +231,7 @@ class FsspecStore:
                 self._files.pipe_file(self._head(following), new, mode="create")
             except FileExistsError:
                 raise Conflict(f"the head of {self.url} was moved by another publisher") from None
-            for old in numbers[:-2]:  # a reader may be on its way to one of the last
+            for old in numbers[:-2]:  # a reader may be about to open one of the last two
                 self._files.rm_file(self._head(old))
 
     def blobs(self) -> Iterator[bytes]:
@@ -239,10 +239,10 @@ class FsspecStore:
 
     def delete(self, digest: bytes) -> None:
         with _translated(self.url):
-            self._files.rm_file(self._place(digest))
+            self._files.rm_file(self._path_of(digest))
 
     def squash(self, sequence: int) -> bool:
-        return False  # nobody hears it
+        return False  # no publisher can be asked
 
     def _heads(self) -> list[int]:
         return sorted(int(name) for name in self._names("heads"))
@@ -258,7 +258,7 @@ class FsspecStore:
     def _head(self, number: int) -> str:
         return f"{self.path}/heads/{number:012}"
 
-    def _place(self, digest: bytes) -> str:
+    def _path_of(self, digest: bytes) -> str:
         return f"{self.path}/blobs/{digest.hex()}"
 
     def _read(self, path: str, start: int = 0) -> bytes:
@@ -275,12 +275,12 @@ def _translated(url: str) -> Iterator[None]:
         yield
     except (SyncError, FileExistsError):
         raise
-    except Exception as error:  # each backend has errors of its own: OSError here, botocore's or aiohttp's there
+    except Exception as error:  # each backend has its own errors: OSError, botocore's, aiohttp's
         raise StoreError(f"{url}: {error or type(error).__name__}") from error
 
 
 class HttpStore:
-    """Reads `url`/latest and `url`/blobs/HASH; asks for a range where a transfer goes on."""
+    """A read-only store over HTTP: `url`/latest and `url`/blobs/HASH, with a Range where a transfer resumes."""
 
     def __init__(self, url: str, *, token: str | None = None, ca_file: str | Path | None = None) -> None:
         self.url = url.rstrip("/")
@@ -310,19 +310,19 @@ class HttpStore:
                 if len(content) > MAX_HEAD:
                     raise Refused(f"the head at {self.url} is larger than {MAX_HEAD} bytes")
             tag = response.headers.get("ETag", "")
-            self._head = (tag, bytes(content)) if tag and tag.isascii() else None  # else it cannot be sent back
+            self._head = (tag, bytes(content)) if tag and tag.isascii() else None  # a header must be ASCII
             return bytes(content)
 
     def get(self, digest: bytes, start: int = 0) -> Iterator[bytes]:
         headers = {"Range": f"bytes={start}-"} if start else {}
-        place = f"{self.url}/blobs/{digest.hex()}"
-        with self._translated(), self._client.stream("GET", place, headers=headers) as response:
+        address = f"{self.url}/blobs/{digest.hex()}"
+        with self._translated(), self._client.stream("GET", address, headers=headers) as response:
             if response.status_code == 404:
                 raise Missing(f"{self.url} has no blob {digest.hex()}")
-            if response.status_code == 416:  # all of it had arrived
+            if response.status_code == 416:  # the whole blob had arrived
                 return
             response.raise_for_status()
-            skip = 0 if response.status_code == 206 else start  # whole, although a part was asked for
+            skip = 0 if response.status_code == 206 else start  # the server may ignore the Range
             for part in response.iter_bytes():
                 yield part[skip:]
                 skip = max(0, skip - len(part))
@@ -332,10 +332,10 @@ class HttpStore:
             return self._client.head(f"{self.url}/blobs/{digest.hex()}").status_code == 200
 
     def put(self, blob: bytes) -> bytes:
-        raise ConfigError(f"{self.url} can only be read; publish to a folder or an object store")
+        raise ConfigError(f"{self.url} is read-only; publish to a folder or an object store")
 
     def swap_latest(self, expected: bytes | None, new: bytes) -> None:
-        raise ConfigError(f"{self.url} can only be read; publish to a folder or an object store")
+        raise ConfigError(f"{self.url} is read-only; publish to a folder or an object store")
 
     def blobs(self) -> Iterator[bytes]:
         raise ConfigError(f"{self.url} cannot be listed")
@@ -356,12 +356,15 @@ class HttpStore:
 
 
 def open_store(url: str, **options: Any) -> Store:
-    """A folder's path, an http(s) URL, or what fsspec knows (s3://, gs://, memory://, ...)."""
+    """The store at a folder's path, an http(s) URL, or a URL that fsspec knows (s3://, gs://, memory://, ...).
+
+    `options`: `token` and `ca_file` for HTTP, the file system's own for fsspec. Raises `ConfigError`.
+    """
     if re.fullmatch(r"[\w.-]+:\d+", url):
-        raise ConfigError(f"the store {url!r} is an address without its scheme; write http://{url}")
+        raise ConfigError(f"the store {url!r} is an address without a scheme; write http://{url}")
     if url.startswith(("http://", "https://")):
         return HttpStore(url, **options)
-    local = re.match("(file|local)://", url)  # fsspec's own would let two publishers create one head
+    local = re.match("(file|local)://", url)  # fsspec's would let two publishers create the same head
     if "://" in url and not local:
         return FsspecStore(url, **options)
     return FolderStore(url[local.end() :] if local else url)

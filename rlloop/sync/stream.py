@@ -1,4 +1,4 @@
-"""A version's encoded tensors, one after the other, cut into pieces that the store holds."""
+"""A version's stream of encoded tensors, cut into pieces for the store and read back from them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from types import TracebackType
 from rlloop.sync.manifest import PIECE, Manifest
 from rlloop.sync.store import Store, fetch
 
-AHEAD = 4  # pieces that are on their way at a time
+AHEAD = 4  # pieces that are fetched at a time
 
 
 class StreamWriter:
-    """Takes encodings in turn and hands the store a piece at a time."""
+    """Cuts encodings, written in turn, into pieces and puts each into the store."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._pending = store, bytearray()
-        self.pieces: list[bytes] = []
+        self.pieces: list[bytes] = []  # hashes
         self.seconds = 0.0  # spent in the store
 
     def write(self, content: bytes) -> None:
@@ -39,16 +39,16 @@ class StreamWriter:
 
 
 class StreamReader:
-    """Reads a manifest's stream forwards, some pieces ahead; each is checked against its hash."""
+    """Reads a manifest's stream forwards, fetching some pieces ahead. Each is verified against its hash."""
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
         self._pool = ThreadPoolExecutor(AHEAD, thread_name_prefix="fetch")
         self._coming: deque[Future[bytes]] = deque()
-        self._asked = 0  # pieces
+        self._asked = 0  # pieces requested so far
         self._have = bytearray()
-        self._place = 0  # of the first byte of `_have` in the stream
-        self.seconds = 0.0  # spent waiting
+        self._offset = 0  # of the first byte of `_have` in the stream
+        self.seconds = 0.0  # spent waiting for the store
 
     def __enter__(self) -> StreamReader:
         return self
@@ -57,9 +57,9 @@ class StreamReader:
         self._pool.shutdown(cancel_futures=True)
 
     def read(self, start: int, size: int) -> bytes:
-        """Each call begins at or after the end of the one before."""
-        del self._have[: start - self._place]
-        self._place = start
+        """`size` bytes from offset `start`, which must not be before the end of the last call."""
+        del self._have[: start - self._offset]
+        self._offset = start
         while len(self._have) < size:
             self._ask()
             began = time.perf_counter()

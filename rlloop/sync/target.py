@@ -1,4 +1,4 @@
-"""Where a replica's versions go: live weights by name, and which of them each tensor of a version reaches."""
+"""Targets of weight sync: live weights by name, and the mapping of a version's tensors onto them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlloop.sync.bits import Bits
 from rlloop.sync.manifest import Manifest, Refused
 
 T = TypeVar("T")
-TORN = -1  # the version of weights that are none
+TORN = -1  # the version of weights that are being written, or were left half-written
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> (safetensors type, shape)
 
 
@@ -17,7 +17,7 @@ class Target(Protocol):
     """Live weights by Hugging Face name, and the engine that serves from them."""
 
     def layout(self) -> Layout | None:
-        """Every parameter, a tied weight once. None: no model stands behind it, so any tensors will do."""
+        """Every parameter, tied weights once. None: there is no model, and any tensors are accepted."""
         ...
 
     def aliases(self) -> Mapping[str, str]:
@@ -25,7 +25,7 @@ class Target(Protocol):
         ...
 
     def read(self, name: str) -> Bits | None:
-        """What the live parameter holds now; None only where `layout` is None and it was never written."""
+        """The live parameter's bits; None only if `layout` is None and it was never written."""
         ...
 
     def write(self, name: str, bits: Bits) -> None:
@@ -33,49 +33,49 @@ class Target(Protocol):
         ...
 
     def exclusively(self, change: Callable[[], T]) -> T:
-        """Run `change` with nothing in flight, and its result. Where it raises, raise the same."""
+        """Run `change` with no request in flight and return its result. Its exceptions pass through."""
         ...
 
     def set_version(self, step: int) -> None:
-        """The weights are now those of this version: drop caches. Called only inside `exclusively`.
+        """The weights are now this version's: drop caches. Called only inside `exclusively`.
 
-        `TORN`: they are those of none, and nothing may be sampled.
+        `TORN`: they are no version's, and nothing may be sampled.
         """
         ...
 
 
 def plan_writes(manifest: Manifest, target: Target) -> dict[str, list[str]]:
-    """Which live parameters each tensor of a manifest goes to: all of them are reached, and nothing is left over.
+    """The live parameters that each tensor of a manifest is written to: tensor's name -> live names.
 
-    A weight that is tied on one side only has two names on the other, and goes to both.
-    Raises `Refused` for a name that reaches no parameter, a parameter that no name reaches, and other types or shapes.
+    A weight that is tied on one side only has two names on the other, and goes to both. Raises `Refused` for a tensor
+    without a parameter, a parameter without a tensor, and for other dtypes or shapes.
     """
     layout, tied = target.layout(), target.aliases()
     if layout is None:
         return {entry.name: [entry.name] for entry in manifest.tensors}
     source: dict[str, str] = {}  # live name -> tensor of the manifest
     unknown = []
-    for given, name in (*((entry.name, entry.name) for entry in manifest.tensors), *manifest.aliases.items()):
-        live = given if given in layout else tied.get(given)
+    for alias, name in (*((entry.name, entry.name) for entry in manifest.tensors), *manifest.aliases.items()):
+        live = alias if alias in layout else tied.get(alias)
         if live is None:
-            unknown.append(given)
+            unknown.append(alias)
         elif source.setdefault(live, name) != name:
-            raise Refused(f"{given} and {source[live]} are two tensors of {manifest.version}, and one parameter here")
+            raise Refused(f"{alias} and {source[live]} are two tensors of {manifest.version}, and one parameter here")
     missing = sorted(layout.keys() - source.keys())
     if unknown or missing:
         raise Refused(f"version {manifest.version} does not fit: unknown here {unknown[:5]}, missing {missing[:5]}")
     plan: dict[str, list[str]] = {entry.name: [] for entry in manifest.tensors}
     entries = {entry.name: entry for entry in manifest.tensors}
     for live, name in source.items():
-        given = (entries[name].dtype, entries[name].shape)
-        if given != layout[live]:
-            raise Refused(f"{name} of version {manifest.version} is {given}; the parameter {live} is {layout[live]}")
+        kind = (entries[name].dtype, entries[name].shape)
+        if kind != layout[live]:
+            raise Refused(f"{name} of version {manifest.version} is {kind}; the parameter {live} is {layout[live]}")
         plan[name].append(live)
     return plan
 
 
 class MemoryTarget:
-    """Tensors in memory, with or without a layout that they must have."""
+    """A target of tensors in memory. Those given at the start fix the layout; without any, every layout is accepted."""
 
     def __init__(self, tensors: Mapping[str, Bits] | None = None, aliases: Mapping[str, str] | None = None) -> None:
         self.state: dict[str, Bits] = dict(tensors or {})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlloop.algorithms import LossBatch
 from rlloop.errors import ConfigError
-from rlloop.models import ScoreRow, Witness
+from rlloop.models import RedrawRecord, ScoreRow
 from rlloop.types import ModelInput, Recomputed, Sample, SamplingParams
 
 
@@ -111,15 +111,15 @@ class StepBatch:
     def whole(self) -> MicroBatch:
         return MicroBatch(slice(0, len(self.rows)), slice(0, sum(self.counts)))
 
-    def witness(self, redraws: bool) -> Witness | None:
+    def redraw_record(self, redraws: bool) -> RedrawRecord | None:
         """For its forwards: None where no engine made the sequences, so that there is nothing to compare."""
-        return None if self.rollout_logprobs is None else Witness(draws=redraws)
+        return None if self.rollout_logprobs is None else RedrawRecord(draws=redraws)
 
-    def recomputed(self, logprobs: Tensor, witness: Witness | None) -> Recomputed:
+    def recomputed(self, logprobs: Tensor, record: RedrawRecord | None) -> Recomputed:
         """What its forwards gave, on the host."""
-        if witness is None:
+        if record is None:
             return Recomputed(self.split(logprobs))
-        return Recomputed(*map(self.split, (logprobs, witness.raw_logprobs, witness.token_ids)))
+        return Recomputed(*map(self.split, (logprobs, record.raw_logprobs, record.token_ids)))
 
     def split(self, flat: Tensor) -> list[np.ndarray]:
         """[N] -> one [P] array a sequence."""

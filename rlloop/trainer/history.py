@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlloop.models import Model, score
+from rlloop.models.parameters import ParameterStore
 from rlloop.trainer.batching import make_step_batch
-from rlloop.trainer.moe import Routers
+from rlloop.trainer.moe import MoeTraining
 from rlloop.types import Recomputed, Sample
 
 FILE = "history.safetensors"
@@ -28,18 +29,18 @@ class WeightHistory:
     """
 
     def __init__(
-        self, model: Model, keep: int, max_batch_tokens: int, routers: Routers, *, redraws: bool = True
+        self, model: Model, keep: int, max_batch_tokens: int, moe: MoeTraining, *, redraws: bool = True
     ) -> None:
-        """`routers`, the trainer's, say whether to replay what the engine chose, and count where choices differ;
+        """`moe`, the trainer's, says whether to replay what the engine chose, and count where choices differ;
         `redraws` as the trainer's."""
-        self._routers, self._redraws = routers, redraws
+        self._moe, self._redraws = moe, redraws
         self._live, self._keep, self._max_batch_tokens = model, keep, max_batch_tokens
         self._twin = copy.deepcopy(model).requires_grad_(False)
         self._versions: dict[int, dict[str, Tensor]] = {}
 
     def remember(self, version: int) -> None:
         """The model's weights are those of `version` now."""
-        self._versions[version] = {name: weight.detach().clone() for name, weight in self._live.named_parameters()}
+        self._versions[version] = ParameterStore(self._live).snapshot()
         for old in [each for each in self._versions if each < version - self._keep]:
             del self._versions[old]
 
@@ -47,21 +48,20 @@ class WeightHistory:
     def recompute(self, samples: Sequence[Sample]) -> Recomputed:
         """[T] a sample: what the trainer would have computed with the weights that sampled it."""
         found: dict[int, tuple[np.ndarray, ...]] = {}
-        self._routers.begin()
-        watching: dict[str, Any] = {"replay": self._routers.replay, "watch": self._routers.watch}
+        self._moe.begin()
+        watching: dict[str, Any] = {"replay": self._moe.replay, "watch": self._moe.watch}
         for version in sorted({sample.completion.policy_version for sample in samples}):
             places = [i for i, sample in enumerate(samples) if sample.completion.policy_version == version]
-            for name, weight in self._twin.named_parameters():
-                weight.copy_(self._versions[version][name])
+            ParameterStore(self._twin).copy_from(self._versions[version])
             batch = make_step_batch(
                 [samples[i] for i in places],
                 max_batch_tokens=self._max_batch_tokens,
                 old_logprobs=None,
-                device=self._twin.device,
+                device=self._twin.context.device,
             )
-            watching["witness"] = witness = batch.witness(self._redraws)
+            watching["record"] = record = batch.redraw_record(self._redraws)
             parts = [score(self._twin, batch.rows[part.sequences], **watching)[0] for part in batch.micro_batches]
-            made = batch.recomputed(torch.cat(parts), witness)
+            made = batch.recomputed(torch.cat(parts), record)
             assert made.raw_logprobs is not None, "samples come from engines"
             assert made.redrawn is not None
             found |= dict(zip(places, zip(made.logprobs, made.raw_logprobs, made.redrawn, strict=True), strict=True))
@@ -78,4 +78,4 @@ class WeightHistory:
         self._versions = {}
         for key, weight in load_file(folder / FILE).items():
             version, _, name = key.partition("/")
-            self._versions.setdefault(int(version), {})[name] = weight.to(self._twin.device)
+            self._versions.setdefault(int(version), {})[name] = weight.to(self._twin.context.device)

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
 from rlloop.errors import ModelError
 from rlloop.models import Model, read_state
+from rlloop.models.parameters import ParameterStore
 
 
-class Masters:
-    """The weights that learn, by Hugging Face name; a tied weight stands here once.
+class MasterWeights:
+    """The weights that learn, by Hugging Face name; a tied weight stands here once, a frozen one not at all.
 
     Where the model computes in float32 (or wider), its own parameters are the masters. Where it computes in bfloat16 or
     float16, a master is a float32 tensor of its own, and `publish` rounds it to nearest into the live parameter, in
@@ -22,18 +24,27 @@ class Masters:
     """
 
     def __init__(self, model: Model) -> None:
+        self.parameters = ParameterStore(model)
+        self._context = model.context
         self.tensors: dict[str, nn.Parameter] = {}
         self._rounded: list[tuple[nn.Parameter, nn.Parameter]] = []  # (master, live)
-        for name, live in model.named_parameters():
-            if live.dtype in (torch.bfloat16, torch.float16):
-                self.tensors[name] = nn.Parameter(live.detach().float())
-                self._rounded.append((self.tensors[name], live))
+        for name, entry in self.parameters.entries.items():
+            if not entry.trains:
+                continue
+            if entry.live.dtype in (torch.bfloat16, torch.float16):
+                self.tensors[name] = nn.Parameter(entry.live.detach().float())
+                self._rounded.append((self.tensors[name], entry.live))
             else:
-                self.tensors[name] = live
+                self.tensors[name] = entry.live
         if self._rounded and model.source_path is not None:
-            stored = {name: tensor.to(model.device) for name, tensor in read_state(model.source_path).items()}
-            if all(torch.equal(stored[name].to(live.dtype), live) for name, live in model.named_parameters()):
+            stored = {name: tensor.to(self._context.device) for name, tensor in read_state(model.source_path).items()}
+            live = self.parameters.tensors()
+            if all(torch.equal(stored[name].to(tensor.dtype), tensor) for name, tensor in live.items()):
                 self.load(stored)
+
+    def state(self) -> dict[str, Tensor]:
+        """All weights by name, as exact as they are known: masters, and the live values of what is frozen."""
+        return {**self.parameters.tensors(), **{name: master.detach() for name, master in self.tensors.items()}}
 
     def zero_grad(self) -> None:
         for tensor in self.tensors.values():
@@ -49,6 +60,14 @@ class Masters:
                 master.grad = wide if master.grad is None else master.grad.add_(wide)
                 live.grad = None
 
+    def gradient_norm(self) -> Tensor:
+        """L2 norm of the gradient of all weights that learn."""
+        return self._context.total_norm([tensor.grad for tensor in self.tensors.values() if tensor.grad is not None])
+
+    def clip_gradient(self, limit: float, norm: Tensor) -> None:
+        """Scale the gradient, whose norm is `norm`, down to `limit`."""
+        clip_grads_with_norm_(self.tensors.values(), limit, norm)
+
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the live parameters."""
@@ -57,14 +76,15 @@ class Masters:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the values of `state`, which must have exactly these names and shapes."""
-        missing, unknown = self.tensors.keys() - state.keys(), state.keys() - self.tensors.keys()
+        """Take over the values of `state`, which must have exactly the model's names and shapes."""
+        shapes = self.parameters.shapes()
+        missing, unknown = shapes.keys() - state.keys(), state.keys() - shapes.keys()
         if missing or unknown:
             raise ModelError(
                 f"these weights are of another model: missing {sorted(missing)}, unknown {sorted(unknown)}"
             )
-        for name, master in self.tensors.items():
-            if state[name].shape != master.shape:
-                raise ModelError(f"{name} has shape {list(state[name].shape)}; the model's is {list(master.shape)}")
-            master.copy_(state[name])
+        for name, shape in shapes.items():
+            if state[name].shape != shape:
+                raise ModelError(f"{name} has shape {list(state[name].shape)}; the model's is {list(shape)}")
+            self.tensors.get(name, self.parameters.entries[name].live).copy_(state[name])
         self.publish()

@@ -6,12 +6,14 @@ computed again (activation checkpointing, a second forward, a reference) counts 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 
 from rlloop.metrics import Mean
 from rlloop.models import Model
+from rlloop.models.parameters import ParameterStore
 
 PEAKS = {  # part of a device's name -> dense bfloat16 operations a second, by its datasheet; the first that fits
     "B200": 2.25e15,
@@ -40,8 +42,8 @@ def active_weights(model: Model) -> float:
     if not config.tied:
         shares["embed_tokens"] = 0.0
     return sum(
-        weight.numel() * next((share for part, share in shares.items() if part in name), 1.0)
-        for name, weight in model.named_parameters()
+        math.prod(shape) * next((share for part, share in shares.items() if part in name), 1.0)
+        for name, shape in ParameterStore(model).shapes().items()
     )
 
 
@@ -57,5 +59,5 @@ def operations(model: Model, lengths: Iterable[int]) -> float:
 
 def utilisation(model: Model, lengths: Iterable[int], seconds: float) -> dict[str, Mean]:
     """`perf/mfu` of an update that took so long; nothing where the device's peak is not known."""
-    rate = peak(model.device, model.dtype)
+    rate = peak(model.context.device, model.dtype)
     return {} if rate is None else {"perf/mfu": Mean(operations(model, lengths), rate * seconds)}

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from rlloop.config.run import TrainerConfig
 from rlloop.errors import ConfigError
-from rlloop.models import ChoiceCounts, Model, Routes, ScoreRow
+from rlloop.models import ChoiceCounts, Model, RoutingRecord, ScoreRow
 from rlloop.models.experts import Router
 
 
-class Routers:
+class MoeTraining:
     """What a trainer sees of its model's routers, and does to them.
 
     - `replay`: forward, backward and recomputation take the experts that the engine recorded, not their own.
@@ -44,7 +44,7 @@ class Routers:
         """A new comparison."""
         self.counts = ChoiceCounts()
 
-    def watch(self, routes: Routes, rows: Sequence[ScoreRow]) -> None:
+    def watch(self, routes: RoutingRecord, rows: Sequence[ScoreRow]) -> None:
         """A forward over these rows, each of which read its tokens up to the last predicted one."""
         self.counts.add(routes, [row.routed_experts for row in rows], [row.selected for row in rows], _lengths(rows))
         chosen = routes.chosen()
@@ -84,7 +84,7 @@ class Routers:
         }
 
 
-def sum_of_balance_losses(routes: Routes, chosen: Tensor, lengths: Tensor) -> Tensor:
+def sum_of_balance_losses(routes: RoutingRecord, chosen: Tensor, lengths: Tensor) -> Tensor:
     """Summed over sequences of `lengths` [S] laid end to end. chosen [T, layers, k]."""
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     total = torch.zeros((), device=chosen.device)

@@ -14,18 +14,17 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlloop.algorithms import Loss, LossOutput
 from rlloop.algorithms.kl import sequence_kl
 from rlloop.config.run import TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Mean, Reduction, Sum, merge
-from rlloop.models import Model, Witness, read_state, save_model, score
+from rlloop.models import Model, RedrawRecord, read_state, save_model, score
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
-from rlloop.trainer.master_weights import Masters
+from rlloop.trainer.master_weights import MasterWeights
 from rlloop.trainer.mfu import utilisation
-from rlloop.trainer.moe import Routers
+from rlloop.trainer.moe import MoeTraining
 from rlloop.trainer.schedule import learning_rate
 from rlloop.types import Recomputed, Sample
 
@@ -71,11 +70,12 @@ class Trainer:
         self.model = model
         self.config = config
         self.reference = reference
+        model.checkpoint_layers = config.checkpoint_every
         self.updates = 0  # optimizer steps taken or refused
-        self._masters = Masters(model)
+        self._masters = MasterWeights(model)
         self._optimizer = _adamw(self._masters.tensors, config)
         self._has_gradient = False
-        self.routers = Routers(model, config)
+        self.moe = MoeTraining(model, config)
         self.redraws = redraws
 
     @property
@@ -86,8 +86,8 @@ class Trainer:
     def recompute(self, batch: Batch) -> Recomputed:
         """[P] a sequence, without learning: the bits that `forward_backward` would report now."""
         step = self._flatten(batch)
-        witness = step.witness(self.redraws)
-        return step.recomputed(self._logprobs(step, witness)[0], witness)
+        record = step.redraw_record(self.redraws)
+        return step.recomputed(self._logprobs(step, record)[0], record)
 
     def logprobs(self, batch: Batch) -> Sequence[np.ndarray]:
         """[P] float32 a sequence: those of `recompute`."""
@@ -95,12 +95,12 @@ class Trainer:
 
     def replay_experts(self, on: bool) -> None:
         """Whether the policy's forwards take the experts that the engine recorded."""
-        self.routers.replay = on
+        self.moe.replay = on
 
     def routing(self) -> dict[str, float]:
         """`parity/router_different` and `parity/indexer_different` of the batch that was scored last, where it has
         routers and its samples say what the engine chose."""
-        return self.routers.counts.metrics()
+        return self.moe.counts.metrics()
 
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> list[float]:
         """KL(policy ‖ reference) of each completion, summed over its tokens, from what it was sampled with. In nats."""
@@ -118,19 +118,19 @@ class Trainer:
         began = time.perf_counter()
         step = self._flatten(batch, old_logprobs)
         self._begin()
-        self.routers.begin()
-        scored, metrics, routers, witness = [], [], self.routers, step.witness(self.redraws)
+        self.moe.begin()
+        scored, metrics, moe, record = [], [], self.moe, step.redraw_record(self.redraws)
         reference = None if self.reference is None else self._reference_logprobs(step)
         for part in step.micro_batches:
             rows, anchored = step.rows[part.sequences], None if reference is None else reference[part.tokens]
-            logprobs, entropy = score(self.model, rows, replay=routers.replay, watch=routers.watch, witness=witness)
+            logprobs, entropy = score(self.model, rows, replay=moe.replay, watch=moe.watch, record=record)
             out = loss(step.loss_batch(part, logprobs, entropy, anchored))
-            (out.loss + routers.penalty(len(step.rows))).backward()
+            (out.loss + moe.penalty(len(step.rows))).backward()
             self._masters.collect()
             scored.append(logprobs.detach())
             metrics.append(_metrics(out))
         self._has_gradient = True
-        return self._result(began, step, step.recomputed(torch.cat(scored), witness), merge(metrics))
+        return self._result(began, step, step.recomputed(torch.cat(scored), record), merge(metrics))
 
     def forward_backward_custom(
         self, batch: Batch, fn: Loss, *, old_logprobs: Sequence[np.ndarray] | None = None
@@ -145,23 +145,23 @@ class Trainer:
         began = time.perf_counter()
         step = self._flatten(batch, old_logprobs)
         self._begin()
-        witness, routers = step.witness(self.redraws), self.routers
-        leaves = self._logprobs(step, witness)
+        record, moe = step.redraw_record(self.redraws), self.moe
+        leaves = self._logprobs(step, record)
         reference = None if self.reference is None else self._reference_logprobs(step)
         logprobs, entropy = (leaf.requires_grad_() for leaf in leaves)
         out = fn(step.loss_batch(step.whole, logprobs, entropy, reference))
         out.loss.backward()
         for part in step.micro_batches:
-            again = score(self.model, step.rows[part.sequences], replay=routers.replay, watch=routers.watch)
+            again = score(self.model, step.rows[part.sequences], replay=moe.replay, watch=moe.watch)
             used = [(output, leaf.grad) for output, leaf in zip(again, leaves, strict=True) if leaf.grad is not None]
             gradients: list[Tensor | None] = [grad[part.tokens] for _, grad in used]
-            if isinstance(penalty := routers.penalty(len(step.rows)), Tensor):
+            if isinstance(penalty := moe.penalty(len(step.rows)), Tensor):
                 used.append((penalty, penalty))
                 gradients.append(None)
             torch.autograd.backward([output for output, _ in used], gradients)
             self._masters.collect()
         self._has_gradient = True
-        return self._result(began, step, step.recomputed(logprobs, witness), _metrics(out))
+        return self._result(began, step, step.recomputed(logprobs, record), _metrics(out))
 
     def optim_step(self) -> dict[str, float]:
         """Clip, update the masters, and round them into the live parameters.
@@ -171,13 +171,12 @@ class Trainer:
         """
         if not self._has_gradient:
             raise ConfigError("optim_step has no gradient to apply; call forward_backward first")
-        gradients = [tensor.grad for tensor in self.masters.values() if tensor.grad is not None]
-        norm = get_total_norm(gradients)
+        norm = self._masters.gradient_norm()
         finite = math.isfinite(norm)
         lr = learning_rate(self.updates, self.config)
         if finite:
             if self.config.grad_clip > 0:
-                clip_grads_with_norm_(self.masters.values(), self.config.grad_clip, norm)
+                self._masters.clip_gradient(self.config.grad_clip, norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
@@ -186,12 +185,11 @@ class Trainer:
         self._has_gradient = False
         self.updates += 1
         refused = float(not finite)
-        return {"loss/grad_norm": float(norm), "trainer/lr": lr, "trainer/refused": refused, **self.routers.update()}
+        return {"loss/grad_norm": float(norm), "trainer/lr": lr, "trainer/refused": refused, **self.moe.update()}
 
     def save(self, folder: Path) -> None:
         """Masters as a Hugging Face folder that `load_model` and others read, and beside them what training needs."""
-        weights = {name: tensor.detach() for name, tensor in self.masters.items()}
-        save_model(weights, folder, self.model.source_path, config=self.model.config)
+        save_model(self._masters.state(), folder, self.model.source_path, config=self.model.config)
         optimizer = {
             f"{key}.{name}": self._optimizer.state[tensor][key].cpu()
             for name, tensor in self.masters.items()
@@ -219,7 +217,7 @@ class Trainer:
         return self.model.fingerprint()
 
     def _flatten(self, batch: Batch, old_logprobs: Sequence[np.ndarray] | None = None) -> StepBatch:
-        budget, device = self.config.max_batch_tokens, self.model.device
+        budget, device = self.config.max_batch_tokens, self.model.context.device
         return make_step_batch(batch, max_batch_tokens=budget, old_logprobs=old_logprobs, device=device)
 
     def _begin(self) -> None:
@@ -246,16 +244,16 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _logprobs(self, step: StepBatch, witness: Witness | None) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, step: StepBatch, record: RedrawRecord | None) -> tuple[Tensor, Tensor]:
         """The policy's logprobs and entropies of all predicted tokens, without a graph."""
-        self.routers.begin()
-        return _score(self.model, step, step.micro_batches, self.routers, witness)
+        self.moe.begin()
+        return _score(self.model, step, step.micro_batches, self.moe, record)
 
     def _reference_logprobs(self, step: StepBatch) -> Tensor:
         """[N] of all predicted tokens."""
         assert self.reference is not None
-        home = self.reference.device
-        self.reference.to(self.model.device)
+        home = self.reference.context.device
+        self.reference.to(self.model.context.device)
         logprobs = _score(self.reference, step, step.micro_batches)[0]
         self.reference.to(home)
         return logprobs
@@ -266,13 +264,13 @@ def _score(
     model: Model,
     step: StepBatch,
     parts: Sequence[MicroBatch],
-    routers: Routers | None = None,
-    witness: Witness | None = None,
+    moe: MoeTraining | None = None,
+    record: RedrawRecord | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies of the predicted tokens of some micro-batches, without a graph."""
-    watching: dict[str, Any] = {"witness": witness}
-    if routers is not None:
-        watching |= {"replay": routers.replay, "watch": routers.watch}
+    watching: dict[str, Any] = {"record": record}
+    if moe is not None:
+        watching |= {"replay": moe.replay, "watch": moe.watch}
     scored = [score(model, step.rows[part.sequences], **watching) for part in parts]
     return torch.cat([logprobs for logprobs, _ in scored]), torch.cat([entropy for _, entropy in scored])
 

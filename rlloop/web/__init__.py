@@ -1,1 +1,1 @@
-"""Servers and clients over HTTP: who may ask, how much, for how long."""
+"""HTTP servers and clients with authentication, size limits and time-outs."""

@@ -1,7 +1,7 @@
-"""Every HTTP client of rlloop: whom it believes, and how much of what another process answers.
+"""Every rlloop HTTP client: TLS authorities, the token, and limits on answers.
 
-Answers are raw bytes: one with a Content-Encoding is refused, since a few kilobytes of it may unpack to gigabytes. They
-end at a number of bytes, and arrive at no less than a number a second.
+An answer has a largest size and a slowest rate. One with a Content-Encoding is refused, since a few kilobytes of it may
+unpack to gigabytes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import httpx
 from rlloop.errors import ConfigError
 
 CONNECT_SECONDS = 5.0
-PATIENCE, SLOWEST = 60.0, 1024  # an answer's body has arrived after so many seconds, and one for so many bytes
+PATIENCE, SLOWEST = 60.0, 1024  # an answer's body may take 60 seconds, and one more for every 1,024 bytes
 
 
 def client(*, token: str | None = None, ca_file: str | Path | None = None, most: int, **options: Any) -> httpx.Client:
-    """`most`: bytes of one answer. `options`: httpx's own, such as `timeout`."""
+    """A client. `token`: sent to every server; `ca_file`: authorities to trust instead of the system's; `most`: largest
+    answer in bytes; `options`: httpx's own, such as `timeout`."""
 
     def bound(response: httpx.Response) -> None:
         response.stream = _Bounded(response, most)
@@ -32,7 +33,7 @@ def client(*, token: str | None = None, ca_file: str | Path | None = None, most:
 def async_client(
     *, token: str | None = None, ca_file: str | Path | None = None, most: int | None, **options: Any
 ) -> httpx.AsyncClient:
-    """The same for asyncio. `most` None: for who hands on, as they come, answers that may take as long as they like."""
+    """The same for asyncio. `most` None: no limit of size or rate, for callers that stream an answer on."""
 
     async def bound(response: httpx.Response) -> None:
         response.stream = _Bounded(response, most)
@@ -45,19 +46,19 @@ def _options(token: str | None, ca_file: str | Path | None, options: dict[str, A
     try:
         httpx.URL(options.get("base_url", ""))
     except httpx.InvalidURL as error:
-        raise ConfigError(f"{options['base_url']!r:.200} is no address: {error}") from None
+        raise ConfigError(f"{options['base_url']!r:.200} is not an address: {error}") from None
     defaults = {"timeout": httpx.Timeout(30.0, connect=CONNECT_SECONDS), "trust_env": False}
     return {**defaults, **options, "headers": headers, "verify": tls_context(ca_file)}
 
 
 class _Bounded(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """An answer's body. Raises `httpx.DecodingError` for what is encoded or too long, `ReadTimeout` for what drips."""
+    """An answer's body. Raises `httpx.DecodingError` if it is encoded or too long, `ReadTimeout` if it is too slow."""
 
     def __init__(self, response: httpx.Response, most: int | None) -> None:
         coding = response.headers.get("Content-Encoding", "identity")
         if coding.lower() != "identity":
             raise httpx.DecodingError(
-                f"it is encoded as {coding!r}; raw bytes alone are read", request=response.request
+                f"it is encoded as {coding!r}; only raw bytes are accepted", request=response.request
             )
         self._stream: Any = response.stream
         self._request, self._most = response.request, most
@@ -89,20 +90,20 @@ class _Bounded(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 def bearer(token: str | None) -> dict[str, str]:
-    """The header that brings a server's token. Raises `ConfigError`, which does not repeat it, for what fits in none:
-    the error of an HTTP library would."""
+    """The header with a server's token. Raises `ConfigError`, which unlike an HTTP library's error does not contain the
+    token, for one that no header can hold."""
     if token is None:
         return {}
     if not token or token != token.strip() or not (token.isascii() and token.isprintable()):
         raise ConfigError(
-            f"the token ({len(token)} characters) cannot stand in a header: it is empty, has more than one line, or is "
-            "not ASCII; give one line of letters and digits"
+            f"the token ({len(token)} characters) cannot be sent in a header: it is empty, has several lines or is not "
+            "ASCII; give one line of letters and digits"
         )
     return {"Authorization": f"Bearer {token}"}
 
 
 def tls_context(ca_file: str | Path | None) -> ssl.SSLContext | bool:
-    """What verifies servers: the system's authorities, or those of `ca_file` alone."""
+    """httpx's `verify`: the system's authorities, or only those of `ca_file`. Raises `ConfigError`."""
     if ca_file is None:
         return True
     try:

@@ -1,7 +1,7 @@
-"""A listening socket that bounds its connections, for asyncio's servers: how many, and how long each may keep silent.
+"""A listening socket for asyncio's servers that limits the number of connections and how long each may be silent.
 
-uvicorn has neither a time-out for a request's head nor a bound below which it leaves descriptors alone, and asyncio
-writes a traceback for each connection that it cannot accept.
+uvicorn has no time-out for a request's head and no limit on connections that would leave descriptors for the rest of
+the process, and asyncio logs a traceback for each connection that it cannot accept.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import time
 from contextlib import suppress
 from typing import Any
 
-HEAD_SECONDS = 10.0  # until a connection's request has its whole head, from the connection on
-GRACE_SECONDS = 0.1  # for a head, where there is no room
-STALL_SECONDS = 30.0  # without a byte of a request's body, or of an answer taken; and between requests
-MOST = 4096  # connections, where the descriptors last
-LOG_SECONDS = 60.0  # between two lines about connections that were turned away
+HEAD_SECONDS = 10.0  # from the connection until its request's head is complete
+GRACE_SECONDS = 0.1  # for a head, when all connections are in use
+STALL_SECONDS = 30.0  # without a byte of a request's body sent or of an answer read; and between requests
+MOST = 4096  # connections, if there are twice as many descriptors
+LOG_SECONDS = 60.0  # between two log lines about refused connections
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ Key = tuple[str, int, str, int]  # the client's address and ours
 class _Connection:
     def __init__(self, accepted: socket.socket) -> None:
         self.socket = accepted
-        self.deadline: float | None = time.monotonic() + HEAD_SECONDS  # None: a request is being answered
+        self.deadline: float | None = time.monotonic() + HEAD_SECONDS  # None while a request is answered
 
     @property
     def is_open(self) -> bool:
@@ -37,7 +37,7 @@ class _Connection:
 
 
 class Listener(socket.socket):
-    """For one thread. Where there is no room, the connection that is nearest to its deadline makes it."""
+    """For use by one thread. When all connections are in use, a new one replaces the one nearest to its deadline."""
 
     def __init__(self, family: int, most: int | None = None) -> None:
         super().__init__(family, socket.SOCK_STREAM)
@@ -48,8 +48,8 @@ class Listener(socket.socket):
         self._turned_away, self._logged = 0, -LOG_SECONDS
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As asyncio asks for it: again and again, until it raises `BlockingIOError`."""
-        if self._is_resting:  # so that asyncio closes what made room
+        """Called by asyncio again and again until it raises `BlockingIOError`."""
+        if self._is_resting:  # lets asyncio close the connection that made room
             self._is_resting = False
             raise BlockingIOError
         try:
@@ -69,7 +69,7 @@ class Listener(socket.socket):
         return accepted, address
 
     def hold(self, scope: Any) -> None:
-        """A request came in over the connection of this ASGI scope: no deadline until `release`."""
+        """Suspend the deadline of this ASGI scope's connection, whose request is being answered, until `release`."""
         if connection := self._of(scope):
             connection.deadline = None
 
@@ -78,12 +78,12 @@ class Listener(socket.socket):
             connection.deadline = time.monotonic() + STALL_SECONDS
 
     def drop(self, scope: Any) -> None:
-        """Its client does not take its answer."""
+        """Close the connection, whose client does not read its answer."""
         if connection := self._of(scope):
             _shut(connection)
 
     def sweep(self) -> None:
-        """Shut what is past its deadline; forget what is closed. To be called once a second or so."""
+        """Close connections past their deadline and forget closed ones. To be called about once a second."""
         now = time.monotonic()
         self._open = {key: connection for key, connection in self._open.items() if connection.is_open}
         for connection in self._open.values():
@@ -101,10 +101,10 @@ class Listener(socket.socket):
         return self._open.get(_key(client, server)) if client and server else None
 
     def _make_room(self) -> bool:
-        """Whether there was one that waits, and had the time to say what for."""
-        said = time.monotonic() + HEAD_SECONDS - GRACE_SECONDS
+        """Close the idle connection nearest to its deadline. False if none is idle, or all are within their grace."""
+        latest = time.monotonic() + HEAD_SECONDS - GRACE_SECONDS
         waiting = [(each.deadline, key) for key, each in self._open.items() if each.deadline is not None]
-        if not waiting or min(waiting)[0] > said:
+        if not waiting or min(waiting)[0] > latest:
             return False
         _shut(self._open.pop(min(waiting)[1]))
         self._is_resting = True
@@ -112,7 +112,7 @@ class Listener(socket.socket):
         return True
 
     def _turn_away(self, error: OSError) -> None:
-        """Take one connection with the spare descriptor, only to close it: else it would be asked about forever."""
+        """Accept one connection with the spare descriptor and close it, or the socket would stay readable forever."""
         if self._spare is not None:
             os.close(self._spare)
             self._spare = None
@@ -121,13 +121,13 @@ class Listener(socket.socket):
         try:
             self._spare = os.open(os.devnull, os.O_RDONLY)
         except OSError:
-            time.sleep(0.05)  # another thread has it now: nothing can be done but to ask less often
+            time.sleep(0.05)  # another thread has taken the descriptor: retry less often
         self._note(str(error))
 
     def _note(self, why: str) -> None:
         self._turned_away += 1
         if time.monotonic() - self._logged > LOG_SECONDS:
-            log.warning("%d connections were turned away: %s", self._turned_away, why)
+            log.warning("%d connections were refused: %s", self._turned_away, why)
             self._turned_away, self._logged = 0, time.monotonic()
 
 
@@ -136,6 +136,6 @@ def _key(client: Any, server: Any) -> Key:
 
 
 def _shut(connection: _Connection) -> None:
-    """The server sees its end, and closes it."""
-    with suppress(OSError):  # its client may have left
+    """Shut the socket down, so that the server sees its end and closes it."""
+    with suppress(OSError):  # the client may have left
         connection.socket.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
-"""What every server of rlloop shares: who may ask, how much, over what; and how a server starts and ends.
+"""Every rlloop server: token authentication, limits of a request, TLS, start and shutdown.
 
-Off loopback nothing is answered without the token, on any route; on loopback without one, nothing but programs of this
-machine is: a browser's pages of other sites are refused by their Origin, and by the name that they ask for. Needs the
+Off loopback, no route is answered without the token. On loopback without a token, only programs of this machine are
+answered: pages of other sites in a browser are refused by their Origin, and by the Host that they ask for. Needs the
 extra `serve`.
 """
 
@@ -18,11 +18,9 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
-from rlloop.errors import UNREADABLE, ConfigError
+from rlloop.errors import ConfigError
 from rlloop.web.clients import bearer
 from rlloop.web.connections import STALL_SECONDS, Listener
 
@@ -31,15 +29,15 @@ try:
     from h11 import LocalProtocolError
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse, RedirectResponse, Response
+    from starlette.responses import RedirectResponse, Response
+
+    from rlloop.web.requests import MAX_BODY, refusal
 except ImportError:
     raise ConfigError("servers need the extra `serve`: pip install 'rlloop[serve]'") from None
 
 TOKEN_VARIABLE = "RLLOOP_TOKEN"
 SHORTEST_TOKEN = 16
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-MAX_BODY = 64 << 20  # bytes of one request
-MAX_NUMBER = (1 << 63) - 1  # in queries and paths: what SQLite, msgpack and numpy hold
 BLOCK = 1 << 18  # bytes of an answer that are written at a time
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
@@ -54,21 +52,20 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Listen:
-    """Where a server listens, and for whom. Raises `ConfigError` for what would be open to strangers."""
+    """A server's address and access rules. Raises `ConfigError` for one that would be open to the network."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
     token: str | None = None
     certificate: Path | None = None  # PEM; with `key`, the server speaks TLS
     key: Path | None = None
-    max_body: int = MAX_BODY
-    browser: bool = False  # people come with the token as ?token=, which becomes a cookie
-    names: tuple[str, ...] = ()  # more that requests may ask for, such as a proxy's
+    max_body: int = MAX_BODY  # bytes of one request
+    browser: bool = False  # accept the token as ?token= as well, which becomes a cookie
+    names: tuple[str, ...] = ()  # further host names that requests may ask for, such as a proxy's
 
     def __post_init__(self) -> None:
         if not is_loopback(self.host) and self.token is None:
@@ -90,10 +87,10 @@ class Listen:
 
     @property
     def known_as(self) -> frozenset[str] | None:
-        """The names that requests may ask for; None: any.
+        """Host names that requests may ask for; None: any.
 
-        A page from elsewhere whose name was made to point to this machine (DNS rebinding) sends its own name. It has no
-        token, but the cookies of a browser under that name.
+        This stops DNS rebinding: a foreign page whose name was made to resolve to this machine sends its own name. It
+        has no token, but may have a browser's cookies under that name.
         """
         if self.names or self.token is None or (self.browser and is_loopback(self.host)):
             return frozenset(name.lower() for name in (*LOOPBACK, self.host, *self.names))
@@ -110,7 +107,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_token(file: str | Path | None) -> str | None:
-    """The token of a file, else of the environment; None where neither is given."""
+    """The token from a file, else from `RLLOOP_TOKEN`; None if neither is set. Raises `ConfigError`."""
     if file is None:
         token = os.environ.get(TOKEN_VARIABLE) or None
     else:
@@ -122,12 +119,12 @@ def read_token(file: str | Path | None) -> str | None:
     return token
 
 
-# ------------------------------------------------------------------------------------------------ the door
+# ------------------------------------------------------------------------------------------------ access
 
 
 class Guard:
-    """In front of an application: refuses pages of other sites (403), who has no token (401), what is too large (413)
-    and what stalls (408)."""
+    """ASGI middleware that refuses pages of other sites (403), requests without the token (401), requests that are too
+    large (413) and requests that stall (408)."""
 
     def __init__(self, app: App, listen: Listen, listener: Listener | None = None) -> None:
         self._app, self._listen, self._listener, self._names = app, listen, listener, listen.known_as
@@ -145,53 +142,53 @@ class Guard:
             self._listener.hold(scope)
         try:
             await answer(scope, exchange.receive, exchange.send)
-        except ClientDisconnect:  # in the middle of its request: nobody is left to hear of it
+        except ClientDisconnect:  # in the middle of its request: there is nobody to answer
             pass
         finally:
             if self._listener is not None:
                 self._listener.release(scope)
 
     def _refused(self, request: Request) -> Response | None:
-        """None where the request may pass."""
+        """The answer that refuses the request; None if it may pass."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self._names is not None and _without_port(host) not in self._names:
             return self._refusal(
                 403,
                 "wrong_host",
-                f"this server is not asked for as {host!r}, but as {', '.join(sorted(self._names))}; behind a proxy or "
-                f"under a name of its own it needs {'--allow-host NAME' if self._listen.browser else 'a token'}",
+                f"this server answers as {', '.join(sorted(self._names))}, and not as {host!r}; behind a proxy or with "
+                f"another name it needs {'--allow-host NAME' if self._listen.browser else 'a token'}",
             )
         if origin is not None and (not host or origin.partition("://")[2].lower() != host.lower()):
             return self._refusal(403, "foreign_origin", f"pages of {origin!r} may not use this server")
         if self._expected is not None and not self._has_token(request):
-            given = request.query_params.get("token")
-            if self._listen.browser and request.scope["path"] == "/" and given and self._is_token(given):
-                answer = RedirectResponse("/", 303)  # so that the token stays in no history, bookmark or screenshot
-                answer.set_cookie(self._cookie, given, httponly=True, samesite="lax", max_age=30 * 86400)
+            token = request.query_params.get("token")
+            if self._listen.browser and request.scope["path"] == "/" and token and self._is_token(token):
+                answer = RedirectResponse("/", 303)  # keeps the token out of histories, bookmarks and screenshots
+                answer.set_cookie(self._cookie, token, httponly=True, samesite="lax", max_age=30 * 86400)
                 return answer
             hint = "open the address that it printed, which ends in ?token=..., or " if self._listen.browser else ""
             return self._refusal(
-                401, "unauthorized", f"this server asks for its token: {hint}send `Authorization: Bearer TOKEN`"
+                401, "unauthorized", f"this server needs its token: {hint}send `Authorization: Bearer TOKEN`"
             )
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self._listen.max_body:
-            return self._refusal(413, "too_large", f"a request may have {self._listen.max_body} bytes")
+            return self._refusal(413, "too_large", f"a request may have at most {self._listen.max_body} bytes")
         return None
 
     @property
     def _cookie(self) -> str:
-        return f"rlloop_{self._listen.port}"  # since a browser shares cookies between all ports of a host
+        return f"rlloop_{self._listen.port}"  # browsers share cookies between all ports of a host
 
     def _has_token(self, request: Request) -> bool:
         assert self._expected is not None
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if hmac.compare_digest(given, self._expected):
+        header = request.headers.get("authorization", "").encode("latin-1")
+        if hmac.compare_digest(header, self._expected):
             return True
         return self._listen.browser and self._is_token(request.cookies.get(self._cookie, ""))
 
-    def _is_token(self, given: str) -> bool:
+    def _is_token(self, token: str) -> bool:
         assert self._expected is not None
-        return hmac.compare_digest(f"Bearer {given}".encode(errors="replace"), self._expected)
+        return hmac.compare_digest(f"Bearer {token}".encode(errors="replace"), self._expected)
 
     def _refusal(self, status: int, code: str, message: str) -> Response:
         if not self._listen.browser:
@@ -201,25 +198,25 @@ class Guard:
 
 
 class _Exchange:
-    """A request and its answer, neither of which may stall; the first is bounded."""
+    """One request and its answer, with a limit on the request's size and on stalls of either."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, most: int, listener: Listener | None) -> None:
         self._scope, self._receive, self._send, self._listener = scope, receive, send, listener
         self._most, self._read = most, 0
-        self._is_whole = self._is_answered = False  # the request; its answer, at least begun
+        self._is_whole = self._is_answered = False  # the request has arrived; its answer has begun
 
     async def receive(self) -> Message:
-        if self._is_whole:  # what comes now is that the client has left
+        if self._is_whole:  # the only message that can follow is that the client has left
             return await self._receive()
         try:
             async with asyncio.timeout(STALL_SECONDS):
                 message = await self._receive()
         except TimeoutError:
-            return self._end(408, f"of this request nothing came for {STALL_SECONDS:g} seconds")
+            return self._end(408, f"nothing of this request arrived for {STALL_SECONDS:g} seconds")
         self._is_whole = not message.get("more_body", False)
         self._read += len(message.get("body", b""))
         if self._read > self._most:
-            return self._end(413, f"a request may have {self._most} bytes")
+            return self._end(413, f"a request may have at most {self._most} bytes")
         return message
 
     def _end(self, status: int, message: str) -> Message:
@@ -235,12 +232,12 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._is_answered = True
-            given = {name.lower() for name, _ in message.get("headers", ())}
-            added = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in given]
+            present = {name.lower() for name, _ in message.get("headers", ())}
+            added = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in present]
             message["headers"] = [*message.get("headers", ()), *added]
         if "body" in message:
             body = memoryview(message["body"])
-            while len(body) > BLOCK:  # so that a client that takes nothing is seen
+            while len(body) > BLOCK:  # in blocks, so that a client that reads nothing is noticed
                 await self._written({**message, "body": bytes(body[:BLOCK]), "more_body": True})
                 body = body[BLOCK:]
             message = {**message, "body": bytes(body)}
@@ -252,8 +249,8 @@ class _Exchange:
                 await self._send(message)
         except TimeoutError:
             self._drop()
-            await self._send(message)  # which hears that there is nobody
-        except LocalProtocolError:  # more came than the request, which was no HTTP: the connection is being closed
+            await self._send(message)  # notices that the client is gone
+        except LocalProtocolError:  # bytes that are not HTTP followed the request: the connection is being closed
             while (await self._receive())["type"] != "http.disconnect":
                 pass
 
@@ -264,64 +261,12 @@ def _without_port(host: str) -> str:
     return name.lower()
 
 
-def refusal(status: int, code: str, message: str, **details: Any) -> JSONResponse:
-    """An error in the shape that OpenAI's clients read. `details` stand beside the message."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    headers = {"Retry-After": "1"} if status in (409, 429, 503) else {}
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(
-        {"error": {"message": message, "type": kind, "param": None, "code": code, **details}}, status, headers
-    )
-
-
-# ------------------------------------------------------------------------------------------------ what is asked
-
-
-async def body_of(request: Request, most: int = MAX_BODY) -> bytes:
-    """For routes that take less than their server's largest."""
-    content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > most:
-            raise HTTPException(413, f"a request to {request.url.path} may have {most} bytes")
-    return bytes(content)
-
-
-def parsed(body: bytes, kind: type[T], *, packed: bool = False) -> T:
-    """A body of JSON, or of msgpack. Raises `ConfigError`."""
-    try:
-        return (msgspec.msgpack if packed else msgspec.json).decode(body, type=kind)
-    except UNREADABLE as error:
-        form = "msgpack" if packed else "JSON"
-        raise ConfigError(f"the body must be {form} of {kind.__module__}.{kind.__qualname__}: {error}") from None
-
-
-def whole_number(text: str | None, name: str, default: int | None = None) -> int:
-    """Of a query or a path, from -1 on. Raises `ConfigError`."""
-    if text is None and default is not None:
-        return default
-    try:
-        number = int(text or "")
-    except ValueError:  # of thousands of digits, too
-        number = -2
-    if not -1 <= number <= MAX_NUMBER:
-        raise ConfigError(f"{name} is {text!r:.60}; it must be a whole number up to {MAX_NUMBER}")
-    return number
-
-
-async def gone(request: Request) -> None:
-    """Returns when the client has left. The body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 # ------------------------------------------------------------------------------------------------ serving
 
 
 def serve(app: App, listen: Listen, announce: Callable[[str], None], ending: Callable[[], None] | None = None) -> None:
-    """Until a signal ends it. `announce` gets the address as soon as the socket listens; `ending` is called before open
-    answers are waited for."""
+    """Serve until a signal. `announce` gets the address as soon as the socket listens; `ending` is called at shutdown,
+    before waiting for open answers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))  # a connection is a descriptor
     listener = _bind(listen)
@@ -331,7 +276,7 @@ def serve(app: App, listen: Listen, announce: Callable[[str], None], ending: Cal
 
 
 class BackgroundServer:
-    """The same in a thread, for a process whose main work is another."""
+    """A server in a thread of its own, for processes that do something else."""
 
     def __init__(self, app: App, listen: Listen) -> None:
         listener = _bind(listen)
@@ -351,7 +296,7 @@ class BackgroundServer:
 def _bind(listen: Listen) -> Listener:
     try:
         family = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0][0]
-    except (OSError, UnicodeError) as error:  # the latter for names with an empty part
+    except (OSError, UnicodeError) as error:  # UnicodeError: names with an empty part
         raise ConfigError(f"cannot listen on {listen.host}: {error}") from None
     listener = Listener(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -386,13 +331,13 @@ def _server(app: App, listen: Listen, listener: Listener, ending: Callable[[], N
     listen = replace(listen, port=listener.getsockname()[1])
     config = uvicorn.Config(
         Guard(app, listen, listener),
-        loop="asyncio",  # whose way of accepting `Listener` knows
+        loop="asyncio",  # `Listener` depends on how asyncio accepts connections
         http="h11",
         ws="none",
-        log_level="error",  # not a line for each request that is no HTTP
+        log_level="error",  # no line for each request that is not HTTP
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # a client's address is the one it has
+        proxy_headers=False,  # headers cannot change a client's address
         backlog=128,
         timeout_graceful_shutdown=2,
         callback_notify=every_second,
@@ -402,7 +347,7 @@ def _server(app: App, listen: Listen, listener: Listener, ending: Callable[[], N
     )
     try:
         config.load()
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # also ssl.SSLError
         listener.close()
         raise ConfigError(f"certificate {listen.certificate} and key {listen.key} cannot be used: {error}") from None
     server = _Server(config)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rlloop.algorithms import loss_for
-from rlloop.config.engine import EngineKind
 from rlloop.config.numerics import ProfileConfig
+from rlloop.config.rollout import EngineKind
 from rlloop.config.run import (
     AlgorithmConfig,
     CheckpointConfig,

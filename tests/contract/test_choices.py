@@ -15,7 +15,7 @@ from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
 from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
-from rlloop.runs.packed_experts import pack_experts, unpack_experts
+from rlloop.runs.rollouts import pack_experts, unpack_experts
 from tests.support.checkpoints import MIXTURES, make_checkpoint
 from tests.support.replay_cases import engine_of, measure, samples_of, trainer_of
 
@@ -92,7 +92,7 @@ def test_replay_reaches_backward_and_recomputation(tmp_path: Path) -> None:
     for replay, recompute in ((False, False), (True, False), (True, True)):
         trainer = trainer_of(model)
         trainer.replay_experts(replay)
-        model.checkpoint_layers = recompute
+        model.checkpoint_layers = int(recompute)
         trainer.forward_backward(samples, LOSS)
         gradients.append({name: tensor.grad for name, tensor in trainer.masters.items() if tensor.grad is not None})
         assert (trainer.routing()["parity/router_different"] == 0) == replay

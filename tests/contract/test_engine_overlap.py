@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlloop.models import Model, load_model
-from rlloop.models.routing_record import Routes
+from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.rollout.engine.engine import Engine
 from rlloop.rollout.engine.graphs import packed
@@ -26,23 +26,31 @@ class AtOnce:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.steps = engine, 0
 
-    def logits(self, tokens: Tensor, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray) -> Tensor:
+    def logits(
+        self, tokens: Tensor, index: np.ndarray, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray
+    ) -> Tensor:
         engine, self.steps = self.engine, self.steps + 1
         at, engine._cache.slots = torch.from_numpy(positions), torch.from_numpy(slots)
         layout = AttentionLayout(
-            query_start=torch.arange(len(tokens) + 1), context=at, block_start=torch.from_numpy(pages),
-            block_size=engine.page_size, contiguous=False,
+            query_start=torch.arange(len(tokens) + 1), context=torch.from_numpy(index),
+            block_start=torch.from_numpy(pages), block_size=engine.page_size, contiguous=False,
         )  # fmt: skip
-        routes = None if engine._choices is None else Routes()
+        routes = None if engine._choices is None else RoutingRecord()
         hidden = engine.model.hidden(tokens, at, layout, engine._cache, routes=routes)
         if engine._choices is not None and routes is not None:
             engine._choices.write(engine._cache.slots, routes)
         return engine.model.ops.logits(hidden, engine.model.head)
 
     def draw(
-        self, tokens: Tensor, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray, seeds: np.ndarray
+        self,
+        tokens: Tensor,
+        index: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        pages: np.ndarray,
+        seeds: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
-        logits, after = self.logits(tokens, positions, slots, pages), torch.from_numpy(positions) + 1
+        logits, after = self.logits(tokens, index, positions, slots, pages), torch.from_numpy(index) + 1
         made = self.engine.model.ops.sample(logits, LogitsWarp(), torch.from_numpy(seeds), after)
         return made[0], packed(*made)
 

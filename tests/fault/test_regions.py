@@ -101,7 +101,7 @@ def test_killed_stopped_damaged_and_restarted_it_is_the_run_without_faults(fleet
         assert files[0].read_bytes() == files[1].read_bytes()
     checks = {check.name: check for check in verify(run, Extent(rescored=32))}
     assert all(not check.problems for check in checks.values()), checks
-    assert checks["re-scored"].found.startswith("16 completions")
+    assert checks["re-scored"].summary.startswith("16 completions")
     rows = [row for file in rollout_files(run) for row in read_rollouts(file)]
     assert {row["finish_reason"] for row in rows if row["outcome"] == "trained"} <= {"stop", "length"}
     assert events(run, "quarantined") == []
@@ -123,8 +123,8 @@ def test_one_step_ahead_it_repeats_itself_after_a_crash(fleet, tmp_path):
     assert lags == [0, 1, 1, 1, 1, 1]
     checks = {check.name: check for check in verify(run, Extent(rescored=32))}
     assert all(not check.problems for check in checks.values()), checks
-    assert not checks["orphaned"].found.startswith("0 ")
-    assert checks["re-scored"].found.startswith("16 completions")
+    assert not checks["orphaned"].summary.startswith("0 ")
+    assert checks["re-scored"].summary.startswith("16 completions")
 
 
 def test_a_server_that_stands_alone_and_who_may_ask_it(fleet, tmp_path):

@@ -268,7 +268,10 @@ def test_live_weights_that_changed_by_themselves_are_found_and_fetched_anew(line
 
 def test_a_blob_damaged_on_the_disk_is_refused(line):
     publisher, replica, target, _ = line
-    for place in (replica.store._place(publisher.last.pieces[0]), replica.store._place(publisher.head.newest.manifest)):
+    for place in (
+        replica.store._path_of(publisher.last.pieces[0]),
+        replica.store._path_of(publisher.head.newest.manifest),
+    ):
         content = place.read_bytes()
         place.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         assert not replica.poll()
@@ -302,7 +305,7 @@ def test_versions_that_arrive_out_of_order_or_not_at_all(line):
     publisher, replica, target, versions = line
     publisher.publish(versions[2], 2)
     first, second, third = publisher.head.chain
-    with pytest.raises(Refused, match="no way leads"):  # the second was dropped
+    with pytest.raises(Refused, match="no route leads"):  # the second was dropped
         replica.advance_to(head=Head("run", (first, third)))
     skipping = msgspec.structs.replace(third, base=0)
     with pytest.raises(Refused, match="does not continue run/0"):

@@ -436,4 +436,4 @@ def test_rewards_of_another_source_are_not_held_against_the_run(copy, monkeypatc
     monkeypatch.setattr(tampering, "reward", lambda prompt, completion, example: 0.0)  # of this file's source
     assert problems_of(copy) == []
     [check] = [check for check in verify(copy, Extent(run_code=True)) if check.name == "rewards"]
-    assert "96 by other source than is here: not" in check.found
+    assert "96 by other source than is here: not" in check.summary

@@ -120,7 +120,7 @@ def test_entering_a_cache_in_one_kernel_has_the_bits_of_norm_rotation_and_copy(s
     keys, values = (torch.zeros(100, *k.shape[1:], dtype=dtype, device="cuda") for _ in "kv")
     with torch.inference_mode():
         assert OURS.fuses
-        entered = OURS.enter(q, k, v, norms, 1e-6, positions, rope, slots, keys, values)
+        entered = OURS.qkv_cache_write(q, k, v, norms, 1e-6, positions, rope, slots, keys, values)
         if norms is not None:
             q, k = (OURS.rms_norm(x, weight, 1e-6)[0] for x, weight in zip((q, k), norms, strict=True))
         assert same_bits(entered, OURS.rope(q, positions, *rope))

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from rlloop.models import Model, new_model, token_logprobs
-from rlloop.numerics import fp8, stock
+from rlloop.numerics import stock
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import Drift, NumericsProfile
-from rlloop.numerics.quantize import e4m3_rows, rounded_activation
 from rlloop.rollout import Engine
+from rlloop.study import fp8
 from rlloop.study.drifted import DriftedSync, drifted_copy
+from rlloop.study.drifted_ops import drifted_ops
+from rlloop.study.quantize import e4m3_rows, rounded_activation
 from rlloop.types import SamplingParams
 
 OURS = ops_for(NumericsProfile())
@@ -93,7 +95,7 @@ class Pair:
     def __init__(self, config: dict, drift: Drift) -> None:
         self.model: Model = new_model(config, 0, dtype="bfloat16").to("cuda")
         profile = NumericsProfile(**KERNELS, drift=drift)
-        self.engine = Engine(drifted_copy(self.model).with_profile(profile))
+        self.engine = Engine(drifted_copy(self.model).with_profile(profile, drifted_ops))
         self.sync = DriftedSync(self.model, self.engine)
 
     def k3(self) -> float:

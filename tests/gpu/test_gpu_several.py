@@ -31,7 +31,7 @@ def test_products_that_share_a_launch(width, outputs, dtype):
         x = draw(rows, width, dtype=dtype)
         with torch.inference_mode():
             assert OPS.fuses
-            for together, alone in zip(OPS.three_linears(x, *weights), weights, strict=True):
+            for together, alone in zip(OPS.qkv_linear(x, *weights), weights, strict=True):
                 assert same_bits(together, OPS.linear(x, alone)), f"{rows} rows"
             x *= 0.01
             separate = OPS.silu_mul(OPS.linear(x, weights[0]), OPS.linear(x, up))

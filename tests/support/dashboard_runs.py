@@ -12,7 +12,8 @@ import pytest
 
 from rlloop.parity.certificate import Certificate, content_digest
 from rlloop.parity.monitor import compare
-from rlloop.runs.folder import RunFolder, rollout_rows
+from rlloop.runs.folder import RunFolder
+from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
 
 CONFIG = {"seed": 0, "trainer": {"num_steps": 6, "lr": 1e-3}, "parity": {"mode": "observe"}, "run": {"dir": "x"}}

@@ -8,6 +8,7 @@ from rlloop.models import Model, new_model, token_logprobs
 from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.rollout import Engine
 from rlloop.study.drifted import DriftedSync, drifted_copy
+from rlloop.study.drifted_ops import drifted_ops
 from rlloop.types import SamplingParams
 
 CONFIG = {
@@ -24,7 +25,7 @@ class Pair:
 
     def __init__(self, **drift) -> None:
         self.model: Model = new_model(CONFIG, 0)
-        view = drifted_copy(self.model).with_profile(NumericsProfile(drift=Drift(**drift)))
+        view = drifted_copy(self.model).with_profile(NumericsProfile(drift=Drift(**drift)), drifted_ops)
         self.engine, self.twin = Engine(view), Engine(self.model)
         self.sync = DriftedSync(self.model, self.engine, self.twin)
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from rlloop.config.run import TrainerConfig
 from rlloop.models import Model, load_model
 from rlloop.numerics.profile import Drift
-from rlloop.numerics.quantize import quantized
 from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
 from rlloop.study.drifted import DriftedSync, drifted_copy
+from rlloop.study.quantize import quantized
 from rlloop.trainer import Trainer
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.support.checkpoints import make_checkpoint

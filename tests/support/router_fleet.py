@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from rlloop.rollout import Engine
 from rlloop.rollout.engine.service import EngineService
 from rlloop.rollout.fleet.engine_server import EngineServer
-from rlloop.rollout.fleet.membership import Canary, RouterSettings, same_bits
-from rlloop.rollout.fleet.router import Router
+from rlloop.rollout.fleet.membership import Canary, PoolSettings, same_bits
+from rlloop.rollout.fleet.pool import EnginePool, http_pool
 from rlloop.testing import plant_fault
 from rlloop.types import SamplingParams
 from rlloop.web.server import BackgroundServer, Listen
 from tests.support.tiny_models import tiny_qwen3
 
-FAST = RouterSettings(heartbeat=0.05, timeout=1.0, patience=20.0, settle=20.0)
+FAST = PoolSettings(heartbeat=0.05, timeout=1.0, patience=20.0, settle=20.0)
 CANARY = Canary([[5, 6, 7]], [SamplingParams(max_tokens=8, seed=0, ignore_eos=True)])
 
 
@@ -64,9 +64,9 @@ class Events(list):
 
 
 @contextmanager
-def fleet(*engines: OneEngine, settings: RouterSettings = FAST, **options) -> Iterator[tuple[Router, Events]]:
+def fleet(*engines: OneEngine, settings: PoolSettings = FAST, **options) -> Iterator[tuple[EnginePool, Events]]:
     events = Events()
-    router = Router(settings, events.append, **options)
+    router = http_pool(settings, events.append, **options)
     try:
         for place, engine in enumerate(engines):
             router.join(engine.url, f"r{place}")

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlloop.rollout.engine.kv_cache import BlockManager
 from rlloop.rollout.engine.request import Request
-from rlloop.rollout.engine.scheduler import EngineStats, Scheduler, StepBatch
+from rlloop.rollout.engine.scheduler import EngineStats, ScheduledStep, Scheduler
 from rlloop.types import SamplingParams
 
 VOCABULARY = 31
@@ -47,7 +47,7 @@ class Simulation:
         self.finished: dict[int, list[int]] = {}
         self.next_id = 0
         self.overlap = overlap
-        self.flight: tuple[StepBatch, np.ndarray] | None = None
+        self.flight: tuple[ScheduledStep, np.ndarray] | None = None
         self.counted: Counter[str] = Counter()  # what the statistics must say
         self.overlapped = 0
         self.wasted = 0
@@ -76,7 +76,7 @@ class Simulation:
             if not self.flight[0].alive.any():
                 self.flight = None
 
-    def schedule(self) -> StepBatch:
+    def schedule(self) -> ScheduledStep:
         before = self.running_ids()
         batch = self.scheduler.schedule()
         self.counted.update(preemptions=len(set(before) - set(self.running_ids())))
@@ -85,7 +85,7 @@ class Simulation:
     def running_ids(self) -> list[int]:
         return [self.scheduler.table.request(row).id for row in self.scheduler.running.tolist()]
 
-    def start(self, batch: StepBatch, before: np.ndarray | None = None) -> tuple[StepBatch, np.ndarray]:
+    def start(self, batch: ScheduledStep, before: np.ndarray | None = None) -> tuple[ScheduledStep, np.ndarray]:
         table, size = self.scheduler.table, self.blocks.page_size
         assert len(batch.rows) > 0
         assert len(set(batch.rows.tolist())) == len(batch.rows) <= self.max_running
@@ -118,7 +118,7 @@ class Simulation:
         self.scheduler.advance(batch)
         return batch, made
 
-    def finish_step(self, batch: StepBatch, made: np.ndarray) -> None:
+    def finish_step(self, batch: ScheduledStep, made: np.ndarray) -> None:
         self.counted.update(
             steps=1, computed_tokens=int(batch.counts.sum()), made_tokens=int(batch.alive[batch.emits].sum())
         )

@@ -1,1 +1,88 @@
-"""Kernels by device: one package for each backend."""
+"""Kernels by device type: a module for each, with the functions of `rlloop.numerics.kernels.protocol.Kernels`.
+
+The tensors' device chooses. A module is imported when the first tensor of its device type arrives, so a run on a GPU
+imports no numba and a run on a CPU no Triton. Another backend is one module and one registration, either of
+
+    register_kernels("npu", "their_package.kernels")  # before the first tensor of that type
+
+    [project.entry-points."rlloop.kernels"]           # in the pyproject.toml of an installed package
+    npu = "their_package.kernels"
+
+`rlloop.numerics.operators` has what kernels do not: schemas, gradients, and the choice by device.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlloop.numerics.kernels.protocol import Kernels
+
+if TYPE_CHECKING:
+    from rlloop.numerics.kernels.cpu import backend
+
+    _conforms: Kernels = backend
+
+_modules = {"cpu": "rlloop.numerics.kernels.cpu.backend", "cuda": "rlloop.numerics.kernels.triton.backend"}
+_loaded: dict[str, Kernels] = {}
+_followers: list[Callable[[str], None]] = []
+
+
+def register_kernels(device_type: str, module: str) -> None:
+    """Let `module` have the kernels of `device_type`, as in `torch.device(...).type`.
+
+    Raises ValueError where kernels of that type have run already.
+    """
+    if device_type in _loaded:
+        raise ValueError(f"kernels for {device_type!r} are in use ({_modules[device_type]}); register others earlier")
+    known = device_type in _modules
+    _modules[device_type] = module
+    if not known:
+        for follow in _followers:
+            follow(device_type)
+
+
+def follow_registrations(follow: Callable[[str], None]) -> None:
+    """Calls `follow(device_type)` for each type that has kernels, now and whenever one more is registered."""
+    _followers.append(follow)
+    for device_type in _modules:
+        follow(device_type)
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """The kernels of a device's type. Raises ValueError where none are registered."""
+    kernels = _loaded.get(device.type)
+    return _load(device.type) if kernels is None else kernels
+
+
+def kernel(device_type: str, name: str) -> Callable[..., Any]:
+    """The function `name` for tensors of `device_type`, whose module is imported at the first call."""
+
+    def first(*args: Any) -> Any:
+        nonlocal function
+        function = getattr(_load(device_type), name, None) or functools.partial(_missing, device_type, name)
+        return function(*args)
+
+    function: Callable[..., Any] = first
+    return lambda *args: function(*args)
+
+
+def _load(device_type: str) -> Kernels:
+    if device_type not in _modules:
+        raise ValueError(f"no kernels for {device_type!r} are registered, only for {', '.join(_modules)}")
+    if device_type not in _loaded:
+        _loaded[device_type] = importlib.import_module(_modules[device_type])  # type: ignore[assignment]
+    return _loaded[device_type]
+
+
+def _missing(device_type: str, name: str, *_: Any) -> Any:
+    raise NotImplementedError(f"the kernels for {device_type!r} ({_modules[device_type]}) have no {name!r}")
+
+
+for _entry in entry_points(group="rlloop.kernels"):
+    register_kernels(_entry.name, _entry.value)

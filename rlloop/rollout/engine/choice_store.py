@@ -1,4 +1,7 @@
-"""What the model chose for every token in the cache, by slot, so that a cached prefix brings its choices along."""
+"""The model's discrete choices (experts, selected past tokens) for every cached token, stored by cache slot.
+
+A cached prefix brings its choices along.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlloop.models import Model, Routes
+from rlloop.models import Model, RoutingRecord
 
 Choices = tuple[np.ndarray | None, np.ndarray | None]  # experts [tokens, layers, top_k], selections [tokens, layers]
 
 
 class ChoiceStore:
-    """Experts as numbers of one or two bytes, digests of what indexers selected as int64; where the model is."""
+    """Experts as integers of one or two bytes, indexers' selections as int64 digests; on the model's device."""
 
     def __init__(
         self, routers: tuple[int, int, int] | None, indexed: int, num_slots: int, device: torch.device
@@ -33,20 +36,20 @@ class ChoiceStore:
 
     @classmethod
     def of(cls, model: Model, num_slots: int) -> ChoiceStore | None:
-        """None for a model that chooses nothing."""
+        """None for a model without experts and indexers."""
         store = cls(model.route_shape(), model.indexed_layers(), num_slots, model.head.device)
         return None if store.experts is None and store.selected is None else store
 
-    def write(self, slots: Tensor, routes: Routes) -> None:
-        for store, made in ((self.experts, routes.chosen()), (self.selected, routes.selected())):
-            if store is not None and made is not None:
-                store.index_copy_(0, slots, made.to(store.dtype))
+    def write(self, slots: Tensor, routes: RoutingRecord) -> None:
+        for store, choices in ((self.experts, routes.chosen()), (self.selected, routes.selected())):
+            if store is not None and choices is not None:
+                store.index_copy_(0, slots, choices.to(store.dtype))
 
     def read(self, slots: np.ndarray) -> Choices:
         return self.begin_read(slots)()
 
     def begin_read(self, slots: np.ndarray) -> Callable[[], Choices]:
-        """What the slots hold now, in the order of the current stream; the host waits for it in what is returned."""
+        """Starts copying the slots' choices to the host, in the current stream's order; call the result to wait."""
         at, event = torch.from_numpy(slots), None
         if self._device.type == "cuda":
             at, event = at.pin_memory().to(self._device, non_blocking=True), torch.cuda.Event()
@@ -68,4 +71,4 @@ class ChoiceStore:
 
 
 def _zeros(shape: tuple[int, ...], kind: type[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.zeros(shape, kind)).to(device)  # numpy's cost nothing until they are written
+    return torch.from_numpy(np.zeros(shape, kind)).to(device)  # numpy's zeros take no memory until they are written

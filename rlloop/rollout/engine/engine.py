@@ -19,34 +19,34 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models.logits_processing import on_device, warp_for
-from rlloop.models.routing_record import Routes
+from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.scoring import likeliest, score_prompt
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
-from rlloop.numerics.logprob import check_drawn
+from rlloop.numerics.operators.distribution import check_drawn
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.graphs import DecodeGraphs, packed
 from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token
 from rlloop.rollout.engine.request import Request
-from rlloop.rollout.engine.scheduler import Scheduler, StepBatch
+from rlloop.rollout.engine.scheduler import ScheduledStep, Scheduler
 from rlloop.rollout.engine.validation import Limits
-from rlloop.types import NOTHING, Alternatives, Completion, Part, PromptScores, SamplingParams
+from rlloop.types import NOTHING, Alternatives, Completion, ModelInput, Part, PromptScores, SamplingParams
 
 if TYPE_CHECKING:
     from rlloop.models import Model
 
 DEFAULT_CACHE_BYTES = 4 << 30
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements; rows are independent, so cutting them changes no bits
-Made = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids int64, logprobs and raw logprobs float32, [E] each
+Drawn = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids int64, logprobs and raw logprobs float32, [E] each
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step that has been started."""
+    """A step that was started and not yet collected."""
 
-    batch: StepBatch
+    batch: ScheduledStep
     token_ids: Tensor  # [E] int64, where the model is
-    made: Callable[[], Made]  # waits for them
+    wait: Callable[[], Drawn]
 
 
 class Engine(EngineFrontEnd):
@@ -128,8 +128,8 @@ class Engine(EngineFrontEnd):
         ids, logprobs, raw = table.tokens[row, at], table.logprobs[row, at], table.raw_logprobs[row, at]
         return Part(ids.tolist(), logprobs.copy(), raw.copy(), Alternatives.joined(likeliest))
 
-    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
-        return score_prompt(self.model, prompt_ids, top_logprobs)
+    def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0) -> PromptScores:
+        return score_prompt(self.model, prompt, top_logprobs)
 
     @property
     def in_flight(self) -> int:
@@ -172,7 +172,7 @@ class Engine(EngineFrontEnd):
         return self._completions(ended) + [(r.id, r.completion(self.policy_version, "abort")) for r in drained]
 
     def _settle(self) -> None:
-        """Wait for the step in flight: whoever takes requests out has to know what they have."""
+        """Wait for the step in flight: a request that is taken out needs all of its tokens."""
         if self._flight is not None:
             flight, self._flight = self._flight, None
             self._ended += self._finish(flight)
@@ -194,40 +194,42 @@ class Engine(EngineFrontEnd):
     # ---------------------------------------------------------------------------------------------- one step
 
     @torch.inference_mode()
-    def _start(self, batch: StepBatch, tokens_before: Tensor | None = None) -> _Flight:
+    def _start(self, batch: ScheduledStep, tokens_before: Tensor | None = None) -> _Flight:
         """Compute the batch's tokens and draw the next one for each request that emits. `tokens_before` [E] are what
         the step before drew, where the batch was scheduled ahead of them."""
         table = self._scheduler.table
         end = np.cumsum(batch.counts)
         query_start = np.concatenate(([0], end))
         sequence = np.repeat(np.arange(len(batch.rows)), batch.counts)  # [T] which request each flat token is of
-        positions = np.arange(end[-1]) - query_start[sequence] + batch.context[sequence]
+        index = np.arange(end[-1]) - query_start[sequence] + batch.context[sequence]  # [T] in its sequence
+        positions = table.rope_positions(batch.rows, batch.context, batch.counts, index)
         blocks = -(-int((batch.context + batch.counts).max()) // self.page_size)
         block_start = table.blocks[batch.rows, :blocks] * self.page_size
-        slots = block_start[sequence, positions // self.page_size] + positions % self.page_size
+        slots = block_start[sequence, index // self.page_size] + index % self.page_size
         emitting = batch.rows[batch.emits]
-        if self._graphs is not None and len(emitting) == end[-1]:  # each request decodes
+        decodes = len(emitting) == end[-1] and positions.ndim == 1  # one token each
+        if self._graphs is not None and decodes:
             if tokens_before is None:
-                tokens = self._tensor(table.tokens[batch.rows, positions])
+                tokens = self._tensor(table.tokens[batch.rows, index])
             else:
                 tokens = self._picked(tokens_before, batch.source)
-            where, warp = (tokens, positions, slots, block_start), self._warp(emitting)
+            where, warp = (tokens, index, positions, slots, block_start), self._warp(emitting)
             if self._draws_plainly(warp) and not table.top[emitting].any():
-                token_ids, made = self._graphs.draw(*where, table.seed[emitting])
+                token_ids, drawn = self._graphs.draw(*where, table.seed[emitting])
             else:
-                token_ids, made = self._sample([self._graphs.logits(*where)], emitting, warp)
+                token_ids, drawn = self._sample([self._graphs.logits(*where)], emitting, warp)
         else:
-            tokens_now = table.tokens[batch.rows[sequence], positions]
+            tokens_now = table.tokens[batch.rows[sequence], index]
             hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start)
             last, head = hidden[self._tensor(end[batch.emits] - 1)], self.model.head
             at_once = max(1, LOGITS_AT_ONCE[self._device.type] // len(head))
             parts = (self.model.ops.logits(part, head) for part in last.split(at_once))
-            token_ids, made = self._sample(parts, emitting, self._warp(emitting))
+            token_ids, drawn = self._sample(parts, emitting, self._warp(emitting))
         self._scheduler.advance(batch)
-        return _Flight(batch, token_ids, self._landing(made))
+        return _Flight(batch, token_ids, self._to_host(drawn))
 
     def _hidden(
-        self, batch: StepBatch, query_start: np.ndarray, token_ids: np.ndarray, positions: np.ndarray,
+        self, batch: ScheduledStep, query_start: np.ndarray, token_ids: np.ndarray, positions: np.ndarray,
         slots: np.ndarray, block_start: np.ndarray,
     ) -> Tensor:  # fmt: skip
         self._cache.slots, self._cache.rows = self._tensor(slots), self._tensor(batch.rows)
@@ -238,7 +240,7 @@ class Engine(EngineFrontEnd):
             block_size=self.page_size,
             contiguous=False,
         )
-        routes = None if self._choices is None else Routes()
+        routes = None if self._choices is None else RoutingRecord()
         tokens, at = self._tensor(token_ids), self._tensor(positions)
         hidden = self.model.hidden(tokens, at, layout, self._cache, routes=routes)
         if self._choices is not None and routes is not None:
@@ -246,7 +248,7 @@ class Engine(EngineFrontEnd):
         return hidden
 
     def _draws_plainly(self, warp: LogitsWarp) -> bool:
-        """Whether a graph can draw: nothing is warped, and sampling is rlloop's, which never waits."""
+        """True where a graph can draw: no distribution is warped, and sampling is rlloop's, which never waits."""
         plain = all(value is None for value in vars(warp).values())
         return plain and self.model.ops.profile.token_logprob == "rlloop"
 
@@ -263,8 +265,8 @@ class Engine(EngineFrontEnd):
             for index in np.flatnonzero(table.top[rows[begin:end]]).tolist():
                 self._keep_likeliest(part[index : index + 1], int(rows[begin + index]))
             begin = end
-        made = [torch.cat(part) for part in zip(*parts, strict=True)]
-        return made[0], packed(*made)
+        drawn = [torch.cat(part) for part in zip(*parts, strict=True)]
+        return drawn[0], packed(*drawn)
 
     def _keep_likeliest(self, logits: Tensor, row: int) -> None:
         """logits [1, V] of the row's next token. The host waits for them."""
@@ -272,14 +274,14 @@ class Engine(EngineFrontEnd):
         request, made = table.request(row), int(table.length[row] - table.prompt_length[row])
         request.likeliest[made:] = [likeliest(self.model, logits, request.top, request.sampling, made)]
 
-    def _landing(self, made: Tensor) -> Callable[[], Made]:
-        """On its way to the host; what is returned waits for it."""
-        landed, event = made.to("cpu", non_blocking=True), None  # in pinned memory
-        if made.is_cuda:
+    def _to_host(self, drawn: Tensor) -> Callable[[], Drawn]:
+        """Starts the copy to the host; call the result to wait for it."""
+        landed, event = drawn.to("cpu", non_blocking=True), None  # in pinned memory
+        if drawn.is_cuda:
             event = torch.cuda.Event()
             event.record()
 
-        def finish() -> Made:
+        def finish() -> Drawn:
             if event is not None:
                 event.synchronize()
             bits = landed.numpy()
@@ -289,7 +291,7 @@ class Engine(EngineFrontEnd):
         return finish
 
     def _finish(self, flight: _Flight) -> list[tuple[Request, bool]]:
-        return self._scheduler.postprocess(flight.batch, *flight.made())
+        return self._scheduler.postprocess(flight.batch, *flight.wait())
 
     def _picked(self, tokens: Tensor, source: np.ndarray | None) -> Tensor:
         assert source is not None
@@ -326,5 +328,5 @@ class Engine(EngineFrontEnd):
             choices=self._choices,
         )
 
-    def _accept(self, id: int, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int) -> None:
-        self._scheduler.add(Request.of(id, prompt_ids, sampling, self.limits.eos_token_ids, top_logprobs))
+    def _accept(self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int) -> None:
+        self._scheduler.add(Request.of(id, prompt, sampling, self.limits.eos_token_ids, top_logprobs))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from rlloop.errors import ConfigError
 from rlloop.rollout.engine.scheduler import EngineStats
 from rlloop.rollout.engine.validation import Limits, check_request, drawn_seed, one_for_each
-from rlloop.types import Completion, Part, PromptScores, SamplingParams
+from rlloop.types import Completion, ModelInput, Part, PromptScores, SamplingParams, as_model_input
 
 
 class EngineFrontEnd(ABC):
@@ -62,15 +62,15 @@ class EngineFrontEnd(ABC):
         """Everything that decides the bits. The engine's own settings do not, so they are not in it."""
 
     @abstractmethod
-    def _accept(self, id: int, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int) -> None:
+    def _accept(self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int) -> None:
         """Queue a request that passed the checks and has a seed."""
 
-    def _check(self, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
+    def _check(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
         """Raises `ConfigError` for a request that this engine cannot take."""
-        check_request(prompt_ids, sampling, self.limits)
+        check_request(prompt, sampling, self.limits)
 
     @abstractmethod
-    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
+    def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0) -> PromptScores:
         """The logprobs of a prompt's own tokens, in one forward of the trainer's kind: nothing is cached or sampled."""
 
     @abstractmethod
@@ -84,11 +84,11 @@ class EngineFrontEnd(ABC):
 
     def generate(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[ModelInput | list[int]],
         sampling: SamplingParams | list[SamplingParams],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Completion]:
-        """Continue every prompt; completions come in the order of the prompts.
+        """Continue every prompt, token ids or a `ModelInput`; completions come in the order of the prompts.
 
         `sampling` is one for all, or a list with one for each. `on_progress(finished, tokens)` is called after each
         step with the number of finished completions and of tokens generated so far.
@@ -113,21 +113,22 @@ class EngineFrontEnd(ABC):
 
     # ---------------------------------------------------------------------------------------------- step by step
 
-    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
+    def add_request(self, prompt: ModelInput | list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
         """Queue one prompt; returns the id under which `step` will hand out its completion.
 
         With `top_logprobs`, the completion has that many `alternatives` a token (of a small vocabulary, all).
         """
-        self._check(prompt_ids, sampling, top_logprobs)
-        return self._add(prompt_ids, sampling, top_logprobs)
+        self._check(prompt, sampling, top_logprobs)
+        return self._add(prompt, sampling, top_logprobs)
 
-    def _add(self, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int = 0) -> int:
+    def _add(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> int:
         id = self._next_id
         self._next_id += 1
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
-        ids = np.asarray(prompt_ids).tolist()  # Python's integers, whatever kind they were
-        self._accept(id, ids, sampling, top_logprobs)
+        model_input = as_model_input(prompt)
+        ids = np.asarray(model_input.token_ids).tolist()  # Python's integers, whatever kind they were
+        self._accept(id, dataclasses.replace(model_input, token_ids=ids), sampling, top_logprobs)
         return id
 
     @property

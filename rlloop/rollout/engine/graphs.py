@@ -1,8 +1,8 @@
 """Decode steps on a GPU as CUDA graphs: one launch in place of some hundreds.
 
 A graph is recorded for a number of rows and of pages a row, rounded up, when a step first needs it. It reads tokens,
-positions, slots, seeds and pages from buffers of its own and the weights where they lie, so an update in place is seen
-by the next replay. Rows that nobody uses decode token 0 at position 0 of a slot that nobody reads.
+indices, positions, slots, seeds and pages from buffers of its own, and the weights where they lie, so the next replay
+sees an update in place. Rows that nobody uses decode token 0 at position 0 of a slot that nobody reads.
 
 Where no row's distribution is warped, the graph draws the tokens, too.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlloop.models.routing_record import Routes
+from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.kv_cache import PagedCache
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from rlloop.models import Model
 
 LEAST_TOKENS = 1024  # what the pages of a row hold at least
-PAGES = 4  # the column of `_Recorded.inputs` where they begin
+SLOT = 3  # a column of `_Recorded.inputs`
+PAGES = 5  # the column of `_Recorded.inputs` where they begin
 
 
 @dataclass(frozen=True)
 class _Recorded:
     graph: torch.cuda.CUDAGraph
-    inputs: Tensor  # [R, 4 + B] int64: token, position, slot, seed, first slots of pages
+    inputs: Tensor  # [R, 5 + B] int64: token, index, position, slot, seed, first slots of pages
     layout: AttentionLayout  # filled from them
-    made: tuple[Tensor, ...]  # logits [R, V] float32; or ids [R] int64 and, packed, [3, R] int32
+    outputs: tuple[Tensor, ...]  # logits [R, V] float32; or ids [R] int64 and, packed, [3, R] int32
 
 
 class DecodeGraphs:
@@ -51,20 +52,29 @@ class DecodeGraphs:
             self._recorded.clear()
             self._made_of = now
 
-    def logits(self, tokens: Tensor, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray) -> Tensor:
-        """tokens, positions, slots [S], pages [S, B] the first slots of each row's pages -> logits [S, V] float32.
-        The host need not know the tokens.
+    def logits(
+        self, tokens: Tensor, index: np.ndarray, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray
+    ) -> Tensor:
+        """Logits [S, V] float32 of one token a row. The host need not know the tokens.
+
+        tokens, index in the sequence, position for the rope, slots [S]; pages [S, B]: the first slots of each row's.
 
         What it returns is valid until the next call.
         """
-        (logits,) = self._replay(False, tokens, pages, positions, slots)
+        (logits,) = self._replay(False, tokens, pages, index, positions, slots)
         return logits[: len(tokens)]
 
     def draw(
-        self, tokens: Tensor, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray, seeds: np.ndarray
+        self,
+        tokens: Tensor,
+        index: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        pages: np.ndarray,
+        seeds: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
-        """The next tokens, from distributions as they are: ids [S] and, as `packed` has them, [3, S]."""
-        ids, made = self._replay(True, tokens, pages, positions, slots, seeds)
+        """The next tokens, drawn from unwarped distributions: ids [S] and, as `packed` has them, [3, S]."""
+        ids, made = self._replay(True, tokens, pages, index, positions, slots, seeds)
         return ids[: len(tokens)], made[:, : len(tokens)]
 
     def _replay(self, draws: bool, tokens: Tensor, pages: np.ndarray, *columns: np.ndarray) -> tuple[Tensor, ...]:
@@ -73,19 +83,19 @@ class DecodeGraphs:
         step = self._recorded.get((rows, width, draws)) or self._record(rows, width, draws)
         given = torch.empty(rows, PAGES + width, dtype=torch.int64, pin_memory=True)
         host = given.numpy()
-        host[:, :PAGES], host[:, PAGES:], host[:, 2] = 0, self._cache.spare, self._cache.spare
+        host[:, :PAGES], host[:, PAGES:], host[:, SLOT] = 0, self._cache.spare, self._cache.spare
         for column, values in enumerate(columns, 1):
             host[:count, column] = values
         host[:count, PAGES : PAGES + pages.shape[1]] = pages
         step.inputs.copy_(given, non_blocking=True)
         step.inputs[:count, 0] = tokens
         step.graph.replay()
-        return step.made
+        return step.outputs
 
     def _record(self, rows: int, width: int, draws: bool) -> _Recorded:
         device, ops = self._model.device, self._model.ops
         inputs = torch.zeros(rows, PAGES + width, dtype=torch.int64, device=device)
-        inputs[:, 2], inputs[:, PAGES:] = self._cache.spare, self._cache.spare
+        inputs[:, SLOT], inputs[:, PAGES:] = self._cache.spare, self._cache.spare
         layout = AttentionLayout(
             query_start=torch.arange(rows + 1, device=device),
             context=torch.zeros(rows, dtype=torch.int64, device=device),
@@ -95,11 +105,11 @@ class DecodeGraphs:
         )
 
         def work() -> tuple[Tensor, ...]:
-            tokens, positions, slots, seeds = (inputs[:, i].contiguous() for i in range(PAGES))
-            layout.context.copy_(positions)
+            tokens, index, positions, slots, seeds = (inputs[:, i].contiguous() for i in range(PAGES))
+            layout.context.copy_(index)
             layout.block_start.copy_(inputs[:, PAGES:])
             self._cache.slots = slots
-            routes = None if self._choices is None else Routes()
+            routes = None if self._choices is None else RoutingRecord()
             tokens = tokens.clamp(min=0)  # -1: no token could be drawn, of which the host knows later
             hidden = self._model.hidden(tokens, positions, layout, self._cache, routes=routes)
             if self._choices is not None and routes is not None:
@@ -107,7 +117,7 @@ class DecodeGraphs:
             logits = ops.logits(hidden, self._model.head)
             if not draws:
                 return (logits,)
-            made = ops.sample(logits, LogitsWarp(), seeds, positions + 1)
+            made = ops.sample(logits, LogitsWarp(), seeds, index + 1)
             return made[0], packed(*made)
 
         work()  # compiles what has to be
@@ -122,12 +132,12 @@ class DecodeGraphs:
 
 
 def packed(ids: Tensor, logprobs: Tensor, raw: Tensor) -> Tensor:
-    """What was drawn for R rows, as the bits of [3, R] int32: one copy to the host."""
+    """Ids, logprobs and raw logprobs of R rows as the bits of [3, R] int32: one copy to the host."""
     return torch.stack([ids.int(), logprobs.view(torch.int32), raw.view(torch.int32)])
 
 
 def rounded(rows: int) -> int:
-    """Up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: no more than a third of the rows is idle."""
+    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: no more than a third of the rows is idle."""
     if rows <= 3:
         return rows
     power = 1 << (rows - 1).bit_length()

@@ -1,14 +1,15 @@
-"""The paged key-value cache: who owns which block, and the tensors behind the blocks.
+"""The paged key-value cache: the blocks' owners, and the tensors behind the blocks.
 
 A block is `page_size` consecutive slots; a slot holds one token's keys and values in every layer. Full blocks are named
-by a hash chained over all tokens up to their end and salted by the policy version, so equal names mean equal contents
-and a block can be shared by any request that starts with those tokens.
+by the digest of a key (`BlockKey`) over all that decides their contents, so equal names mean equal contents and a block
+can be shared by any request that begins alike.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
 
@@ -16,7 +17,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlloop.numerics.layout import Carried
+from rlloop.numerics.layout import RecurrentState
+from rlloop.types import ModelInput
+
+
+@dataclass(frozen=True)
+class SequenceKey:
+    """All that decides the keys and values of a whole sequence besides its tokens."""
+
+    policy_version: int
+    adapter: str | None = None
+
+    def name(self) -> bytes:
+        adapter = b"" if self.adapter is None else b", adapter " + self.adapter.encode()
+        return blake2b(b"policy version %d" % self.policy_version + adapter, digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class BlockKey:
+    """All that decides the keys and values of one full block: its own tokens, and everything before them."""
+
+    parent: bytes  # name of the block before it; of the first one, the sequence's
+    token_ids: np.ndarray  # [page_size] int64
+    content: bytes = b""  # `ModelInput.content_key` of its tokens; b"" for text
+
+    def name(self) -> bytes:
+        tokens = np.ascontiguousarray(self.token_ids).tobytes()  # of one length, so nothing can be taken for another
+        return blake2b(tokens + self.content, digest_size=16, key=self.parent).digest()
 
 
 class BlockManager:
@@ -43,27 +70,37 @@ class BlockManager:
         """Blocks that can be handed out, remembered ones included."""
         return len(self._blank) + len(self._remembered)
 
-    def chain(self, hashes: list[bytes], token_ids: np.ndarray, count: int) -> list[bytes]:
-        """Extend `hashes`, in place, to the names of the first `count` blocks of `token_ids`."""
+    def chain(
+        self,
+        hashes: list[bytes],
+        token_ids: np.ndarray,
+        count: int,
+        model_input: ModelInput | None = None,
+        adapter: str | None = None,
+    ) -> list[bytes]:
+        """Extend `hashes`, in place, to the names of the first `count` blocks of `token_ids`.
+
+        `model_input`: what the tokens stand for; None for text. `adapter`: the one that computes them.
+        """
         size = self.page_size
-        for block in range(len(hashes), count):
-            parent = hashes[-1] if hashes else self._salt
-            tokens = np.ascontiguousarray(token_ids[block * size : (block + 1) * size])
-            hashes.append(blake2b(tokens.tobytes(), digest_size=16, key=parent).digest())
+        for begin in range(len(hashes) * size, count * size, size):
+            parent = hashes[-1] if hashes else SequenceKey(self._version, adapter).name()
+            content = b"" if model_input is None else model_input.content_key(begin, begin + size)
+            hashes.append(BlockKey(parent, token_ids[begin : begin + size], content).name())
         return hashes
 
     def match(self, hashes: list[bytes]) -> list[int]:
-        """The longest run of leading blocks that are still there."""
-        found = []
+        """The longest run of leading blocks that are still cached."""
+        matched = []
         for name in hashes if self.prefix_caching else ():
             block = self._block_of.get(name)
             if block is None:
                 break
-            found.append(block)
-        return found
+            matched.append(block)
+        return matched
 
     def can_allocate(self, shared: list[int], count: int) -> bool:
-        """Whether `allocate` of the same would succeed. Shared blocks nobody uses stop being free when they are."""
+        """True where `allocate` with the same arguments would succeed. Unused shared blocks stop being free by it."""
         revived = sum(self.references[block] == 0 for block in shared)
         return count + revived <= self.num_free
 
@@ -76,7 +113,7 @@ class BlockManager:
         return shared + [self._take() for _ in range(count)]
 
     def may_append(self, count: int) -> bool:
-        """Whether `count` running requests can each get one more block."""
+        """True where `count` running requests can each get one more block."""
         return count <= self.num_free
 
     def append(self) -> int:
@@ -84,10 +121,10 @@ class BlockManager:
         return self._take()
 
     def deallocate(self, blocks: list[int]) -> None:
-        """Let go of one request's blocks. The last ones are evicted first: a chain is of no use without its head."""
+        """Release one request's blocks. The last ones are evicted first: a chain is of no use without its head."""
         for block in reversed(blocks):
             self.references[block] -= 1
-            assert self.references[block] >= 0, f"block {block} was let go more often than taken"
+            assert self.references[block] >= 0, f"block {block} was released more often than taken"
             if self.references[block] == 0:
                 if block in self._name_of:
                     self._remembered[block] = None
@@ -102,7 +139,7 @@ class BlockManager:
 
     def forget(self, policy_version: int) -> None:
         """Drop every name: what was computed is not what `policy_version` would compute."""
-        self._salt = blake2b(b"policy version %d" % policy_version, digest_size=16).digest()
+        self._version = policy_version
         self._block_of.clear()
         self._name_of.clear()
         self._blank.extend(reversed(self._remembered))
@@ -150,12 +187,12 @@ class PagedCache:
         ]
         self.rows = torch.empty(0, dtype=torch.int64, device=device)
 
-    def carried(self, layer: int, name: str) -> Carried:
-        """What a recurrent layer keeps of this step's sequences. A sequence that begins finds nothing there."""
-        return Carried(self.states[layer][name], self.rows)
+    def carried(self, layer: int, name: str) -> RecurrentState:
+        """A recurrent layer's state of this step's sequences. A sequence that begins finds zeros there."""
+        return RecurrentState(self.states[layer][name], self.rows)
 
     def places(self, layer: int, *names: str) -> tuple[Tensor, ...]:
-        """Where `write` would put this step's tokens: their slots, and the stores of these names."""
+        """The slots of this step's tokens, and the stores of these names: where `write` would put them."""
         return self.slots, *(self.stores[layer][name] for name in names)
 
     def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlloop.rollout.engine.choice_store import Choices, ChoiceStore
-from rlloop.types import Alternatives, Completion, FinishReason, SamplingParams, stop_ids
+from rlloop.types import Alternatives, Completion, FinishReason, ModelInput, SamplingParams, as_model_input, stop_ids
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ class Request:
     """
 
     id: int
-    prompt_ids: list[int]
+    model_input: ModelInput  # the prompt
     sampling: SamplingParams  # its seed is set
     stop_ids: tuple[int, ...]  # what ends it: its own stop tokens, and the model's end of sequence unless ignored
     token_ids: np.ndarray  # [known] int64: the prompt, then what was made of it before it was last preempted
@@ -32,27 +32,30 @@ class Request:
     raw_logprobs: np.ndarray  # [known] float32, likewise
     choices: Callable[[], Choices] = lambda: (None, None)  # waits for experts and selections of its computed tokens
     block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as anyone asked
+    adapter: str | None = None  # which computes it; for the names of its blocks
     top: int = 0  # how many of the likeliest tokens are kept beside each that is drawn
     likeliest: list[Alternatives] = field(default_factory=list)  # one a token made, where they are
 
     @classmethod
     def of(
-        cls, id: int, prompt_ids: list[int], sampling: SamplingParams, eos_token_ids: tuple[int, ...], top: int = 0
+        cls,
+        id: int,
+        prompt: ModelInput | list[int],
+        sampling: SamplingParams,
+        eos_token_ids: tuple[int, ...],
+        top: int = 0,
     ) -> Request:
-        zeros = np.zeros(len(prompt_ids), dtype=np.float32)
-        return cls(
-            id,
-            prompt_ids,
-            sampling,
-            stop_ids(sampling, eos_token_ids),
-            np.array(prompt_ids, dtype=np.int64),
-            zeros,
-            zeros,
-            top=top,
-        )
+        model_input = as_model_input(prompt)
+        zeros = np.zeros(len(model_input), dtype=np.float32)
+        ids = np.array(model_input.token_ids, dtype=np.int64)
+        return cls(id, model_input, sampling, stop_ids(sampling, eos_token_ids), ids, zeros, zeros, top=top)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.model_input.token_ids
 
     def completion(self, policy_version: int, reason: FinishReason) -> Completion:
-        """What was made so far; for a request that is not running."""
+        """The completion so far, of a request that is not running."""
         begin, (experts, selected) = len(self.prompt_ids), self.choices()
         return Completion(
             prompt_ids=self.prompt_ids,
@@ -64,12 +67,13 @@ class Request:
             sampling=self.sampling,
             routed_experts=experts,
             selected=selected,
+            model_input=None if self.model_input.is_text else self.model_input,
             alternatives=Alternatives.joined(self.likeliest[: len(self.token_ids) - begin]),
         )
 
 
 class RequestTable:
-    """The running requests, one row each; R rows, W tokens, B blocks and K stop tokens wide.
+    """Running requests, one row each: R rows, W tokens, B blocks and K stop tokens wide.
 
     Rows never move while a request runs. The arrays widen to the longest request seen.
     """
@@ -91,6 +95,8 @@ class RequestTable:
         self.max_length = np.zeros(max_rows, dtype=np.int64)  # prompt and max_tokens
         self.seed = np.zeros(max_rows, dtype=np.int64)
         self.top = np.zeros(max_rows, dtype=np.int64)  # see Request
+        self.placed = np.zeros(max_rows, dtype=bool)  # prompts that bring positions of their own
+        self.shift = np.zeros(max_rows, dtype=np.int64)  # a token's rope position less its index, after the prompt
         self.row_of: dict[int, int] = {}  # by the request's id
         self._free = list(range(max_rows))[::-1]
 
@@ -121,6 +127,10 @@ class RequestTable:
         self.prompt_length[row], self.max_length[row] = len(request.prompt_ids), limit
         self.min_length[row] = len(request.prompt_ids) + request.sampling.min_tokens
         self.seed[row], self.top[row] = request.sampling.seed, request.top
+        self.placed[row], self.shift[row] = request.model_input.positions is not None, 0
+        if self.placed[row]:
+            after = len(request.model_input)
+            self.shift[row] = request.model_input.positions_at(after, after + 1).max() - after
         self.row_of[request.id] = row
         return row
 
@@ -134,10 +144,29 @@ class RequestTable:
             at = np.arange(self.computed[row])
             slots = self.blocks[row, at // self.page_size] * self.page_size + at % self.page_size
             request.choices = self.choices.begin_read(slots)
-        self.requests[row] = None
+        self.requests[row], self.placed[row] = None, False
         del self.row_of[request.id]
         self._free.append(row)
         return request, self.blocks[row, : self.num_blocks[row]].tolist()
+
+    def rope_positions(self, rows: np.ndarray, begin: np.ndarray, counts: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Positions for the rope, [T] int64, or [axes, T] where a prompt among them has positions of several axes.
+
+        The tokens are `counts` [S] of each row, from its `begin` [S] on; their indices in the sequences are `index`
+        [T], which are the positions of a text.
+        """
+        if not self.placed.any():
+            return index
+        positions = index + np.repeat(np.where(self.placed[rows], self.shift[rows], 0), counts)
+        inside = self.placed[rows] & (begin < self.prompt_length[rows])
+        if not inside.any():
+            return positions
+        parts = np.split(positions, np.cumsum(counts)[:-1])
+        for each in np.flatnonzero(inside).tolist():
+            first, model_input = int(begin[each]), self.request(int(rows[each])).model_input
+            parts[each] = model_input.positions_at(first, first + int(counts[each]))
+        axes = max((part.shape[:-1] for part in parts), key=len)
+        return np.concatenate([np.broadcast_to(part, (*axes, part.shape[-1])) for part in parts], axis=-1)
 
     def _widen(self, tokens: int, stops: int) -> None:
         if tokens > self.tokens.shape[1]:

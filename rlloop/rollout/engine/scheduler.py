@@ -1,4 +1,4 @@
-"""Which tokens the next step computes, and what becomes of the tokens that it made.
+"""The scheduler: it chooses the tokens of each step, and records the tokens that the step drew.
 
 First come, first served. Running requests go first, in the order of admission; what is left of the token budget goes to
 waiting ones, long prompts in chunks. When blocks run out, the request admitted last gives way: it waits again, first in
@@ -19,21 +19,21 @@ from rlloop.rollout.engine.request import Request, RequestTable
 
 
 @dataclass(frozen=True)
-class StepBatch:
-    """One step's work: S requests, T tokens laid end to end. `emits` marks requests that get a new token from it."""
+class ScheduledStep:
+    """The tokens of one step: S requests, T tokens laid end to end. `emits` marks requests that get a new token."""
 
     rows: np.ndarray  # [S] rows of the request table
     context: np.ndarray  # [S] tokens of each request that are in the cache already
     counts: np.ndarray  # [S] tokens of each request to compute now, at least 1
     emits: np.ndarray  # [S] bool: the last known token is among them
-    alive: np.ndarray  # [S] bool: not ended meanwhile, so what is made for it counts
+    alive: np.ndarray  # [S] bool: not ended meanwhile, so its new token counts
     source: np.ndarray | None = None  # [S] which of the emitting requests of the step before made its token, where that
     # step is not over and the table does not know the token
 
 
 @dataclass
 class EngineStats:
-    """Counts since the engine was made."""
+    """Counts since the engine was created."""
 
     steps: int = 0
     requests: int = 0
@@ -64,7 +64,7 @@ class Scheduler:
         self.table = RequestTable(max_running, blocks.page_size, choices)
         self.waiting: deque[Request] = deque()
         self.running = np.zeros(0, dtype=np.int64)  # rows, in order of admission
-        self._ahead: StepBatch | None = None
+        self._ahead: ScheduledStep | None = None
 
     @property
     def num_requests(self) -> int:
@@ -94,7 +94,7 @@ class Scheduler:
         self.waiting.clear()
         return requests
 
-    def schedule(self) -> StepBatch:
+    def schedule(self) -> ScheduledStep:
         """Choose the step's tokens and see that each has a slot. Empty only when there are no requests."""
         preempted = self._make_room()
         table, rows = self.table, self.running
@@ -114,9 +114,9 @@ class Scheduler:
                 rows, counts = np.concatenate((rows, new_rows)), np.concatenate((counts, new_counts))
                 context = table.computed[rows]
         self._ahead = None
-        return StepBatch(rows, context, counts, context + counts == table.length[rows], np.ones(len(rows), bool))
+        return ScheduledStep(rows, context, counts, context + counts == table.length[rows], np.ones(len(rows), bool))
 
-    def schedule_ahead(self, before: StepBatch) -> StepBatch | None:
+    def schedule_ahead(self, before: ScheduledStep) -> ScheduledStep | None:
         """The step after `before`, which has been advanced and makes tokens that nobody knows yet.
 
         A request that then turns out to have ended has computed one token for nothing. None where the step has to wait
@@ -134,17 +134,17 @@ class Scheduler:
             return None
         self._append(needy)
         ones = np.ones(len(rows), np.int64)
-        self._ahead = StepBatch(rows, table.computed[rows], ones, ones > 0, ones > 0, source)
+        self._ahead = ScheduledStep(rows, table.computed[rows], ones, ones > 0, ones > 0, source)
         return self._ahead
 
-    def advance(self, batch: StepBatch) -> None:
+    def advance(self, batch: ScheduledStep) -> None:
         """The batch is on its way: its tokens count as computed, and those it makes as known."""
         table = self.table
         table.computed[batch.rows] += batch.counts
         table.length[batch.rows[batch.emits]] += 1
 
     def postprocess(
-        self, batch: StepBatch, token_ids: np.ndarray, logprobs: np.ndarray, raw_logprobs: np.ndarray
+        self, batch: ScheduledStep, token_ids: np.ndarray, logprobs: np.ndarray, raw_logprobs: np.ndarray
     ) -> list[tuple[Request, bool]]:
         """Record one new token for each request that emits; returns those it ends, and whether a stop token did."""
         table, counts = self.table, batch.alive[batch.emits]
@@ -225,13 +225,17 @@ class Scheduler:
     def _cached_blocks(self, request: Request, count: int) -> list[int]:
         if not self.blocks.prefix_caching:
             return []
-        return self.blocks.match(self.blocks.chain(request.block_hashes, request.token_ids, count)[:count])
+        return self.blocks.match(self._names(request, request.token_ids, count)[:count])
+
+    def _names(self, request: Request, token_ids: np.ndarray, count: int) -> list[bytes]:
+        """The names of its first `count` blocks, and of those after them that were asked for before."""
+        return self.blocks.chain(request.block_hashes, token_ids, count, request.model_input, request.adapter)
 
     def _remember(self, row: int, computed: int, after: int) -> None:
         """Name the blocks that this step fills, by taking the row's cached tokens from `computed` to `after`."""
         size = self.blocks.page_size
         if self.blocks.prefix_caching and after // size > computed // size:
-            names = self.blocks.chain(self.table.request(row).block_hashes, self.table.tokens[row], after // size)
+            names = self._names(self.table.request(row), self.table.tokens[row], after // size)
             for block in range(computed // size, after // size):
                 self.blocks.remember(int(self.table.blocks[row, block]), names[block])
 

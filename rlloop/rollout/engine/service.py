@@ -1,4 +1,4 @@
-"""An engine behind a thread: requests come from anywhere and share its batches; weights change between batches."""
+"""An engine in a thread of its own: callers in any thread share its batches; weights change between batches."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class VersionUnavailable(RlloopError):
 
 
 class Busy(RlloopError):
-    """More is waiting than the server was told to take on."""
+    """The engine takes no more work now: its queue is full, it was shut down, or the request was cancelled."""
 
 
 @dataclass(eq=False)
 class _Job:
-    """The requests of one call, which are answered together."""
+    """One call of `submit`: its requests are answered together."""
 
     prompts: Sequence[list[int]]
     sampling: Sequence[SamplingParams]
@@ -89,7 +89,7 @@ class EngineService:
 
     @property
     def paused(self) -> bool:
-        """Between `pause` and `resume`."""
+        """True between `pause` and `resume`."""
         return self._paused
 
     @property
@@ -147,7 +147,7 @@ class EngineService:
         return job.answer
 
     def cancel(self, answer: Future[list[Completion]]) -> None:
-        """Nobody waits for it any more."""
+        """End the call: nobody waits for its answer."""
         with self._changed:
             self._cancelled.add(answer)
             self._changed.notify()
@@ -184,7 +184,7 @@ class EngineService:
             self._changed.notify()
 
     def close(self) -> None:
-        """What waits, for an answer, a pause or a change of weights, hears that it never comes: `Busy`."""
+        """End the thread. Callers that still wait, for an answer, a pause or a change of weights, get `Busy`."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -325,7 +325,7 @@ class EngineService:
                 self._tell(job, request)
 
     def _tell(self, job: _Job, request: int, completion: Completion | None = None) -> None:
-        """The listener what a step made of a request, which may end it. Where it ended, `completion` is all of it."""
+        """Report a request's new tokens to its listener, which may end it. `completion`: all of it, once it ended."""
         kept = None
         if job.listener is not None:
             told = job.told.get(request, 0)
@@ -392,7 +392,7 @@ class EngineService:
             self._finish(job, error=Busy("cancelled"))
 
     def _fail(self, job: _Job, error: BaseException) -> None:
-        """Nothing of it stays, in the engine or here."""
+        """Drop the job's requests, in the engine and here, and raise `error` to its caller."""
         self._unscored = [other for other in self._unscored if other is not job]
         for request in job.ids:
             self._engine.abort(request)

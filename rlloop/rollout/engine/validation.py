@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from rlloop.errors import ConfigError
-from rlloop.types import SamplingParams, is_ids, stop_ids
+from rlloop.types import ModelInput, SamplingParams, is_ids, stop_ids
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class Limits:
         return min(self.positions, self.cache_tokens + 1)
 
 
-def check_request(prompt_ids: list[int], sampling: SamplingParams, limits: Limits) -> None:
+def check_request(prompt: ModelInput | list[int], sampling: SamplingParams, limits: Limits) -> None:
     """Raises `ConfigError` for a request that does not fit into `limits`."""
+    prompt_ids = prompt.token_ids if isinstance(prompt, ModelInput) else prompt
     vocabulary, eos_token_ids = limits.vocabulary, limits.eos_token_ids
     if not is_ids(prompt_ids):
         raise ConfigError(f"a prompt is {prompt_ids!r:.60}; it must be a list of token ids, and prompts a list of such")
@@ -47,6 +48,11 @@ def check_request(prompt_ids: list[int], sampling: SamplingParams, limits: Limit
             f"a prompt of {len(prompt_ids)} tokens with max_tokens={sampling.max_tokens} takes {total} positions; "
             f"the model has {limits.positions}. Shorten the prompt or lower max_tokens"
         )
+    if isinstance(prompt, ModelInput) and (last := prompt.positions_at(0, total).max()) >= limits.positions:
+        raise ConfigError(
+            f"a prompt with max_tokens={sampling.max_tokens} reaches position {last}; the model has {limits.positions} "
+            "positions, from 0 on. Shorten the prompt or lower max_tokens"
+        )
     if total - 1 > limits.cache_tokens:  # the last token is never read
         raise ConfigError(
             f"a prompt of {len(prompt_ids)} tokens with max_tokens={sampling.max_tokens} needs {total - 1} cached "
@@ -54,7 +60,9 @@ def check_request(prompt_ids: list[int], sampling: SamplingParams, limits: Limit
         )
 
 
-def one_for_each(prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[SamplingParams]:
+def one_for_each(
+    prompts: Sequence[ModelInput | list[int]], sampling: SamplingParams | list[SamplingParams]
+) -> list[SamplingParams]:
     """The parameters of each prompt. Raises `ConfigError` where they are neither one for all nor as many."""
     each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     if not isinstance(each, Sequence) or not all(isinstance(params, SamplingParams) for params in each):

@@ -1,1 +1,1 @@
-"""Engines over HTTP: servers, clients, and the router over them."""
+"""Engines as servers: their APIs, clients, and pools of engines with one failure rule."""

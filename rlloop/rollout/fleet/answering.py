@@ -1,6 +1,6 @@
-"""From a request for completions to its answer, whole or as server-sent events; and OpenAI's routes, which do that.
+"""OpenAI's routes: a request becomes an answer, whole or as server-sent events.
 
-Tokens go out as the engine makes them, and a client that leaves ends its work in the engine.
+Tokens are streamed as the engine draws them; when a client disconnects, its requests are cancelled in the engine.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rlloop.rollout.fleet.openai_api import Completions, Dialect, Name
 from rlloop.rollout.fleet.openai_chat import Chat
 from rlloop.rollout.fleet.text import Tokenizer
 from rlloop.types import Completion, Part, PromptScores
-from rlloop.web.server import gone, refusal
+from rlloop.web.requests import gone, refusal
 
-LEFT = 499  # the status of an answer that nobody reads
-Told = tuple[int, Part | Completion]  # of which choice, and what it got, or all of it at its end
+LEFT = 499  # status: the client disconnected
+Told = tuple[int, Part | Completion]  # index of the choice, and its new tokens; at its end all of it
 
 
 async def outcome(
     service: EngineService, request: Request, future: Future[list[Completion]], keep: bool = False
 ) -> list[Completion] | None:
-    """None where the client left; what it waited for is dropped then, unless it may come back for it (`keep`)."""
+    """The completions; None where the client disconnected: cancelled then, unless it may ask again (`keep`)."""
     made = asyncio.wrap_future(future)
     if await _came(request, made):
         return made.result()
@@ -48,7 +48,7 @@ async def outcome(
 
 
 async def _came(request: Request, awaited: asyncio.Future[Any]) -> bool:
-    """Waits for it; False where the client left before."""
+    """Waits for it; False where the client disconnected before."""
     left = asyncio.create_task(gone(request))
     await asyncio.wait({awaited, left}, return_when=asyncio.FIRST_COMPLETED)
     left.cancel()
@@ -56,10 +56,10 @@ async def _came(request: Request, awaited: asyncio.Future[Any]) -> bool:
 
 
 class Listening:
-    """Hears from the engine's thread of one request's tokens, and ends a choice where its text has a stop string."""
+    """Listener of one request: forwards its tokens, and ends a choice where its text has a stop string."""
 
     def __init__(self, ask: Generation, tokenizer: Tokenizer | None, tell: Callable[[Told], None] | None) -> None:
-        """`tell`: of tokens as they come; from the engine's thread."""
+        """`tell` receives tokens as they come, in the engine's thread."""
         self._tell = tell
         self._writers = [writer_for(index, ask, tokenizer) for index in range(len(ask.prompts))] if ask.stops else []
         self.stopped: set[int] = set()  # choices that a stop string ended
@@ -87,7 +87,7 @@ class Listening:
 
 
 class OpenAiRoutes:
-    """`/v1/*`, over an engine behind a service."""
+    """`/v1/*`, over an engine service."""
 
     def __init__(self, service: EngineService, served: Served) -> None:
         self._service, self._served, self._started = service, served, int(time.time())

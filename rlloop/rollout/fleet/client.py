@@ -1,7 +1,7 @@
-"""The client's side of an engine over HTTP: `RemoteEngine` for a loop, `EngineClient` for a fleet.
+"""Clients of an engine server: `RemoteEngine` for a loop, `EngineClient` for a pool.
 
-Nothing is sent twice unless it may be: a generation carries an idempotency key, under which its engine makes it once,
-and everything else only reads or says again what was said.
+Only idempotent requests are retried: a generation carries an idempotency key, under which its engine makes it once;
+everything else reads, or repeats what was said.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EngineLost(RlloopError):
 
 
 class Fenced(RlloopError):
-    """Another process drives the engine now; this one's time is over."""
+    """Another process drives the engine now: this one's lease is over."""
 
 
 class WrongToken(ConfigError):
@@ -74,7 +74,7 @@ class EngineClient:
         `vocabulary`: tokens that the model has, where that is known."""
         self.url, self._lease, self._attempts = url.rstrip("/"), Lease(holder, term), attempts
         self._timeout, self._vocabulary = timeout, vocabulary
-        self._telling: set[asyncio.Task[None]] = set()  # the engine, that nobody waits for a request any more
+        self._telling: set[asyncio.Task[None]] = set()  # cancellations on their way to the engine
         self._http = async_client(
             token=token,
             ca_file=ca_file,
@@ -136,7 +136,7 @@ class EngineClient:
             await self._http.delete(f"/rlloop/requests/{key}", timeout=2.0)
 
     async def _send(self, method: str, path: str, *, timeout: float | None = None, **request: Any) -> bytes:
-        """What it answers. Raises one of the errors of `generate`."""
+        """The answer's body. Raises one of the errors of `generate`."""
         if timeout is not None:
             request["timeout"] = httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS))
 

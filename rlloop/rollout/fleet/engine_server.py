@@ -3,10 +3,10 @@
     POST /v1/completions             OpenAI's (rlloop.rollout.fleet.openai_api)      GET /v1/models, /v1/models/{model}
     POST /v1/chat/completions        OpenAI's (rlloop.rollout.fleet.openai_chat)
     POST /rlloop/generate            exact float32 logprobs, seeds, versions (rlloop.rollout.fleet.wire)
-    DELETE /rlloop/requests/{key}    nobody waits for this one any more
-    POST /rlloop/lease               fencing: who drives the engine from now on
+    DELETE /rlloop/requests/{key}    cancel it: nobody waits for its answer
+    POST /rlloop/lease               fencing: take over driving the engine
     GET  /rlloop/state               version, load, fingerprint
-    GET  /rlloop/weights             how the replica stands
+    GET  /rlloop/weights             state of the replica
     POST /rlloop/weights/wake        look for new weights now; `?version=N&wait=S` answers when they serve
     POST /rlloop/pause               `?mode=wait|abort|keep`: computes nothing once this answers; what comes in waits
     POST /rlloop/resume
@@ -48,7 +48,7 @@ from rlloop.rollout.fleet.answering import LEFT, OpenAiRoutes, outcome
 from rlloop.rollout.fleet.generation import BadField, LogprobsMode, Served
 from rlloop.rollout.fleet.text import Tokenizer
 from rlloop.types import Completion
-from rlloop.web.server import parsed, refusal, whole_number
+from rlloop.web.requests import parsed, refusal, whole_number
 
 REMEMBERED = 1024  # completions in the answers that are kept for those who ask again
 WAITING = 64  # calls that may wait for weights; a client has as many connections
@@ -56,7 +56,7 @@ PAUSE_MODES: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}
 
 
 class Follower(Protocol):
-    """Keeps the engine's weights at the newest version; see `rlloop.rollout.fleet.weight_follower`."""
+    """Keeps the engine's weights at the newest version (`rlloop.rollout.fleet.weight_follower`)."""
 
     @property
     def status(self) -> Literal["ready", "behind", "failed"]: ...
@@ -289,7 +289,7 @@ class EngineServer:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     def metrics(self) -> Sequence[Metric]:
-        """What Prometheus is told, read when it asks."""
+        """Values for Prometheus, read when it asks."""
         service, stats = self.service, self.service.stats()
         progress = self.follower.progress if self.follower is not None else None
         gauges: dict[str, tuple[str, float]] = {
@@ -318,7 +318,7 @@ def _bad_request(request: Request, error: Exception) -> Response:
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    """Of the routing: no such path, or not by this method; and of the guard in front, a body that is too large."""
+    """Answers of the router (unknown path, wrong method) and of the guard in front of it (a body that is too large)."""
     assert isinstance(error, HTTPException)
     codes = {404: "not_found", 405: "method_not_allowed", 408: "stalled", 413: "too_large"}
     text = f"{request.method} {request.scope['path']}: {error.detail}"

@@ -1,4 +1,4 @@
-"""Weights of a trainer that is not rlloop's: safetensors in, a published version out."""
+"""Publishing for trainers that are not rlloop's: safetensors in, a published version out."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rlloop.errors import UNREADABLE, ConfigError
-from rlloop.rollout.fleet.router import Router
+from rlloop.rollout.fleet.pool import EnginePool
 from rlloop.sync.bits import UNSIGNED, WIDTH, Bits
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import Store
 
 
 class Publishing:
-    """A publisher for who sends whole states. One call at a time."""
+    """A publisher of whole states. One call at a time."""
 
     def __init__(self, store: Store, key: Ed25519PrivateKey, run_id: str, anchor_every: int) -> None:
         self._publisher = Publisher(store, key, run_id, anchor_every=anchor_every)
@@ -27,12 +27,12 @@ class Publishing:
     def squash(self, sequence: int) -> bool:
         return self._publisher.squash_for(sequence)
 
-    def bound_to(self, router: Router) -> Callable[[bytes, int], Mapping[str, float]]:
+    def bound_to(self, pool: EnginePool) -> Callable[[bytes, int], Mapping[str, float]]:
         def publish(content: bytes, step: int) -> Mapping[str, float]:
             published = self._publisher.publish(read_safetensors(content), step)
             if self._publisher.anchor_due():
                 self._publisher.anchor()
-            return {**published.metrics, **router.serve_version(step, None), **router.take_metrics()}
+            return {**published.metrics, **pool.serve_version(step, None), **pool.take_metrics()}
 
         return publish
 

@@ -1,7 +1,7 @@
-"""One request for completions, whatever dialect of HTTP it came in, and the pieces that its answer is made of.
+"""A request for completions, independent of the HTTP dialect it came in, and the pieces of its answer.
 
-A dialect (`rlloop.rollout.fleet.openai_api`, `openai_chat`) parses a body into a `Generation` and writes `Piece`s as
-its clients read them; `rlloop.rollout.fleet.answering` does what lies between.
+A dialect (`rlloop.rollout.fleet.openai_api`, `openai_chat`) parses a body into a `Generation` and writes `Piece`s in
+its format; `rlloop.rollout.fleet.answering` runs the request in between.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BadField(ConfigError):
 
 @dataclass(frozen=True)
 class Served:
-    """What a dialect has to know of the server to read a request."""
+    """Facts about the server that a dialect needs to parse a request."""
 
     model: str  # its name
     tokenizer: Tokenizer | None
@@ -65,7 +65,7 @@ class Generation:
 
     @property
     def score(self) -> int | None:
-        """What the engine is to score of the prompts: with so many alternatives a token; None: nothing."""
+        """Alternatives a token with which the engine is to score the prompts; None: it need not."""
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in asked if count is not None), default=None)
 
@@ -84,7 +84,7 @@ class Prompt:
 
 @dataclass
 class Piece:
-    """What one choice got since its last piece; or all of it."""
+    """The new part of one choice since its last piece; or all of it."""
 
     index: int
     part: Part
@@ -96,7 +96,7 @@ class Piece:
 
 
 class Choice:
-    """Makes pieces of what an engine makes."""
+    """Turns the tokens of one choice into pieces."""
 
     def __init__(self, index: int, ask: Generation, tokenizer: Tokenizer | None) -> None:
         self._index, self._ask = index, ask
@@ -111,7 +111,7 @@ class Choice:
         return self._piece(part, part.token_ids, scores)
 
     def end(self, completion: Completion, scores: PromptScores | None, stopped: bool) -> Piece:
-        """All that no piece had. `stopped`: by a stop string, so that its last token belongs to the text."""
+        """The last piece: all that no earlier one had. `stopped`: by a stop string, so its last token is text."""
         rest = completion.part(self._told)
         ended = completion.finish_reason == "stop" and not stopped
         written = rest.token_ids[:-1] if ended and not self._ask.keep_stop else rest.token_ids
@@ -140,7 +140,7 @@ class Choice:
 
 
 def writer_for(index: int, ask: Generation, tokenizer: Tokenizer | None) -> Writer | None:
-    """Of one choice's text; None where there is no text."""
+    """The writer of one choice's text; None where the model has no tokenizer."""
     if tokenizer is None:
         return None
     return Writer(

@@ -1,6 +1,6 @@
-"""Which engines a fleet has, and which of them may serve.
+"""Membership of a pool of engines, and admission to service.
 
-An engine serves after its weights are of the version asked for and its canary, a few completions, has the bits that its
+An engine serves once its weights are of the version asked for and its canary, a few completions, has the bits that its
 hardware class must have. One that fails that is quarantined: out until it is started anew, or until the next version.
 """
 
@@ -11,29 +11,57 @@ import contextlib
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from rlloop.errors import RlloopError
 from rlloop.rollout.engine.service import Busy, VersionUnavailable
-from rlloop.rollout.fleet.client import EngineClient, EngineLost
+from rlloop.rollout.fleet.client import EngineLost
 from rlloop.rollout.fleet.wire import BadAnswer, EngineState
 from rlloop.types import Completion, SamplingParams
 
 Status = Literal["joining", "behind", "serving", "quarantined", "lost"]
-Record = Callable[[Mapping[str, Any]], object]
-CANARY_SECONDS = 30.0  # for a few short completions
+Record = Callable[[Mapping[str, Any]], object]  # receives an event
 
 
 class NoEngine(RlloopError):
     """No engine came to serve what was asked for, for as long as was allowed."""
 
 
+class PoolClient(Protocol):
+    """One engine of a pool, wherever it runs: over HTTP (`client.EngineClient`) or in an actor (`launch.ray_pool`).
+
+    Raises `EngineLost` where the engine cannot be reached; a call of a process that was replaced is lost, too.
+    """
+
+    async def state(self, timeout: float | None = None) -> EngineState: ...
+
+    async def lease(self, timeout: float | None = None) -> None:
+        """Drive the engine from now on."""
+        ...
+
+    async def wake(self, version: int, wait: float) -> EngineState:
+        """Have the engine take the weights of `version`; its state then, or after `wait` seconds."""
+        ...
+
+    async def generate(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        *,
+        lowest: int | None = None,
+        highest: int | None = None,
+        boot: str | None = None,
+    ) -> list[Completion]: ...
+
+    async def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
-class RouterSettings:
+class PoolSettings:
     heartbeat: float = 1.0  # seconds between looks at an engine
     timeout: float = 3.0  # seconds of one look, which is tried three times before an engine counts as lost
     patience: float = 120.0  # seconds without any engine that serves, after which the run stops
@@ -43,40 +71,45 @@ class RouterSettings:
     hedge: float | None = None  # seconds after which an unanswered call is made elsewhere as well
     affinity: int = 16  # leading tokens by which prompts are alike
     together: int = 32  # prompts that are alike stay in one call, up to so many
+    canary_every_version: bool = True  # False: only when an engine joins, or is back after a restart
+    canary_seconds: float | None = 30.0  # for a few short completions; None: as long as it takes
+    origins: bool = True  # whether completions say which engine made them
 
 
 @dataclass(frozen=True)
 class Canary:
-    """What every engine must make of some prompts, bit for bit, if it is of `hardware`."""
+    """Completions that every engine of `hardware` must make, bit for bit."""
 
     prompts: list[list[int]]
     sampling: list[SamplingParams]
     hardware: str | None = None  # None: nothing is known; the first engine of each class sets what the others must make
     expected: list[Completion] | None = None
+    reference: Callable[[], Awaitable[list[Completion]]] | None = None  # makes `expected`, once an engine needs it
 
 
 @dataclass(eq=False)
 class Member:
-    """One engine, as the router knows it."""
+    """One engine, as the pool knows it."""
 
     url: str
     region: str
-    client: EngineClient
+    client: PoolClient
     status: Status = "joining"
     boot: str = ""
     hardware: str = ""
     version: int = -1
     condemned: int | None = None  # the version whose canary it failed
-    calls: dict[asyncio.Task[None], Any] = field(default_factory=dict)  # what each makes; its length is prompts
+    proven: str = ""  # the boot whose canary had the right bits
+    calls: dict[asyncio.Task[None], Any] = field(default_factory=dict)  # each one's chunk; its length is prompts
     kick: asyncio.Event = field(default_factory=asyncio.Event)
     caretaker: asyncio.Task[None] | None = None
     seen: float = 0.0
-    why: str = ""  # it is out of service
+    why: str = ""  # it is out of service: the reason
     last: EngineState | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.region}/{self.url.partition('://')[2]}"
+        return f"{self.region}/{self.url.rpartition('://')[2]}"
 
     @property
     def load(self) -> int:
@@ -84,14 +117,14 @@ class Member:
         return sum(map(len, self.calls.values()))
 
 
-class Members:
+class Membership:
     """For one event loop. `came` is called when an engine begins to serve."""
 
     def __init__(
         self,
-        settings: RouterSettings,
+        settings: PoolSettings,
         record: Record,
-        connect: Callable[[str], EngineClient],
+        connect: Callable[[str], PoolClient],
         objection: Callable[[EngineState], str | None],
         came: Callable[[], None],
         run_id: str = "",
@@ -137,7 +170,7 @@ class Members:
         ]  # fmt: skip
 
     async def _attend(self, member: Member) -> None:
-        """Looks at one engine for as long as it is a member."""
+        """The caretaker of one engine: polls it for as long as it is a member."""
         settings = self.settings
         while True:
             member.kick.clear()
@@ -185,26 +218,37 @@ class Members:
     async def _admit(self, member: Member) -> None:
         """Into service, if its canary has the right bits."""
         version, canary = self.version, self._canary
-        if canary is not None:
-            asked = member.client.generate(
-                canary.prompts, canary.sampling, lowest=version, highest=version, boot=member.boot
-            )
-            try:
-                made = await asyncio.wait_for(asked, CANARY_SECONDS)
-            except TimeoutError:  # a line that was cut says nothing, and nobody else looks at this engine meanwhile
-                raise EngineLost(f"its canary took more than {CANARY_SECONDS:g} s") from None
-            if version != self.version:
-                return
-            if not all(completion.whole for completion in made):
-                raise Busy("its canary was cut short by a pause")
-            known = self._references.setdefault(member.hardware, made)
-            if not all(same_bits(mine, theirs) for mine, theirs in zip(known, made, strict=True)):
-                raise BadAnswer(f"the bits of its canary at version {version} are not those of {member.hardware}")
+        if canary is not None and (self.settings.canary_every_version or member.proven != member.boot):
+            await self._prove(member, version, canary)
+        if version != self.version:
+            return
+        member.proven = member.boot
         member.status, member.why = "serving", ""
         self.note("serving", member, boot=member.boot)
         self._synced[member.name] = self._sync_facts(member)
         self._came()
         self._changed.set()
+
+    async def _prove(self, member: Member, version: int, canary: Canary) -> None:
+        """Raises where the engine's canary is late, cut short, or has other bits than its hardware class."""
+        seconds = self.settings.canary_seconds
+        asked = member.client.generate(
+            canary.prompts, canary.sampling, lowest=version, highest=version, boot=member.boot
+        )
+        try:
+            completions = await asyncio.wait_for(asked, seconds)
+        except TimeoutError:  # a line that was cut says nothing, and nobody else looks at this engine meanwhile
+            raise EngineLost(f"its canary took more than {seconds:g} s") from None
+        if version != self.version:
+            return
+        if not all(completion.whole for completion in completions):
+            raise Busy("its canary was cut short by a pause")
+        references = self._references
+        if canary.reference is not None and member.hardware == canary.hardware and member.hardware not in references:
+            references[member.hardware] = await canary.reference()
+        known = references.setdefault(member.hardware, completions)
+        if not all(same_bits(mine, theirs) for mine, theirs in zip(known, completions, strict=True)):
+            raise BadAnswer(f"the bits of its canary at version {version} are not those of {member.hardware}")
 
     def out(self, member: Member, status: Status, why: str) -> None:
         """Takes a member out of service. Its calls are made elsewhere."""
@@ -303,20 +347,20 @@ class Members:
 
 
 async def _at_most(seconds: float, event: asyncio.Event) -> None:
-    """Until the event, or as long as that."""
+    """Wait for the event, at most that long."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
 
 
 async def _let_go(member: Member) -> None:
-    """Its calls were cancelled: they tell the engine so before its client is gone."""
+    """Close its client once its cancelled calls have told the engine so."""
     await asyncio.gather(*member.calls, return_exceptions=True)
     await member.client.close()
 
 
 def reason(error: BaseException) -> str:
-    """Of an engine's being out of service: errors of ours speak for themselves."""
+    """The reason why an engine is out of service: the message of rlloop's own errors, type and message of others."""
     return str(error) if isinstance(error, RlloopError) else f"{type(error).__name__}: {error}"
 
 

@@ -1,8 +1,8 @@
-"""OpenAI's `POST /v1/completions`, and what it shares with `/v1/chat/completions` (`openai_chat`).
+"""OpenAI's `POST /v1/completions`, and the fields it shares with `/v1/chat/completions` (`openai_chat`).
 
-What is ours beside it: each choice has `token_ids`, `raw_logprobs`, `seed` and `policy_version`; a request may have
-`min_version` and `policy_version` (exactly this one). Fields of vLLM's that mean something here are taken, too. A
-float32 is written with the digits that bring back its bits.
+Extensions: each choice has `token_ids`, `raw_logprobs`, `seed` and `policy_version`; a request may have
+`min_version` and `policy_version` (exactly this one). Fields of vLLM's that mean something here are accepted, too.
+A float32 is written with enough digits to restore its bits.
 
 What cannot be honoured is refused by name, never dropped. docs/openai.md has a table of all fields.
 """
@@ -60,7 +60,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Fields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a body of either kind may have; unknown keys are refused by name."""
+    """Fields of both kinds of body; unknown keys are refused by name."""
 
     model: str
     max_tokens: int | None = None
@@ -90,7 +90,7 @@ class Fields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionFields(Fields):
-    """What a body of `/v1/completions` may have."""
+    """Fields of a body of `/v1/completions`."""
 
     prompt: str | list[str | int | list[int]]  # text or ids; one, or a list
     logprobs: int | None = None
@@ -99,7 +99,7 @@ class CompletionFields(Fields):
 
 
 class Dialect(Protocol):
-    """A way of asking and answering over HTTP."""
+    """An HTTP format of requests and answers."""
 
     def parse(self, body: bytes, served: Served) -> Generation:
         """Raises `ConfigError`."""
@@ -303,7 +303,7 @@ def _check(given: Fields, served: Served) -> None:
 
 
 def ours(piece: Piece) -> dict[str, Any]:
-    """What a choice has besides OpenAI's fields. How it ended is null while it goes on."""
+    """Fields of a choice besides OpenAI's. `finish_reason` is null until the choice has ended."""
     made = piece.completion
     content: dict[str, Any] = {
         "finish_reason": None if made is None else made.finish_reason,

@@ -16,7 +16,7 @@ from rlloop.rollout.fleet.text import HALF
 
 
 class ChatFields(Fields):
-    """What a body may have."""
+    """Fields of a body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None  # None: what there is room for
@@ -84,7 +84,7 @@ def _ids(given: ChatFields, served: Served) -> list[int]:
 
 
 def _message(place: int, message: dict[str, Any]) -> dict[str, Any]:
-    """With its content as text: templates add it to their own."""
+    """The message with its content as text, which templates concatenate."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise BadField("messages", f"messages[{place}] has the role {role!r:.40}; it must be text such as 'user'")

@@ -1,4 +1,4 @@
-"""Text of token ids as they come: never half a character, and no further than a stop string."""
+"""Incremental text of token ids: never half a character, and never past a stop string."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 from rlloop.chat import TOKENIZER_FILES, ChatTokenizer, Message
 
-HALF = "\ufffd"  # what tokenizers write for bytes that are no character, or none yet
+HALF = "\ufffd"  # written by tokenizers for bytes that are no character, or not yet one
 PATIENCE = 16  # tokens after which such bytes are taken for what they are
 Decode = Callable[[list[int]], str]
 
 
 class Tokenizer(Protocol):
-    """For many threads. What a server needs of a model folder's tokenizer."""
+    """A model folder's tokenizer, as a server needs it. Thread-safe."""
 
     @property
     def has_template(self) -> bool: ...
@@ -57,7 +57,7 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
 
 
 class Detokenizer:
-    """What each token adds to the text of those before it, so that all of it together is `decode` of all ids.
+    """Incremental detokenizer: each token's addition to the text; all additions together are `decode` of all ids.
 
     A window of the last tokens is decoded, since what a token looks like depends on its neighbours. `context`: tokens
     that come before, whose text is not repeated.
@@ -78,7 +78,7 @@ class Detokenizer:
         return self._move(text, written)
 
     def end(self) -> str:
-        """What is left when nothing follows."""
+        """The rest of the text, once no token follows."""
         return self._move(self._decode(self._window), self._written()) if len(self._window) > self._old else ""
 
     def _written(self) -> str:
@@ -125,7 +125,7 @@ class Writer:
         return "".join(pieces)
 
     def end(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         if self.stop is not None:
             return ""
         rest, self._held = self._held + self._detokenizer.end(), ""

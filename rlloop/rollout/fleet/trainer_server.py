@@ -1,9 +1,9 @@
-"""The trainer's end of a fleet over HTTP: its versions of the weights, and the door by which engines join.
+"""The trainer's server in a fleet: its versions of the weights, and the routes by which engines join.
 
     GET  /latest, /blobs/{hash}   the store (rlloop.sync.http); POST /squash/{version}, too
-    POST /fleet/join              {"url": ..., "region": ...}: said again every few seconds, it is a sign of life
+    POST /fleet/join              {"url": ..., "region": ...}: repeated every few seconds, as a heartbeat
     POST /fleet/leave             {"url": ...}
-    GET  /fleet/engines           who there is
+    GET  /fleet/engines           the members and their status
     GET  /health, /metrics
 
 And, for trainers that are not rlloop's (`rlloop serve trainer`), which publish and sample through it:
@@ -30,10 +30,10 @@ from rlloop.errors import ConfigError, RlloopError
 from rlloop.rollout.engine.service import VersionUnavailable
 from rlloop.rollout.engine.validation import one_for_each
 from rlloop.rollout.fleet import wire
-from rlloop.rollout.fleet.router import Router
+from rlloop.rollout.fleet.pool import EnginePool
 from rlloop.sync.http import StoreRoutes
 from rlloop.sync.store import Store
-from rlloop.web.server import body_of, parsed, refusal, whole_number
+from rlloop.web.requests import body_of, parsed, refusal, whole_number
 
 Publish = Callable[[bytes, int], Mapping[str, float]]  # safetensors, step -> metrics; returns when it is served
 
@@ -44,7 +44,7 @@ class Joining(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def trainer_app(
-    store: Store, router: Router, squash: Callable[[int], bool], publish: Publish | None = None
+    store: Store, pool: EnginePool, squash: Callable[[int], bool], publish: Publish | None = None
 ) -> Starlette:
     """`squash`: the publisher's. `publish`: only for trainers elsewhere; without it neither publishing nor sampling is
     offered."""
@@ -60,22 +60,22 @@ def trainer_app(
         joining = parsed(await body_of(request), Joining)
         if not is_address(joining.url) or not joining.region or "/" in joining.region:
             raise ConfigError("joining takes the engine's http(s) address and a region's name without /")
-        await run_in_threadpool(router.join, joining.url, joining.region)
+        await run_in_threadpool(pool.join, joining.url, joining.region)
         return JSONResponse({})
 
     async def leave(request: Request) -> Response:
-        await run_in_threadpool(router.leave, parsed(await body_of(request), Joining).url)
+        await run_in_threadpool(pool.leave, parsed(await body_of(request), Joining).url)
         return JSONResponse({})
 
     async def listed(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(router.members))
+        return JSONResponse(await run_in_threadpool(pool.members))
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ready"})
 
     async def metrics(request: Request) -> Response:
         engines.clear()
-        for member in await run_in_threadpool(router.members):
+        for member in await run_in_threadpool(pool.members):
             engines.labels(member["region"], member["status"]).inc()
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -88,11 +88,11 @@ def trainer_app(
     async def generate(request: Request) -> Response:
         ask = parsed(await body_of(request), wire.Ask, packed=True)
         each = one_for_each(ask.prompts, ask.sampling)
-        have, lowest = router.version, max(ask.lowest or 0, 0)
+        have, lowest = pool.version, max(ask.lowest or 0, 0)
         if have < lowest or (ask.highest is not None and have > ask.highest):
             raise VersionUnavailable(have, lowest, ask.highest)
         # In no thread of the pool: those are for the weights and the joining that it may have to wait for.
-        made = await asyncio.wrap_future(router.begin(ask.prompts, each, have))
+        made = await asyncio.wrap_future(pool.begin(ask.prompts, each, have))
         answer = wire.Answer([wire.pack(completion) for completion in made], "fleet")
         return Response(msgspec.msgpack.encode(answer), media_type=wire.CONTENT_TYPE)
 

@@ -20,7 +20,7 @@ WAITING = "the engine has no version of the weights yet"
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where an engine's weights come from."""
+    """The source of an engine's weights."""
 
     store: str  # a folder, or a URL
     public_key: str  # 64 hexadecimal digits: whose versions are taken
@@ -38,14 +38,14 @@ class Source(msgspec.Struct, frozen=True):
 
 
 def open_served(url: str, token: str | None, ca_file: str | Path | None) -> Store:
-    """As `open_store`, with the fleet's token for what is a server."""
+    """Like `open_store`; servers are sent the fleet's token."""
     if not url.startswith(("http://", "https://")):
         return open_store(url)
     return HttpStore(url, token=token, ca_file=ca_file)
 
 
 class Followed(Protocol):
-    """What goes from version to version: a `rlloop.sync.replica.Replica`, here or in another process."""
+    """A replica of the weights: `rlloop.sync.replica.Replica`, here or in another process."""
 
     @property
     def state(self) -> State: ...
@@ -72,7 +72,7 @@ class Followed(Protocol):
 
 
 class ReplicaFollower:
-    """Polls every `interval` seconds, and at once when it is woken."""
+    """Polls every `interval` seconds, and immediately when woken."""
 
     def __init__(self, replica: Followed, service: EngineService, *, interval: float = 2.0) -> None:
         self._replica, self._service, self._interval = replica, service, interval
@@ -80,7 +80,7 @@ class ReplicaFollower:
         self._changed = threading.Condition()
         self._wanted, self._closed, self._caught_up = True, False, False
         self._polls = 0
-        self._odd = ""  # what no look should raise
+        self._odd = ""  # an error that no poll should raise
         self._progress: Progress | None = None
         self._thread = threading.Thread(target=self._work, daemon=True, name="follower")
         self._thread.start()
@@ -141,21 +141,10 @@ class ReplicaFollower:
             self._odd = ""
             try:
                 if self._replica.poll():
-                    self._progress = self._measured(self._replica.metrics)
+                    self._progress = Progress.of(self._service.version, self._replica.metrics)
             except Exception as error:  # memory that ran out, say: the engine tells it, and the next look tries again
                 self._odd = str(error) or type(error).__name__
             with self._changed:
                 self._caught_up = not self.error
                 self._polls += 1
                 self._changed.notify_all()
-
-    def _measured(self, metrics: Mapping[str, float]) -> Progress:
-        return Progress(
-            self._service.version,
-            int(metrics.get("sync/wire_bytes", 0)),
-            metrics.get("sync/fetch_seconds", 0.0),
-            metrics.get("sync/stage_seconds", 0.0),
-            metrics.get("sync/verify_seconds", 0.0),
-            metrics.get("sync/drain_seconds", 0.0),
-            metrics.get("sync/pause_seconds", 0.0),
-        )

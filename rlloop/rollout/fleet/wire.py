@@ -1,4 +1,4 @@
-"""What crosses between engines and those who use them: msgpack, float32 as its bytes, so that every bit arrives.
+"""The wire format between engine servers and their clients: msgpack, float32 as bytes, so that every bit arrives.
 
 POST /rlloop/generate   Ask -> Answer
 """
@@ -31,7 +31,7 @@ class Ask(msgspec.Struct, forbid_unknown_fields=True):
     sampling: list[SamplingParams]  # one each
     lowest: int | None = None
     highest: int | None = None
-    holder: str = ""  # who asks, and its term: see Lease
+    holder: str = ""  # the asking run, and its term: see Lease
     term: int = 0
 
 
@@ -64,7 +64,7 @@ class Answer(msgspec.Struct):
 
 
 class Progress(msgspec.Struct):
-    """How the engine's replica came to its version; times in seconds."""
+    """Costs of the replica's last change of version; times in seconds."""
 
     version: int
     wire_bytes: int = 0
@@ -78,12 +78,18 @@ class Progress(msgspec.Struct):
         if not all(map(math.isfinite, self.seconds().values())):
             raise ValueError("a time is no number")
 
+    @classmethod
+    def of(cls, version: int, metrics: Mapping[str, float]) -> Progress:
+        """From a replica's sync/* metrics."""
+        seconds = {name: metrics.get(f"sync/{name}", 0.0) for name in cls.__struct_fields__ if name.endswith("seconds")}
+        return cls(version, int(metrics.get("sync/wire_bytes", 0)), **seconds)
+
     def seconds(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_seconds")}
 
 
 class EngineState(msgspec.Struct):
-    """What `GET /rlloop/state` says."""
+    """The body of `GET /rlloop/state`."""
 
     boot: str
     name: str
@@ -95,17 +101,17 @@ class EngineState(msgspec.Struct):
     weights: Progress | None = None
     error: str = ""
     paused: bool = False
-    run_id: str = ""  # whose weights it has; "": nobody's that was published
+    run_id: str = ""  # the run whose weights it has; "": none that was published
     follows: str = ""  # the only run whose weights it takes; "": any
 
 
 class BadAnswer(RlloopError):
-    """An engine answered what no engine in order answers."""
+    """An engine's answer does not fit its request, or cannot be read."""
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Whatever goes wrong inside is the answer's fault, and raised as `BadAnswer`."""
+    """Raises any error inside as `BadAnswer`: the answer is at fault."""
     try:
         yield
     except RlloopError:

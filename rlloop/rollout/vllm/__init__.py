@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlloop.config.engine import EngineKind
+    from rlloop.config.rollout import EngineKind
     from rlloop.models import Model
     from rlloop.rollout.vllm.engine import VllmEngine
 

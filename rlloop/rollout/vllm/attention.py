@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
-from rlloop.numerics.layout import AttentionLayout, Carried
+from rlloop.numerics.layout import AttentionLayout, RecurrentState
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -135,6 +135,19 @@ class PagedStore(nn.Module, AttentionLayerBase):
         self.rows = by_token.view(-1, self.heads, self.width)
 
 
+class GpuStore(PagedStore):
+    """vLLM 0.26 assigns the cache, in the shape that the backend names: [blocks, block_size, heads, width]."""
+
+    @property
+    def kv_cache(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.rows
+
+    @kv_cache.setter
+    def kv_cache(self, cache: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if cache.numel():
+            self.rows = cache.view(-1, self.heads, self.width)
+
+
 class PagedStores:
     """The `Cache` of `Model.hidden`: writes this step's tensors into vLLM's pages."""
 
@@ -151,5 +164,5 @@ class PagedStores:
             rows.view(len(rows), -1).index_copy_(0, self._slots, tensor.reshape(len(tensor), -1))
         return tuple(stores[name].rows for name in tensors)
 
-    def carried(self, layer: int, name: str) -> Carried:
+    def carried(self, layer: int, name: str) -> RecurrentState:
         raise AssertionError("engines refuse models with recurrent layers, whose states have no pages")

@@ -23,9 +23,9 @@ from rlloop.models.scoring import score_prompt
 from rlloop.rollout.engine.choice_store import Choices
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.validation import Limits
-from rlloop.rollout.vllm import plugin, versions
-from rlloop.rollout.vllm.requests import check_alone, check_sampling, raw_of_stock, vllm_params
-from rlloop.types import NOTHING, Completion, FinishReason, Part, PromptScores, SamplingParams, stop_ids
+from rlloop.rollout.vllm import names, versions
+from rlloop.rollout.vllm.requests import check_sampling, check_supported, raw_of_stock, vllm_params
+from rlloop.types import NOTHING, Completion, FinishReason, ModelInput, Part, PromptScores, SamplingParams, stop_ids
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
@@ -63,7 +63,7 @@ class VllmEngine(EngineFrontEnd):
     Raises `ConfigError` where vLLM cannot be used here (`rlloop doctor` says why, too).
     """
 
-    formats: ClassVar = {"config_format": plugin.FORMAT, "load_format": plugin.FORMAT}
+    formats: ClassVar = {"config_format": names.FORMAT, "load_format": names.FORMAT}
     raw_column = True  # whether the sampler sends logprobs at temperature 1 as well
 
     def __init__(
@@ -141,11 +141,11 @@ class VllmEngine(EngineFrontEnd):
         request = self._requests.get(str(request_id))
         return NOTHING if request is None else Part(request.token_ids[begin:], *self._logprobs(request, begin))
 
-    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
+    def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0) -> PromptScores:
         """By the trainer's forward, beside vLLM."""
         if not self.raw_column:
             raise ConfigError("scores of a prompt would be the trainer's, not vLLM's; use the engine vllm or embedded")
-        return score_prompt(self.model, prompt_ids, top_logprobs)
+        return score_prompt(self.model, prompt, top_logprobs)
 
     @property
     def in_flight(self) -> int:
@@ -182,10 +182,10 @@ class VllmEngine(EngineFrontEnd):
 
     def _drop(self) -> None:
         """Blocks are named when they are scheduled; after a step that did not finish, they may hold anything."""
-        names = list(self._requests)
+        ids = list(self._requests)
         self._requests.clear()
         self._forget_begun()
-        self._llm.engine_core.abort_requests(names)
+        self._llm.engine_core.abort_requests(ids)
         self._forget_cached()
 
     def _forget_cached(self) -> None:
@@ -237,22 +237,22 @@ class VllmEngine(EngineFrontEnd):
             (Path(folder) / "config.json").write_text(json.dumps(self.model.config.raw))
             settings |= {**self.formats, "additional_config": lend(self.model)}
             if self.model.device.type == "cuda":
-                settings |= {"worker_cls": plugin.GPU_WORKER, "gpu_memory_utilization": 0.02}
+                settings |= {"worker_cls": names.GPU_WORKER, "gpu_memory_utilization": 0.02}
                 settings |= {"enable_sleep_mode": self._sleeps}
-                settings |= {"logits_processors": [plugin.GATE]} if self.raw_column else {}
+                settings |= {"logits_processors": [names.GATE]} if self.raw_column else {}
             return LLMEngine.from_engine_args(EngineArgs(model=folder, **settings))
 
-    def _check(self, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
-        check_alone(top_logprobs)
-        super()._check(prompt_ids, sampling)
+    def _check(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
+        check_supported(prompt, top_logprobs)
+        super()._check(prompt, sampling)
         check_sampling(sampling, stock=not self.raw_column)
 
-    def _accept(self, id: int, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int) -> None:
+    def _accept(self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int) -> None:
         self.wake_up()
-        llm, prompt = self._llm, {"prompt_token_ids": prompt_ids}
+        llm, asked = self._llm, {"prompt_token_ids": prompt.token_ids}
         tasks = llm.get_supported_tasks()
-        llm.engine_core.add_request(llm.input_processor.process_inputs(str(id), prompt, self._params(sampling), tasks))
-        self._requests[str(id)] = _Request(id, prompt_ids, sampling)
+        llm.engine_core.add_request(llm.input_processor.process_inputs(str(id), asked, self._params(sampling), tasks))
+        self._requests[str(id)] = _Request(id, prompt.token_ids, sampling)
 
     def _rest(self) -> None:
         if self._sleeps:

@@ -22,6 +22,7 @@ from rlloop.models import Model, load_model
 from rlloop.models.weights import HEAD
 from rlloop.rollout.vllm import versions
 from rlloop.rollout.vllm.messages import Facts
+from rlloop.rollout.vllm.names import ARCHITECTURE, FORMAT, GATE, GPU_WORKER
 from rlloop.sync.live import named_weights
 
 LENT_AS = "rlloop_model"  # the key of `additional_config` that names a lent model
@@ -72,8 +73,6 @@ class ConfigParser(ConfigParserBase):
     """Format `rlloop`: a folder's config.json as Hugging Face's parser reads it, with our architecture."""
 
     def parse(self, model: str | Path, *args: Any, **kwargs: Any) -> tuple[dict, Any]:
-        from rlloop.rollout.vllm.plugin import ARCHITECTURE
-
         plain, config = get_config_parser("hf").parse(model, *args, **kwargs)
         config.architectures = [ARCHITECTURE]
         return {**plain, "architectures": [ARCHITECTURE]}, config
@@ -84,8 +83,6 @@ class OnGpu(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        from rlloop.rollout.vllm.plugin import FORMAT, GATE, GPU_WORKER
-
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = GPU_WORKER

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
-from rlloop.models import Routes
+from rlloop.models import RoutingRecord
 from rlloop.rollout.engine.choice_store import ChoiceStore
-from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
+from rlloop.rollout.vllm.attention import GpuStore, PagedStore, PagedStores, StepMetadata
+from rlloop.rollout.vllm.gpu_graphs import StepGraphs
 from rlloop.rollout.vllm.loading import policy_of
 from rlloop.rollout.vllm.sampler import Replayed, Rows
 
@@ -29,10 +30,8 @@ class RlloopForCausalLM(nn.Module):
         self.policy = policy_of(vllm_config)
         known = vllm_config.compilation_config.static_forward_context
         self.stores: list[dict[str, PagedStore]] = []
-        self.graphs: Any = None
-        make = PagedStore
-        if self.policy.device.type == "cuda":
-            from rlloop.rollout.vllm.gpu import GpuStore as make
+        self.graphs: StepGraphs | None = None
+        make = GpuStore if self.policy.device.type == "cuda" else PagedStore
         for layer, spec in enumerate(self.policy.cache_spec()):
             stores = {}
             for name, shape in spec.items():
@@ -64,16 +63,14 @@ class RlloopForCausalLM(nn.Module):
             replayed = self.replayed = self._graphs().replay(input_ids[:count], positions[:count], step, self.rows())
             return replayed
         cache = PagedStores(self.stores, step.slots)
-        routes = None if self.choices is None else Routes()
+        routes = None if self.choices is None else RoutingRecord()
         tokens, positions = input_ids[:count].long().clamp(min=0), positions[:count].long()  # -1: none was drawn
         hidden = self.policy.hidden(tokens, positions, step.layout, cache, routes=routes)
         if self.choices is not None and routes is not None:
             self.choices.write(step.slots, routes)
         return hidden if count == len(input_ids) else nn.functional.pad(hidden, (0, 0, 0, len(input_ids) - count))
 
-    def _graphs(self) -> Any:
-        from rlloop.rollout.vllm.gpu import StepGraphs
-
+    def _graphs(self) -> StepGraphs:
         self.graphs = self.graphs or StepGraphs(self.policy, self.stores, self.choices, self._most)
         return self.graphs
 

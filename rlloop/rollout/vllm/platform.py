@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms import cpu
 
-from rlloop.rollout.vllm.plugin import ARCHITECTURE, FORMAT
+from rlloop.rollout.vllm.names import ARCHITECTURE, CPU_WORKER, FORMAT, GATE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-WORKER = "rlloop.rollout.vllm.worker.CpuWorker"
-GATE = "rlloop.rollout.vllm.sampler:OnlyExact"
 
 
 class CpuPlatform(cpu.CpuPlatform):
@@ -24,7 +21,7 @@ class CpuPlatform(cpu.CpuPlatform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         parallel, model = vllm_config.parallel_config, vllm_config.model_config
         if parallel.worker_cls == "auto":
-            parallel.worker_cls = WORKER
+            parallel.worker_cls = CPU_WORKER
         if model is not None and ARCHITECTURE in model.architectures:
             vllm_config.load_config.load_format = FORMAT
             model.logits_processors = [*(model.logits_processors or ()), GATE]

@@ -9,12 +9,7 @@ format `rlloop`, which gives any folder that architecture, and the load format `
 from __future__ import annotations
 
 from rlloop.rollout.vllm import versions
-
-ARCHITECTURE = "RlloopForCausalLM"
-FORMAT = "rlloop"
-GATE = "rlloop.rollout.vllm.sampler:OnlyExact"
-STOCK_FORMAT = "rlloop_stock"  # vLLM's model, with weights read by rlloop or lent by a trainer of its process
-GPU_WORKER = "rlloop.rollout.vllm.gpu.GpuWorker"
+from rlloop.rollout.vllm.names import ARCHITECTURE, CPU_PLATFORM, FORMAT, STOCK_FORMAT
 
 
 def register() -> None:
@@ -44,4 +39,4 @@ def cpu_platform() -> str | None:
     found = versions.installed()
     if found is None or not found[1] or versions.problems():
         return None
-    return "rlloop.rollout.vllm.platform.CpuPlatform"
+    return CPU_PLATFORM

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from rlloop.web.server import gone, refusal
+from rlloop.web.requests import gone, refusal
 
 ALLOWED = {
     "/health": "GET",

@@ -30,10 +30,10 @@ from rlloop.rollout.fleet.client import MAX_ANSWER, LoopThread
 from rlloop.rollout.fleet.weight_follower import Source
 from rlloop.rollout.fleet.wire import Array, unpack_array
 from rlloop.rollout.vllm.messages import Chosen, Facts, Standing
-from rlloop.rollout.vllm.requests import RAW_ID, check_alone, check_sampling, raw_of_stock, vllm_params
+from rlloop.rollout.vllm.requests import RAW_ID, check_sampling, check_supported, raw_of_stock, vllm_params
 from rlloop.sync.replica import State
 from rlloop.sync.target import TORN
-from rlloop.types import NOTHING, Completion, Part, PromptScores, SamplingParams, stop_ids
+from rlloop.types import NOTHING, Completion, ModelInput, Part, PromptScores, SamplingParams, stop_ids
 from rlloop.web.clients import CONNECT_SECONDS, async_client
 
 T = TypeVar("T")
@@ -168,14 +168,14 @@ class ServedEngine(EngineFrontEnd):
         """Nothing: vLLM is asked for whole completions."""
         return NOTHING
 
-    def score(self, prompt_ids: list[int], top_logprobs: int = 0) -> PromptScores:
+    def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0) -> PromptScores:
         raise ConfigError(
             "vLLM's server scores no prompts for rlloop (echo with logprobs, prompt_logprobs); leave it out"
         )
 
-    def _check(self, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
-        check_alone(top_logprobs)
-        super()._check(prompt_ids, sampling)
+    def _check(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
+        check_supported(prompt, top_logprobs)
+        super()._check(prompt, sampling)
         check_sampling(sampling, self.facts.stock)
         if self.facts.stock and sampling.min_tokens:
             raise ConfigError(
@@ -183,14 +183,14 @@ class ServedEngine(EngineFrontEnd):
                 "(its tokenizer's end among them); leave it off, or serve rlloop's model"
             )
 
-    def _accept(self, id: int, prompt_ids: list[int], sampling: SamplingParams, top_logprobs: int) -> None:
+    def _accept(self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int) -> None:
         stop = stop_ids(sampling, self.limits.eos_token_ids)
         columns = 0 if self.facts.stock else 2
         name = self._name(id) if self.facts.chooses else None
         params = vllm_params(sampling, stop, raw=not self.facts.stock, columns=columns, name=name)
-        body = {"request_id": self._name(id), "token_ids": prompt_ids, "sampling_params": params}
+        body = {"request_id": self._name(id), "token_ids": prompt.token_ids, "sampling_params": params}
         answer = self._upstream.start("/inference/v1/generate", body)
-        self._running[id] = (prompt_ids, sampling, answer)
+        self._running[id] = (prompt.token_ids, sampling, answer)
         answer.add_done_callback(lambda _: self._answered.put(id))
 
     def step(self) -> list[tuple[int, Completion]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlloop.errors import ConfigError
-from rlloop.types import SamplingParams
+from rlloop.types import ModelInput, SamplingParams
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to it
 RAW = "rlloop_raw_logprobs"  # a request's `extra_args` key: a second column of logprobs, at temperature 1, untruncated
@@ -28,12 +28,17 @@ def check_sampling(sampling: SamplingParams, stock: bool) -> None:
         )
 
 
-def check_alone(top_logprobs: int) -> None:
-    """Raises `ConfigError` where tokens beside the drawn one are asked for."""
+def check_supported(prompt: ModelInput | list[int], top_logprobs: int) -> None:
+    """Raises `ConfigError` where tokens beside the drawn one are asked for, or the prompt is more than text."""
     if top_logprobs:
         raise ConfigError(
             f"{top_logprobs} likeliest tokens were asked for, and an engine around vLLM gives the drawn one's logprob "
             "alone: ask for none (logprobs=0, top_logprobs=0), or serve the embedded engine"
+        )
+    if isinstance(prompt, ModelInput) and not prompt.is_text:
+        raise ConfigError(
+            "a prompt has positions or contents of its own, which engines around vLLM do not take; set "
+            "rollout.engine=embedded"
         )
 
 

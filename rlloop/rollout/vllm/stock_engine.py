@@ -11,7 +11,7 @@ from torch import Tensor
 from rlloop.errors import ConfigError, SyncError
 from rlloop.models.architecture import LatentConfig
 from rlloop.models.weights import HEAD
-from rlloop.rollout.vllm import plugin, versions
+from rlloop.rollout.vllm import names, versions
 from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.rollout.vllm.weights import Part, plain
 from rlloop.sync.bits import digest
@@ -31,7 +31,7 @@ class StockVllmEngine(VllmEngine):
     """
 
     raw_column = False
-    formats: ClassVar = {"load_format": plugin.STOCK_FORMAT}
+    formats: ClassVar = {"load_format": names.STOCK_FORMAT}
 
     def live_parts(self) -> dict[str, Part]:
         """vLLM's live weights by Hugging Face name; where all are views, `rlloop.sync.live.LiveTarget` takes them."""
@@ -45,10 +45,10 @@ class StockVllmEngine(VllmEngine):
         tied = {HEAD} if self.model.config.tied else set()
         if apart := sorted((sent.keys() ^ live.keys()) - tied):
             raise SyncError(f"the trainer's weights and vLLM's are not the same: {', '.join(apart[:5])}")
-        names = [name for name in sent if name in live]
-        for name in names:
+        shared = [name for name in sent if name in live]
+        for name in shared:
             live[name].copy_(sent[name])
-        wrong = [name for name in names if _digest(sent[name]) != _digest(plain(live[name]))]
+        wrong = [name for name in shared if _digest(sent[name]) != _digest(plain(live[name]))]
         if wrong:
             raise SyncError(f"vLLM serves other weights than it was sent: {', '.join(wrong[:5])}")
         if self.model.config.latent is not None:

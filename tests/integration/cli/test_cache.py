@@ -29,7 +29,7 @@ def test_the_environment_names_the_cache(tmp_path, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("RLLOOP_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ConfigError, match="RLLOOP_CACHE names another"):
+    with pytest.raises(ConfigError, match="set the environment variable RLLOOP_CACHE"):
         cache_root()
     monkeypatch.setenv("RLLOOP_CACHE", str(tmp_path))
     monkeypatch.setattr("os.access", lambda *_: False)  # tests may run as root, whom no mode bits stop
@@ -104,7 +104,7 @@ def test_what_somebody_planted_among_the_temporary_files_is_never_loaded(tmp_pat
     planted.chmod(0o777)
     (tmp_path / "home").touch()  # a file, under which nothing can be made, not even by root
     environment = {key: value for key, value in os.environ.items() if "CACHE" not in key}
-    code = "from rlloop.numerics.kernels.cpu.jit import CACHE; print(CACHE)"
+    code = "from rlloop.numerics.kernels.cpu.compiled.jit import CACHE; print(CACHE)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**environment, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")},

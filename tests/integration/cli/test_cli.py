@@ -124,7 +124,7 @@ def test_another_configuration_in_the_same_folder_is_refused(rlloop):
     rlloop.train("run.dir=out")
     code, said = rlloop.train("run.dir=out", "trainer.lr=0.5")
     assert code == 2
-    assert "trainer.lr: the run has 1e-05, given is 0.5" in said
+    assert "trainer.lr: the run has 1e-05, now it is 0.5" in said
 
 
 def test_a_sweep_makes_a_folder_a_job_and_can_be_repeated(rlloop, tmp_path):
@@ -203,7 +203,7 @@ RELAY = ["serve", "relay", "--upstream", "http://127.0.0.1:1", "--cache", "c"]
     ("arguments", "says"),
     [
         (["train", "--config-name", "toyy"], "did you mean toy?"),
-        (["train"], "which recipe?"),
+        (["train"], "no recipe is named"),
         (["trian"], "invalid choice: 'trian'"),
         (["verify", "nosuch"], "there is no run nosuch"),
         (["compare", "nosuch", "other"], "there is no run nosuch"),

@@ -17,7 +17,8 @@ from rlloop import Engine, load_model
 from rlloop.cli.main import main
 from rlloop.errors import ConfigError
 from rlloop.parity_tool.sides import open_side, parse_profile, read_logprobs
-from rlloop.runs.folder import RunFolder, rollout_rows
+from rlloop.runs.folder import RunFolder
+from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.support.checkpoints import make_checkpoint
 
@@ -58,7 +59,7 @@ def test_a_side_that_computes_nan_is_named_and_not_left_out(tmp_path: Path, caps
     save_file(weights, file)
     for kind in ("", "transformers:"):
         assert main(["parity", str(tmp_path / "good"), f"{kind}{tmp_path / 'broken'}", "--require", *SMALL]) == 2
-        assert "broken computes no number for 23 of 23 tokens" in capsys.readouterr().err
+        assert "broken computes NaN for 23 of 23 tokens" in capsys.readouterr().err
 
 
 def test_engine_and_trainer_and_a_stock_knob(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_a_runs_conversations(tmp_path: Path) -> None:
         (["model", "model", "--prompts", "nowhere"], "--prompts is 'nowhere'"),
         (["model", "model", "--sequences", "0"], "--sequences is 0; it must be at least 1"),
         (["model", "model", "--length", "1"], "--length is 1; it must be at least 2"),
-        (["model", "model", "-o", "model/file/report"], "-o is 'model/file/report'; it cannot be made"),
+        (["model", "model", "-o", "model/file/report"], "-o is 'model/file/report', which cannot be created"),
     ],
 )
 def test_what_cannot_work_is_refused_before_torch_is_there(tmp_path: Path, arguments: list[str], named: str) -> None:

@@ -30,8 +30,8 @@ def test_a_vllm_of_another_cuda_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(versions, "problems", list)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     lines = [line.text for line in doctor._vllm()]
-    assert "vLLM 0.26.0 is compiled for CUDA 13, and torch for 12.8: its kernels will not load" in lines
-    assert lines[0].startswith("vLLM 0.26.0 is a GPU build, and torch")
+    assert "vLLM 0.26.0 is built for CUDA 13, and torch for 12.8: its kernels will not load" in lines
+    assert lines[0].startswith("vLLM 0.26.0 is a GPU build, but torch")
 
 
 def test_a_machine_that_fails_the_probe_is_refused(tmp_path, monkeypatch, capsys):

@@ -57,7 +57,7 @@ def test_nothing_without_the_token(ask, path):
     for headers in ({}, {"authorization": "Bearer another"}, {"authorization": TOKEN}):
         answer = ask(path, headers=headers)
         assert answer.status_code == 401
-        assert "asks for its token" in answer.text
+        assert "needs its token" in answer.text
     assert ask(path, headers={}, cookies={"rlloop_1": "another"}).status_code == 401
     assert ask(path, headers={}, cookies={"rlloop_2": TOKEN}).status_code == 401  # another port's
 

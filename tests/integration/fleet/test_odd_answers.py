@@ -20,7 +20,7 @@ from rlloop.rollout import Engine
 from rlloop.rollout.fleet import wire
 from rlloop.rollout.fleet.client import LoopThread, RemoteEngine
 from rlloop.rollout.fleet.membership import NoEngine
-from rlloop.rollout.fleet.router import Router
+from rlloop.rollout.fleet.pool import EnginePool, http_pool
 from rlloop.types import Completion, SamplingParams
 from tests.support.router_fleet import CANARY, FAST, Events, OneEngine, check, fleet, until
 from tests.support.tiny_models import tiny_qwen3
@@ -89,7 +89,7 @@ def expected() -> list[Completion]:
 
 
 @pytest.fixture(scope="module")
-def pair(expected) -> Iterator[tuple[Router, Events, Odd]]:
+def pair(expected) -> Iterator[tuple[EnginePool, Events, Odd]]:
     odd = Odd(expected)
     settings = dataclasses.replace(FAST, calls=1, timeout=0.5)
     with fleet(OneEngine(), settings=settings, vocabulary=VOCABULARY) as (router, events):
@@ -319,7 +319,7 @@ def test_records_that_cannot_be_written_end_the_wait(expected):
             if event["event"] == full_at:
                 raise OSError(28, "No space left on device")
 
-        router = Router(FAST, record)
+        router = http_pool(FAST, record)
         router.join(engine.url, "r0")
 
         async def fail(*_, **__):

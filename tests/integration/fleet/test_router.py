@@ -17,7 +17,7 @@ from rlloop.rollout.engine.service import Busy, VersionUnavailable
 from rlloop.rollout.fleet import wire
 from rlloop.rollout.fleet.client import Fenced
 from rlloop.rollout.fleet.membership import NoEngine, hardware_class
-from rlloop.rollout.fleet.router import Router
+from rlloop.rollout.fleet.pool import http_pool
 from rlloop.rollout.fleet.trainer_server import trainer_app
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import FolderStore
@@ -161,7 +161,7 @@ def test_a_process_of_an_earlier_term_is_fenced_off():
     settings = dataclasses.replace(FAST, heartbeat=60.0)
     with fleet(engine, settings=settings, holder="run", term=1) as (old, _):
         old.serve_version(0, None)
-        new = Router(FAST, lambda event: None, holder="run", term=2)
+        new = http_pool(FAST, lambda event: None, holder="run", term=2)
         new.join(engine.url, "r0")
         new.serve_version(0, None)
         assert len(new.generate(PROMPTS[:2], SAMPLING[:2], 0)) == 2
@@ -198,7 +198,7 @@ def test_a_version_that_is_not_the_fleets_is_refused_and_not_waited_for(expected
 
 def test_a_router_that_is_closed_in_the_middle_tells_its_engines(caplog):
     engine, events = OneEngine(), Events()
-    router = Router(FAST, events.append)
+    router = http_pool(FAST, events.append)
     router.join(engine.url, "r0")
     router.serve_version(0, None)
     engine.engine.go.clear()

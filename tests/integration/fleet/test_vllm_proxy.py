@@ -14,7 +14,8 @@ from starlette.routing import Route
 
 from rlloop.cli.main import main
 from rlloop.rollout.vllm.proxy import ALLOWED, proxy_app
-from rlloop.web.server import BackgroundServer, Guard, Listen, gone
+from rlloop.web.requests import gone
+from rlloop.web.server import BackgroundServer, Guard, Listen
 
 TOKEN = "a token of sixteen or more"
 SEEN: list[tuple[str, str, dict[str, str], bytes]] = []

@@ -107,7 +107,10 @@ def test_the_users_environment_through_the_custom_recipe(tmp_path, capsys, monke
         "+task.environment._target_=my_tool.Echo",
     ]  # fmt: skip
     assert main(arguments) == 2
-    assert "task.environment: my_tool.Echo must take an example and []: missing" in capsys.readouterr().err
+    assert (
+        "my_tool.Echo(example, times) cannot be called with (example): missing a required argument"
+        in capsys.readouterr().err
+    )
     assert main([*arguments, "+task.environment.times=2"]) == 0
     for record in list(read_records(Path("run/metrics.jsonl")))[1:]:
         assert record["rollout/turns_mean"] == record["reward/turns"] == 2

@@ -85,8 +85,8 @@ UNSUPPORTED = {
     "apply(lambda x: x, 1) == 1": "it gives the program a function",
     "length(iter([1])) == 1": "it gives the program a list_iterator",
     "class More(Stack): pass\nassert True": "derives a class",
-    "square(2 == 4": "it is no Python: '(' was never closed",
-    "square(2) == 4\0": "it is no Python: source code string cannot contain null bytes",
+    "square(2 == 4": "it is not Python: '(' was never closed",
+    "square(2) == 4\0": "it is not Python: source code string cannot contain null bytes",
     "import numpy\nassert numpy.all(square(2) == 4)": "No module named 'numpy'",
 }
 
@@ -165,7 +165,7 @@ class A:
 for module in list(sys.modules.values()):
     if hasattr(module, 'encode') and hasattr(module, 'serve'):
         module.encode = lambda value, other: True
-        module.judge = lambda *a: {{'verdict': 'passed', 'why': ''}}
+        module.run_test = lambda *a: {{'verdict': 'passed', 'why': ''}}
 def f(x): return A()""",
     "frames": """
 import sys

@@ -93,7 +93,7 @@ def test_no_client_reads_without_end(hostile, monkeypatch):
 
 
 def test_an_address_that_is_none_is_said_so():
-    with pytest.raises(ConfigError, match="is no address"):
+    with pytest.raises(ConfigError, match="is not an address"):
         client(most=1, base_url="http://\0")
 
 

@@ -128,7 +128,7 @@ def test_where_there_is_no_room_who_waits_without_a_request_makes_it(monkeypatch
         busy.sendall(b"cd")  # nobody whose request is under way was shut
         assert busy.recv(4096).startswith(b"HTTP/1.1 200 ")
     assert len(caplog.records) == 1  # for all of them
-    assert "connections were turned away" in caplog.text
+    assert "connections were refused" in caplog.text
 
 
 def is_open(line: socket.socket) -> bool:
@@ -175,4 +175,4 @@ def test_half_open_connections_beyond_the_descriptors_neither_stop_the_server_no
         process.terminate()
         _, log = process.communicate(timeout=30)
     assert log.count(b"\n") == 1
-    assert b"connections were turned away" in log
+    assert b"connections were refused" in log

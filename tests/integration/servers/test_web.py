@@ -20,8 +20,8 @@ from rlloop.launch import run as launch
 from rlloop.rollout import Engine
 from rlloop.rollout.engine.service import EngineService
 from rlloop.rollout.fleet.engine_server import EngineServer
-from rlloop.rollout.fleet.membership import RouterSettings
-from rlloop.rollout.fleet.router import Router
+from rlloop.rollout.fleet.membership import PoolSettings
+from rlloop.rollout.fleet.pool import http_pool
 from rlloop.rollout.fleet.trainer_server import trainer_app
 from rlloop.rollout.vllm.proxy import proxy_app
 from rlloop.sync.http import relay_app
@@ -51,7 +51,7 @@ def server(request, tmp_path):
     elif request.param == "relay":
         app = relay_app(CachingStore(store, tmp_path / "cache", MAX_MANIFEST))
     elif request.param == "trainer":
-        router = Router(RouterSettings(), lambda event: None, token=TOKEN)
+        router = http_pool(PoolSettings(), lambda event: None, token=TOKEN)
         undo.append(router.close)
         app = trainer_app(store, router, lambda sequence: False, lambda content, step: {})
     else:

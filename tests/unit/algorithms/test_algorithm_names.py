@@ -15,7 +15,7 @@ from rlloop.algorithms.advantages import ADVANTAGES
 from rlloop.algorithms.corrections import CORRECTIONS
 from rlloop.algorithms.losses import LOSSES
 from rlloop.algorithms.presets import PRESETS
-from rlloop.config.run import AlgorithmConfig, Anchor
+from rlloop.config.algorithm import AlgorithmConfig, Anchor
 from rlloop.errors import ConfigError
 from tests.support.loss_batches import random_batch
 
@@ -232,3 +232,89 @@ def test_a_group_of_one_is_refused_where_samples_are_compared(name):
 def test_dynamic_sampling_of_groups_of_one_is_refused():
     with pytest.raises(ConfigError, match="nothing would be left"):
         advantages_for(preset("ppo", "algorithm.dynamic_sampling=true"), max_tokens=100, group_size=1)
+
+
+OWN = """
+import torch
+from rlloop.algorithms import LossBatch, LossOutput, PolicyTerm, finish, token_mean
+from rlloop.algorithms.corrections import Weights
+
+def loss(batch: LossBatch, *, power: float = 1.0) -> LossOutput:
+    b = batch.unmasked()
+    return finish(b, PolicyTerm(-b.advantages * b.logprobs * power, {}), token_mean(b))
+
+def half(batch: LossBatch, *, factor: float = 0.5) -> Weights:
+    return Weights(torch.full_like(batch.logprobs, factor).detach(), {})
+
+def doubled(rewards, groups, *, scale: float = 2.0):
+    return rewards * scale
+
+def total(rewards, groups):
+    return rewards.sum()
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_algorithm.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("own_algorithm", None)
+
+
+def target(name: str, **arguments) -> dict:
+    return {"_target_": f"own_algorithm.{name}", **arguments}
+
+
+@pytest.mark.usefixtures("own")
+def test_a_loss_of_ones_own_trains_with_its_arguments_and_a_correction_of_ones_own():
+    batch = random_batch()
+    single, double = (
+        loss_for(AlgorithmConfig(loss=target("loss", power=power), advantage="raw"))(batch) for power in (1.0, 2.0)
+    )
+    assert double.loss.item() == 2 * single.loss.item() != 0
+    assert "is/ess" in single.metrics
+    correction = {"mine": target("half", factor=0.25), "veto": {}}
+    weighed = loss_for(AlgorithmConfig(loss=target("loss"), advantage="raw", correction=correction))(batch)
+    assert weighed.loss.item() == single.loss.item() / 4
+
+
+@pytest.mark.usefixtures("own")
+def test_an_estimator_of_ones_own():
+    def estimate(name: str, **arguments):
+        config = AlgorithmConfig(loss="grpo", advantage=target(name, **arguments))
+        return advantages_for(config, max_tokens=100, group_size=1)([1.0, 3.0], [0, 0], [1, 1])
+
+    assert estimate("doubled") == ([2.0, 6.0], [True, True])
+    assert estimate("doubled", scale=0.5) == ([0.5, 1.5], [True, True])
+    with pytest.raises(ConfigError, match=r"returned an array of shape \(\) for rewards of shape \(2,\)"):
+        estimate("total")
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            {"loss": target("loss", pwer=2.0), "advantage": "raw"},
+            "algorithm.loss.pwer is no argument of own_algorithm.loss",
+        ),
+        (
+            {"loss": target("loss", power="2"), "advantage": "raw"},
+            "algorithm.loss.power is '2'; own_algorithm.loss takes",
+        ),
+        ({"loss": "grpo", "advantage": target("double")}, "own_algorithm has no 'double'; did you mean doubled?"),
+        ({"loss": "grpo", "advantage": target("loss")}, "algorithm.advantage._target_: own_algorithm.loss"),
+        (
+            {"loss": "grpo", "advantage": "raw", "correction": {"mine": target("half", facor=1.0)}},
+            "algorithm.correction.mine.facor is no argument of own_algorithm.half; allowed are factor",
+        ),
+    ],
+)
+def test_arguments_of_ones_own_are_refused_by_name_before_any_work(config, says):
+    def build(algorithm: AlgorithmConfig):
+        return loss_for(algorithm), advantages_for(algorithm, max_tokens=100, group_size=2)
+
+    with pytest.raises(ConfigError) as caught:
+        build(AlgorithmConfig(**config))
+    assert says in str(caught.value)

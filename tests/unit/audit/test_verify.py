@@ -18,7 +18,8 @@ from rlloop.launch.compose import as_container
 from rlloop.models import save_model
 from rlloop.parity.certificate import Certificate, bits_digest
 from rlloop.rollout import Engine
-from rlloop.runs.folder import Journal, RunFolder, read_rollouts, rollout_rows
+from rlloop.runs.folder import Journal, RunFolder, read_rollouts
+from rlloop.runs.rollouts import rollout_rows
 from rlloop.trainer import CheckpointStore
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.support.tiny_models import tiny_qwen3
@@ -83,9 +84,9 @@ def test_a_whole_history(run):
     assert check(run, "outcomes") == check(run, "fleet") == []
     rescored = look(run, "re-scored", rescored=None)
     assert rescored.problems == []
-    assert rescored.found.startswith("6 completions")
-    assert look(run, "re-scored", rescored=2).found.startswith("2 completions")
-    assert "; 4 not" in look(run, "re-scored", rescored=2).found
+    assert rescored.summary.startswith("6 completions")
+    assert look(run, "re-scored", rescored=2).summary.startswith("2 completions")
+    assert "; 4 not" in look(run, "re-scored", rescored=2).summary
 
 
 def test_a_completion_that_did_not_end_or_was_too_old(run):
@@ -142,7 +143,7 @@ def test_what_a_crash_undid_must_come_again(run):
     assert check(run, "orphaned") == ["4/2/0, sampled again after a crash, is another completion"]
     (run / "config.yaml").write_text(json.dumps({**CONFIG, "parity": {**CONFIG["parity"], "mode": "observe"}}))
     assert check(run, "orphaned") == []
-    assert look(run, "re-scored", rescored=5).found.startswith("not done: parity.mode=observe")
+    assert look(run, "re-scored", rescored=5).summary.startswith("not done: parity.mode=observe")
 
 
 def test_on_other_numerics_a_difference_says_nothing_of_the_run(run):
@@ -152,7 +153,7 @@ def test_on_other_numerics_a_difference_says_nothing_of_the_run(run):
     certify(run, 4, version=3, fingerprints={"trainer": "of another machine"})
     elsewhere = look(run, "re-scored", rescored=None)
     assert elsewhere.problems == []
-    assert "this machine's numerics are not those that the run recorded" in elsewhere.found
+    assert "this machine's numerics are not those that the run recorded" in elsewhere.summary
 
 
 def test_a_stranger_s_code_is_neither_imported_nor_called(run, tmp_path, monkeypatch):
@@ -163,3 +164,24 @@ def test_a_stranger_s_code_is_neither_imported_nor_called(run, tmp_path, monkeyp
         parts = find_parts(History(run), run_code=False, make_model=False)
         assert parts.reward is None
         assert parts.no_reward == f"{target} is not rlloop's own code; --run-code calls it"
+
+
+@pytest.mark.parametrize(
+    "named", ["algorithm.loss", "algorithm.advantage", "algorithm.correction.mine", "rollout.engine"]
+)
+def test_a_stranger_s_loss_advantage_and_engine_are_not_imported_either(run, tmp_path, monkeypatch, named):
+    (tmp_path / "stranger.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = OmegaConf.create(CONFIG)
+    OmegaConf.update(config, "algorithm.loss_args", {}, merge=False)
+    OmegaConf.update(config, "algorithm.advantage_args", {}, merge=False)
+    OmegaConf.update(config, named, {"_target_": "stranger.code"}, force_add=True)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    parts = find_parts(History(run), run_code=False, make_model=False)
+    refusal = "stranger.code is not rlloop's own code; --run-code calls it"
+    if named == "algorithm.advantage":
+        assert look(run, "advantages").found == f"not recomputed: {refusal}"
+    else:
+        assert parts.no_training == refusal
+    allowed = find_parts(History(run), run_code=True, make_model=False)
+    assert (allowed.no_advantage, allowed.no_training) == (None, None)

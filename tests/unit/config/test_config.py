@@ -7,12 +7,10 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from rlloop import recipes
+from rlloop.config.numerics import DriftConfig, ProfileConfig, RolloutProfile
 from rlloop.config.run import (
     AlgorithmConfig,
-    DriftConfig,
     ParityMode,
-    ProfileConfig,
-    RolloutProfile,
     RunConfig,
     TrainerConfig,
 )
@@ -108,6 +106,12 @@ def test_what_does_not_compose_is_refused_by_name_in_a_line(override, says):
     assert len(str(caught.value).splitlines()) <= 2
 
 
+def test_which_layers_are_recomputed_is_none_all_or_a_number():
+    assert configured().trainer.checkpoint_every == 0
+    for given, every in (("none", 0), ("all", 1), ("1", 1), ("3", 3)):
+        assert configured(f"trainer.checkpoint_layers={given}").trainer.checkpoint_every == every
+
+
 @pytest.mark.parametrize(
     ("override", "section", "found"),
     [
@@ -124,23 +128,85 @@ def test_braces_bring_keys_of_their_own_where_a_section_is_free(override, sectio
         configured("trainer={lrr: 1}")
 
 
+@pytest.mark.parametrize("key", ["algorithm.loss", "algorithm.advantage", "rollout.engine"])
+@pytest.mark.parametrize(
+    "spellings",
+    [
+        ["KEY._target_=mine.thing", "KEY.own=0.3"],
+        ["+KEY._target_=mine.thing", "+KEY.own=0.3"],
+        ["KEY={_target_: mine.thing, own: 0.3}"],
+        ["+KEY={_target_: mine.thing}", "++KEY.own=0.3"],
+    ],
+)
+def test_a_target_takes_the_place_of_a_name_in_every_spelling(key, spellings):
+    config = configured(*[text.replace("KEY", key) for text in spellings])
+    section, _, name = key.partition(".")
+    assert getattr(getattr(config, section), name) == {"_target_": "mine.thing", "own": 0.3}
+
+
+def test_a_target_in_the_recipe_and_over_it(working_folder):
+    file = working_folder / "recipes" / "toy" / "config.yaml"
+    file.write_text(RECIPE + "algorithm: {loss: {_target_: mine.loss, own: {deep: 1}}}\n")
+    assert configured().algorithm.loss == {"_target_": "mine.loss", "own": {"deep": 1}}
+    config = configured("algorithm.loss.own.deep=2", "algorithm.loss.word=", "algorithm.loss.at='${seed}'")
+    assert config.algorithm.loss == {"_target_": "mine.loss", "own": {"deep": 2}, "word": "", "at": 0}
+    assert configured("algorithm.loss=dapo").algorithm.loss == "dapo"
+    assert as_container(compose_recipe("toy", []))["algorithm"]["loss"]["_target_"] == "mine.loss"
+
+
+def test_a_presets_arguments_do_not_follow_to_a_target_and_ones_own_are_refused():
+    assert configured("algorithm=dr_grpo").algorithm.loss_args
+    config = configured("algorithm=dr_grpo", "algorithm.loss._target_=mine.loss")
+    assert (config.algorithm.loss_args, config.algorithm.advantage) == ({}, "group_mean")
+    assert configured("algorithm.advantage._target_=mine.estimator").algorithm.advantage_args == {}
+    with pytest.raises(ConfigError, match=r"stand beside its _target_, as in algorithm\.loss\.NAME"):
+        configured("algorithm.loss._target_=mine.loss", "algorithm.loss_args.clip_high=0.3")
+
+
+def test_a_kl_coef_beside_a_target_asks_for_a_reference():
+    assert configured("algorithm.loss={_target_: mine.loss, kl_coef: 0.1}").algorithm.loss_kl_coef == 0.1
+    assert configured("algorithm.loss_args.kl_coef=0.2").algorithm.loss_kl_coef == 0.2
+    with pytest.raises(ConfigError, match=r"the loss's kl_coef"):
+        configured("algorithm.loss={_target_: mine.loss, kl_coef: 0.1}", "rollout.top_k=5")
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("trainer.lr=-1", "trainer.lr is -1.0; it must be 0 or a positive number"),
+        (
+            "algorithm.loss.clip_high=0.3",
+            "no _target_, the dotted path of a function or class; the arguments of a named",
+        ),
+        ("rollout.engine.page_size=4", "rollout.engine has page_size and no _target_"),
+        ("rollout.engine=vlm", "rollout.engine is 'vlm'; it must be embedded, vllm, vllm_stock, or {_target_: package"),
+        ("algorithm.loss=3", "algorithm.loss is 3; it must be the name of one in rlloop.algorithms, or {_target_: "),
+    ],
+)
+def test_what_is_neither_a_name_nor_a_target_is_refused(override, says):
+    with pytest.raises(ConfigError) as caught:
+        configured(override)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.lr=-1", "trainer.lr is -1.0; it must be 0 or more"),
         ("trainer.lr=nan", "trainer.lr is nan"),
         ("trainer.num_steps=0", "trainer.num_steps is 0; it must be at least 1"),
+        ("trainer.checkpoint_layers=0", "trainer.checkpoint_layers is '0'; it must be none, all, or n (at least 1)"),
+        ("trainer.checkpoint_layers=some", "trainer.checkpoint_layers is 'some'; it must be none, all, or n"),
         ("trainer.betas=[0.9]", "trainer.betas is [0.9]; it must be two numbers"),
         ("rollout.num_prompts=0", "rollout.num_prompts is 0; it must be at least 1"),
         ("rollout.min_tokens=300", "from 0 to rollout.max_tokens (256)"),
-        ("rollout.temperature=0", "teaches nothing"),
+        ("rollout.temperature=0", "greedy completions teach nothing"),
         ("rollout.top_p=0", "rollout.top_p is 0.0"),
         ("rollout.max_cache_tokens=10", "at least rollout.max_tokens (256)"),
         ("trainer.max_batch_tokens=100", "above rollout.max_tokens (256)"),
         ("trainer.num_minibatches=33", "at most rollout.num_prompts (32)"),
         ("algorithm.max_refills=2", "0 unless algorithm.dynamic_sampling is true"),
-        ("algorithm.reward_kl=k4", "k1, k2 or k3"),
-        ("algorithm.reward_kl_coef=-1", "0 (off) or positive"),
+        ("algorithm.reward_kl=k4", "one of k1, k2, k3"),
+        ("algorithm.reward_kl_coef=-1", "0 (off) or more"),
         ("{algorithm: {reward_kl_coef: 0.1}, rollout: {top_p: 0.9}}", "KL to the reference"),
         ("{algorithm: {loss_args: {kl_coef: 0.1}}, rollout: {top_k: 5}}", "is infinite under rollout.top_p, top_k"),
         ("trainer.lr=${nope}", "trainer.lr: Interpolation key 'nope' not found"),

@@ -6,13 +6,15 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from rlloop.config.engine import EngineKind
 from rlloop.config.fleet import FleetConfig, FleetKind
-from rlloop.config.run import AlgorithmConfig, DriftConfig, ParityConfig, ParityMode, RolloutConfig, RunConfig
+from rlloop.config.numerics import DriftConfig
+from rlloop.config.rollout import EngineKind, RolloutConfig
+from rlloop.config.run import AlgorithmConfig, ParityConfig, ParityMode, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.rollout.vllm import versions
 
 STOCK, EXACT = EngineKind.vllm_stock, EngineKind.vllm
+OWN = {"_target_": "mine.engine"}
 OBSERVE = ParityConfig(ParityMode.observe)
 
 
@@ -23,6 +25,8 @@ def config(rollout: RolloutConfig, **sections) -> RunConfig:
 def test_what_is_allowed():
     assert config(RolloutConfig()).rollout.engine is EngineKind.embedded
     config(RolloutConfig(engine=EXACT, top_k=20, temperature=0.7))
+    assert config(RolloutConfig(engine="vllm")).rollout.engine is EXACT
+    assert config(RolloutConfig(engine=OWN, top_k=20)).rollout.engine == OWN
     config(RolloutConfig(engine=STOCK, temperature=0.7), parity=OBSERVE)
 
 
@@ -34,6 +38,17 @@ def test_what_is_allowed():
         (RolloutConfig(engine=EXACT, drift=DriftConfig(weights="fp8")), {"parity": OBSERVE}, "for the embedded engine"),
         (RolloutConfig(sleep=True), {}, "rollout.sleep is for rollout.engine=vllm"),
         (RolloutConfig(engine=EXACT), {"fleet": FleetConfig(FleetKind.regions)}, "rlloop serve engine --engine vllm"),
+        (
+            RolloutConfig(engine=OWN),
+            {"fleet": FleetConfig(FleetKind.regions)},
+            "=mine.engine is an engine of this process",
+        ),
+        (RolloutConfig(engine=OWN, sleep=True), {}, "rollout.sleep is for rollout.engine=vllm"),
+        (
+            RolloutConfig(engine=OWN, drift=DriftConfig(weights="fp8")),
+            {"parity": OBSERVE},
+            "rollout.engine is mine.engine",
+        ),
     ],
 )
 def test_what_is_refused_by_name(rollout, sections, named):

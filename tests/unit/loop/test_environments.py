@@ -4,53 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from rlloop.loop.conversations import Conversations, SingleTurn, player_for
-from rlloop.loop.environments import Message, Reply
-from rlloop.parity.asked import Vocabulary
+from rlloop.loop.environments import Reply
 from rlloop.rewards.episode import episode_reward
 from rlloop.runs.folder import read_rollouts, rollout_files
 from rlloop.testing import FakeEngine, FakePolicy, FakeScorer, FakeTask, FakeTrainer
 from rlloop.trainer.batching import TrainSequence
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.support.loop_run import Run
-
-KNOWN = Vocabulary(8, (0,))
-
-
-class Countdown:
-    """Done after as many turns as the example says; what it counts is the reward."""
-
-    def __init__(self, example: Example) -> None:
-        self.left = example.data["turns"]
-        self.heard: list[str] = []
-
-    def step(self, message: str) -> Reply:
-        self.heard.append(message)
-        self.left -= 1
-        if self.left:
-            return Reply([{"role": "tool", "content": "7"}], reward=1.0, components={"steps": 1.0})
-        return Reply(reward=0.5, done=True, solved=True, components={"steps": 1.0})
-
-
-class TalkTask(FakeTask):
-    max_turns, max_conversation_tokens = 4, 200
-    environment = Countdown
-
-    def between(self, messages: Sequence[Message], stop: int | None) -> list[int]:
-        return [*(int(message["content"]) for message in messages), 5 if stop is None else 6]
-
-    def _example(self, name: str, index: int) -> Example:
-        made = super()._example(name, index)
-        return dataclasses.replace(made, data={**made.data, "turns": 1 + index % 3})
-
-
-def example(turns: int) -> Example:
-    return Example("e", [1, 2, 3], "p", {"turns": turns})
+from tests.support.talks import KNOWN, Countdown, TalkTask, example
 
 
 def play(task: TalkTask, *examples: Example, max_tokens: int = 6):
@@ -83,20 +49,23 @@ def test_the_conversation_is_kept_as_ids_and_only_the_policys_are_its_own():
 
 
 def test_each_turn_continues_the_ids_that_were_sampled():
-    asked = []
+    asked = {0: [], 1: [], 2: []}  # by conversation: prompts
 
     class Watched(FakeEngine):
         def generate(self, prompts, sampling):
-            asked.append([list(ids) for ids in prompts])
+            for ids, params in zip(prompts, sampling, strict=True):
+                asked[params.seed].append(list(ids))
             return super().generate(prompts, sampling)
 
     params = [SamplingParams(max_tokens=4, seed=index) for index in range(3)]
-    played = Conversations(TalkTask(), KNOWN).play(Watched(FakePolicy()), [example(n) for n in (3, 1, 2)], params)
-    assert [len(batch) for batch in asked] == [3, 2, 1]  # those that ended are no longer asked
-    made = played[0].completion
-    assert made.turns is not None
-    for batch, (start, _) in zip(asked, made.turns, strict=True):
-        assert batch[0] == made.prompt_ids + made.token_ids[:start]
+    conversations = Conversations(TalkTask(), KNOWN)
+    played = conversations.play(Watched(FakePolicy()), [example(n) for n in (3, 1, 2)], params)
+    conversations.close()
+    assert [len(prompts) for prompts in asked.values()] == [3, 1, 2]  # one that ended is no longer asked
+    for prompts, each in zip(asked.values(), played, strict=True):
+        made = each.completion
+        assert made.turns is not None
+        assert prompts == [made.prompt_ids + made.token_ids[:start] for start, _ in made.turns]
 
 
 def test_experts_and_selections_are_those_that_each_token_was_first_read_with():
@@ -259,5 +228,5 @@ def test_in_the_loop_with_the_environments_reward_and_its_failures(tmp_path):
 
 
 def test_a_reward_of_conversations_needs_one():
-    with pytest.raises(ValueError, match="was no conversation"):
+    with pytest.raises(ValueError, match="was not a conversation"):
         episode_reward("", "", example(1))

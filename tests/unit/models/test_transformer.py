@@ -114,13 +114,15 @@ def test_recomputed_layers_give_the_same_bits(folder: Path) -> None:
         return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
     kept = gradients()
-    calls = []
-    model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(None))
-    model.checkpoint_layers = True
-    recomputed = gradients()
-    assert len(calls) == 2
     assert len(kept) == len(list(model.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(kept, recomputed, strict=True))
+    calls = []
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+    for every, forwards in ((1, [0, 0, 1, 1]), (2, [0, 0, 1]), (0, [0, 1])):
+        calls.clear()
+        model.checkpoint_layers = every
+        assert all(torch.equal(a, b) for a, b in zip(kept, gradients(), strict=True))
+        assert sorted(calls) == forwards
 
 
 def test_another_profile_is_a_view_of_the_same_parameters(tmp_path: Path) -> None:
@@ -130,6 +132,7 @@ def test_another_profile_is_a_view_of_the_same_parameters(tmp_path: Path) -> Non
     assert other.profile == REFERENCE
     assert model.profile == NumericsProfile()
     assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert (other.source_path, other.context, other.rope) == (model.source_path, model.context, model.rope)
     with torch.no_grad():
         model.head.mul_(1.5)
     (mine,), (theirs,) = (token_logprobs(each, PAIRS[:1]) for each in (model, other))
@@ -152,3 +155,11 @@ def test_the_rope_table_stays_float32_and_out_of_checkpoints(tmp_path: Path) -> 
 def test_what_a_cache_has_to_hold(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     assert load_model(tmp_path).cache_spec() == [{"k": (2, 16), "v": (2, 16)}] * 2
+
+
+def test_the_context_goes_where_the_parameters_go(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    model = load_model(tmp_path)
+    assert (model.context.device.type, model.context.layout.world_size, model.context.rank) == ("cpu", 1, 0)
+    assert model.to("meta").context.device.type == "meta"
+    assert model.device.type == model.head.device.type == "meta"

@@ -25,7 +25,7 @@ def test_products_of_one_input(width, outputs, dtype):
     gate, up = weights[0], torch.randn(outputs[0], width, dtype=dtype)
     for rows in ROWS:
         x = torch.randn(rows, width, dtype=dtype) * 0.1
-        for together, alone in zip(OURS.three_linears(x, *weights), weights, strict=True):
+        for together, alone in zip(OURS.qkv_linear(x, *weights), weights, strict=True):
             assert same_bits(together, OURS.linear(x, alone)), f"{rows} rows"
         separate = OURS.silu_mul(OURS.linear(x, gate), OURS.linear(x, up))
         assert same_bits(OURS.gated_linear(x, gate, up), separate), f"{rows} rows"
@@ -39,7 +39,7 @@ def test_the_way_into_the_cache(heads, groups, width, normed, dtype):
     angle, positions = torch.rand(500, width // 2) * 500, torch.randint(500, (77,))
     rope, slots = (angle.cos(), angle.sin()), torch.randperm(100)[:77]
     keys, values = (torch.zeros(100, groups, width, dtype=dtype) for _ in "kv")
-    entered = OURS.enter(q, k, v, norms, 1e-6, positions, rope, slots, keys, values)
+    entered = OURS.qkv_cache_write(q, k, v, norms, 1e-6, positions, rope, slots, keys, values)
     if norms is not None:
         q, k = (OURS.rms_norm(x, weight, 1e-6)[0] for x, weight in zip((q, k), norms, strict=True))
     assert same_bits(entered, OURS.rope(q, positions, *rope))

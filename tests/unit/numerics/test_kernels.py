@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlloop.numerics.kernels.cpu import jit, linear, tiles
-from rlloop.numerics.kernels.cpu.jit import flat, kernel
+from rlloop.numerics.kernels.cpu.compiled import jit, linear, tiles
+from rlloop.numerics.kernels.cpu.compiled.jit import flat, kernel
+from rlloop.numerics.kernels.cpu.compiled.simd import LANES, exp, load, store
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
-from rlloop.numerics.simd import LANES, exp, load, store
 
 OURS = ops_for(NumericsProfile())
 EXACT = ops_for(NumericsProfile.preset("stock"))

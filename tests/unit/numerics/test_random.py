@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from rlloop.numerics.random import philox, philox_kernel, uniform, uniform_kernel
+from rlloop.numerics.kernels.cpu.compiled.random import philox_kernel, uniform_kernel
+from rlloop.numerics.random import philox, uniform
 
 # Known answers of Random123 for philox4x32 with 10 rounds: counter, key, result.
 KNOWN = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlloop.numerics.layout import AttentionLayout, Carried
+from rlloop.numerics.layout import AttentionLayout, RecurrentState
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
@@ -81,7 +81,7 @@ def test_cuts_leave_no_trace(case: str, sizes: list[int]) -> None:
         layout = dataclasses.replace(layout, context=torch.tensor([done[s] for s in running]))
         at = torch.cat([torch.arange(n) + starts[s] + done[s] for s, n in zip(running, counts, strict=True)])
         made = work(
-            layout, Carried(store, torch.tensor(running) + 2), **{n: x[at] for n, x in tokens.items()}, **weights
+            layout, RecurrentState(store, torch.tensor(running) + 2), **{n: x[at] for n, x in tokens.items()}, **weights
         )
         assert same_bits(made, whole[at])
         for s, n in zip(running, counts, strict=True):

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlloop.numerics import logprob, reference, stock
+from rlloop.numerics import reference, stock
 from rlloop.numerics.layout import LogitsWarp
-from rlloop.numerics.logprob import sample, token_logprob
+from rlloop.numerics.operators import distribution as logprob
+from rlloop.numerics.operators.distribution import sample, token_logprob
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import IMPLEMENTATIONS, NumericsProfile
 from tests.support.sampling_cases import COMBINATIONS, bits, head, mixed, warp_of

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlloop.numerics.kernels.cpu import linear as kernels
-from rlloop.numerics.kernels.cpu.jit import flat
-from rlloop.numerics.kernels.cpu.parameters import each_row, embedding
+from rlloop.numerics.kernels.cpu.compiled import linear as kernels
+from rlloop.numerics.kernels.cpu.compiled.jit import flat
 from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.operators.parameters import each_row, embedding
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
@@ -62,7 +62,7 @@ def test_every_product_of_many_terms_is_joined_chains(dtype: torch.dtype, width:
     with torch.inference_mode():
         for rows in (1, 2, 16, 40):
             assert same_bits(OURS.linear(x[:rows], weight), gate[:rows])
-            made = OURS.three_linears(x[:rows], weight, other, weight)
+            made = OURS.qkv_linear(x[:rows], weight, other, weight)
             assert all(map(same_bits, made, (gate[:rows], up[:rows], gate[:rows])))
             assert same_bits(OURS.gated_linear(x[:rows], weight, other), OURS.silu_mul(gate[:rows], up[:rows]))
     assert same_bits(one_head, gate)

@@ -8,10 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlloop.numerics import logprob, reference, stock
-from rlloop.numerics.kernels.cpu.distribution import log
+from rlloop.numerics import reference, stock
+from rlloop.numerics.kernels.cpu import distribution as kernels
+from rlloop.numerics.kernels.cpu.compiled.distribution import log
 from rlloop.numerics.layout import LogitsWarp
-from rlloop.numerics.logprob import token_logprob
+from rlloop.numerics.operators import distribution as logprob
+from rlloop.numerics.operators.distribution import token_logprob
 from tests.support.sampling_cases import bits, head, mixed, warp_of
 
 VOCABULARIES = [17, 64, 1000, 4099, 32000]
@@ -143,7 +145,7 @@ def test_neither_chunks_nor_threads_change_a_bit(monkeypatch):
     gradients = torch.autograd.grad(whole[1].sum(), (hidden, weight))
     threads = torch.get_num_threads()
     for rows_at_once, count in [(1, threads), (7, 1), (50, 1)]:
-        monkeypatch.setattr(logprob, "LOGITS_BYTES", rows_at_once * 4000 + 1)
+        monkeypatch.setattr(kernels, "LOGITS_BYTES", rows_at_once * 4000 + 1)
         torch.set_num_threads(count)
         cut = token_logprob(hidden, weight, targets, warp)
         cut_gradients = torch.autograd.grad(cut[1].sum(), (hidden, weight))
@@ -156,9 +158,9 @@ def test_neither_chunks_nor_threads_change_a_bit(monkeypatch):
 
 def test_never_more_logits_alive_than_the_bound(monkeypatch):
     shapes = []
-    linear = logprob.linear_out_float32
-    monkeypatch.setattr(logprob, "linear_out_float32", lambda x, w: shapes.append((len(x), len(w))) or linear(x, w))
-    monkeypatch.setattr(logprob, "LOGITS_BYTES", 10 * 64 * 4)
+    linear = kernels.linear_float32
+    monkeypatch.setattr(kernels, "linear_float32", lambda x, w: shapes.append((len(x), len(w))) or linear(x, w))
+    monkeypatch.setattr(kernels, "LOGITS_BYTES", 10 * 64 * 4)
     hidden, weight = head(25, 64)
     token_logprob(hidden.requires_grad_(), weight, torch.arange(25), LogitsWarp())[0].sum().backward()
     assert shapes == [(10, 64), (10, 64), (5, 64)] * 2

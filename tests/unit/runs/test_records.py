@@ -14,9 +14,9 @@ from rlloop.runs.folder import (
     read_rollouts,
     require_run,
     rollout_files,
-    rollout_rows,
     summarize,
 )
+from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
 
 RUN = Path("run")
@@ -96,7 +96,7 @@ def test_a_foreign_file_among_the_rollouts_is_named_before_anything_is_moved(tmp
     with filled(tmp_path, last=5) as folder:
         (folder.rollouts / name).write_text("mine")
         assert len(rollout_files(folder.path)) == 5
-        with pytest.raises(RunError, match=rf"{name} is none of the run's files; move it elsewhere"):
+        with pytest.raises(RunError, match=rf"{name} is not one of the run's files; move it elsewhere"):
             folder.rewind(3)
         assert steps(folder.metrics.path) == [0, 1, 2, 3, 4, 5]
         (folder.rollouts / name).unlink()
@@ -218,7 +218,7 @@ def test_another_meaning_is_refused_by_key(tmp_path):
         folder.adopt(changed(trainer={"lr": 0.3}))
         folder.adopt(CONFIG)  # nothing was recorded under the other one
         folder.metrics.append({"step": 0})
-        with pytest.raises(RunError, match=r"trainer\.lr: the run has 0\.1, given is 0\.2"):
+        with pytest.raises(RunError, match=r"trainer\.lr: the run has 0\.1, now it is 0\.2"):
             folder.adopt(changed(trainer={"lr": 0.2}))
         with pytest.raises(RunError, match="seed"):
             folder.adopt({**CONFIG, "seed": 1})
@@ -227,7 +227,7 @@ def test_another_meaning_is_refused_by_key(tmp_path):
 
 def test_a_run_older_than_a_key_goes_on_with_its_default():
     refuse_other_run(RUN, CONFIG, {**CONFIG, "algorithm": {"max_refills": 0}})
-    with pytest.raises(RunError, match=r"algorithm\.max_refills: the run has 0, given is 3"):
+    with pytest.raises(RunError, match=r"algorithm\.max_refills: the run has 0, now it is 3"):
         refuse_other_run(RUN, CONFIG, {**CONFIG, "algorithm": {"max_refills": 3}})
 
 
@@ -312,7 +312,7 @@ def test_damaged_rollouts_are_named(tmp_path, keep):
 @pytest.mark.parametrize("content", ["", "[1]", "a: b: c"])
 def test_a_damaged_configuration_is_named(tmp_path, content):
     (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(RunError, match="is no configuration of a run"):
+    with pytest.raises(RunError, match="is not a run's configuration"):
         read_config(tmp_path)
 
 

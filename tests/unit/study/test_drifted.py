@@ -1,6 +1,6 @@
 import torch
 
-from rlloop.numerics.quantize import quantized
+from rlloop.study.quantize import quantized
 from rlloop.types import SamplingParams
 from tests.support.drifted_pair import EMBEDDING, LINEAR, NORM, Pair
 

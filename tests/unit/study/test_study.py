@@ -35,20 +35,20 @@ def evaluated(*rewards: float | None, metric: str = "eval/reward") -> list[dict]
     ],
 )
 def test_the_rule_on_curves(rewards, step):
-    verdict = RULE.judge(evaluated(*rewards))
+    verdict = RULE.verdict(evaluated(*rewards))
     assert (verdict.step, verdict.collapsed) == (step, step is not None)
 
 
 def test_a_gradient_that_is_not_finite_is_a_collapse():
     records = [*evaluated(0.2, 0.4), {"step": 15, "trainer/refused": 1.0, "loss/grad_norm": None}]
-    assert RULE.judge(records).step == 15
-    assert "gradient" in RULE.judge(records).reason
+    assert RULE.verdict(records).step == 15
+    assert "gradient" in RULE.verdict(records).reason
 
 
 def test_the_engine_is_judged_by_its_own_evaluations():
     records = evaluated(0.6, 0.1, 0.1, 0.1, metric="eval/engine_reward")
-    assert RULE.judge(records).step is None
-    assert RULE.judge(records, "eval/engine_reward").step == 10
+    assert RULE.verdict(records).step is None
+    assert RULE.verdict(records, "eval/engine_reward").step == 10
 
 
 def test_the_declared_rule_is_the_one_that_judges():
@@ -68,10 +68,10 @@ def run(name: str, seed: int, k3: list[float], rewards: list[float], **config) -
 
 def test_the_dose_counts_from_the_first_mismatch_to_the_collapse():
     none = run("a", 0, [0.0] * 4, [0.5] * 4)
-    assert dose(none, RULE.judge(none.records)) == dose(none, RULE.judge([]))
-    assert (dose(none, RULE.judge([])).onset, dose(none, RULE.judge([])).mean) == (None, 0.0)
+    assert dose(none, RULE.verdict(none.records)) == dose(none, RULE.verdict([]))
+    assert (dose(none, RULE.verdict([])).onset, dose(none, RULE.verdict([])).mean) == (None, 0.0)
     falling = run("b", 0, [0.0, 0.1, 0.3, 5.0, 5.0, 5.0], [0.5, 0.5, 0.5, 0.1, 0.1, 0.1])
-    found = dose(falling, RULE.judge(falling.records))
+    found = dose(falling, RULE.verdict(falling.records))
     assert (found.onset, found.mean, found.largest) == (1, pytest.approx(0.2), 5.0)
     assert found.early == pytest.approx(np.mean([0.1, 0.3, 5, 5, 5]))
 

@@ -250,9 +250,9 @@ def test_a_far_and_large_change_among_near_and_small_ones(monkeypatch, last):
         ([1, 255, 1], b"", "a number is 1, above 0"),
         ([1, 0, 0, 2], b"", "a number is 2, above 1"),
         ([1, 0, 0, 0, 0, 0, 0, 1, 22], b"", "a number is 22, above 21"),
-        ([2, 0, 0, 0, 0, 0, 0, 1, 0], b"", "classes have 1 changes of 2"),
-        ([1, 0, 0, 0, 0, 0, 0, 1, 0, 0], b"x", "1 bytes of low bits are too many or too few"),
-        ([1, 0, 0, 0, 0, 0, 0, 1, 9, 0], b"x", "1 bytes of low bits are too many or too few"),
+        ([2, 0, 0, 0, 0, 0, 0, 1, 0], b"", "the classes have 1 changes; the chunk has 2"),
+        ([1, 0, 0, 0, 0, 0, 0, 1, 0, 0], b"x", "1 bytes of low bits do not fit the changes"),
+        ([1, 0, 0, 0, 0, 0, 0, 1, 9, 0], b"x", "1 bytes of low bits do not fit the changes"),
         ([1, 0, 0, 0, 0, 0, 0, 1, 0, 1], b"", "the content ends early"),
     ],
 )
@@ -270,7 +270,7 @@ def test_parts_come_back_and_are_exactly_as_many_as_asked_for():
     for damaged, count, message in (
         (content, 5, "the content ends before its parts do"),
         (content[:-1], 4, "the content ends before its parts do"),
-        (content[:8], 1, "a part is longer than what there is"),
+        (content[:8], 1, "a part is longer than what is left of the content"),
         (content + b"abc", 4, "^3 bytes are left over"),
     ):
         with pytest.raises(CodecError, match=message):
@@ -281,7 +281,7 @@ def test_parts_come_back_and_are_exactly_as_many_as_asked_for():
     ("plain", "announced", "after", "message"),
     [
         (8, True, b"x", "a frame cannot be read"),
-        (9, True, b"", "a frame announces another size than it must have"),
+        (9, True, b"", "a frame announces 9 bytes, not 8"),
         (7, False, b"", "a frame has 7 bytes, not 8"),
     ],
 )

@@ -9,7 +9,7 @@ from rlloop.models import new_model
 from rlloop.rollout import Engine
 from rlloop.sync.bits import UNSIGNED, WIDTH, Bits
 from rlloop.sync.bundle import BundlePublisher, BundleReplica
-from rlloop.sync.live import NAMES, LiveTarget, bits_of, named_weights, split, tensors_of, unstack
+from rlloop.sync.live import NAMES, LiveTarget, bits_of, named_weights, split, tensors_of
 from rlloop.sync.replica import Replica
 from rlloop.sync.target import TORN
 from rlloop.types import SamplingParams
@@ -50,7 +50,8 @@ def test_every_bit_of_every_type_goes_in_and_out(kind):
 
 def test_fused_and_stacked_tensors_are_written_through_their_parts():
     fused, experts = torch.zeros(8, 4, dtype=torch.bfloat16), torch.zeros(3, 2, 4, dtype=torch.bfloat16)
-    parts = split(fused, {"q_proj": 4, "k_proj": 2, "v_proj": 2}) | unstack(experts, "experts.{}.weight")
+    parts = split(fused, {"q_proj": 4, "k_proj": 2, "v_proj": 2})
+    parts |= {f"experts.{index}.weight": expert for index, expert in enumerate(experts.unbind(0))}
     target = LiveTarget(parts.items(), lambda version: None)
     assert target.layout()["k_proj"] == ("BF16", (2, 4))
     whole = random_bits("BF16", (8, 4))
@@ -114,7 +115,7 @@ def test_a_replica_that_missed_a_version_says_so_and_joins_anew():
         with torch.no_grad():
             next(trained.parameters()).add_(1)
         bundles.append(publisher.publish(tensors(), version, {}))
-    with pytest.raises(SyncError, match="no way leads"):
+    with pytest.raises(SyncError, match="no route leads"):
         replica.apply(bundles[1])
     assert versions == [TORN, 0]
     replica.apply(publisher.joining())

@@ -161,7 +161,7 @@ def test_a_replica_of_another_history_needs_an_anchor(store, tmp_path):
         publisher.publish(versions[step], step)
     head = publisher.head
     assert [link.sequence for link in route(head, (0, head.chain[0].manifest), 2)] == [1, 2]
-    with pytest.raises(Refused, match="no way leads"):
+    with pytest.raises(Refused, match="no route leads"):
         route(head, (1, b"x" * 32), 2)
     publisher.anchor()
     assert [link.base for link in route(publisher.head, (1, b"x" * 32), 2)] == [None]
@@ -184,9 +184,9 @@ def test_anchors_are_due_by_count_and_by_weight(store):
     assert noisy.anchor_due()
 
 
-def test_collection_keeps_whole_chains_and_what_live_replicas_need(store):
+def test_collection_keeps_two_whole_chains(store):
     versions = history(12)
-    publisher = Publisher(store, KEY, "run", chains=2)
+    publisher = Publisher(store, KEY, "run")
     replica, target = new_replica(store)
     for step in range(12):
         publisher.publish(versions[step], step)
@@ -196,11 +196,9 @@ def test_collection_keeps_whole_chains_and_what_live_replicas_need(store):
             publisher._shortcut({}, None)
     stray = store.put(b"left by a publisher that was killed")
     before = set(store.blobs())
-    publisher.collect(pinned={1})
-    assert publisher.head.chain[0].sequence == 1
-    assert not store.has(stray)
     publisher.collect()
     assert publisher.head.chain[0].sequence == 4
+    assert not store.has(stray)
     assert set(store.blobs()) < before
     for sequence in range(4, 12):
         state, digests = state_at(store, KEY, publisher.head, sequence)
@@ -412,7 +410,7 @@ def test_keys(tmp_path):
             load_key(wrong)
     with pytest.raises(ConfigError, match="64 hexadecimal"):
         public_key("abc")
-    with pytest.raises(ConfigError, match=r"is a private key; its .pub file") as mistaken:  # nothing of which is told
+    with pytest.raises(ConfigError, match=r"is a private key .its .pub file") as mistaken:  # nothing of which is told
         public_key((tmp_path / "key").read_text())
     assert "MC4C" not in str(mistaken.value)
 

@@ -131,11 +131,11 @@ def test_anchors() -> None:
 @pytest.mark.parametrize("redraws", [True, False])
 def test_what_an_engine_made_is_witnessed_and_split_by_sequence(redraws: bool) -> None:
     step = make_step_batch([sample([1], [2, 3], 1.0), sample([1], [4], 1.0)], max_batch_tokens=9)
-    witness = step.witness(redraws)
-    assert witness is not None
-    assert witness.draws is redraws
-    witness.add(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([2, 3, 4]))
-    found = step.recomputed(torch.tensor([-4.0, -5.0, -6.0]), witness)
+    record = step.redraw_record(redraws)
+    assert record is not None
+    assert record.draws is redraws
+    record.add(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([2, 3, 4]))
+    found = step.recomputed(torch.tensor([-4.0, -5.0, -6.0]), record)
     assert [part.tolist() for part in found.logprobs] == [[-4.0, -5.0], [-6.0]]
     assert [part.tolist() for part in found.raw_logprobs or []] == [[-1.0, -2.0], [-3.0]]
     assert [part.tolist() for part in found.redrawn or []] == [[2, 3], [4]]
@@ -143,7 +143,7 @@ def test_what_an_engine_made_is_witnessed_and_split_by_sequence(redraws: bool) -
 
 def test_a_demonstration_has_nothing_to_be_compared_with() -> None:
     step = make_step_batch([TrainSequence.supervised([1], [2, 3])], max_batch_tokens=9)
-    assert step.witness(True) is None
+    assert step.redraw_record(True) is None
     found = step.recomputed(torch.tensor([-4.0, -5.0]), None)
     assert [part.tolist() for part in found.logprobs] == [[-4.0, -5.0]]
     assert (found.raw_logprobs, found.redrawn) == (None, None)

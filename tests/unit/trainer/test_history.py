@@ -6,7 +6,7 @@ from rlloop.models import load_model
 from rlloop.rollout import Engine
 from rlloop.trainer import Trainer
 from rlloop.trainer.history import WeightHistory
-from rlloop.trainer.moe import Routers
+from rlloop.trainer.moe import MoeTraining
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.tiny_models import tiny_qwen3
@@ -14,7 +14,7 @@ from tests.support.tiny_models import tiny_qwen3
 
 def test_samples_are_scored_under_the_weights_that_made_them(tmp_path):
     model = tiny_qwen3(64)
-    engine, history = Engine(model), WeightHistory(model, 2, 64, Routers(model, TrainerConfig()))
+    engine, history = Engine(model), WeightHistory(model, 2, 64, MoeTraining(model, TrainerConfig()))
     samples = []
     for version in range(4):
         with torch.no_grad():
@@ -36,7 +36,7 @@ def test_samples_are_scored_under_the_weights_that_made_them(tmp_path):
         for sample, logprobs in zip(kept, found.logprobs, strict=True):
             assert np.array_equal(logprobs.view(np.int32), sample.completion.logprobs.view(np.int32)), again
         history.save(tmp_path)
-        history = WeightHistory(model, 2, 64, Routers(model, TrainerConfig()))
+        history = WeightHistory(model, 2, 64, MoeTraining(model, TrainerConfig()))
         history.restore(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(live, model.parameters(), strict=True))
 
@@ -45,7 +45,7 @@ def test_choices_are_compared_and_replayed_under_those_weights_too(tmp_path):
     make_checkpoint(tmp_path, "qwen3_moe")
     model = load_model(tmp_path)
     trainer = Trainer(model, TrainerConfig())
-    history = WeightHistory(model, 1, 999, trainer.routers)
+    history = WeightHistory(model, 1, 999, trainer.moe)
     history.remember(0)
     sampling = [SamplingParams(max_tokens=9, seed=i) for i in range(3)]
     made = Engine(model).generate([[3, 4 + i] for i in range(3)], sampling)

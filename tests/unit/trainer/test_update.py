@@ -239,6 +239,47 @@ def test_low_precision_rounds_the_masters_once_and_loses_no_small_update(folder:
     assert torch.equal(trainer.model.get_parameter(norm), live[norm])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_weight_has_no_master_and_is_saved_as_it_is(folder: Path, tmp_path: Path, dtype: str) -> None:
+    model, name = load_model(folder, dtype=dtype), "model.layers.0.mlp.up_proj.weight"
+    frozen = model.get_parameter(name).requires_grad_(False)
+    before = frozen.clone()
+    trainer = Trainer(model, TrainerConfig(lr=1e-2, weight_decay=0.1))
+    assert trainer.masters.keys() == dict(model.named_parameters()).keys() - {name}
+    start = weights(trainer)
+    trainer.forward_backward(make_batch(), policy_gradient)
+    trainer.optim_step()
+    assert torch.equal(frozen, before)
+    assert not any(torch.equal(start[name], weight) for name, weight in weights(trainer).items())
+    (tmp_path / "saved").mkdir()
+    trainer.save(tmp_path / "saved")
+    again = Trainer(load_model(folder, dtype=dtype), TrainerConfig())
+    again.model.get_parameter(name).requires_grad_(False)
+    again = Trainer(again.model, TrainerConfig())
+    again.restore(tmp_path / "saved")
+    assert same_bits(weights(again), weights(trainer))
+    assert torch.equal(again.model.get_parameter(name), before)
+
+
+def test_recomputed_layers_keep_less_and_change_no_bit(folder: Path) -> None:
+    kept, found = [], []
+    for setting in ("none", "2", "all"):
+        trainer = make_trainer(folder, checkpoint_layers=setting)
+        sizes: list[int] = []
+
+        def keep(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            result = trainer.forward_backward(make_batch(), policy_gradient)
+        kept.append(sum(sizes))
+        found.append({**gradients(trainer), "logprobs": torch.from_numpy(np.concatenate(result.logprobs))})
+    assert same_bits(found[0], found[1])
+    assert same_bits(found[0], found[2])
+    assert kept[0] > kept[1] > kept[2]
+
+
 def test_micro_batch_gradients_add_up_in_float32(folder: Path) -> None:
     batch = make_batch()
     trainer = make_trainer(folder, "bfloat16", max_batch_tokens=25)

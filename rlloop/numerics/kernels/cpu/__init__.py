@@ -1,1 +1,1 @@
-"""The contracts as CPU kernels: numba with explicit lanes, no C compiler needed. `contract.py` wraps them for torch."""
+"""Kernels for CPU tensors: `backend` has the functions, `compiled` what numba compiles for them."""

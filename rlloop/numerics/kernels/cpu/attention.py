@@ -1,217 +1,100 @@
-"""Causal attention over ragged sequences: one kernel for decode, prefill, chunked prefill and training.
-
-A query at position p reads keys 0 to p in tiles of 64 at absolute positions, with an online softmax in float32. Per
-tile: each score is one chain over the width, times the scale; the masses' sum has one fixed tree over the tile's 64
-places; and each output number continues one chain over ascending keys. So a query's bits depend on itself and those
-keys alone: not on the queries beside it, nor on where the keys lie. `backward` is in `attention_backward`.
-
-With a `split` (whole tiles; 0 is none) the softmax begins anew every so many keys, and each part joins those before it
-in ascending order: what a kernel computes that gives each part of a long context to another core, however many it has.
-"""
+"""Attention of CPU tensors, over all keys or over selected ones, and the indexer's selection."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from rlloop.numerics.kernels.cpu.jit import kernel, parallel_kernel, take
-from rlloop.numerics.kernels.cpu.tiles import add_products, narrow, pack_rows, widen
-from rlloop.numerics.simd import (
-    LANES,
-    add,
-    div,
-    exp,
-    load,
-    maximum,
-    mul,
-    reduce_max,
-    reduce_sum,
-    select_less,
-    splat,
-    store,
-    sub,
-)
+from rlloop.numerics.kernels.cpu.compiled import attention as kernels
+from rlloop.numerics.kernels.cpu.compiled import attention_backward as backward_kernels
+from rlloop.numerics.kernels.cpu.compiled import sparse as sparse_kernels
+from rlloop.numerics.kernels.cpu.compiled.jit import flat, threads_for
+from rlloop.numerics.layout import AttentionLayout
 
-TILE = 64
-ROWS = 128  # queries of a task at most: they share the packing of the keys
-MINUS_INFINITY = np.float32(-np.inf)
-PLACES = np.arange(LANES).astype(np.float32)
+NO_SINKS = np.empty(0, np.float32)
 
 
-@kernel
-def padded(width):
-    return (width + LANES - 1) // LANES * LANES
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor, block_size: int,
+    scale: float, split: int, window: int, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (tokens, heads, width), (_, groups, v_width) = q.shape, v.shape
+    out, lse = q.new_empty(tokens, heads, v_width), torch.empty(tokens, heads)
+    starts, contexts = flat(query_start), flat(context)
+    counts = starts[1:] - starts[:-1]
+    pairs = int(counts @ (contexts + counts)) * heads  # of a query and a key, about
+    threads = threads_for(pairs * (width + v_width))
+    kernels.forward(
+        threads, flat(q.contiguous()), flat(k.contiguous()), *_value_rows(v), starts, contexts,
+        flat(block_start.contiguous()), block_start.shape[1], block_size,
+        *kernels.plan(counts, heads, groups, threads), heads, groups, width, v_width, np.float32(scale), split, window,
+        NO_SINKS if sinks is None else flat(sinks.float()), flat(out), flat(lse),
+    )  # fmt: skip
+    return out, lse
 
 
-@kernel
-def scaled_and_masked(scores, at, scale, low, count):
-    """Scores of one query and one tile times the scale, −inf before `low` and from `count` on, in place. Returns the
-    largest."""
-    highest = splat(MINUS_INFINITY)
-    for i in range(0, TILE, LANES):
-        values = mul(load(scores, at + i), splat(scale))
-        if count < i + LANES:
-            values = select_less(load(PLACES, 0), splat(np.float32(count - i)), values, splat(MINUS_INFINITY))
-        if low > i:
-            values = select_less(load(PLACES, 0), splat(np.float32(low - i)), splat(MINUS_INFINITY), values)
-        store(scores, at + i, values)
-        highest = maximum(highest, values)
-    return reduce_max(highest)
+def attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    gradients, starts = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), flat(query_start)
+    (_, heads, width), (_, groups, v_width) = q.shape, v.shape
+    counts = starts[1:] - starts[:-1]
+    pairs = int(counts @ counts) * heads
+    backward_kernels.backward(
+        threads_for(pairs * (width + v_width)), *map(flat, (q, k, v, out, lse, grad.contiguous())), starts, heads,
+        groups, width, v_width, np.float32(scale), window, *map(flat, gradients),
+    )  # fmt: skip
+    return gradients
 
 
-@kernel
-def _masses(scores, at, top):
-    """exp(scores - top) of one query and one tile, in place. Returns their sum."""
-    total = splat(np.float32(0))
-    for i in range(0, TILE, LANES):
-        mass = exp(sub(load(scores, at + i), splat(top)))
-        store(scores, at + i, mass)
-        total = add(total, mass)
-    return reduce_sum(total)
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, query_start: Tensor, block_start: Tensor, block_size: int,
+    scale: float, split: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (tokens, heads, width), v_width, count = q.shape, v.shape[2], selected.shape[1]
+    out, lse = q.new_empty(tokens, heads, v_width), torch.empty(tokens, heads)
+    sparse_kernels.forward(
+        threads_for(tokens * count * heads * (width + v_width)), flat(q.contiguous()), flat(k.contiguous()),
+        *_value_rows(v), flat(selected.contiguous()), count, flat(query_start), flat(block_start.contiguous()),
+        block_start.shape[1], block_size, heads, width, v_width, np.float32(scale), split, flat(out), flat(lse),
+    )  # fmt: skip
+    return out, lse
 
 
-@kernel
-def _scale(values, at, width, factor):
-    for i in range(at, at + width, LANES):
-        store(values, i, mul(load(values, i), splat(factor)))
+def sparse_attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    (tokens, heads, width), v_width, count = q.shape, v.shape[2], selected.shape[1]
+    sparse_kernels.backward(
+        threads_for(tokens * count * heads * (width + v_width)), flat(q), flat(k), flat(v),
+        flat(selected.contiguous()), count, flat(out), flat(lse), flat(grad.contiguous()), flat(query_start), heads,
+        width, v_width, np.float32(scale), *map(flat, gradients),
+    )  # fmt: skip
+    return gradients
 
 
-@kernel
-def _fade(top, highest, line):
-    """exp(top - highest): what sums made so far shrink by when the largest score grows."""
-    store(line, 0, exp(splat(top - highest)))
-    return line[0]
+def select(q: Tensor, k: Tensor, weights: Tensor, layout: AttentionLayout, scale: float, count: int) -> Tensor:
+    (tokens, heads, width), starts, contexts = q.shape, flat(layout.query_start), flat(layout.context)
+    selected, counts = torch.empty(tokens, count, dtype=torch.int64), np.diff(starts)
+    first_task = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(-(-counts // sparse_kernels.QUERIES), out=first_task[1:])
+    pairs = int(counts @ (contexts + counts)) * heads
+    sparse_kernels.select(
+        threads_for(pairs * width), flat(q.contiguous()), flat(k.contiguous()), flat(weights.contiguous()), starts,
+        contexts, flat(layout.block_start.contiguous()), layout.block_start.shape[1], layout.block_size, first_task,
+        heads, width, np.float32(scale), count, flat(selected),
+    )  # fmt: skip
+    return selected
 
 
-@kernel
-def join(tops, totals, sums, r, chunk, v_wide, line):
-    """A query's part of the softmax, at r, takes in those before it, which lie `chunk` queries further on."""
-    highest = max(tops[chunk + r], tops[r])
-    earlier, fade = _fade(tops[chunk + r], highest, line), _fade(tops[r], highest, line)
-    tops[r] = highest
-    totals[r] = totals[chunk + r] * earlier + totals[r] * fade
-    for i in range(r * v_wide, (r + 1) * v_wide, LANES):
-        before = mul(load(sums, chunk * v_wide + i), splat(earlier))
-        store(sums, i, add(before, mul(load(sums, i), splat(fade))))
-
-
-@kernel
-def begin_part(tops, totals, sums, r, chunk, v_wide):
-    tops[chunk + r], totals[chunk + r] = tops[r], totals[r]
-    tops[r], totals[r] = MINUS_INFINITY, np.float32(0)
-    for i in range(r * v_wide, (r + 1) * v_wide, LANES):
-        store(sums, chunk * v_wide + i, load(sums, i))
-        store(sums, i, splat(np.float32(0)))
-
-
-@kernel
-def _tile(
-    q, k_packed, v_packed, width, wide, v_wide, first, num_rows, lows, counts, scale, scores, tops, totals, sums, line
-):  # fmt: skip
-    """One tile of keys for the queries `first` to num_rows of a task, of which query r sees lows[r] to counts[r]."""
-    tiles, count = TILE // LANES, num_rows - first
-    add_products(k_packed, 0, tiles, q, first * wide, wide, 1, count, width, scores, first * TILE, True)
-    for r in range(first, num_rows):
-        highest = max(tops[r], scaled_and_masked(scores, r * TILE, scale, lows[r], counts[r]))
-        fade = _fade(tops[r], highest, line)
-        tops[r] = highest
-        totals[r] = totals[r] * fade + _masses(scores, r * TILE, highest)
-        if fade != np.float32(1):
-            _scale(sums, r * v_wide, v_wide, fade)
-    r = first
-    while r < num_rows:  # queries that see equally many keys at once
-        end = r + 1
-        while end < num_rows and counts[end] == counts[r]:
-            end += 1
-        tiles, count = v_wide // LANES, end - r
-        add_products(v_packed, 0, tiles, scores, r * TILE, TILE, 1, count, counts[r], sums, r * v_wide, False)
-        r = end
-
-
-@parallel_kernel
-def forward(
-    counter, q, k, v, v_step, query_start, context, block_start, blocks, block_size, first_task, chunk, heads, groups,
-    width, v_width, scale, split, window, sinks, out, lse,
-):  # fmt: skip
-    """The layout's arrays are flat. Sequence s has the tasks first_task[s] to first_task[s + 1]: one for each `chunk`
-    of its queries (each of a token's heads that share a key-value head counts) and each key-value head. Values lie
-    `v_step` apart. `sinks` has a number for each head, or none."""
-    share, wide, v_wide = heads // groups, padded(width), padded(v_width)
-    queries, sums = np.empty(chunk * wide, np.float32), np.empty(2 * chunk * v_wide, np.float32)
-    scores = np.empty(chunk * TILE, np.float32)
-    k_packed, v_packed = np.empty(wide * TILE, np.float32), np.empty(v_wide * TILE, np.float32)
-    tops, totals = np.empty(2 * chunk, np.float32), np.empty(2 * chunk, np.float32)
-    lows, counts, starts = np.zeros(chunk, np.int64), np.empty(chunk, np.int64), np.empty(TILE, np.int64)
-    line = np.empty(LANES, np.float32)
-    tasks = first_task[-1]
-    task = take(counter)
-    while task < tasks:
-        # Last task first: the later queries of a sequence have more to read.
-        sequence, item = 0, tasks - 1 - task
-        while first_task[sequence + 1] <= item:
-            sequence += 1
-        part, group = (item - first_task[sequence]) // groups, (item - first_task[sequence]) % groups
-        token, offset = query_start[sequence], context[sequence]
-        begin = part * chunk
-        num_rows = min(chunk, (query_start[sequence + 1] - token) * share - begin)
-        for r in range(num_rows):
-            row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
-            widen(q, row * width, width, queries, r * wide)
-            tops[r], totals[r] = MINUS_INFINITY, np.float32(0)
-            if len(sinks) > 0:  # a first key, as it were, whose value is 0
-                tops[r], totals[r] = sinks[group * share + (begin + r) % share], np.float32(1)
-        for i in range(num_rows * v_wide):
-            sums[i] = np.float32(0)
-        last = offset + (begin + num_rows - 1) // share  # position of the last query
-        lowest = max(0, offset + begin // share - window + 1) if window > 0 else 0
-        for tile in range(lowest // TILE * TILE, last + 1, TILE):
-            keys = min(TILE, last + 1 - tile)
-            block, within = sequence * blocks + tile // block_size, tile % block_size
-            for j in range(keys):
-                if within == block_size:
-                    block, within = block + 1, 0
-                slot, within = block_start[block] + within, within + 1
-                starts[j] = (slot * groups + group) * width
-                widen(v, (slot * groups + group) * v_step, v_width, v_packed, j * v_wide)
-            for j in range(keys, TILE):  # the last key stands in for those past it: their scores are masked
-                starts[j] = starts[keys - 1]
-            for lane in range(0, keys, LANES):
-                pack_rows(k, starts, lane, 0, width, k_packed, lane, TILE)
-            first = max(0, (tile - offset) * share - begin)
-            if split > 0 and tile > 0 and tile % split == 0:
-                for r in range(first, num_rows):
-                    if tile > split:
-                        join(tops, totals, sums, r, chunk, v_wide, line)
-                    begin_part(tops, totals, sums, r, chunk, v_wide)
-            end = num_rows
-            if window > 0:
-                end = min(num_rows, (tile + TILE + window - 1 - offset) * share - begin)
-            for r in range(first, end):
-                position = offset + (begin + r) // share
-                counts[r] = min(TILE, position - tile + 1)
-                lows[r] = max(0, position - window + 1 - tile) if window > 0 else 0
-            _tile(
-                queries, k_packed, v_packed, width, wide, v_wide, first, end, lows, counts, scale, scores, tops, totals,
-                sums, line,
-            )  # fmt: skip
-        for r in range(num_rows):
-            row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
-            if 0 < split <= offset + (begin + r) // share:
-                join(tops, totals, sums, r, chunk, v_wide, line)
-            for i in range(r * v_wide, (r + 1) * v_wide, LANES):
-                store(sums, i, div(load(sums, i), splat(totals[r])))
-            narrow(sums, r * v_wide, v_width, out, row * v_width)
-            lse[row] = tops[r] + np.float32(np.log(totals[r]))
-        task = take(counter)
-
-
-def plan(counts: np.ndarray, heads: int, groups: int, threads: int) -> tuple[np.ndarray, int]:
-    """(first_task, chunk) for `forward`, of sequences with so many query tokens."""
-    share = heads // groups
-    rows = counts * share
-    chunk = ROWS
-    if threads > 1:  # enough tasks to share out evenly, yet heads stay together unless threads would idle
-        least = share if len(rows) * groups >= threads else 1
-        chunk = min(ROWS, max(least, int(rows.sum()) * groups // (4 * threads)))
-    first_task = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(-(-rows // chunk) * groups, out=first_task[1:])
-    return first_task, chunk
+def _value_rows(v: Tensor) -> tuple[np.ndarray, int]:
+    """The memory of values [slots, G, D], and how far one row is from the next. Latents are part of wider rows."""
+    if v.shape[1] == 1 and v.stride(2) == 1 and v.stride(0) >= v.shape[2] and len(v) > 0:
+        return flat(v.detach().as_strided(((len(v) - 1) * v.stride(0) + v.shape[2],), (1,))), v.stride(0)
+    return flat(v.contiguous()), v.shape[2]

@@ -1,158 +1,77 @@
-"""Norm, activation and rotary embedding: float32 inside, one rounding out. Rows are independent."""
+"""Norms, activations and rotary embedding of CPU tensors."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from rlloop.numerics.kernels.cpu.jit import kernel, parallel_kernel, take
-from rlloop.numerics.simd import (
-    LANES,
-    add,
-    div,
-    exp,
-    fma,
-    load,
-    load_part,
-    mul,
-    reduce_sum,
-    splat,
-    store,
-    store_part,
-    sub,
-)
-
-BLOCK = 1024  # of a sum of squares
-ROWS = 64  # of a task of the norm; the gradient of its weight adds up such blocks, in order
-NUMBERS = 1 << 14  # of a task of the others
-ZERO, ONE = np.float32(0), np.float32(1)
+from rlloop.numerics.kernels.cpu.compiled import elementwise as kernels
+from rlloop.numerics.kernels.cpu.compiled import sparse
+from rlloop.numerics.kernels.cpu.compiled.jit import flat, threads_for
+from rlloop.numerics.kernels.cpu.products import sum_of_rows
 
 
-@kernel
-def get(source, at, count):
-    return load(source, at) if count >= LANES else load_part(source, at, count)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    width, x = x.shape[-1], x.contiguous()
+    out, scales = torch.empty_like(x), torch.empty(x.numel() // width)
+    stream, source = x.new_empty(0 if residual is None else x.shape), flat(x)
+    added, total = (source, source) if residual is None else (flat(residual.contiguous()), flat(stream))
+    kernels.rms_norm(
+        threads_for(4 * len(source)), source, added, flat(weight), np.float32(eps), residual is not None, total,
+        flat(out), flat(scales), width,
+    )  # fmt: skip
+    return out, stream, scales
 
 
-@kernel
-def put(target, at, count, vector):
-    if count >= LANES:
-        store(target, at, vector)
-    else:
-        store_part(target, at, count, vector)
-
-
-@kernel
-def mean_square(x, at, width):
-    """Blocks of 1024, each in sixteen lanes and one tree, added in order; over the width."""
-    total = ZERO
-    for block in range(0, width, BLOCK):
-        lanes = splat(ZERO)
-        for i in range(block, min(width, block + BLOCK), LANES):
-            part = get(x, at + i, width - i)
-            lanes = fma(part, part, lanes)
-        total += reduce_sum(lanes)
-    return total / np.float32(width)
-
-
-@parallel_kernel
-def rms_norm(counter, x, residual, weight, eps, has_residual, stream, out, scales, width):
-    """stream = x + residual, rounded to what it holds (stream is x where there is no residual);
-    out = stream * scale * weight, with scale = 1 / rms(stream)."""
-    begin = take(counter) * ROWS
-    while begin < len(scales):
-        for row in range(begin, min(len(scales), begin + ROWS)):
-            at = row * width
-            if has_residual:
-                for i in range(0, width, LANES):
-                    put(stream, at + i, width - i, add(get(x, at + i, width - i), get(residual, at + i, width - i)))
-            scale = ONE / np.sqrt(mean_square(stream, at, width) + eps)
-            scales[row] = scale
-            for i in range(0, width, LANES):
-                normed = mul(get(stream, at + i, width - i), splat(scale))
-                put(out, at + i, width - i, mul(normed, get(weight, i, width - i)))
-        begin = take(counter) * ROWS
-
-
-@parallel_kernel
 def rms_norm_backward(
-    counter, stream, weight, scales, grad, grad_stream, has_grad_stream, grad_x, weight_parts, width
-):  # fmt: skip
-    """grad_x = scale (g - n mean(g n)) + grad_stream, with n the normed stream and g = grad * weight;
-    weight_parts [blocks, width] = the sum of grad * n over each block of ROWS rows."""
-    part = take(counter)
-    while part * ROWS < len(scales):
-        sums = part * width
-        weight_parts[sums : sums + width] = ZERO
-        for row in range(part * ROWS, min(len(scales), (part + 1) * ROWS)):
-            at, scale, lanes = row * width, splat(scales[row]), splat(ZERO)
-            for i in range(0, width, LANES):
-                left = width - i
-                normed, slope = mul(get(stream, at + i, left), scale), get(grad, at + i, left)
-                lanes = fma(mul(slope, get(weight, i, left)), normed, lanes)
-                put(weight_parts, sums + i, left, fma(slope, normed, get(weight_parts, sums + i, left)))
-            mean = splat(-reduce_sum(lanes) / np.float32(width))
-            for i in range(0, width, LANES):
-                left = width - i
-                normed = mul(get(stream, at + i, left), scale)
-                slope = mul(get(grad, at + i, left), get(weight, i, left))
-                total = mul(fma(normed, mean, slope), scale)
-                if has_grad_stream:
-                    total = add(total, get(grad_stream, at + i, left))
-                put(grad_x, at + i, left, total)
-        part = take(counter)
+    stream: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, grad_stream: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    width, stream, grad = stream.shape[-1], stream.contiguous(), grad.contiguous()
+    grad_x, parts = torch.empty_like(stream), np.empty((-(-len(scales) // kernels.ROWS), width), np.float32)
+    kernels.rms_norm_backward(
+        threads_for(8 * stream.numel()), flat(stream), flat(weight), flat(scales), flat(grad),
+        flat(grad if grad_stream is None else grad_stream.contiguous()), grad_stream is not None, flat(grad_x),
+        parts.reshape(-1), width,
+    )  # fmt: skip
+    return grad_x, sum_of_rows(torch.from_numpy(parts)).to(weight.dtype)
 
 
-@kernel
-def silu_times(x, y):
-    return mul(div(x, add(splat(ONE), exp(sub(splat(ZERO), x)))), y)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    out, width = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
+    wide = [flat(tensor.detach().float().contiguous()) for tensor in (weight, bias)]
+    sparse.layer_norm(threads_for(8 * x.numel()), flat(x.contiguous()), *wide, np.float32(eps), flat(out), width)
+    return out
 
 
-@parallel_kernel
-def silu_mul(counter, gate, up, out):
-    begin = take(counter) * NUMBERS
-    while begin < len(gate):
-        end = min(len(gate), begin + NUMBERS)
-        for i in range(begin, end, LANES):
-            put(out, i, end - i, silu_times(get(gate, i, end - i), get(up, i, end - i)))
-        begin = take(counter) * NUMBERS
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    kernels.silu_mul(threads_for(32 * out.numel()), flat(gate), flat(up), flat(out))
+    return out
 
 
-@parallel_kernel
-def silu_mul_backward(counter, gate, up, grad, grad_gate, grad_up):
-    """With s = sigmoid(gate), the slope of silu is s (1 + gate (1 - s))."""
-    begin = take(counter) * NUMBERS
-    while begin < len(gate):
-        end = min(len(gate), begin + NUMBERS)
-        for i in range(begin, end, LANES):
-            x, y, slope = get(gate, i, end - i), get(up, i, end - i), get(grad, i, end - i)
-            sigmoid = div(splat(ONE), add(splat(ONE), exp(sub(splat(ZERO), x))))
-            silu_slope = mul(sigmoid, fma(x, sub(splat(ONE), sigmoid), splat(ONE)))
-            put(grad_gate, i, end - i, mul(mul(slope, y), silu_slope))
-            put(grad_up, i, end - i, mul(slope, mul(x, sigmoid)))
-        begin = take(counter) * NUMBERS
+def silu_mul_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    threads = threads_for(32 * gate.numel())
+    kernels.silu_mul_backward(threads, flat(gate), flat(up), flat(grad), flat(grad_gate), flat(grad_up))
+    return grad_gate, grad_up
 
 
-@parallel_kernel
-def sigmoid_mul(counter, gate, up, out):
-    begin = take(counter) * NUMBERS
-    while begin < len(gate):
-        end = min(len(gate), begin + NUMBERS)
-        for i in range(begin, end, LANES):
-            gates = add(splat(ONE), exp(sub(splat(ZERO), get(gate, i, end - i))))
-            put(out, i, end - i, div(get(up, i, end - i), gates))
-        begin = take(counter) * NUMBERS
+def sigmoid_mul(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(up)
+    kernels.sigmoid_mul(threads_for(32 * out.numel()), flat(gate), flat(up), flat(out))
+    return out
 
 
-@parallel_kernel
-def rope(counter, x, positions, cos, sin, sign, out, heads, half):
-    """Each pair (x[i], x[i + half]) turned by its position's angle; `sign` -1 turns back."""
-    row = take(counter)
-    while row < len(positions):
-        table = positions[row] * half
-        for i in range(0, half, LANES):
-            left = half - i
-            c, s = get(cos, table + i, left), mul(get(sin, table + i, left), splat(sign))
-            for low_at in range(row * heads * 2 * half + i, (row + 1) * heads * 2 * half, 2 * half):
-                low, high = get(x, low_at, left), get(x, low_at + half, left)
-                put(out, low_at, left, sub(mul(low, c), mul(high, s)))
-                put(out, low_at + half, left, add(mul(high, c), mul(low, s)))
-        row = take(counter)
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _, heads, width = x.shape
+    kernels.rope(
+        threads_for(4 * x.numel()), flat(x), flat(positions.contiguous()), flat(cos), flat(sin), np.float32(sign),
+        flat(out), heads, width // 2,
+    )  # fmt: skip
+    return out

@@ -1,224 +1,69 @@
-"""Recurrent layers' kernels: a short convolution, and a state that every token fades and writes to.
-
-One token after the other, everywhere. Training, prefill and decode run this very loop, so where a sequence is cut, and
-who else is in the batch, cannot be seen in a bit: a state is all that crosses a cut, and it is kept in float32. Tasks
-are sequences times heads (or blocks of channels). Inside, columns of a state are independent of each other.
-"""
+"""Recurrent layers' operations on CPU tensors, float32 throughout."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from rlloop.numerics.kernels.cpu.distribution import log
-from rlloop.numerics.kernels.cpu.jit import kernel, parallel_kernel, take
-from rlloop.numerics.simd import LANES, exp, splat, store
+from rlloop.numerics.kernels.cpu.compiled import recurrence as kernels
+from rlloop.numerics.kernels.cpu.compiled.jit import flat, threads_for
 
-CHANNELS = 256  # of a task of the convolution
-SPAN = 32  # tokens between the states that the backward pass keeps
-ROWS = 16  # tokens of a task of the gates
-ZERO, ONE = np.float32(0), np.float32(1)
+NO_STATES, NO_IDS = np.empty(0, np.float32), np.empty(0, np.int64)
 
 
-@parallel_kernel
-def convolution(
-    counter, x, weight, bias, has_bias, query_start, context, rows, states, has_states, channels, width, out
-):  # fmt: skip
-    """out[t] = sum over j, oldest first, of weight[j] * x[t - width + 1 + j], then + bias; per channel.
-
-    weight [width, channels]; states [rows, width - 1, channels] hold the last inputs of a sequence, newest last.
-    """
-    blocks, kept = (channels + CHANNELS - 1) // CHANNELS, width - 1
-    task = take(counter)
-    while task < (len(query_start) - 1) * blocks:
-        s, begin = task // blocks, task % blocks * CHANNELS
-        end = min(channels, begin + CHANNELS)
-        first, last = query_start[s], query_start[s + 1]
-        store_at = rows[s] * kept * channels if has_states else 0
-        for t in range(first, last):
-            at = t * channels
-            for c in range(begin, end):
-                out[at + c] = ZERO
-            for j in range(width):
-                source = t - kept + j
-                if source >= first:
-                    for c in range(begin, end):
-                        out[at + c] += weight[j * channels + c] * x[source * channels + c]
-                elif has_states and context[s] - (first - source) >= 0:
-                    past = store_at + (kept - (first - source)) * channels
-                    for c in range(begin, end):
-                        out[at + c] += weight[j * channels + c] * states[past + c]
-            if has_bias:
-                for c in range(begin, end):
-                    out[at + c] += bias[c]
-        if has_states:
-            for m in range(kept):
-                source = last - kept + m
-                if source >= first:
-                    for c in range(begin, end):
-                        states[store_at + m * channels + c] = x[source * channels + c]
-                else:
-                    for c in range(begin, end):
-                        states[store_at + m * channels + c] = states[store_at + (m + last - first) * channels + c]
-        task = take(counter)
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, query_start: Tensor, context: Tensor | None = None,
+    states: Tensor | None = None, rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    out, taps = torch.empty_like(x), flat(weight[:, 0].T.contiguous())
+    kernels.convolution(
+        threads_for(x.numel() * weight.shape[2]), flat(x.contiguous()), taps,
+        taps if bias is None else flat(bias.contiguous()), bias is not None, flat(query_start),
+        *_states(context, states, rows), x.shape[1], weight.shape[2], flat(out),
+    )  # fmt: skip
+    return out
 
 
-@kernel
-def _exp(x, line):
-    store(line, 0, exp(splat(x)))
-    return line[0]
+def recurrent_gates(a: Tensor, rate: Tensor, bias: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    decay, step = torch.empty_like(a), torch.empty_like(a)
+    kernels.gates(
+        threads_for(256 * a.numel()), flat(a.contiguous()), flat(rate.contiguous()), flat(bias.contiguous()),
+        np.float32(floor), a.shape[1], flat(decay), flat(step),
+    )  # fmt: skip
+    return decay, step
 
 
-@parallel_kernel
-def gates(counter, a, rate, bias, floor, heads, decay, step):
-    """step = max(softplus(a + bias), floor); decay = exp(-exp(rate) step)."""
-    line = np.empty(LANES, np.float32)
-    tokens = len(a) // heads
-    begin = take(counter) * ROWS
-    while begin < tokens:
-        for t in range(begin, min(tokens, begin + ROWS)):
-            for h in range(heads):
-                x = a[t * heads + h] + bias[h]
-                soft = max(x, ZERO) + log(ONE + _exp(-abs(x), line))
-                step[t * heads + h] = max(soft, floor)
-                decay[t * heads + h] = _exp(-_exp(rate[h], line) * step[t * heads + h], line)
-        begin = take(counter) * ROWS
-
-
-@kernel
-def _write(state, key, key_at, value, value_at, key_width, width, decay, beta, corrects, read, written):
-    """state = decay state + key written, with written = beta (value - read) and read = key . decay state; or, where
-    nothing is corrected, written = beta value. All sums go over ascending places of the key."""
-    for j in range(width):
-        read[j] = ZERO
-    for i in range(key_width):
-        factor = key[key_at + i]
-        for j in range(width):
-            faded = state[i * width + j] * decay
-            state[i * width + j] = faded
-            read[j] += faded * factor
-    for j in range(width):
-        written[j] = (value[value_at + j] - read[j]) * beta if corrects else value[value_at + j] * beta
-    for i in range(key_width):
-        factor = key[key_at + i]
-        for j in range(width):
-            state[i * width + j] += factor * written[j]
-
-
-@parallel_kernel
 def scan(
-    counter, q, k, v, decay, beta, corrects, query_start, context, rows, states, has_states, groups, heads, key_width,
-    width, out,
-):  # fmt: skip
-    """out = query . state, after the state was faded and written to. States [rows, heads, key_width, width]."""
-    share, size = heads // groups, key_width * width
-    state = np.empty(size, np.float32)
-    read, written = np.empty(width, np.float32), np.empty(width, np.float32)
-    task = take(counter)
-    while task < (len(query_start) - 1) * heads:
-        s, h = task // heads, task % heads
-        store_at = (rows[s] * heads + h) * size if has_states else 0
-        resumed = has_states and context[s] > 0
-        for i in range(size):
-            state[i] = states[store_at + i] if resumed else ZERO
-        for t in range(query_start[s], query_start[s + 1]):
-            key_at, at, gate = (t * groups + h // share) * key_width, (t * heads + h) * width, t * heads + h
-            _write(state, k, key_at, v, at, key_width, width, decay[gate], beta[gate], corrects, read, written)
-            for j in range(width):
-                out[at + j] = ZERO
-            for i in range(key_width):
-                factor = q[key_at + i]
-                for j in range(width):
-                    out[at + j] += state[i * width + j] * factor
-        if has_states:
-            for i in range(size):
-                states[store_at + i] = state[i]
-        task = take(counter)
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor,
+    context: Tensor | None = None, states: Tensor | None = None, rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    (_, groups, key_width), (_, heads, width) = q.shape, v.shape
+    out = torch.empty(v.shape)
+    kernels.scan(
+        threads_for(3 * v.numel() * key_width), *(flat(x.contiguous()) for x in (q, k, v, decay, beta)), corrects,
+        flat(query_start), *_states(context, states, rows), groups, heads, key_width, width, flat(out),
+    )  # fmt: skip
+    return out
 
 
-@kernel
-def _dot(a, a_at, b, b_at, count):
-    total = ZERO
-    for i in range(count):
-        total += a[a_at + i] * b[b_at + i]
-    return total
-
-
-@kernel
-def _step_back(
-    before, state, slope, q, k, v, key_at, at, gate, decay, beta, corrects, key_width, width, read, written, slopes,
-    grad, grad_q, grad_k, grad_v, grad_decay, grad_beta,
-):  # fmt: skip
-    """One token of the backward pass: `state` is what it left, `slope` the gradient of that; then of what it found."""
-    for i in range(key_width):
-        grad_q[key_at + i] += _dot(state, i * width, grad, at, width)
-        factor = q[key_at + i]
-        for j in range(width):
-            slope[i * width + j] += factor * grad[at + j]
-    for j in range(width):
-        slopes[j] = ZERO  # of what was written
-    for i in range(key_width):
-        factor = k[key_at + i]
-        for j in range(width):
-            slopes[j] += slope[i * width + j] * factor
-        grad_k[key_at + i] += _dot(slope, i * width, written, 0, width)
-    total = ZERO
-    for j in range(width):
-        total += slopes[j] * (v[at + j] - read[j] if corrects else v[at + j])
-        grad_v[at + j] = slopes[j] * beta
-    grad_beta[gate] = total
-    if corrects:
-        for i in range(key_width):
-            factor = k[key_at + i]
-            grad_k[key_at + i] -= decay * _dot(before, i * width, grad_v, at, width)
-            for j in range(width):
-                slope[i * width + j] -= factor * grad_v[at + j]
-    grad_decay[gate] = _dot(slope, 0, before, 0, key_width * width)
-    for i in range(key_width * width):
-        slope[i] *= decay
-
-
-@parallel_kernel
 def scan_backward(
-    counter, q, k, v, decay, beta, corrects, query_start, groups, heads, key_width, width, grad, grad_q, grad_k,
-    grad_v, grad_decay, grad_beta,
-):  # fmt: skip
-    """Of whole sequences. A task is a sequence's share of one key head: the heads that read it come in order. States
-    are kept at every SPAN tokens and made again in between. grad_q and grad_k start at 0."""
-    share, size, longest = heads // groups, key_width * width, 0
-    for s in range(len(query_start) - 1):
-        longest = max(longest, query_start[s + 1] - query_start[s])
-    marks = np.empty((longest + SPAN - 1) // SPAN * size, np.float32)
-    found = np.empty(SPAN * size, np.float32)
-    state, slope = np.empty(size, np.float32), np.empty(size, np.float32)
-    read, written, slopes = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
-    task = take(counter)
-    while task < (len(query_start) - 1) * groups:
-        s, g = task // groups, task % groups
-        first, count = query_start[s], query_start[s + 1] - query_start[s]
-        for h in range(g * share, (g + 1) * share):
-            state[:] = ZERO
-            slope[:] = ZERO
-            for n in range(count):
-                if n % SPAN == 0:
-                    marks[n // SPAN * size : (n // SPAN + 1) * size] = state
-                t = first + n
-                key_at, at, gate = (t * groups + g) * key_width, (t * heads + h) * width, t * heads + h
-                _write(state, k, key_at, v, at, key_width, width, decay[gate], beta[gate], corrects, read, written)
-            for span in range((count - 1) // SPAN, -1, -1):
-                begin, end = span * SPAN, min(count, (span + 1) * SPAN)
-                state[:] = marks[span * size : (span + 1) * size]
-                for n in range(begin, end):
-                    found[(n - begin) * size : (n - begin + 1) * size] = state
-                    t = first + n
-                    key_at, at, gate = (t * groups + g) * key_width, (t * heads + h) * width, t * heads + h
-                    _write(state, k, key_at, v, at, key_width, width, decay[gate], beta[gate], corrects, read, written)
-                for n in range(end - 1, begin - 1, -1):
-                    t, before = first + n, found[(n - begin) * size : (n - begin + 1) * size]
-                    key_at, at, gate = (t * groups + g) * key_width, (t * heads + h) * width, t * heads + h
-                    state[:] = before
-                    _write(state, k, key_at, v, at, key_width, width, decay[gate], beta[gate], corrects, read, written)
-                    _step_back(
-                        before, state, slope, q, k, v, key_at, at, gate, decay[gate], beta[gate], corrects, key_width,
-                        width, read, written, slopes, grad, grad_q, grad_k, grad_v, grad_decay, grad_beta,
-                    )  # fmt: skip
-        task = take(counter)
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (_, groups, key_width), (_, heads, width) = q.shape, v.shape
+    by_q, by_k, by_v, by_decay, by_beta = (torch.zeros(x.shape) for x in (q, k, v, decay, beta))
+    kernels.scan_backward(
+        threads_for(9 * v.numel() * key_width), *(flat(x.contiguous()) for x in (q, k, v, decay, beta)), corrects,
+        flat(query_start), groups, heads, key_width, width, flat(grad.contiguous()), flat(by_q), flat(by_k), flat(by_v),
+        flat(by_decay), flat(by_beta),
+    )  # fmt: skip
+    return by_q, by_k, by_v, by_decay, by_beta
+
+
+def _states(
+    context: Tensor | None, states: Tensor | None, rows: Tensor | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """(context, rows, states, whether there are any), for a kernel."""
+    if context is None or states is None or rows is None:
+        return NO_IDS, NO_IDS, NO_STATES, False
+    return flat(context), flat(rows), flat(states), len(states) > 0

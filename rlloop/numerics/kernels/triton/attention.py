@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, aligned, gluon_runs, power_of_two
+from rlloop.numerics.kernels.triton.segments import SEGMENT, TILE
 
-TILE = 64
-SEGMENT = 1024
 AHEAD = 8  # parts on their way to whom joins them
 
 

@@ -1,4 +1,4 @@
-"""The distribution of rows of logits: warped, measured, differentiated and sampled from. See `rlloop.numerics.logprob`.
+"""The distribution of rows of logits: warped, measured, differentiated and sampled from. See `operators.distribution`.
 
 A row's warped logits z are its logits, −inf where banned, over the temperature; then what top-k, top-p or min-p drops
 becomes −inf too. Vocabulary blocks of `BLOCK` are measured each by its own program: top m_b, masses' sum of

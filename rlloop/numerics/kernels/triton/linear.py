@@ -199,3 +199,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
             chain(x[whole:], weight, None, dtype, out=out[whole:])
             return out
     return chain(x, weight, bias, dtype)
+
+
+def gradient(rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype) -> Tensor:
+    """By cuBLAS, in the type of `lanes`, with float32 sums. rows [M, K] if by_row, lanes [N, K] if by row -> [M, N]."""
+    left, right = rows if by_row else rows.T, lanes.T if lanes_by_row else lanes
+    left = left.to(right.dtype)
+    return torch.mm(left, right) if dtype == right.dtype else torch.mm(left, right, out_dtype=dtype)

@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
 
 
 # (up to so many rows, up to K of so much, the tiles); measured on an H200. Beyond, one after the other is faster.
-THREE = (
+QKV = (
     (128, 8192, Tiles(64, 64, 64, False, 4, 6)),
     (256, 2048, Tiles(128, 64, 64, True, 4, 5)),
     (256, 8192, Tiles(128, 128, 64, False, 8, 4)),
@@ -103,17 +103,17 @@ def _gated(
     tl.store(out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :], made, (row < rows)[:, None])
 
 
-def three_linears(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (first, second, third)
-    tiles = _tiles_for(THREE, x, weights)
+def qkv_linear(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    weights = (q_weight, k_weight, v_weight)
+    tiles = _tiles_for(QKV, x, weights)
     if tiles is None:
         one, other, last = (product(x, weight, None, x.dtype) for weight in weights)
         return one, other, last
     one, other, last = (x.new_empty(len(x), len(weight)) for weight in weights)
     grid = (sum(map(len, weights)) // tiles.outputs * triton.cdiv(len(x), tiles.rows),)
     _three[grid](
-        aligned(x), *map(aligned, weights), one, other, last, len(x), FIRST=len(first), SECOND=len(second),
-        THIRD=len(third), WIDTH=x.shape[1], ROWS=tiles.rows, OUTPUTS=tiles.outputs, K=tiles.width,
+        aligned(x), *map(aligned, weights), one, other, last, len(x), FIRST=len(q_weight), SECOND=len(k_weight),
+        THIRD=len(v_weight), WIDTH=x.shape[1], ROWS=tiles.rows, OUTPUTS=tiles.outputs, K=tiles.width,
         SWAPPED=tiles.swapped, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return one, other, last

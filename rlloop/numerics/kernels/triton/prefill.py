@@ -25,12 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rlloop.numerics.kernels.triton import attention
+from rlloop.numerics.kernels.triton import segments
 from rlloop.numerics.kernels.triton.decode import divided
 from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT
 
-TILE = gl.constexpr(attention.TILE)
-SEGMENT = gl.constexpr(attention.SEGMENT)
+TILE = gl.constexpr(segments.TILE)
+SEGMENT = gl.constexpr(segments.SEGMENT)
 ROWS = gl.constexpr(64)  # queries of a warpgroup
 WORKERS = gl.constexpr(2)  # warpgroups that multiply
 STAGES = gl.constexpr(4)  # tiles of keys and values on their way

@@ -40,7 +40,7 @@ def _turned(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _enter(
+def _cache_write(
     q, k, v, q_weight, k_weight, positions, cos, sin, slots, out, keys, values, tokens, eps, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _enter(
             tl.store(values + (place * GROUPS + row % GROUPS)[:, None] * WIDTH + column, moved, inside)
 
 
-def enter(
+def qkv_cache_write(
     q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, positions: Tensor,
     cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -72,7 +72,7 @@ def enter(
     normed = q_weight is not None and k_weight is not None
     block = power_of_two(width, 2)
     height = max(1, NORM_NUMBERS // block)  # as `rms_norm` has it: the order of a sum follows the tile
-    _enter[(triton.cdiv(tokens * heads, height), 3)](
+    _cache_write[(triton.cdiv(tokens * heads, height), 3)](
         q, k, v, aligned(q_weight) if normed else q, aligned(k_weight) if normed else k, positions.contiguous(),
         cos.contiguous(), sin.contiguous(), slots.contiguous(), out, keys, values, tokens, eps, HEADS=heads,
         GROUPS=groups, WIDTH=width, BLOCK=block, ROWS=height, NORMED=normed, num_warps=4, **EXACT,

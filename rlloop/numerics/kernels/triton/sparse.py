@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.attention import TILE, attention
+from rlloop.numerics.kernels.triton.attention import attention
 from rlloop.numerics.kernels.triton.attention_backward import masked_backward
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
+from rlloop.numerics.kernels.triton.segments import TILE
 from rlloop.numerics.layout import AttentionLayout
 
 SCORES = 1 << 26  # at a time

@@ -1,0 +1,154 @@
+"""Command lines of `rlloop serve engine|relay|trainer|proxy`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlloop.config.rollout import EngineKind
+from rlloop.web.server import TOKEN_VARIABLE
+
+DESCRIPTION = """\
+Start a server of a fleet. Each prints its address as soon as it listens, and ends with Ctrl-C or SIGTERM.
+
+  engine    samples over HTTP: OpenAI's completions and chat, and rlloop's own exact route; can follow a store
+  relay     caches a store of weights for a region, so that each blob crosses the wide-area network once
+  trainer   publishes weights and samples from the fleet, for trainers other than rlloop's
+            (`rlloop train fleet=regions` starts one of its own)
+  proxy     stands before a `vllm serve` on loopback and passes only completions on; with --store it lets vLLM follow
+            weights, and is an engine like any other (docs/vllm.md)
+
+Off loopback, every route requires a token: --token-file, or the environment variable RLLOOP_TOKEN. A trainer always has
+one: without either it creates KEY.token beside its signing key.
+
+`rlloop serve KIND --help` lists the options of a kind.
+"""
+
+KINDS = {
+    "engine": (
+        "An engine that samples from MODEL over HTTP. With --store it follows published weights;\n"
+        "with --join it serves a trainer's fleet.",
+        "examples:\n"
+        "  rlloop serve engine --model my-model --port 8000\n"
+        "  rlloop serve engine --model my-model --store http://trainer:7000 --public-key key.pub --join http://trainer:7000",
+    ),
+    "relay": (
+        "A cache of a store of weights, for the engines of one region, which name it by --relay.",
+        "example:\n  rlloop serve relay --upstream http://trainer:7000 --cache /var/cache/rlloop --port 7001",
+    ),
+    "trainer": (
+        "A fleet for a trainer that is not rlloop's: it publishes weights, engines join it, and it passes\n"
+        "requests on to them (docs/fleet.md).",
+        "example:\n  rlloop serve trainer --store weights --signing-key key --run-id mine --port 7000",
+    ),
+    "proxy": (
+        "A proxy before a `vllm serve` on loopback that passes only completions on (docs/vllm.md).",
+        "example:\n  rlloop serve proxy --upstream http://127.0.0.1:8000 --token-file token --host 0.0.0.0 --port 8001",
+    ),
+}
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a kind of server, with its name as `kind`."""
+    parser = argparse.ArgumentParser(
+        prog="rlloop serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="engine|relay|trainer|proxy")
+    added = {"engine": _engine_options, "relay": _relay_options, "trainer": _trainer_options, "proxy": _proxy_options}
+    for kind, add in added.items():
+        description, examples = KINDS[kind]
+        options = kinds.add_parser(
+            kind, description=description, epilog=examples, formatter_class=_Help, allow_abbrev=False
+        )
+        _listen_options(options)
+        add(options)
+    return parser.parse_args(arguments)
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults of options that have one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return (
+            action.help if action.default in (None, []) or action.default is False else super()._get_help_string(action)
+        )
+
+
+def _listen_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    options.add_argument("--port", type=int, default=0, help="port to listen on; 0 picks a free one")
+    options.add_argument(
+        "--token-file", type=Path, help=f"file with the token that requests need; default: ${TOKEN_VARIABLE}"
+    )
+    options.add_argument("--certificate", type=Path, help="PEM file; with --key the server speaks TLS")
+    options.add_argument("--key", type=Path, help="PEM file with the certificate's private key")
+    options.add_argument("--ca-file", type=Path, help="PEM file of authorities to trust for other servers")
+    options.add_argument("--max-body", type=int, default=64 << 20, help="largest request in bytes")
+
+
+def _engine_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--model", type=Path, required=True, help="Hugging Face folder with weights and tokenizer")
+    options.add_argument("--dtype", default="float32", help="dtype of the model; must be the trainer's model.dtype")
+    options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    options.add_argument("--threads", type=int, help="CPU threads; default: all")
+    options.add_argument(
+        "--engine", choices=list(EngineKind), type=EngineKind, default=EngineKind.embedded, help="engine that samples"
+    )
+    options.add_argument("--page-size", type=int, default=16, help="tokens of a page of the key-value cache")
+    options.add_argument("--max-batch-tokens", type=int, default=8192, help="tokens computed in one step, at most")
+    options.add_argument("--max-cache-tokens", type=int, help="tokens in the key-value cache; default: as many as fit")
+    _member_options(options, "rlloop")
+
+
+def _member_options(options: argparse.ArgumentParser, name: str | None) -> None:
+    """Options of servers that are engines of a fleet and follow a store of weights."""
+    options.add_argument("--model-name", default=name, help="the model's name for OpenAI's clients")
+    options.add_argument(
+        "--logprobs-mode",
+        choices=["processed_logprobs", "raw_logprobs"],
+        default="processed_logprobs",
+        help="logprobs for OpenAI's clients: of the distribution sampled from, or at temperature 1, not truncated",
+    )
+    options.add_argument("--max-waiting", type=int, default=4096, help="waiting requests; further ones are refused")
+    options.add_argument("--store", metavar="URL", help="follow the weights of this store (a folder, http, s3, ...)")
+    options.add_argument("--relay", metavar="URL", help="read the store through this relay, or directly if that fails")
+    options.add_argument(
+        "--public-key", metavar="HEX|FILE", help="the key that signs the store's versions; required with --store"
+    )
+    options.add_argument("--run-id", help="follow this run only; default: the first run in the store")
+    options.add_argument("--any-run", action="store_true", help="follow every new run in the store")
+    options.add_argument("--interval", type=float, default=2.0, help="seconds between reads of the store's head")
+    options.add_argument("--join", metavar="URL", help="join the fleet of the trainer at this address")
+    options.add_argument("--region", default="home", help="region's name in the fleet")
+    options.add_argument(
+        "--advertise", metavar="URL", help="address at which the trainer reaches this engine; default: its own"
+    )
+
+
+def _relay_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--upstream", metavar="URL", required=True, help="store: the trainer's address, s3://..., ...")
+    options.add_argument("--cache", type=Path, required=True, help="folder for fetched blobs")
+    options.add_argument("--cache-bytes", type=int, default=16 << 30, help="largest size of that folder in bytes")
+
+
+def _trainer_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--store", required=True, help="store to publish versions to: a folder or an fsspec URL")
+    options.add_argument(
+        "--signing-key", type=Path, required=True, help="Ed25519 key in PEM; created if it does not exist"
+    )
+    options.add_argument("--run-id", required=True, help="name of the run; versions are RUN_ID/STEP")
+    options.add_argument("--anchor-every", type=int, default=50, help="versions between whole copies of the weights")
+    options.add_argument(
+        "--engine", action="append", default=[], metavar="REGION=URL",
+        help="an engine of the fleet; may be given several times, and engines may also join by themselves",
+    )  # fmt: skip
+    options.add_argument("--patience", type=float, default=120.0, help="seconds to wait for an engine")
+    options.set_defaults(max_body=16 << 30)
+
+
+def _proxy_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--upstream", metavar="URL", required=True, help="address of the vLLM server, on loopback")
+    options.add_argument("--upstream-key-file", type=Path, help="file with the key of vLLM's --api-key")
+    options.add_argument("--timeout", type=float, default=600.0, help="seconds for an answer of vLLM's")
+    _member_options(options, None)

@@ -1,0 +1,67 @@
+"""The `algorithm` section: a loss and an advantage estimator, and what surrounds them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from omegaconf import MISSING
+
+from rlloop.config.instantiate import TARGET, names_target
+from rlloop.config.limits import ZERO_OR_MORE, check_limits, limited, one_of, require, zero_or_more
+from rlloop.errors import ConfigError
+
+
+class Anchor(StrEnum):
+    """Whose logprobs the policy ratio of a clipped loss divides by; see `rlloop.algorithms.LossBatch`."""
+
+    trainer = "trainer"
+    rollout = "rollout"
+
+
+@dataclass
+class AlgorithmConfig:
+    """Base of the `algorithm` group.
+
+    `loss` and `advantage` are each a name of `rlloop.algorithms`, with its arguments in `loss_args` and
+    `advantage_args`; or a function or class of the reader's own, with its arguments beside it:
+    `{_target_: package.loss, own_argument: 0.3}`.
+    """
+
+    loss: Any = MISSING
+    advantage: Any = MISSING
+    loss_args: dict[str, Any] = field(default_factory=dict)
+    advantage_args: dict[str, Any] = field(default_factory=dict)
+    anchor: Anchor = Anchor.trainer
+    correction: dict[str, Any] = field(
+        default_factory=dict
+    )  # name -> arguments, with or without _target_; they multiply
+    dynamic_sampling: bool = False  # do not train on groups whose rewards are all equal
+    max_refills: int = limited(0, zero_or_more("none"))  # with it: further batches of prompts that a step may sample
+    reward_kl_coef: float = limited(0.0, zero_or_more("off"))  # of KL(policy ‖ reference), taken from each reward
+    reward_kl: str = limited("k1", one_of("k1", "k2", "k3"))  # estimate of that KL, summed over a completion
+    overlong_buffer: int = limited(0, zero_or_more("off"))  # last tokens of rollout.max_tokens, where a penalty grows
+    overlong_penalty: float = limited(1.0, ZERO_OR_MORE)  # the whole penalty, of a turn that fills its budget
+
+    def __post_init__(self) -> None:
+        check_limits("algorithm", self)
+        require(
+            "algorithm.max_refills", self.max_refills, self.dynamic_sampling or not self.max_refills,
+            "0 unless algorithm.dynamic_sampling is true",
+        )  # fmt: skip
+        for kind in ("loss", "advantage"):
+            key, value, args = f"algorithm.{kind}", getattr(self, kind), f"algorithm.{kind}_args"
+            if not names_target(value, key, f"the arguments of a named {kind} stand in {args}"):
+                require(key, value, isinstance(value, str), f"the name of one in rlloop.algorithms, or {TARGET}")
+            elif getattr(self, f"{kind}_args"):
+                raise ConfigError(
+                    f"{args} has {', '.join(getattr(self, f'{kind}_args'))}, and belongs to a {kind} by name; the "
+                    f"arguments of {value['_target_']} stand beside its _target_, as in {key}.NAME=..."
+                )
+
+    @property
+    def loss_kl_coef(self) -> float:
+        """The loss's own `kl_coef`, which asks for a reference policy; 0: it has none."""
+        return (self.loss if isinstance(self.loss, Mapping) else self.loss_args).get("kl_coef") or 0.0

@@ -1,0 +1,72 @@
+"""The `rollout` section: how completions are sampled, and by which engine. Imports neither torch, ray nor vllm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rlloop.config.instantiate import TARGET, names_target
+from rlloop.config.limits import (
+    ABOVE_ZERO_TO_ONE,
+    POSITIVE,
+    UNIT,
+    Limit,
+    at_least,
+    check_limits,
+    limited,
+    require,
+    zero_or_more,
+)
+from rlloop.config.numerics import DriftConfig, RolloutProfile
+
+SAMPLED = Limit(POSITIVE.holds, "a positive number (greedy completions teach nothing; eval.temperature may be 0)")
+
+
+class EngineKind(StrEnum):
+    embedded = "embedded"  # rlloop.Engine
+    vllm = "vllm"  # vLLM running rlloop's model and sampler: the same bits
+    vllm_stock = "vllm_stock"  # vLLM's own model: measured, and corrected
+
+
+@dataclass
+class RolloutConfig:
+    num_prompts: int = limited(32, at_least(1))
+    group_size: int = limited(16, at_least(1))  # completions of each prompt
+    max_tokens: int = limited(256, at_least(1))
+    min_tokens: int = 0
+    temperature: float = limited(1.0, SAMPLED)
+    top_p: float = limited(1.0, ABOVE_ZERO_TO_ONE)
+    top_k: int = limited(0, zero_or_more("off"))
+    min_p: float = limited(0.0, UNIT)
+    engine: Any = EngineKind.embedded  # or vllm, vllm_stock (docs/vllm.md); or {_target_: package.make_engine, ...}
+    page_size: int = limited(16, at_least(1))
+    max_batch_tokens: int = limited(8192, at_least(1))  # tokens of one engine step
+    max_cache_tokens: int | None = None  # None: what fits the batch and the model's context
+    prefix_caching: bool = True
+    sleep: bool = False  # of a vLLM engine: give its cache's memory back while the trainer works
+    profile: RolloutProfile = field(default_factory=RolloutProfile)
+    drift: DriftConfig = field(default_factory=DriftConfig)
+
+    def __post_init__(self) -> None:
+        check_limits("rollout", self)
+        require(
+            "rollout.min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens,
+            f"from 0 to rollout.max_tokens ({self.max_tokens})",
+        )  # fmt: skip
+        if self.max_cache_tokens is not None:
+            require(
+                "rollout.max_cache_tokens", self.max_cache_tokens, self.max_cache_tokens >= self.max_tokens,
+                f"at least rollout.max_tokens ({self.max_tokens}), or null for as many as fit",
+            )  # fmt: skip
+        if not names_target(self.engine, "rollout.engine"):
+            require(
+                "rollout.engine", self.engine, self.engine in list(EngineKind), f"{', '.join(EngineKind)}, or {TARGET}"
+            )
+            self.engine = EngineKind(self.engine)
+
+    @property
+    def engine_name(self) -> str:
+        """For messages."""
+        return str(self.engine["_target_"] if isinstance(self.engine, Mapping) else self.engine)

@@ -1,0 +1,62 @@
+"""A model's parameters as one list: their names, tensors and shapes, which of them train, and tied names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rlloop.models.checkpoint_names import EMBEDDING, HEAD, stored_state
+from rlloop.models.transformer import Model
+
+
+@dataclass(frozen=True, eq=False)
+class StoredParameter:
+    """One parameter of a model, as this rank holds it."""
+
+    live: nn.Parameter  # what operations read: the compute copy
+    shape: tuple[int, ...]  # of the whole parameter; today `live` is the whole
+    trains: bool  # whether a gradient moves it
+
+
+class ParameterStore:
+    """The parameters of `model` by name; a tied weight stands here once, its other name in `aliases`.
+
+    What trains is what requires a gradient: `parameter.requires_grad_(False)` freezes. A store is a view: it holds no
+    values of its own, and tells of a parameter that is replaced afterwards nothing.
+
+    Example: `ParameterStore(model).snapshot()` copies all weights.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.entries: dict[str, StoredParameter] = {
+            name: StoredParameter(live, tuple(live.shape), live.requires_grad)
+            for name, live in model.named_parameters()
+        }
+        self.aliases: dict[str, str] = {HEAD: EMBEDDING} if model.lm_head is None else {}
+        self._architecture = model.config.architecture
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live parameters, detached: writing into them changes the model."""
+        return {name: entry.live.detach() for name, entry in self.entries.items()}
+
+    def as_stored(self) -> dict[str, Tensor]:
+        """The live parameters as checkpoints name them: experts one by one, as views into the tensor that holds all of
+        them; tied weights under each of their names."""
+        live = self.tensors()
+        return {**stored_state(live, self._architecture), **{alias: live[name] for alias, name in self.aliases.items()}}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self.entries.items()}
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of all values."""
+        return {name: tensor.clone() for name, tensor in self.tensors().items()}
+
+    @torch.no_grad()
+    def copy_from(self, state: Mapping[str, Tensor]) -> None:
+        """Write values into the live parameters, in place."""
+        for name, entry in self.entries.items():
+            entry.live.copy_(state[name])

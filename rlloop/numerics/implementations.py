@@ -1,0 +1,91 @@
+"""The implementations of each operation, found by name: rlloop's own, PyTorch's, transformers', or a module's outside.
+
+An outside module is named by its dotted path, as `model.profile.activation=their_package.kernels`. It has functions
+with the names and signatures of the knob's operations (`OPERATIONS`; shapes are those of `rlloop.numerics.ops.Ops`),
+one of them at least: those that it leaves out stay rlloop's. Gradients are its own business, by plain PyTorch or a
+`torch.autograd.Function`; so are devices. It may say
+
+    BATCH_INVARIANT = True
+
+which promises that the bits of a row depend on that row alone. Then the profile holds the contract: the start-up probe
+checks the functions as it checks rlloop's, and `parity.mode=require` is allowed. Without it, require refuses the
+module. Fingerprints have the path and a digest of the source.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+BUILT_IN = {
+    "rlloop": "rlloop.numerics.operators",
+    "stock": "rlloop.numerics.stock",
+    "huggingface": "rlloop.numerics.huggingface",
+    "reference": "rlloop.numerics.reference",
+}
+OPERATIONS = {  # knob -> what it chooses the implementation of
+    "linear": ("linear", "head_linear"),
+    "rms_norm": ("rms_norm",),
+    "activation": ("silu_mul", "sigmoid_mul"),
+    "rope": ("rope",),
+    "attention": ("attention", "sparse_attention"),
+    "token_logprob": ("logits", "token_logprob", "sample"),
+    "router": ("router_logits", "route"),
+    "experts": ("experts",),
+    "combine": ("combine",),
+    "indexer": ("index_weights", "layer_norm", "select"),
+    "recurrent": ("causal_conv", "recurrent_gates", "scan"),
+}
+
+
+def is_outside(name: str) -> bool:
+    """Whether `name` has the form of an outside module's path."""
+    return "." in name and all(part.isidentifier() for part in name.split("."))
+
+
+def implementation(name: str, operation: str) -> Callable[..., Any]:
+    """The function that implements an operation. `name` is one of `BUILT_IN`, or an outside module's path."""
+    if name in BUILT_IN:
+        return getattr(importlib.import_module(BUILT_IN[name]), operation)
+    return getattr(outside(name), operation, None) or implementation("rlloop", operation)
+
+
+@functools.cache
+def outside(path: str) -> ModuleType:
+    """The module of a path. Raises ValueError where it cannot be imported."""
+    try:
+        return importlib.import_module(path)
+    except ImportError as error:
+        raise ValueError(
+            f"{path} cannot be imported ({error}); a profile takes {', '.join(BUILT_IN)} or the dotted path of an "
+            "installed module"
+        ) from error
+
+
+def check_outside(knob: str, path: str) -> None:
+    """Raises ValueError where the module cannot be imported, or has none of the knob's operations."""
+    if not any(callable(getattr(outside(path), operation, None)) for operation in OPERATIONS[knob]):
+        raise ValueError(f"{path} has no function {' or '.join(OPERATIONS[knob])}, which {knob} chooses")
+
+
+def batch_invariant(name: str) -> bool:
+    """Whether an implementation keeps the contract: rlloop's does, and an outside module's that says so."""
+    return name == "rlloop" or (name not in BUILT_IN and getattr(outside(name), "BATCH_INVARIANT", False) is True)
+
+
+def source_digest(path: str) -> str:
+    """SHA-256 of a module's file; of a package's, of all its Python files by name."""
+    spec = importlib.util.find_spec(path)
+    assert spec is not None, path
+    assert spec.origin is not None, path
+    file, digest = Path(spec.origin), hashlib.sha256()
+    files = sorted(file.parent.rglob("*.py")) if spec.submodule_search_locations else [file]
+    for each in files:
+        digest.update(each.relative_to(file.parent).as_posix().encode() + b"\0" + each.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,76 @@
+"""Kernels for CPU tensors, compiled by numba: `rlloop.numerics.kernels.protocol.Kernels`, whole.
+
+Float32 inside with one rounding to the tensors' type, in backwards too, and no bit depends on a thread.
+"""
+
+from rlloop.numerics.kernels.cpu.attention import (
+    attention,
+    attention_backward,
+    select,
+    sparse_attention,
+    sparse_attention_backward,
+)
+from rlloop.numerics.kernels.cpu.compiled.fused import gated_linear, qkv_cache_write, qkv_linear
+from rlloop.numerics.kernels.cpu.distribution import sample, score_logits, token_logprob, token_logprob_backward
+from rlloop.numerics.kernels.cpu.elementwise import (
+    layer_norm,
+    rms_norm,
+    rms_norm_backward,
+    rope,
+    sigmoid_mul,
+    silu_mul,
+    silu_mul_backward,
+)
+from rlloop.numerics.kernels.cpu.mixture import combine, combine_backward, route
+from rlloop.numerics.kernels.cpu.products import (
+    embedding_backward,
+    grouped_linear,
+    grouped_rows_gradient,
+    grouped_weight_gradient,
+    linear,
+    linear_float32,
+    product,
+    sum_of_rows,
+)
+from rlloop.numerics.kernels.cpu.recurrence import causal_conv, recurrent_gates, scan, scan_backward
+
+gated_experts = head_linear = None
+
+__all__ = [
+    "attention",
+    "attention_backward",
+    "causal_conv",
+    "combine",
+    "combine_backward",
+    "embedding_backward",
+    "gated_experts",
+    "gated_linear",
+    "grouped_linear",
+    "grouped_rows_gradient",
+    "grouped_weight_gradient",
+    "head_linear",
+    "layer_norm",
+    "linear",
+    "linear_float32",
+    "product",
+    "qkv_cache_write",
+    "qkv_linear",
+    "recurrent_gates",
+    "rms_norm",
+    "rms_norm_backward",
+    "rope",
+    "route",
+    "sample",
+    "scan",
+    "scan_backward",
+    "score_logits",
+    "select",
+    "sigmoid_mul",
+    "silu_mul",
+    "silu_mul_backward",
+    "sparse_attention",
+    "sparse_attention_backward",
+    "sum_of_rows",
+    "token_logprob",
+    "token_logprob_backward",
+]

@@ -1,0 +1,1 @@
+"""Kernels compiled by numba, on flat numpy arrays. `rlloop.numerics.kernels.cpu` calls them with tensors."""

@@ -1,0 +1,140 @@
+"""Gradients of attention, from its output and log-sum-exp, over whole sequences whose keys are the flat tokens.
+
+With p the softmax recomputed from the log-sum-exp: dv_j = sum of p_ij do_i; ds_ij = p_ij (do_i . v_j - do_i . o_i)
+scale; dq_i = sum of ds_ij k_j; dk_j = sum of ds_ij q_i. A task is one sequence's share of one key-value head, and
+nothing else writes to its rows of the gradients, so their bits depend on no thread. Inside, a block of queries meets a
+tile of keys at a time, and every sum is made by the products of `tiles`, in ascending order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlloop.numerics.kernels.cpu.compiled.attention import PLACES, TILE, padded
+from rlloop.numerics.kernels.cpu.compiled.jit import kernel, parallel_kernel, take
+from rlloop.numerics.kernels.cpu.compiled.simd import (
+    LANES,
+    exp,
+    fma,
+    load,
+    mul,
+    reduce_sum,
+    select_less,
+    splat,
+    store,
+    sub,
+)
+from rlloop.numerics.kernels.cpu.compiled.tiles import add_products, narrow, pack_rows, widen
+
+BLOCK = 64  # queries (a token's heads that share a key-value head count each) that meet a tile at a time
+
+
+@kernel
+def _pack_heads(source, first, count, group, groups, width, wide, rows, packed, starts):
+    """One head of `count` tokens as rows [count, wide] and, by tiles of 64 tokens, as packed [tiles, wide, 64]."""
+    for j in range(count):
+        widen(source, ((first + j) * groups + group) * width, width, rows, j * wide)
+    for tile in range(0, count, TILE):
+        for lane in range(TILE):
+            starts[lane] = min(tile + lane, count - 1) * wide
+        for lane in range(0, TILE, LANES):
+            pack_rows(rows, starts, lane, 0, wide, packed, tile * wide + lane, TILE)
+
+
+@kernel
+def _dot(a, b, at, width):
+    lanes = splat(np.float32(0))
+    for i in range(at, at + width, LANES):
+        lanes = fma(load(a, i), load(b, i), lanes)
+    return reduce_sum(lanes)
+
+
+@kernel
+def _masses_and_slopes(masses, slopes, num_rows, unseen, seen, lse, deltas, scale):
+    """Scores become masses p, and do . v becomes ds, in place; +0 for the keys that a query does not see."""
+    zero = splat(np.float32(0))
+    for r in range(num_rows):
+        for i in range(0, TILE, LANES):
+            at, left = r * TILE + i, splat(np.float32(seen[r] - i))
+            p = exp(sub(mul(load(masses, at), splat(scale)), splat(lse[r])))
+            slope = mul(mul(p, sub(load(slopes, at), splat(deltas[r]))), splat(scale))
+            if unseen[r] > i:
+                before = splat(np.float32(unseen[r] - i))
+                p = select_less(load(PLACES, 0), before, zero, p)
+                slope = select_less(load(PLACES, 0), before, zero, slope)
+            store(masses, at, select_less(load(PLACES, 0), left, p, zero))
+            store(slopes, at, select_less(load(PLACES, 0), left, slope, zero))
+
+
+@kernel
+def _add_to_keys(factors, num_rows, rows, wide, turned, starts, sums, at, keys):
+    """sums[at:][j] += factors[r, j] rows[r] over ascending r, for `keys` keys of a tile."""
+    for lane in range(0, num_rows, LANES):
+        for i in range(LANES):
+            starts[i] = min(lane + i, num_rows - 1) * TILE
+        pack_rows(factors, starts, 0, 0, TILE, turned, lane, BLOCK)
+    add_products(rows, 0, wide // LANES, turned, 0, BLOCK, 1, keys, num_rows, sums, at, False)
+
+
+@parallel_kernel
+def backward(
+    counter, q, k, v, out, lse, grad, query_start, heads, groups, width, v_width, scale, window, grad_q, grad_k,
+    grad_v,
+):  # fmt: skip
+    share, wide, v_wide = heads // groups, padded(width), padded(v_width)
+    longest = 0
+    for s in range(len(query_start) - 1):
+        longest = max(longest, query_start[s + 1] - query_start[s])
+    room = (longest + TILE - 1) // TILE * TILE
+    k_rows, v_rows = np.empty(room * wide, np.float32), np.empty(room * v_wide, np.float32)
+    k_packed, v_packed = np.empty(room * wide, np.float32), np.empty(room * v_wide, np.float32)
+    k_sums, v_sums = np.empty(room * wide, np.float32), np.empty(room * v_wide, np.float32)
+    queries, q_sums = np.empty(BLOCK * wide, np.float32), np.empty(BLOCK * wide, np.float32)
+    grads, outs = np.empty(BLOCK * v_wide, np.float32), np.empty(BLOCK * v_wide, np.float32)
+    masses, slopes = np.empty(BLOCK * TILE, np.float32), np.empty(BLOCK * TILE, np.float32)
+    turned = np.empty(BLOCK * TILE, np.float32)
+    tops, deltas = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    unseen, seen, starts = np.zeros(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(TILE, np.int64)
+    task = take(counter)
+    while task < (len(query_start) - 1) * groups:
+        sequence, group = task // groups, task % groups
+        token, count = query_start[sequence], query_start[sequence + 1] - query_start[sequence]
+        _pack_heads(k, token, count, group, groups, width, wide, k_rows, k_packed, starts)
+        _pack_heads(v, token, count, group, groups, v_width, v_wide, v_rows, v_packed, starts)
+        k_sums[: count * wide] = np.float32(0)
+        v_sums[: count * v_wide] = np.float32(0)
+        for begin in range(0, count * share, BLOCK):
+            num_rows = min(BLOCK, count * share - begin)
+            for r in range(num_rows):
+                row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
+                widen(q, row * width, width, queries, r * wide)
+                widen(grad, row * v_width, v_width, grads, r * v_wide)
+                widen(out, row * v_width, v_width, outs, r * v_wide)
+                tops[r], deltas[r] = lse[row], _dot(grads, outs, r * v_wide, v_wide)
+            q_sums[: num_rows * wide] = np.float32(0)
+            last = (begin + num_rows - 1) // share
+            lowest = max(0, begin // share - window + 1) if window > 0 else 0
+            for tile in range(lowest // TILE * TILE, last + 1, TILE):
+                keys = min(TILE, last + 1 - tile)
+                for r in range(num_rows):
+                    seen[r] = (begin + r) // share - tile + 1
+                    unseen[r] = seen[r] - window if window > 0 else 0
+                add_products(
+                    k_packed, tile * wide, TILE // LANES, queries, 0, wide, 1, num_rows, wide, masses, 0, True
+                )  # fmt: skip
+                add_products(
+                    v_packed, tile * v_wide, TILE // LANES, grads, 0, v_wide, 1, num_rows, v_wide, slopes, 0, True
+                )  # fmt: skip
+                _masses_and_slopes(masses, slopes, num_rows, unseen, seen, tops, deltas, scale)
+                add_products(
+                    k_rows, tile * wide, wide // LANES, slopes, 0, TILE, 1, num_rows, keys, q_sums, 0, False
+                )  # fmt: skip
+                _add_to_keys(slopes, num_rows, queries, wide, turned, starts, k_sums, tile * wide, keys)
+                _add_to_keys(masses, num_rows, grads, v_wide, turned, starts, v_sums, tile * v_wide, keys)
+            for r in range(num_rows):
+                row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
+                narrow(q_sums, r * wide, width, grad_q, row * width)
+        for j in range(count):
+            narrow(k_sums, j * wide, width, grad_k, ((token + j) * groups + group) * width)
+            narrow(v_sums, j * v_wide, v_width, grad_v, ((token + j) * groups + group) * v_width)
+        task = take(counter)

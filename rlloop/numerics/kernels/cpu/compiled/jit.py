@@ -1,0 +1,157 @@
+"""How kernels are compiled, cached and launched.
+
+A parallel kernel takes tasks off a shared counter until none is left. Several threads run it at once, each on what the
+others have not taken. Tasks write disjoint memory and read nothing that another writes, so who takes which cannot
+change a bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+
+from rlloop.numerics.folders import kernel_folder
+from rlloop.numerics.kernels.cpu.compiled.simd import intrinsic
+
+GRAIN = 1 << 20  # multiply-adds that are worth waking another thread for: it takes some 50 us to come
+
+
+def _sources() -> str:
+    # Numba compiles a cached kernel again when its own file changes, and not when one does that it calls into. So a
+    # change to any of them leads to another cache.
+    digest, folder = hashlib.sha256(), Path(__file__).parent
+    for file in (folder.parents[2] / "random.py", *sorted(folder.glob("*.py"))):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+CACHE = str(kernel_folder(_sources()))
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compiles a function for kernels to call, or to run as a whole."""
+    before = numba.config.CACHE_DIR  # type: ignore[attr-defined]
+    numba.config.CACHE_DIR = CACHE  # type: ignore[attr-defined]
+    try:
+        return njit(nogil=True, cache=True, error_model="numpy")(function)
+    finally:
+        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+
+
+inlined = njit(nogil=True, error_model="numpy", inline="always")
+
+
+def parallel_kernel(function: Callable[..., None]) -> Callable[..., None]:
+    """Compiles a kernel whose first argument is the counter that it takes its tasks from.
+
+    The result takes the number of threads in its place, and may be called from any thread. The pool is Python's own:
+    kernels do not hold the interpreter's lock, and unlike an OpenMP barrier it never waits for a thread that has not
+    begun, so a busy machine costs little.
+    """
+    compiled = kernel(function)
+
+    def launch(threads: int, *args: Any) -> None:
+        args = (np.zeros(1, np.int64), *args)
+        if threads == 1:
+            compiled(*args)
+        else:
+            _POOL.run(threads - 1, compiled, args)
+
+    return launch
+
+
+def threads_for(work: int) -> int:
+    """How many threads to use for so many multiply-adds."""
+    return max(1, min(torch.get_num_threads(), work // GRAIN))
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[Any] = SimpleQueue()
+        self.size = 0
+        self.growing = threading.Lock()
+
+    def run(self, helpers: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Calls function(*args) here and, for as long as that takes, in up to `helpers` other threads."""
+        if self.size < helpers:
+            self._grow(helpers)
+        places, done = [None] * helpers, SimpleQueue()
+        for _ in range(helpers):
+            self.jobs.put((function, args, places, done))
+        function(*args)
+        begun = helpers
+        while places:  # whoever has not begun finds no place and turns to the next job
+            with suppress(IndexError):
+                places.pop()
+                begun -= 1
+        for _ in range(begun):
+            done.get()
+
+    def _grow(self, size: int) -> None:
+        with self.growing:
+            for _ in range(size - self.size):
+                threading.Thread(target=self._help, daemon=True, name="rlloop-kernel").start()
+            self.size = max(size, self.size)
+
+    def _help(self) -> None:
+        while True:
+            function, args, places, done = self.jobs.get()
+            try:
+                places.pop()
+            except IndexError:
+                continue
+            function(*args)
+            done.put(None)
+            del function, args, places, done
+
+
+_POOL = _Pool()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_POOL.__init__)  # a child has none of the threads
+
+
+@intrinsic
+def stay_apart(typing):
+    """Keeps the kernel that calls it from being inlined: a large one would be compiled again at each of its uses."""
+
+    def generate(context, builder, signature, args):
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def take(typing, counter):
+    """The number in `counter` (int64 [1]), which then grows by one: atomically, so that each worker gets another."""
+
+    def generate(context, builder, signature, args):
+        address = cgutils.create_struct_proxy(signature.args[0])(context, builder, value=args[0]).data
+        return builder.atomic_rmw("add", address, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(counter), generate
+
+
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+
+
+def flat(tensor: torch.Tensor) -> np.ndarray:
+    """A contiguous tensor's memory as a flat array; bfloat16 as uint16 bits, float16 as int16 bits (see `simd`)."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    bits = _BITS.get(tensor.dtype)
+    array = (tensor if bits is None else tensor.view(bits)).numpy()
+    return array if array.ndim == 1 else array.reshape(-1)

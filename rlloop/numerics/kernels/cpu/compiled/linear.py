@@ -1,0 +1,115 @@
+"""The matrix product: chains of fused multiply-adds over ascending k, joined by a fixed tree, the bias, one rounding.
+
+A chain has `segment` terms, a constant of whoever calls. Each begins at +0, and they join as a binary counter counts:
+two sums of equally many chains become one at once, and what is left at the end joins from the last to the first. So the
+left part of each sum has as many chains as the largest power of two leaves. Nothing else can change a bit, and the work
+is cut as suits the caches: sixteen outputs of a row lie in the lanes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel, parallel_kernel, take
+from rlloop.numerics.kernels.cpu.compiled.simd import LANES, add, load, load_part, store, store_part
+from rlloop.numerics.kernels.cpu.compiled.tiles import MAIN, add_products, pack_columns, pack_rows
+
+PACKED = 256 * LANES  # numbers packed at a time, so that they stay in the nearest cache; sums wait there in float32
+FEW_ROWS = 3
+# Plain constants would have the kernels below compiled once more for each.
+YES, NO = np.bool_(True), np.bool_(False)
+FORWARD = np.int64(2048)  # terms of a chain; up to here a product is one chain
+GRADIENT = np.int64(256)  # in a backward, where shorter chains cost nothing and are nearer to the exact sum
+
+
+@kernel
+def finish(sums, tiles, num_rows, bias, has_bias, out, at, column, columns):
+    """Rounds sums [num_rows, 16 * tiles] into out[:, column:], whose rows are `columns` long."""
+    for row in range(num_rows):
+        for n in range(column, min(columns, column + tiles * LANES), LANES):
+            total, count = load(sums, row * tiles * LANES + n - column), columns - n
+            if count >= LANES:
+                store(out, at + row * columns + n, add(total, load(bias, n)) if has_bias else total)
+            else:
+                total = add(total, load_part(bias, n, count)) if has_bias else total
+                store_part(out, at + row * columns + n, count, total)
+
+
+@inlined
+def room_for_sums(chunk, tiles, width, segment):
+    """Of `add_strip`: a place for each sum that the counter may hold, and one for the chain that is being made."""
+    places, segments = 1, (width - 1) // segment
+    while segments > 0:
+        places, segments = places + 1, segments // 2
+    return np.empty(chunk * tiles * LANES * places, np.float32)
+
+
+@kernel
+def add_strip(
+    lanes, by_row, rows, rows_by_row, column, columns, first, count, num_rows, width, segment, tiles, chunk, packed,
+    panel, starts, sums,
+):  # fmt: skip
+    """sums [count, 16 * tiles] of `product`, for `count` rows from `first` on and the columns from `column` on."""
+    depth, size = PACKED // (tiles * LANES), count * tiles * LANES
+    for lane in range(tiles * LANES):  # the last row stands in for those past the end: its sums are not kept
+        starts[lane] = min(column + lane, columns - 1) * width
+    to = 0  # where the chain's sums lie, behind those that wait
+    for chain in range(0, width, segment):
+        last = min(width, chain + segment)
+        for begin in range(chain, last, depth):
+            end = min(last, begin + depth)
+            if by_row:
+                for lane in range(0, tiles * LANES, LANES):
+                    pack_rows(lanes, starts, lane, begin, end, packed, lane, tiles * LANES)
+            else:
+                pack_columns(lanes, column, columns, begin, end, packed, tiles)
+            if rows_by_row:
+                at = first * width + begin
+                add_products(packed, 0, tiles, rows, at, width, 1, count, end - begin, sums, to, begin == chain)
+            else:
+                pack_columns(rows, first, num_rows, begin, end, panel, chunk // LANES)
+                add_products(packed, 0, tiles, panel, 0, 1, chunk, count, end - begin, sums, to, begin == chain)
+        waiting = chain // segment  # in binary: a sum for each bit that is set, of as many chains as the bit says
+        while to > 0 and (waiting % 2 == 1 or last == width):
+            for i in range(to, to + size, LANES):
+                store(sums, i - size, add(load(sums, i - size), load(sums, i)))
+            to, waiting = to - size, waiting // 2
+        to += size
+
+
+@parallel_kernel
+def product(
+    counter, lanes, by_row, rows, rows_by_row, bias, has_bias, out, num_rows, columns, width, segment, tiles, chunk
+):  # fmt: skip
+    """out[m, n] = sum over k of R[m, k] * L[n, k], plus bias[n]: num_rows x columns sums of `width` terms each.
+
+    L is `lanes` [columns, width] if by_row, else the transpose of `lanes` [width, columns]; so is R of `rows`, which is
+    float32. The others are of any float kind. A task makes `chunk` rows of 16 * tiles columns.
+    """
+    strips, parts = (columns + tiles * LANES - 1) // (tiles * LANES), (num_rows + chunk - 1) // chunk
+    packed, starts = np.empty(PACKED, np.float32), np.empty(tiles * LANES, np.int64)
+    panel = np.empty(0 if rows_by_row else PACKED // (tiles * LANES) * chunk, np.float32)
+    sums = room_for_sums(chunk, tiles, width, segment)
+    task = take(counter)
+    while task < strips * parts:
+        column, first = task % strips * tiles * LANES, task // strips * chunk
+        count = min(chunk, num_rows - first)
+        add_strip(
+            lanes, by_row, rows, rows_by_row, column, columns, first, count, num_rows, width, segment, tiles, chunk,
+            packed, panel, starts, sums,
+        )  # fmt: skip
+        finish(sums, tiles, count, bias, has_bias, out, first * columns, column, columns)
+        task = take(counter)
+
+
+def plan(
+    num_rows: int, columns: int, width: int, threads: int, rows_by_row: bool = True, by_row: bool = True
+) -> tuple[int, int]:
+    """(tiles, chunk) for `product`."""
+    if not rows_by_row:  # the rows are packed too: wide tasks, so that it pays, and chunks of whole sixteens
+        return 4, min(96, -(-num_rows // LANES) * LANES)
+    if num_rows <= FEW_ROWS and (width <= 1024 or not by_row):
+        return 4, num_rows
+    strips = -(-columns // LANES)
+    parts = max(-(-num_rows // 512), -(-3 * threads // strips) if threads > 1 else 1)  # enough to share out evenly
+    return 1, min(num_rows, -(-num_rows // parts // MAIN) * MAIN)

@@ -1,0 +1,103 @@
+"""Matrix products of CPU tensors: one, one a group, and the sums over tokens that gradients are."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlloop.numerics.kernels.cpu.compiled import grouped
+from rlloop.numerics.kernels.cpu.compiled import linear as kernels
+from rlloop.numerics.kernels.cpu.compiled.jit import flat, threads_for
+from rlloop.numerics.kernels.cpu.compiled.linear import FORWARD, GRADIENT
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _multiply(x, True, weight, True, x.dtype, bias, FORWARD)
+
+
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    return _multiply(x, True, weight, True, torch.float32, None, FORWARD)
+
+
+def product(rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype) -> Tensor:
+    return _multiply(rows, by_row, lanes, lanes_by_row, dtype, None, GRADIENT)
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    """[T, N] -> [N] float32, by the product with ones: PyTorch's own order depends on threads."""
+    return product(torch.ones(1, len(x)), True, x, False, torch.float32)[0]
+
+
+def _multiply(
+    rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype, bias: Tensor | None,
+    segment: np.int64,
+) -> Tensor:  # fmt: skip
+    """[M, N], each output summed in segments of so many terms."""
+    (num_rows, width), columns = rows.shape if by_row else rows.T.shape, lanes.shape[0 if lanes_by_row else 1]
+    if rows.numel() == 0:
+        return torch.zeros(num_rows, columns, dtype=dtype)
+    out, matrix = torch.empty(num_rows, columns, dtype=dtype), flat(lanes.contiguous())
+    threads = threads_for(num_rows * columns * width)
+    tiles, chunk = kernels.plan(num_rows, columns, width, threads, by_row, lanes_by_row)
+    kernels.product(
+        threads, matrix, lanes_by_row, flat(rows.float().contiguous()), by_row, matrix if bias is None else flat(bias),
+        bias is not None, flat(out), num_rows, columns, width, segment, tiles, chunk,
+    )  # fmt: skip
+    return out
+
+
+def embedding_backward(grad: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """In segments over the tokens that read the same row."""
+    order = tokens.argsort(stable=True)
+    ids, counts = tokens[order].unique_consecutive(return_counts=True)
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    sums = grouped_weight_gradient(torch.ones(len(grad), 1), grad[order], offsets, grad.dtype)[:, 0]
+    return grad.new_zeros(vocabulary, grad.shape[1]).index_copy_(0, ids, sums)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
+    return _multiply_groups(rows, weight, by_row, flat(offsets), FORWARD)
+
+
+def grouped_rows_gradient(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
+    return _multiply_groups(rows, weight, by_row, flat(offsets), GRADIENT)
+
+
+def _multiply_groups(rows: Tensor, weight: Tensor, by_row: bool, offsets: np.ndarray, segment: np.int64) -> Tensor:
+    weight, columns = _whole_matrices(weight), weight.shape[1 if by_row else 2]
+    out, width, counts = rows.new_empty(len(rows), columns), rows.shape[1], np.diff(offsets)
+    if out.numel():
+        first_task, tiles, chunk = grouped.plan(counts, columns, True)
+        grouped.grouped_product(
+            threads_for(out.numel() * width), _flat_span(weight), np.arange(len(weight)) * weight.stride(0), by_row,
+            flat(rows.float().contiguous()), offsets[:-1] * width, True, flat(out), offsets[:-1] * columns, counts,
+            np.full(len(counts), width), first_task, columns, segment, tiles, chunk,
+        )  # fmt: skip
+    return out
+
+
+def grouped_weight_gradient(left: Tensor, right: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    begins = flat(offsets)
+    (_, outputs), (_, columns), widths = left.shape, right.shape, np.diff(begins)
+    out = left.new_empty(len(widths), outputs, columns, dtype=dtype)
+    counts = np.full(len(widths), outputs)
+    first_task, tiles, chunk = grouped.plan(counts, columns, False)
+    grouped.grouped_product(
+        threads_for(len(left) * outputs * columns), flat(right.contiguous()), begins[:-1] * columns, False,
+        flat(left.float().contiguous()), begins[:-1] * outputs, False, flat(out),
+        np.arange(len(widths)) * outputs * columns, counts, widths, first_task, columns, GRADIENT, tiles, chunk,
+    )  # fmt: skip
+    return out
+
+
+def _whole_matrices(weight: Tensor) -> Tensor:
+    """[G, A, B] whose matrices are each contiguous: as it is where they are, whatever lies between them."""
+    whole = weight.stride(2) == 1 and weight.stride(1) == weight.shape[2] and weight.stride(0) >= weight[0].numel()
+    return weight if whole else weight.contiguous()
+
+
+def _flat_span(weight: Tensor) -> np.ndarray:
+    """The memory from the first of [G, A, B] whole matrices to the last."""
+    length = (weight.shape[0] - 1) * weight.stride(0) + weight.shape[1] * weight.shape[2]
+    return flat(weight.detach().as_strided((length,), (1,)))

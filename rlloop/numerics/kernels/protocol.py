@@ -1,0 +1,240 @@
+"""The functions that a backend's package has, with their shapes.
+
+They are plain functions on tensors of one device: no gradients (unless said), no schemas. `rlloop.numerics.operators`
+calls them, and `docs/numerics.md` says what each sums, in which order, and rounds when. A backend may leave some out:
+operators then raise NotImplementedError with the name of what is missing.
+
+Shapes: T flat tokens, H query heads, G key-value heads, D head width, S sequences, V vocabulary, E experts, k of them a
+token, R rows sorted by group. Offsets, ids and positions are int64. Tensors need not be contiguous unless said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlloop.numerics.layout import AttentionLayout
+
+
+class Kernels(Protocol):
+    """One backend. `rlloop.numerics.kernels.cpu` has every function."""
+
+    # Products ------------------------------------------------------------------------------------------------------
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, K], weight [N, K], bias [N] -> [T, N] in the type of x, rounded once."""
+        ...
+
+    def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The float32 sums of `linear`. [T, K], [N, K] -> [T, N] float32."""
+        ...
+
+    def product(self, rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype) -> Tensor:
+        """For gradients: rows [M, K] times lanes [N, K] -> [M, N]. Not `by_row`: rows are [K, M]; so for lanes."""
+        ...
+
+    def sum_of_rows(self, x: Tensor) -> Tensor:
+        """For gradients of what every token reads: [T, N] -> [N]."""
+        ...
+
+    def embedding_backward(self, grad: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+        """Rows of grad [T, D] added to those of their tokens [T]. -> [V, D] in the type of grad."""
+        ...
+
+    def grouped_linear(self, rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
+        """Rows `offsets[g]` up to `offsets[g + 1]` times matrix g. rows [R, K], offsets [G + 1] -> [R, N].
+
+        weight [G, N, K], or [G, K, N] where not `by_row`. Each row has the bits of `linear`.
+        """
+        ...
+
+    def grouped_rows_gradient(self, rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
+        """As `grouped_linear`, summed as gradients are."""
+        ...
+
+    def grouped_weight_gradient(self, left: Tensor, right: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        """Each group's `left.T @ right`. [R, N], [R, K], offsets [G + 1] -> [G, N, K]; 0 for a group without rows."""
+        ...
+
+    # Norms, activations, positions ---------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [..., D], weight [D] -> (normed, x + residual or empty, 1 / rms of each row [rows] float32)."""
+        ...
+
+    def rms_norm_backward(
+        self, stream: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, grad_stream: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`stream` is what was normed, `grad_stream` its own gradient. -> (of it [..., D], of the weight [D])."""
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """[T, D], [D], [D] -> [T, D]."""
+        ...
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """`silu(gate) * up`. Two tensors of one shape."""
+        ...
+
+    def silu_mul_backward(self, gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """-> (of gate, of up)."""
+        ...
+
+    def sigmoid_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """`sigmoid(gate) * up`. Two tensors of one shape."""
+        ...
+
+    def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+        """x [T, H, D], positions [T], tables [P, D / 2] float32 -> [T, H, D]. Sign −1 turns back, as gradients are."""
+        ...
+
+    # Attention -----------------------------------------------------------------------------------------------------
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor,
+        block_size: int, scale: float, split: int, window: int, sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(out [T, H, Dv], log-sum-exp of the scaled scores [T, H] float32).
+
+        q [T, H, D], k [slots, G, D], v [slots, G, Dv]. `layout.AttentionLayout` says what query_start [S + 1], context
+        [S] and block_start [S, B] are, `layout.AttentionMask` what split, window and sinks [H].
+        """
+        ...
+
+    def attention_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor,
+        scale: float, window: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Of whole sequences, whose keys and values are the flat tokens. -> (of q, of k, of v)."""
+        ...
+
+    def sparse_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, query_start: Tensor, block_start: Tensor,
+        block_size: int, scale: float, split: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`attention` (G is 1) over selected [T, S]: positions ascending, then −1."""
+        ...
+
+    def sparse_attention_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, query_start: Tensor, out: Tensor, lse: Tensor,
+        grad: Tensor, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """-> (of q, of k, of v)."""
+        ...
+
+    def select(
+        self, q: Tensor, k: Tensor, weights: Tensor, layout: AttentionLayout, scale: float, count: int
+    ) -> Tensor:
+        """`Ops.select`. q [T, H, D], k [slots, 1, D], weights [T, H] float32 -> [T, count] int64."""
+        ...
+
+    # Mixture of experts --------------------------------------------------------------------------------------------
+
+    def route(
+        self, logits: Tensor, bias: Tensor, given: Tensor, top_k: int, sigmoid: bool, groups: int, top_groups: int,
+        normalise: bool, epsilon: float, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`routing.Routing`'s rule: logits [T, E] float32 -> (weights [T, k], chosen [T, k] int64, scores [T, E]).
+
+        An empty `bias` means none, an empty `given` that experts are to be chosen; else given [T, k] are they.
+        """
+        ...
+
+    def combine(self, slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, each: bool) -> Tensor:
+        """`Ops.combine`. slots [T, k, D], chosen and weights [T, k], shared [T, D] -> [T, D]; `each`: round each."""
+        ...
+
+    def combine_backward(self, slots: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """-> (of slots [T, k, D], of weights [T, k])."""
+        ...
+
+    # Whole operations with gradients of their own, or None: operators make them of the functions above.
+
+    @property
+    def gated_experts(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+        """`Ops.experts(x, up, down, chosen)` of gated experts, differentiable."""
+        ...
+
+    @property
+    def head_linear(self) -> Callable[[Tensor, Tensor, bool], Tensor] | None:
+        """`Ops.head_linear(x, weight, by_row)`, differentiable."""
+        ...
+
+    # Recurrence ----------------------------------------------------------------------------------------------------
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, query_start: Tensor, context: Tensor | None = None,
+        states: Tensor | None = None, rows: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """x [T, C], weight [C, 1, K], bias [C], all float32 -> [T, C]. Reads and leaves `states` where there are."""
+        ...
+
+    def recurrent_gates(self, a: Tensor, rate: Tensor, bias: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+        """a [T, H], rate and bias [H], all float32 -> (decay, step), both [T, H]."""
+        ...
+
+    def scan(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor,
+        context: Tensor | None = None, states: Tensor | None = None, rows: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`Ops.scan` in float32: q, k [T, G, K], v [T, H, V], decay and beta [T, H] -> [T, H, V]."""
+        ...
+
+    def scan_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor,
+        grad: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """-> (of q, of k, of v, of decay, of beta)."""
+        ...
+
+    # The distribution sampled from. settings [T, 4] float64 are temperature, top-k, top-p and min-p, and row t may not
+    # take banned_ids[banned_start[t]:banned_start[t + 1]].
+
+    def token_logprob(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor,
+        banned_ids: Tensor, seeds: Tensor | None, positions: Tensor | None, raw: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """hidden [T, K], weight [V, K] -> (logprobs [T], entropies [T], raw logprobs if asked for, ids if seeded)."""
+        ...
+
+    def token_logprob_backward(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor,
+        banned_ids: Tensor, entropies: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """-> (of hidden [T, K], of weight [V, K])."""
+        ...
+
+    def sample(
+        self, logits: Tensor, seeds: Tensor, positions: Tensor, settings: Tensor, banned_start: Tensor,
+        banned_ids: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """logits [T, V] float32 -> (ids, −1 where a row holds no distribution; logprobs; raw logprobs), each [T]."""
+        ...
+
+    def score_logits(
+        self, logits: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """logits [T, V] float32 -> (logprobs [T], entropies [T])."""
+        ...
+
+    # Several operations in one kernel, for forwards without gradients: the bits of each alone ----------------------
+
+    def qkv_linear(
+        self, x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`linear` of x [T, K] by each weight, without biases."""
+        ...
+
+    def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        """`silu_mul(linear(x, gate), linear(x, up))`. [T, K], [F, K], [F, K] -> [T, F]."""
+        ...
+
+    def qkv_cache_write(
+        self, q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+        positions: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """`Ops.qkv_cache_write`: norms (where there are weights), rotates, and writes keys and values to slots [T]."""
+        ...

@@ -1,0 +1,127 @@
+"""Kernels for CUDA tensors: `rlloop.numerics.kernels.protocol.Kernels`, but for `sigmoid_mul` and recurrences.
+
+Forwards keep the contract. Backwards repeat themselves from run to run, and use cuBLAS.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlloop.numerics.kernels.triton import attention as dense
+from rlloop.numerics.kernels.triton import attention_backward as dense_backward
+from rlloop.numerics.kernels.triton import linear as products
+from rlloop.numerics.kernels.triton import sparse
+from rlloop.numerics.kernels.triton.elementwise import (
+    layer_norm,
+    rms_norm,
+    rms_norm_backward,
+    rope,
+    silu_mul,
+    silu_mul_backward,
+)
+from rlloop.numerics.kernels.triton.experts import experts as gated_experts
+from rlloop.numerics.kernels.triton.experts import head_linear
+from rlloop.numerics.kernels.triton.grouped import product as grouped_product
+from rlloop.numerics.kernels.triton.grouped import weight_gradient as grouped_weight_gradient
+from rlloop.numerics.kernels.triton.launch import strict_products
+from rlloop.numerics.kernels.triton.linear import gradient as product
+from rlloop.numerics.kernels.triton.multi_linear import gated_linear, qkv_linear
+from rlloop.numerics.kernels.triton.qkv_cache_write import qkv_cache_write
+from rlloop.numerics.kernels.triton.routing import combine, combine_backward, route
+from rlloop.numerics.kernels.triton.sorting import groups_of
+from rlloop.numerics.kernels.triton.sparse import select, sparse_attention_backward
+from rlloop.numerics.kernels.triton.token_logprob import sample, score_logits, token_logprob, token_logprob_backward
+
+__all__ = [
+    "attention",
+    "attention_backward",
+    "combine",
+    "combine_backward",
+    "embedding_backward",
+    "gated_experts",
+    "gated_linear",
+    "grouped_linear",
+    "grouped_rows_gradient",
+    "grouped_weight_gradient",
+    "head_linear",
+    "layer_norm",
+    "linear",
+    "linear_float32",
+    "product",
+    "qkv_cache_write",
+    "qkv_linear",
+    "rms_norm",
+    "rms_norm_backward",
+    "rope",
+    "route",
+    "sample",
+    "score_logits",
+    "select",
+    "silu_mul",
+    "silu_mul_backward",
+    "sparse_attention",
+    "sparse_attention_backward",
+    "sum_of_rows",
+    "token_logprob",
+    "token_logprob_backward",
+]
+
+strict_products()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return products.product(x, weight, bias, x.dtype)
+
+
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    return products.product(x, weight, None, torch.float32)
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    """In the type of x, by PyTorch."""
+    return x.sum(0)
+
+
+def embedding_backward(grad: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """By PyTorch."""
+    return torch.ops.aten.embedding_dense_backward(grad, tokens, vocabulary, -1, False)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
+    return grouped_product(rows, weight, groups_of(offsets, len(rows), rows.dtype), len(rows), by_row=by_row)
+
+
+grouped_rows_gradient = grouped_linear
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor, block_size: int,
+    scale: float, split: int, window: int, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Causal, over all keys, in parts of `attention.SEGMENT`. Raises NotImplementedError for other masks."""
+    _check_causal(split, window, sinks)
+    return dense.attention(q, k, v, query_start, context, block_start, block_size, scale)
+
+
+def attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_causal(0, window, None)
+    return dense_backward.attention_backward(q, k, v, query_start, out, lse, grad, scale)
+
+
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, query_start: Tensor, block_start: Tensor, block_size: int,
+    scale: float, split: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check_causal(split, 0, None)
+    return sparse.sparse_attention(q, k, v, selected, query_start, block_start, block_size, scale)
+
+
+def _check_causal(split: int, window: int, sinks: Tensor | None) -> None:
+    if split or window or sinks is not None:
+        raise NotImplementedError(
+            f"attention on CUDA has no parts of {split} keys, window of {window} or sinks; use device=cpu for them"
+        )

@@ -1,0 +1,81 @@
+"""Logprobs, their gradients and draws of CUDA tensors, a bounded number of logits at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlloop.numerics.kernels.triton import linear as products
+from rlloop.numerics.kernels.triton.distribution import Rows, Warp
+from rlloop.numerics.kernels.triton.launch import aligned
+
+LOGITS_ROWS = 2048  # at a time at most, in whole steps of what cuBLAS gets
+LOGITS_BYTES = 2 << 30
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor, raw: bool = False
+) -> Iterator[tuple[slice, Rows]]:
+    """(rows, their logits measured), a bounded number of logits at a time."""
+    step = min(LOGITS_ROWS, max(1, LOGITS_BYTES // (4 * len(weight))))
+    step = step // products.STEPS[1] * products.STEPS[1] or step
+    warp, hidden = Warp.of(settings, banned_start, banned_ids), aligned(hidden)
+    for begin in range(0, len(hidden), step):
+        rows = slice(begin, min(begin + step, len(hidden)))
+        yield (
+            rows,
+            Rows(
+                products.product(hidden[rows], weight, None, torch.float32), warp.rows(rows.start, rows.stop), raw=raw
+            ),
+        )
+
+
+def token_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
+    seeds: Tensor | None, positions: Tensor | None, raw: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(logprobs, entropies, raw logprobs if asked for, ids where there are seeds)"""
+    logprobs, entropies, raws = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
+    ids = torch.empty_like(targets)
+    for rows, measured in _chunks(hidden, weight, settings, banned_start, banned_ids, raw):
+        logprobs[rows], entropies[rows], _ = measured.score(targets[rows])
+        if raw:
+            raws[rows] = measured.score(targets[rows], raw=True)[0]
+        if seeds is not None and positions is not None:
+            ids[rows] = measured.draw(seeds[rows], positions[rows])
+    return logprobs, entropies, raws if raw else raws[:0], ids if seeds is not None else ids[:0]
+
+
+def token_logprob_backward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
+    entropies: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+    for rows, measured in _chunks(hidden, weight, settings, banned_start, banned_ids):
+        given = (targets[rows], entropies[rows], grad_logprobs[rows], grad_entropies[rows])
+        grad_logits = measured.gradient(*given, hidden.dtype)
+        grad_hidden[rows] = torch.mm(grad_logits, weight)
+        grad_weight += products.gradient(grad_logits, False, hidden[rows], False, torch.float32)
+    return grad_hidden, grad_weight.to(weight.dtype)
+
+
+def sample(
+    logits: Tensor, seeds: Tensor, positions: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, logprobs, raw logprobs); id −1 where a row holds no distribution."""
+    if len(logits) == 0:
+        return torch.empty_like(seeds), logits.new_empty(0), logits.new_empty(0)
+    rows = Rows(logits, Warp.of(settings, banned_start, banned_ids), raw=True)
+    ids = rows.draw(seeds, positions)
+    return ids, rows.score(ids)[0], rows.score(ids, raw=True)[0]
+
+
+def score_logits(
+    logits: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`token_logprob` of logits that were made elsewhere."""
+    if len(logits) == 0:
+        return logits.new_empty(0), logits.new_empty(0)
+    return Rows(logits, Warp.of(settings, banned_start, banned_ids)).score(targets)[:2]

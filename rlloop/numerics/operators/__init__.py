@@ -1,0 +1,48 @@
+"""rlloop's own operations: schemas, gradients, and kernels chosen by the tensors' device.
+
+Shapes, meaning and signatures are those of `rlloop.numerics.ops.Ops`; the kernels are
+`rlloop.numerics.kernels.protocol.Kernels`.
+"""
+
+from rlloop.numerics.operators.distribution import logits, sample, score_logits, token_logprob, token_redraw
+from rlloop.numerics.operators.elementwise import rms_norm, rope, sigmoid_mul, silu_mul
+from rlloop.numerics.operators.masked_attention import (
+    attention,
+    index_weights,
+    layer_norm,
+    qkv_cache_write,
+    select,
+    sparse_attention,
+)
+from rlloop.numerics.operators.mixture import combine, experts, route, router_logits
+from rlloop.numerics.operators.products import gated_linear, head_linear, linear, qkv_linear
+from rlloop.numerics.operators.recurrence import causal_conv, recurrent_gates, scan
+
+__all__ = [
+    "attention",
+    "causal_conv",
+    "combine",
+    "experts",
+    "gated_linear",
+    "head_linear",
+    "index_weights",
+    "layer_norm",
+    "linear",
+    "logits",
+    "qkv_cache_write",
+    "qkv_linear",
+    "recurrent_gates",
+    "rms_norm",
+    "rope",
+    "route",
+    "router_logits",
+    "sample",
+    "scan",
+    "score_logits",
+    "select",
+    "sigmoid_mul",
+    "silu_mul",
+    "sparse_attention",
+    "token_logprob",
+    "token_redraw",
+]

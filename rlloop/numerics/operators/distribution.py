@@ -1,0 +1,146 @@
+"""`token_logprob` and `sample` by the contract: one distribution of a row, for the trainer and for the sampler.
+
+Logits are the float32 sums of `linear`, never rounded to a narrower type. Kernels hold a bounded number of them:
+forward and backward go over the rows in chunks, and the backward makes each chunk's logits again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlloop.numerics.kernels import kernels_for
+from rlloop.numerics.layout import LogitsWarp
+from rlloop.numerics.operators.library import operator
+from rlloop.numerics.operators.products import linear_float32
+
+
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits of the vocabulary, the bits that `token_logprob` uses. hidden [T, K], weight [V, K] -> [T, V] float32."""
+    return linear_float32(hidden, weight)
+
+
+def token_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
+    """A target that the warp makes impossible has logprob −inf and sends no gradient.
+
+    A row whose logits hold no distribution (NaN, +inf, all of them −inf) gives NaN.
+    """
+    _check_targets(targets, len(weight))
+    return _token_logprob(hidden, weight, targets, *_dense(warp, len(weight), targets), None, None, False)[:2]
+
+
+def token_redraw(
+    hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp, seeds: Tensor | None, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of the same logits. A row without a distribution draws −1, and so does one whose seed is negative."""
+    _check_targets(targets, len(weight))
+    plain = all(value is None for value in vars(warp).values())
+    logprobs, entropies, raw, ids = _token_logprob(
+        hidden, weight, targets, *_dense(warp, len(weight), targets), seeds, None if seeds is None else positions,
+        not plain,
+    )  # fmt: skip
+    drawn = torch.full_like(targets, -1) if seeds is None else torch.where(seeds < 0, -1, ids)
+    return logprobs, entropies, logprobs.detach() if plain else raw, drawn
+
+
+def _check_targets(targets: Tensor, vocabulary: int) -> None:
+    # Validating on a GPU would force a synchronisation: there, a target that is no token has logprob NaN.
+    if len(targets) == 0 or targets.device.type != "cpu":
+        return
+    if not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
+        raise ValueError(
+            f"targets run from {targets.min()} to {targets.max()}; they must be from 0 to {vocabulary - 1}"
+        )
+
+
+def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Raises ValueError for a row that holds no distribution, as NaN weights make it; on a GPU, where looking would
+    mean waiting for it, its id is −1 (see `check_drawn`).
+
+    The token is the first whose cumulative mass, in order of id and in float64, exceeds u times the whole, where u is
+    the number that `random.uniform` gives for (seed, position).
+    """
+    ids, logprobs, raw_logprobs = _sample(logits, seeds, positions, *_dense(warp, logits.shape[1], seeds))
+    if ids.device.type == "cpu" and (ids < 0).any():
+        row = int((ids < 0).nonzero()[0])
+        raise ValueError(
+            f"row {row} of {len(ids)} holds no distribution to sample from: {int(logits[row].isnan().sum())} of its "
+            f"logits are NaN, the largest is {logits[row].max().item()}; they must stay finite when divided by the "
+            "temperature, and one token at least must not be banned; look for weights that are not finite"
+        )
+    return ids, logprobs, raw_logprobs
+
+
+def check_drawn(ids: np.ndarray) -> None:
+    """Raises ValueError where one of the ids that `sample` gave is −1."""
+    if (ids < 0).any():
+        row = int((ids < 0).nonzero()[0][0])
+        raise ValueError(
+            f"row {row} of {len(ids)} holds no distribution to sample from; look for weights that are not finite"
+        )
+
+
+def score_logits(logits: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
+    """`token_logprob` of logits [T, V] float32 that were made elsewhere; without a gradient."""
+    return kernels_for(logits.device).score_logits(logits, targets, *_dense(warp, logits.shape[1], targets))
+
+
+def _dense(warp: LogitsWarp, vocabulary: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The warp as arguments of a custom op: settings [T, 4] float64, which holds them all exactly, and the bans.
+
+    `like`, [T] int64, has the rows and the device.
+    """
+    settings = like.new_zeros(len(like), 4, dtype=torch.float64)
+    settings[:, ::2] = 1.0
+    for column, value in enumerate((warp.temperature, warp.top_k, warp.top_p, warp.min_p)):
+        if value is not None:
+            settings[:, column] = value
+    start, ids = warp.banned_start, warp.banned_ids
+    if start is None or ids is None:
+        return settings, like.new_zeros(len(like) + 1), like.new_empty(0)
+    if len(ids) > 0 and ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError(f"banned ids run from {ids.min()} to {ids.max()}; they must be from 0 to {vocabulary - 1}")
+    return settings, start, ids
+
+
+def _witnessed(hidden: Tensor, seeds: Tensor | None, raw: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Room for what `_token_logprob` gives."""
+    count = len(hidden)
+    logprobs, entropies = _floats(hidden, count, 2)
+    (raws,) = _floats(hidden, count if raw else 0, 1)
+    return logprobs, entropies, raws, hidden.new_empty(0 if seeds is None else count, dtype=torch.int64)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:6], output[1])
+    ctx.mark_non_differentiable(*output[2:])
+
+
+def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return *_token_logprob_backward(*ctx.saved_tensors, grad_logprobs, grad_entropies), *[None] * 7
+
+
+def _floats(like: Tensor, count: int, copies: int) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(count, dtype=torch.float32) for _ in range(copies))
+
+
+WARP = "Tensor settings, Tensor banned_start, Tensor banned_ids"
+_token_logprob = operator(
+    f"token_logprob(Tensor hidden, Tensor weight, Tensor targets, {WARP}, Tensor? seeds, Tensor? positions, bool raw)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda hidden, *others: _witnessed(hidden, others[5], others[7]),
+    _backward,
+    _keep_for_backward,
+)
+_token_logprob_backward = operator(
+    f"token_logprob_backward(Tensor hidden, Tensor weight, Tensor targets, {WARP}, Tensor entropies, "
+    "Tensor grad_logprobs, Tensor grad_entropies) -> (Tensor, Tensor)",
+    lambda hidden, weight, *others: (torch.empty_like(hidden), torch.empty_like(weight)),
+)
+_sample = operator(
+    f"sample(Tensor logits, Tensor seeds, Tensor positions, {WARP}) -> (Tensor, Tensor, Tensor)",
+    lambda logits, seeds, *others: (torch.empty_like(seeds), *_floats(logits, len(seeds), 2)),
+)

@@ -1,0 +1,51 @@
+"""Parameters that every token reads through PyTorch's own operations. Their gradients sum over tokens as products do.
+
+On a CPU, PyTorch's own sums over tokens are long chains, in bfloat16 where the parameter is, and some depend on
+threads. In float64 they stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlloop.numerics.kernels import kernels_for
+
+
+class _EachRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: int) -> Tensor:
+        return weight.expand(rows, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        total = grad.sum(0) if grad.dtype == torch.float64 else kernels_for(grad.device).sum_of_rows(grad)
+        return total.to(grad.dtype), None
+
+
+def each_row(weight: Tensor, rows: int) -> Tensor:
+    """[N] -> [rows, N]: the weight, as often as there are rows."""
+    return _EachRow.apply(weight, rows)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.vocabulary = len(weight)
+        return torch.nn.functional.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (tokens,), (grad,) = ctx.saved_tensors, grads
+        return None, kernels_for(grad.device).embedding_backward(grad, tokens, ctx.vocabulary)
+
+
+def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Rows of the weight. [T] int64, [V, D] -> [T, D]."""
+    if weight.dtype == torch.float64:
+        return torch.nn.functional.embedding(tokens, weight)
+    return _Embedding.apply(tokens, weight)

@@ -1,0 +1,101 @@
+"""Matrix products: of one weight, of one a group of rows, of one a head, and of several in one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlloop.numerics.kernels import kernels_for
+from rlloop.numerics.operators.library import operator
+
+_product = operator(
+    "product(Tensor rows, bool by_row, Tensor lanes, bool lanes_by_row, ScalarType dtype) -> Tensor",
+    lambda rows, by_row, lanes, lanes_by_row, dtype: rows.new_empty(
+        rows.shape[0 if by_row else 1], lanes.shape[0 if lanes_by_row else 1], dtype=dtype
+    ),
+)
+
+
+def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
+    grad_x = _product(grad, True, weight, False, x.dtype) if needs[0] else None
+    grad_weight = _product(grad, False, x, False, weight.dtype) if needs[1] else None
+    if len(needs) == 2:
+        return grad_x, grad_weight
+    ones = torch.ones(1, len(grad), device=grad.device)
+    return grad_x, grad_weight, _product(ones, True, grad, False, weight.dtype)[0] if needs[2] else None
+
+
+linear = operator(
+    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    lambda x, weight, bias: x.new_empty(len(x), len(weight)),
+    _linear_backward,
+    _linear_setup,
+)
+linear_float32 = operator(  # the float32 sums themselves, not rounded to the type of x
+    "linear_float32(Tensor x, Tensor weight) -> Tensor",
+    lambda x, weight: x.new_empty(len(x), len(weight), dtype=torch.float32),
+    _linear_backward,
+    _linear_setup,
+)
+
+# ------------------------------------------------------------------------------------------------ one matrix a group
+
+
+def _grouped_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    rows, weight, ctx.by_row, offsets = inputs
+    ctx.save_for_backward(rows, weight, offsets)
+
+
+def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (rows, weight, offsets), needs = ctx.saved_tensors, ctx.needs_input_grad
+    grad_rows = _grouped_rows_gradient(grad, weight, not ctx.by_row, offsets) if needs[0] else None
+    left, right = (grad, rows) if ctx.by_row else (rows, grad)
+    grad_weight = grouped_weight_gradient(left, right, offsets, weight.dtype) if needs[1] else None
+    return grad_rows, grad_weight, None, None
+
+
+def _rows_shape(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
+    return rows.new_empty(len(rows), weight.shape[1 if by_row else 2])
+
+
+grouped_weight_gradient = operator(
+    "grouped_weight_gradient(Tensor left, Tensor right, Tensor offsets, ScalarType dtype) -> Tensor",
+    lambda left, right, offsets, dtype: left.new_empty(len(offsets) - 1, left.shape[1], right.shape[1], dtype=dtype),
+)
+_grouped_rows_gradient = operator(
+    "grouped_rows_gradient(Tensor rows, Tensor weight, bool by_row, Tensor offsets) -> Tensor", _rows_shape
+)
+grouped_linear = operator(
+    "grouped_linear(Tensor rows, Tensor weight, bool by_row, Tensor offsets) -> Tensor",
+    _rows_shape,
+    _grouped_backward,
+    _grouped_setup,
+)
+
+
+def head_linear(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+    whole = kernels_for(x.device).head_linear
+    if whole is not None:
+        return whole(x, weight, by_row)
+    tokens, heads, _ = x.shape
+    offsets = torch.arange(heads + 1, device=x.device) * tokens
+    out = grouped_linear(x.transpose(0, 1).flatten(0, 1), weight, by_row, offsets)
+    return out.unflatten(0, (heads, tokens)).transpose(0, 1).contiguous()
+
+
+# --------------------------------------------------------------------------------- several in one, without gradients
+
+
+def qkv_linear(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return kernels_for(x.device).qkv_linear(x, q_weight, k_weight, v_weight)
+
+
+def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return kernels_for(x.device).gated_linear(x, gate, up)

@@ -1,0 +1,53 @@
+"""How many ranks share the work, by axis. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from rlloop.errors import ConfigError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the world, the outermost first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Ranks by axis, under torchtitan's names. The experts' axis is laid over others, so it adds no ranks.
+
+    Raises `ConfigError` for a degree below 1, or an `ep` that does not divide dp_shard x cp x tp.
+
+    Example: `Layout(dp_shard=4, ep=2).world_size` is 4.
+    """
+
+    dp_replicate: int = 1  # whole copies of the model
+    dp_shard: int = 1  # ranks that share parameters, gradients and optimizer state (ZeRO, FSDP)
+    cp: int = 1  # that share the tokens of a sequence
+    tp: int = 1  # that share the outputs of each product
+    pp: int = 1  # that share the layers
+    ep: int = 1  # that share the experts
+
+    def __post_init__(self) -> None:
+        for name, degree in dataclasses.asdict(self).items():
+            if type(degree) is not int or degree < 1:
+                raise ConfigError(f"layout.{name} is {degree!r}; it must be a whole number, at least 1")
+        if (shared := self.dp_shard * self.cp * self.tp) % self.ep:
+            raise ConfigError(
+                f"layout.ep is {self.ep}, and experts are laid over dp_shard x cp x tp = {shared} ranks; "
+                "set ep to a number that divides it"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis; ranks beside each other differ on the last one, tp.
+
+        Example: `Layout(dp_shard=2, tp=2).coordinates(3)` is 1 on dp_shard and tp, 0 on the others.
+        """
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        assert rank == 0, "a rank is below the world's size"
+        return place

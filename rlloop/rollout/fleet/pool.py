@@ -1,0 +1,379 @@
+"""A pool of engines as one engine: requests are dealt out, and those of an engine that fails are made again elsewhere.
+
+A request's completion is a function of weights, prompt and seed. So work is cut into chunks that any engine may make:
+an engine with room takes the chunks whose prompts begin like what it served before, then chunks that wait for others.
+The chunks of an engine that dies, stalls or answers nonsense are made again elsewhere, with the same seeds: the same
+bits. `membership` decides which engines may serve. The engines may be servers (`http_pool`) or actors
+(`rlloop.launch.ray_pool`): the rules are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlloop.errors import ConfigError
+from rlloop.rollout.engine.service import Busy, VersionUnavailable
+from rlloop.rollout.engine.validation import one_for_each
+from rlloop.rollout.fleet.client import EngineClient, EngineLost, LoopThread, WrongToken
+from rlloop.rollout.fleet.membership import (
+    Canary,
+    Member,
+    Membership,
+    NoEngine,
+    PoolClient,
+    PoolSettings,
+    Record,
+    reason,
+)
+from rlloop.rollout.fleet.wire import BadAnswer, EngineState
+from rlloop.types import Completion, SamplingParams
+
+T = TypeVar("T")
+TRIES = 10  # failed tries of a chunk, over at least `fleet.patience` seconds, before its batch fails
+PASSING = (Busy, EngineLost, VersionUnavailable)  # temporary: an engine with one of these may be in order
+
+
+@dataclass(eq=False)
+class _Batch:
+    """One call of `EnginePool.generate`."""
+
+    prompts: Sequence[list[int]]
+    sampling: Sequence[SamplingParams]
+    version: int
+    made: list[Completion | None]
+    done: asyncio.Future[None]
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Prompts of a batch that one engine completes in one call."""
+
+    batch: _Batch
+    places: list[int]
+    prefix: bytes
+    made: bool = False
+    began: float = 0.0
+    hedged: bool = False
+    tries: int = 0  # that failed
+    since: float = 0.0  # when the first of them did
+    refused: dict[Member, Exception] = field(default_factory=dict)  # by which engines: it may be the request's fault
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+class EnginePool:
+    """For one caller at a time in each method, and many who generate; all the work is done in an event loop of its
+    own."""
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        record: Record,
+        connect: Callable[[str], PoolClient],
+        *,
+        run_id: str = "",
+        objection: Callable[[EngineState], str | None] = lambda state: None,
+    ) -> None:
+        """`record` receives events. `connect` gives the client of an address. `run_id`: the run whose weights engines
+        must have; "": any. `objection` says why an engine must not serve, by its own account of itself."""
+        self.settings = settings
+        self._members = Membership(settings, record, connect, objection, self._pump, run_id)
+        self._queue: list[_Chunk] = []
+        self._batches: set[_Batch] = set()
+        self._thread = LoopThread("engine pool")
+
+    # ---------------------------------------------------------------------------------------------- for any thread
+
+    def join(self, url: str, region: str) -> None:
+        """Attend to an engine from now on; one that is known is looked at now."""
+        self._thread.run(_run(lambda: self._members.join(url, region)))
+
+    def leave(self, url: str) -> None:
+        """The engine is about to go."""
+        self._thread.run(_run(lambda: self._members.leave(url)))
+
+    def members(self) -> list[dict[str, Any]]:
+        return self._thread.run(_run(self._members.listed))
+
+    @property
+    def version(self) -> int:
+        """The version that serves, or is to; -1 before the first."""
+        return self._members.version
+
+    def serve_version(self, version: int, canary: Canary | None) -> dict[str, float]:
+        """From now on only `version` serves. Returns metrics once engines serve it; raises `NoEngine`."""
+        return self._thread.run(self._members.serve_version(version, canary))
+
+    def generate(
+        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], version: int
+    ) -> list[Completion]:
+        """Completions in order, each whole, made with the weights of `version`. Raises `NoEngine`; `VersionUnavailable`
+        where the fleet is to serve another, or comes to while this waits; and what every engine refuses it for:
+        `ConfigError`, or `Fenced` where another process of the run has taken over."""
+        return self._thread.run(self._generate(prompts, sampling, version))
+
+    def begin(
+        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], version: int
+    ) -> Future[list[Completion]]:
+        """Like `generate`, for callers that do not wait in a thread."""
+        return self._thread.start(self._generate(prompts, sampling, version))
+
+    def take_metrics(self) -> dict[str, float]:
+        """`fleet/*`: what happened since the last call."""
+        return self._thread.run(_run(self._members.take_metrics))
+
+    def close(self) -> None:
+        self._thread.run(self._close())
+        self._thread.close()
+
+    # ---------------------------------------------------------------------------------------------- work
+
+    async def _close(self) -> None:
+        self._batches.clear()  # nothing is made again
+        self._queue.clear()
+        await self._members.close()
+
+    async def _generate(
+        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], version: int
+    ) -> list[Completion]:
+        if not prompts:
+            return []
+        if version != self._members.version:
+            raise VersionUnavailable(self._members.version, version, version)
+        seeded = [
+            params if params.seed is not None else dataclasses.replace(params, seed=secrets.randbits(63))
+            for params in sampling
+        ]  # two engines can only make the same completion of a seed that is known
+        batch = _Batch(
+            prompts, seeded, version, [None] * len(prompts), asyncio.get_running_loop().create_future()
+        )  # fmt: skip
+        self._batches.add(batch)
+        self._queue += self._cut(batch)
+        try:
+            self._pump()
+            idle = time.monotonic()
+            while not batch.done.done():
+                await asyncio.wait({batch.done}, timeout=0.2)
+                self._members.check()
+                self._pump()
+                if self._members.serving():
+                    idle = time.monotonic()
+                elif time.monotonic() - idle > self.settings.patience:
+                    raise NoEngine(f"no engine has served version {version} for {self.settings.patience:g} s")
+            batch.done.result()
+        finally:
+            self._batches.discard(batch)
+            self._queue = [chunk for chunk in self._queue if chunk.batch is not batch]
+            for member in self._members.all():
+                for call, chunk in list(member.calls.items()):
+                    if chunk.batch is batch:
+                        call.cancel()
+        assert all(made is not None for made in batch.made)
+        return [made for made in batch.made if made is not None]
+
+    def _cut(self, batch: _Batch) -> list[_Chunk]:
+        """Prompts that begin alike stay together as far as chunks of a good size allow."""
+        size = math.ceil(len(batch.prompts) / (max(1, len(self._members.serving())) * self.settings.calls))
+        size = min(max(size, 1), self.settings.chunk)
+        alike: dict[bytes, list[int]] = {}
+        for place, prompt in enumerate(batch.prompts):
+            alike.setdefault(repr(prompt[: self.settings.affinity]).encode(), []).append(place)
+        chunks: list[_Chunk] = []
+        for prefix, places in alike.items():
+            most = max(size, min(self.settings.together, self.settings.chunk))
+            for start in range(0, len(places), most):
+                part = places[start : start + most]
+                if chunks and len(chunks[-1].places) + len(part) <= size:
+                    chunks[-1].places += part
+                else:
+                    chunks.append(_Chunk(batch, part, prefix))
+        return chunks
+
+    def _pump(self) -> None:
+        """Give waiting chunks to engines with room."""
+        self._give_up_refused()
+        while True:
+            free = [member for member in self._members.serving() if len(member.calls) < self.settings.calls]
+            if free and not self._queue:
+                self._hedge(free)
+            free = [member for member in free if any(member not in chunk.refused for chunk in self._queue)]
+            if not free:
+                return
+            member = min(free, key=lambda each: each.load)
+            may = [chunk for chunk in self._queue if member not in chunk.refused]
+            chunk = next((chunk for chunk in may if self._home(chunk) is member), may[0])
+            self._queue.remove(chunk)
+            self._start(member, chunk)
+
+    def _give_up_refused(self) -> None:
+        """Fail batches that every engine refuses. One engine that refuses may be wrong, or smaller than others."""
+        for chunk in [chunk for chunk in self._queue if chunk.refused]:
+            hopes = [
+                member.status
+                for member in self._members.all()
+                if member.status in ("serving", "behind", "joining") and member not in chunk.refused
+            ]
+            late = time.monotonic() - chunk.since > self.settings.patience
+            if not hopes or (late and "serving" not in hopes):
+                self._fail(chunk.batch, list(chunk.refused.values())[-1])
+
+    def _home(self, chunk: _Chunk) -> Member:
+        """The engine that serves what begins like this, as long as the same engines serve."""
+        return max(
+            self._members.serving(), key=lambda member: hashlib.blake2b(chunk.prefix + member.name.encode()).digest()
+        )
+
+    def _start(self, member: Member, chunk: _Chunk) -> None:
+        chunk.began = time.monotonic()
+        task = asyncio.create_task(self._call(member, chunk))
+        member.calls[task] = chunk
+        task.add_done_callback(partial(self._ended, member, chunk))  # comes even to a call that never began
+
+    def _hedge(self, free: list[Member]) -> None:
+        after, now = self.settings.hedge, time.monotonic()
+        if after is None:
+            return
+        for member in self._members.serving():
+            for chunk in list(member.calls.values()):
+                others = [each for each in free if each is not member and each not in chunk.refused]
+                others = [each for each in others if len(each.calls) < self.settings.calls]
+                if others and not chunk.hedged and now - chunk.began > after:
+                    chunk.hedged = True
+                    self._members.counts["hedged"] += len(chunk.places)
+                    self._members.note("hedged", member, completions=len(chunk.places))
+                    self._start(min(others, key=lambda each: each.load), chunk)
+
+    async def _call(self, member: Member, chunk: _Chunk) -> None:
+        """One chunk at one engine. Raises what kept it from being made."""
+        batch = chunk.batch
+        try:
+            made = await member.client.generate(
+                [batch.prompts[place] for place in chunk.places],
+                [batch.sampling[place] for place in chunk.places],
+                lowest=batch.version,
+                highest=batch.version,
+                boot=member.boot,
+            )
+            if not all(completion.whole for completion in made):
+                raise Busy("its completions were cut short by a pause")
+        except PASSING:
+            await asyncio.sleep(0.1)
+            raise
+        self._take(member, chunk, made)
+
+    def _ended(self, member: Member, chunk: _Chunk, call: asyncio.Task[None]) -> None:
+        """After every call its chunk is done, waits again, or its batch has failed."""
+        del member.calls[call]
+        failure = asyncio.CancelledError() if call.cancelled() else call.exception()
+        try:
+            if failure is not None and not chunk.made and chunk.batch in self._batches:
+                self._again(member, chunk, failure)
+            self._pump()
+        except Exception as error:  # a mistake of ours must not be waited for
+            self._fail(chunk.batch, error)
+
+    def _fail(self, batch: _Batch, error: Exception) -> None:
+        if not batch.done.done():
+            batch.done.set_exception(error)
+
+    def _take(self, member: Member, chunk: _Chunk, made: list[Completion]) -> None:
+        batch = chunk.batch
+        if chunk.made:
+            return  # the other of two hedged calls was first
+        origin = member.name if self.settings.origins else None
+        for place, completion in zip(chunk.places, made, strict=True):
+            batch.made[place] = dataclasses.replace(completion, origin=origin)
+        chunk.made = True
+        self._members.counts[f"{member.region}/completions"] += len(made)
+        for other in self._members.all():
+            for call, theirs in list(other.calls.items()):
+                if theirs is chunk and call is not asyncio.current_task():
+                    call.cancel()
+        if not batch.done.done() and all(each is not None for each in batch.made):
+            batch.done.set_result(None)
+
+    def _again(self, member: Member, chunk: _Chunk, failure: BaseException) -> None:
+        have, version = self._members.version, chunk.batch.version
+        if have != version:  # no engine will make it any more
+            self._fail(chunk.batch, VersionUnavailable(have, version, version))
+            return
+        why = reason(failure) if isinstance(failure, Exception) else "its engine is out of service"
+        chunk.since = chunk.since if chunk.tries else time.monotonic()
+        chunk.tries += 1
+        passing = isinstance(failure, (asyncio.CancelledError, *PASSING))
+        request_fault = isinstance(failure, ConfigError) and not isinstance(failure, WrongToken)  # as the engine says
+        if isinstance(failure, Exception) and not passing and not isinstance(failure, BadAnswer | WrongToken):
+            chunk.refused[member] = failure
+        if member.status == "serving":  # its caretaker has not seen it yet
+            if passing:
+                self._members.out(member, "behind", why)  # it must show that it is in order
+                member.kick.set()
+            elif not request_fault:
+                self._members.condemn(member, why)
+        if any(theirs is chunk for other in self._members.all() for theirs in other.calls.values()):
+            return
+        if chunk.tries >= TRIES and time.monotonic() - chunk.since > self.settings.patience:
+            self._fail(
+                chunk.batch, NoEngine(f"{len(chunk)} prompts were not made in {chunk.tries} tries; the last: {why}")
+            )
+        chunk.hedged = False
+        self._queue.insert(0, chunk)
+        self._members.counts["reissued"] += len(chunk.places)
+        self._members.note("reissued", member, completions=len(chunk.places), why=why[:500])
+
+
+async def _run(work: Callable[[], T]) -> T:
+    return work()
+
+
+def http_pool(
+    settings: PoolSettings,
+    record: Record,
+    *,
+    token: str | None = None,
+    ca_file: str | Path | None = None,
+    holder: str = "",
+    term: int = 0,
+    vocabulary: int | None = None,
+    objection: Callable[[EngineState], str | None] = lambda state: None,
+) -> EnginePool:
+    """A pool of engine servers, whose addresses are URLs. `holder` is the run, and `term` fences off its earlier
+    processes (`rlloop.rollout.fleet.wire.Lease`). `vocabulary`: tokens that the model has, where that is known."""
+
+    def connect(url: str) -> EngineClient:
+        return EngineClient(url, token=token, ca_file=ca_file, holder=holder, term=term, vocabulary=vocabulary)
+
+    return EnginePool(settings, record, connect, run_id=holder, objection=objection)
+
+
+class PoolEngine:
+    """A pool as the engine of a loop: every request is made by exactly the version that was published last."""
+
+    def __init__(self, pool: EnginePool, fingerprint: dict[str, Any]) -> None:
+        self.pool, self._fingerprint = pool, fingerprint
+        self.policy_version = -1
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
+        return self.pool.generate(prompts, one_for_each(prompts, sampling), self.policy_version)
+
+    def serve_version(self, version: int, canary: Canary | None) -> dict[str, float]:
+        """Like `EnginePool.serve_version`; further requests are made by `version`."""
+        metrics = self.pool.serve_version(version, canary)
+        self.policy_version = version
+        return metrics
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The trainer's: under `parity.mode=require` no engine of another is let in, and else each tells its own."""
+        return self._fingerprint

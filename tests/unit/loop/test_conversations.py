@@ -1,0 +1,348 @@
+"""Conversations advance each on its own: the order in which turns and replies end changes no bit and delays nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from _thread import interrupt_main
+from concurrent.futures import Future
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from rlloop.loop.conversations import Conversations
+from rlloop.loop.environments import Reply
+from rlloop.loop.turns import GeneratedTurns, SteppedTurns, SubmittedTurns, turns_of
+from rlloop.parity.asked import Vocabulary
+from rlloop.rollout import Engine
+from rlloop.rollout.engine.service import EngineService
+from rlloop.testing import FakeEngine, FakePolicy
+from rlloop.types import Completion, Example, SamplingParams
+from tests.support.talks import KNOWN, Countdown, TalkTask
+from tests.support.tiny_models import tiny_qwen3
+
+EVER = 60.0  # seconds, as a time limit of what must not wait for it
+
+
+class Generating:
+    """An engine that takes whole batches alone."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.policy_version, self.generate, self.fingerprint = 0, engine.generate, engine.fingerprint
+
+
+class Submitting(Generating):
+    """An engine that computes in a thread of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.service = EngineService(engine)
+
+    def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]:
+        made: Future[Completion] = Future()
+
+        def tell(answer: Future[list[Completion]]) -> None:
+            if (error := answer.exception()) is not None:
+                made.set_exception(error)
+            else:
+                made.set_result(answer.result()[0])
+
+        self.service.submit([prompt_ids], [sampling]).add_done_callback(tell)
+        return made
+
+
+KINDS = {"stepped": (lambda engine: engine, SteppedTurns), "generated": (Generating, GeneratedTurns),
+         "submitted": (Submitting, SubmittedTurns)}  # fmt: skip
+
+
+@pytest.fixture(params=KINDS)
+def engine(request):
+    make, kind = KINDS[request.param]
+    made = make(Engine(tiny_qwen3(40), page_size=4, max_batch_tokens=32))
+    assert type(turns_of(made)) is kind
+    yield made
+    if isinstance(made, Submitting):
+        made.service.close()
+
+
+def examples(*turns: int) -> list[Example]:
+    return [Example(f"e{i}", [5 + i, 7, 9], "p", {"turns": count, "number": i}) for i, count in enumerate(turns)]
+
+
+def play(environment: type, engine, asked: list[Example], timeout: float = EVER, concurrency: int = 64):
+    class Task(TalkTask):
+        pass
+
+    Task.environment = environment
+    conversations = Conversations(Task(40), Vocabulary(40, (2,)), timeout=timeout, concurrency=concurrency)
+    params = [SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, seed=each.data["number"]) for each in asked]
+    try:
+        return conversations.play(engine, asked, params)
+    finally:
+        conversations.close()
+
+
+def in_lock_step(engine: Engine, asked: list[Example]) -> list[list[Completion]]:
+    """All conversations turn by turn together: each one's turns."""
+    task, turns = TalkTask(40), {each.data["number"]: list[Completion]() for each in asked}
+    ids, others = {each.data["number"]: each.prompt_ids for each in asked}, {}
+    for each in asked:
+        others[each.data["number"]] = Countdown(each)
+    while ids:
+        params = [SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, seed=number) for number in ids]
+        for number, turn in zip(list(ids), engine.generate(list(ids.values()), params), strict=True):
+            turns[number].append(turn)
+            reply = others[number].step("")
+            if reply.done or len(turns[number]) == task.max_turns:
+                del ids[number]
+            else:
+                stop = turn.token_ids[-1] if turn.finish_reason == "stop" else None
+                ids[number] = [*turn.prompt_ids, *turn.token_ids, *task.between(reply.messages, stop)]
+    return list(turns.values())
+
+
+class Backwards(Countdown):
+    """A step ends once the conversation after this one has taken as many, as far as it goes."""
+
+    steps: ClassVar[dict[int, int]] = {}
+    turns: ClassVar[list[int]] = []
+    changed = threading.Condition()
+
+    def __init__(self, example: Example) -> None:
+        super().__init__(example)
+        self.number = example.data["number"]
+
+    def step(self, message: str) -> Reply:
+        with self.changed:
+            mine, later = self.steps.get(self.number, 0) + 1, self.number + 1
+            if later < len(self.turns):
+                self.changed.wait_for(lambda: self.steps.get(later, 0) >= min(mine, self.turns[later]))
+            self.steps[self.number] = mine
+            self.changed.notify_all()
+        return super().step(message)
+
+
+def test_no_order_of_turns_changes_a_bit(engine):
+    asked = examples(3, 1, 4, 2, 4, 3)
+    Backwards.steps, Backwards.turns = {}, [each.data["turns"] for each in asked]
+    expected = in_lock_step(Engine(tiny_qwen3(40), page_size=16), asked)
+    played = play(Backwards, engine, asked)
+    assert sum(map(len, expected)) == 17
+    assert len({tuple(each.completion.token_ids) for each in played}) == 6
+    for each, turns in zip(played, expected, strict=True):
+        made, begin = each.completion, len(each.example.prompt_ids)
+        last = turns[-1]
+        assert (each.broken, each.fault) == (None, None)
+        assert made.token_ids == [*last.prompt_ids, *last.token_ids][begin:]
+        assert made.turns == tuple(
+            (len(turn.prompt_ids) - begin, len(turn.prompt_ids) + len(turn.token_ids) - begin) for turn in turns
+        )
+        for name in ("logprobs", "raw_logprobs"):
+            bits = np.concatenate([getattr(turn, name) for turn in turns]).view(np.int32)
+            assert np.array_equal(getattr(made, name).view(np.int32), bits)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_tool_that_waits_for_ever_delays_no_other_conversation(engine, kind):
+    """The first conversation's tool returns when all others have taken their last turn: waited for, none ever would."""
+    ended: list[int] = []
+    over = threading.Event()
+
+    class Waiting(Countdown):
+        def __init__(self, example):
+            super().__init__(example)
+            self.number = example.data["number"]
+
+        def answer(self, message):
+            reply = super().step(message)
+            if reply.done and self.number:
+                ended.append(self.number)
+                if len(ended) == 3:
+                    over.set()
+            return reply
+
+        def step(self, message):
+            assert self.number or over.wait(EVER), "the others wait for this one"
+            return self.answer(message)
+
+    class AsyncWaiting(Waiting):
+        async def step(self, message):  # pyright: ignore[reportIncompatibleMethodOverride]
+            while self.number == 0 and not over.is_set():
+                await asyncio.sleep(0.001)
+            return self.answer(message)
+
+    asked = examples(2, 4, 3, 4)
+    played = play(Waiting if kind == "sync" else AsyncWaiting, engine, asked)
+    assert [each.broken for each in played] == [None] * 4
+    assert [each.example.data["episode"]["turns"] for each in played] == [2, 4, 3, 4]
+    assert sorted(ended) == [1, 2, 3]
+
+
+def test_a_turn_joins_the_batch_while_others_are_being_sampled():
+    """The engine ends the first conversation's turn when the second one is over, three turns later."""
+
+    class Slow(FakeEngine):
+        def __init__(self):
+            super().__init__(FakePolicy())
+            self.requests, self.ids, self.idle, self.over = {}, iter(range(100)), 0, False
+
+        has_work = property(lambda self: bool(self.requests))
+        longest = 1000
+
+        def add_request(self, prompt_ids, sampling, *, top_logprobs=0):
+            self.requests[made := next(self.ids)] = self._complete(prompt_ids, sampling)
+            return made
+
+        def step(self):
+            self.idle += 1
+            time.sleep(0.001)
+            assert self.idle < 20_000, "nothing joined the batch"
+            done = [id for id, each in self.requests.items() if each.prompt_ids[0] != 5 or self.over]
+            return [(id, self.requests.pop(id)) for id in done]
+
+        def abort(self, request_id):
+            return self.requests.pop(request_id, None)
+
+        so_far = score = stats = None
+
+    engine = Slow()
+
+    class Over(Countdown):
+        def step(self, message):
+            reply = super().step(message)
+            engine.over = engine.over or reply.done
+            return reply
+
+    slow, quick = play(Over, engine, examples(1, 3))
+    assert quick.completion.turns is not None
+    assert len(quick.completion.turns) == 3
+    assert slow.broken is quick.broken is None
+
+
+@pytest.mark.parametrize("where", ["engine", "tool"])
+def test_an_interrupt_leaves_an_engine_and_environments_to_go_on_with(where, monkeypatch):
+    engine, asked = Engine(tiny_qwen3(40), page_size=4), examples(3, 1, 2)
+    whole = play(Countdown, engine, asked)
+    release = threading.Event()
+
+    class Pressed(Countdown):
+        def step(self, message):
+            if where == "tool":
+                interrupt_main()
+                release.wait(EVER)
+            return super().step(message)
+
+    steps, step = iter(range(3)), engine.step
+
+    def interrupted():
+        if where == "engine" and next(steps, None) is None:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            play(Pressed, engine, asked)
+    release.set()
+    assert not engine.has_work
+    engine.set_version(1)  # refused while something is in flight
+    again = play(Countdown, engine, asked)
+    assert [each.completion.token_ids for each in again] == [each.completion.token_ids for each in whole]
+
+
+def test_an_error_of_the_engine_is_raised_and_nothing_stays_in_flight(engine):
+    asked = [*examples(2, 2), Example("long", [40], "p", {"turns": 1, "number": 9})]  # no id of the vocabulary
+    with pytest.raises(ValueError, match="40"):
+        play(Countdown, engine, asked)
+    assert [each.broken for each in play(Countdown, engine, asked[:2])] == [None, None]
+
+
+class Blocking(Countdown):
+    """An async step that blocks its event loop, where the example says so."""
+
+    def __init__(self, example: Example) -> None:
+        super().__init__(example)
+        self.blocks, self.began = example.data.get("blocks"), 0
+
+    async def step(self, message: str) -> Reply:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.began += 1
+        if self.blocks:
+            time.sleep(3.0)
+        await asyncio.sleep(0.01)
+        return super().step(message)
+
+
+def test_a_step_that_blocks_the_event_loop_is_a_timeout_and_the_others_go_on():
+    asked = examples(2, 2, 2, 2)
+    asked[1].data["blocks"] = True
+    played = play(Blocking, FakeEngine(FakePolicy(40)), asked, timeout=0.3)
+    assert played[1].broken == "environment timeout: blocked its event loop for longer than 0.3 s"
+    assert [each.broken for each in (played[0], *played[2:])] == [None] * 3
+
+
+def test_where_every_step_blocks_the_rest_is_not_tried():
+    asked = examples(*[1] * 12)
+    for each in asked:
+        each.data["blocks"] = True
+    played = play(Blocking, FakeEngine(FakePolicy(40)), asked, timeout=0.1)
+    reasons = [each.broken or "" for each in played]
+    assert sum("blocked its event loop" in reason for reason in reasons) == 8
+    assert reasons.count("environment timeout: not tried: the first 8 took longer than 0.1 s") == 4
+
+
+@pytest.mark.parametrize("error", [StopIteration("no more"), SystemExit(3), KeyError("tool")])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_whatever_a_step_raises_is_the_reason(error, kind):
+    class Raising(Countdown):
+        def step(self, message):
+            raise error
+
+    class AsyncRaising(Countdown):
+        async def step(self, message):  # pyright: ignore[reportIncompatibleMethodOverride]
+            raise error
+
+    [played] = play(Raising if kind == "sync" else AsyncRaising, FakeEngine(FakePolicy(40)), examples(1))
+    if kind == "async" and isinstance(error, StopIteration):  # Python's own rule for coroutines
+        assert played.broken == "environment error: RuntimeError: coroutine raised StopIteration"
+    else:
+        assert played.broken == f"environment error: {type(error).__name__}: {error}"
+
+
+def test_at_most_so_many_steps_run_at_a_time():
+    running, most, lock = 0, 0, threading.Lock()
+
+    class Counted(Countdown):
+        def step(self, message):
+            nonlocal running, most
+            with lock:
+                running += 1
+                most = max(most, running)
+            time.sleep(0.01)
+            with lock:
+                running -= 1
+            return super().step(message)
+
+    play(Counted, FakeEngine(FakePolicy(40)), examples(*[1] * 10), concurrency=3)
+    assert 1 < most <= 3
+
+
+def test_the_first_fault_of_a_conversation_is_its_own():
+    class Longer(FakeEngine):
+        def _complete(self, prompt, params):
+            made = super()._complete(prompt, params)
+            late = params.seed == 0 and len(prompt) > 3
+            return Completion(prompt[1:] if late else prompt, made.token_ids, made.logprobs, made.raw_logprobs, 0,
+                              made.finish_reason, params)  # fmt: skip
+
+    class Task(TalkTask):
+        environment = Countdown
+
+    conversations = Conversations(Task(), KNOWN)
+    params = [SamplingParams(max_tokens=6, seed=seed) for seed in (0, 1)]
+    wrong, right = conversations.play(Longer(FakePolicy()), examples(2, 2), params)
+    conversations.close()
+    assert wrong.fault is not None
+    assert wrong.fault.startswith("its prompt is [7, 9, ")
+    assert right.fault is None
