@@ -171,6 +171,7 @@ def test_chunks_in_parallel_are_the_same_bytes(monkeypatch, kind, new, old, maps
     with CountingPool(3) as pool:
         made = encode(new, old, pool=pool)
         assert (made.codec, pool.maps) == (kind, maps)
+        assert made.changed == (new.array.size if old is None else np.count_nonzero(new.array != old.array))
         assert made == encode(new, old)
         assert decode(made.codec, made.content, new.dtype, new.shape, old, pool=pool).same(new)
         assert pool.maps == maps + 1
