@@ -308,6 +308,37 @@ def test_an_interrupt_leaves_an_engine_and_environments_to_go_on_with(where, mon
     assert [each.completion.token_ids for each in again] == [each.completion.token_ids for each in whole]
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_end_of_a_run_ends_a_batch_that_waits_for_its_tools(kind):
+    """With a lag, a thread may sample the next step's batch when the run stops; no tool is to be waited for."""
+    waits, release = threading.Event(), threading.Event()
+
+    class Waiting(Countdown):
+        def step(self, message):
+            waits.set()
+            release.wait(EVER)
+            return super().step(message)
+
+    class AsyncWaiting(Countdown):
+        async def step(self, message):  # pyright: ignore[reportIncompatibleMethodOverride]
+            waits.set()
+            await asyncio.sleep(EVER)
+
+    class Task(TalkTask):
+        environment = Waiting if kind == "sync" else AsyncWaiting
+
+    conversations, played = Conversations(Task(), KNOWN, timeout=EVER), []
+    params = [SamplingParams(max_tokens=6, seed=seed) for seed in (0, 1)]
+    batch = lambda: played.extend(conversations.play(FakeEngine(FakePolicy()), examples(2, 2), params))  # noqa: E731
+    thread = threading.Thread(target=batch, daemon=True)
+    thread.start()
+    assert waits.wait(EVER)
+    conversations.close()
+    thread.join(EVER / 2)
+    release.set()
+    assert [each.broken for each in played] == ["environment error: the run has ended"] * 2
+
+
 def test_an_error_of_the_engine_is_raised_and_nothing_stays_in_flight(engine):
     asked = [*examples(2, 2), Example("long", [40], "p", {"turns": 1, "number": 9})]  # no id of the vocabulary
     with pytest.raises(ValueError, match="40"):
