@@ -42,12 +42,18 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def get_loss(name: str, **args: Any) -> Loss:
-    """A loss by its name, with arguments other than its defaults: `get_loss("dapo", clip_high=0.3)`."""
+    """A loss by its name, with arguments other than its defaults: `get_loss("dapo", clip_high=0.3)`.
+
+    Raises `ConfigError` for an unknown name, and for an argument that it does not have or that is out of range.
+    """
     return _get("loss", LOSSES, name, args)
 
 
 def get_advantage(name: str, **args: Any) -> Callable[[ArrayLike, ArrayLike], NDArray[np.float64]]:
-    """An estimator by its name: `get_advantage("group_norm", eps=1e-4)(rewards, groups)`."""
+    """An estimator by its name: `get_advantage("group_norm", eps=1e-4)(rewards, groups)`, [n] and [n] to [n].
+
+    Raises `ConfigError` for an unknown name, and for an argument that it does not have or that is out of range.
+    """
     return _get("advantage", ADVANTAGES, name, args)
 
 

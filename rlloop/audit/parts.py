@@ -30,9 +30,9 @@ class Parts:
     no_task: str | None = None
     reward: RewardRunner | None = None
     no_reward: str | None = None
-    no_advantage: str | None = None  # the reason not to call an estimator of the run's own
-    no_training: str | None = None  # the same of its loss, corrections, engine and kernels
-    no_kernels: str | None = None  # the same of modules that the model's operations come from
+    no_advantage: str | None = None  # reason not to call the run's own estimator, if it has one
+    no_training: str | None = None  # the same for its loss, corrections, engine and kernels
+    no_kernels: str | None = None  # the same for modules that the model's operations come from
     vocabulary: Vocabulary | None = None
     model: Path | None = None  # folder of the weights that the run began with
     no_model: str | None = None
@@ -104,7 +104,7 @@ def _outside_kernels(config: RunConfig) -> str | None:
 
 
 def is_target(value: object) -> bool:
-    """True for a section, of those that may hold a name or a name's arguments, that names code by `_target_`."""
+    """True if a section that may hold a name, or a name's arguments, holds a `_target_`."""
     return isinstance(value, dict) and "_target_" in value
 
 
