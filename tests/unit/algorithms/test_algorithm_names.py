@@ -54,6 +54,7 @@ def test_arguments_reach_the_loss():
     ("get", "name", "args", "message"),
     [
         (get_loss, "gpro", {}, "no loss 'gpro'; there are grpo, dr_grpo, dapo"),
+        (get_loss, "mine.loss", {}, r"sft. A dotted path is the value of algorithm.loss._target_"),
         (get_advantage, "std", {}, "no advantage 'std'; there are group_norm, group_mean"),
         (get_loss, "grpo", {"clip": 0.2}, "loss grpo has no argument 'clip'; it has clip_low, clip_high"),
         (get_loss, "sft", {"kl_coef": 0.2}, "loss sft has no argument 'kl_coef'; it has none"),
