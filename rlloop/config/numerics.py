@@ -31,7 +31,7 @@ class ProfileConfig(_Profile):
 
 @dataclass
 class RolloutProfile(_Departures):
-    """Where the engine's arithmetic departs from the model's, on purpose; null: it does not. For experiments."""
+    """Deliberate departures of the engine's arithmetic from the model's; null: none. For experiments."""
 
     def __post_init__(self) -> None:
         for knob, value in vars(self).items():
