@@ -2,8 +2,12 @@
 
     python examples/own_loss.py            # under a minute on a laptop; nothing is downloaded
 
-A loss is a function from a `LossBatch` to a `LossOutput`. This script calls the trainer with it; `rlloop train` takes
-the same function. A small random model learns to repeat the letter that it is given. Arrays carry their shape in their
+A loss is a function from a `LossBatch` to a `LossOutput`. This script calls the trainer with it. Two settings give it
+to `rlloop train`, in this folder or with the function in an installed package:
+
+    rlloop train --config-name countdown algorithm.loss._target_=own_loss.asymmetric algorithm.loss.negative=0.3
+
+A small random model learns to repeat the letter that it is given. Arrays carry their shape in their
 names: S sequences (prompts x completions of each), N tokens of all of them.
 """
 

@@ -1,4 +1,4 @@
-"""Protocols of the parts that the loop drives. It depends on these, never on torch, ray, vllm or a concrete engine."""
+"""Protocols of the parts that the loop drives. It depends on these, not on torch, ray, vllm or a concrete engine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from rlloop.types import Completion, Example, Part, PromptScores, Recomputed, Re
 
 
 class Engine(Protocol):
-    """Samples completions, with their logprobs."""
+    """Samples completions of prompts, with the logprobs that they were sampled with."""
 
     @property
-    def policy_version(self) -> int: ...
+    def policy_version(self) -> int:
+        """The version of the weights that sample; each completion carries it."""
+        ...
 
-    def generate(
-        self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]
-    ) -> list[Completion]: ...
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
+        """Completions in the order of the prompts; `sampling` is one for all, or a list with one for each.
+
+        A completion is a function of weights, prompt and sampling parameters, whatever it is batched with.
+        """
+        ...
 
     def fingerprint(self) -> dict[str, Any]:
         """JSON values of everything that decides the bits: library versions, instruction set, profile, dtype."""
@@ -41,59 +46,65 @@ class InProcessEngine(Engine, Protocol):
 
 
 @runtime_checkable
-class SubmittingEngine(Protocol):
-    """An engine that takes prompts one by one, while others are on their way, and computes by itself.
+class OverlappingEngine(Engine, Protocol):
+    """An engine that computes by itself, elsewhere, and takes a batch while others are on their way.
 
-    Optional: conversations use it where an engine has it, so that a turn need not wait for a whole batch.
+    Optional: without `begin`, a conversation's next turn waits for the call of `generate` that others' turns are in.
     """
 
-    def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]:
-        """The completion by the weights that are served now. The future raises what `generate` would."""
+    def begin(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> Future[list[Completion]]:
+        """As `generate`; the future has the completions, or raises what that would."""
         ...
 
 
 class UpdateResult(Protocol):
-    """The result of one `forward_backward`."""
+    """Logprobs and metrics of one `forward_backward`."""
 
     @property
     def recomputed(self) -> Recomputed:
-        """The batch's logprobs, in its order, from the update's own forward."""
+        """By the update's own forward, in the order of the batch."""
         ...
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
-        """`loss/*` and `is/*` of the loss, and the trainer's own."""
+        """`loss/*` and `is/*` (importance sampling) of the loss, and whatever else the trainer measured."""
         ...
 
 
 class Trainer(Protocol):
-    """Owns the master weights. The loop's update is `forward_backward`, then `optim_step`."""
+    """Owns the master weights (float32). The loop's update is `forward_backward`, then `optim_step`."""
 
     def forward_backward(
         self, batch: Sequence[Sample], loss: Callable[..., Any], *, old_logprobs: Sequence[np.ndarray] | None = None
     ) -> UpdateResult:
-        """Add the loss's gradient. `old_logprobs`, [T] for each sample, are the denominator of the policy ratio; None:
-        this forward's own, so that the ratio is 1."""
+        """Add the gradient of `loss` over the batch.
+
+        `old_logprobs`, [T] a sample, are what the policy ratio divides by; None: this very forward's logprobs, so that
+        the ratio is 1.
+        """
         ...
 
     def optim_step(self) -> Mapping[str, float]:
-        """Apply the gradient and clear it. Returns `loss/grad_norm` and other metrics."""
+        """Apply the gradient to the master weights. Returns `loss/grad_norm` and the like."""
         ...
 
     def recompute(self, batch: Sequence[Sample]) -> Recomputed:
-        """The logprobs that `forward_backward(batch, ...)` would recompute, without a gradient."""
+        """The logprobs that `forward_backward(batch, ...)` would report, bit for bit, without a gradient."""
         ...
 
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> Sequence[float]:
-        """KL(policy ‖ reference) of each completion, summed over its tokens. `kind`: the estimator k1, k2 or k3."""
+        """KL(policy ‖ reference) of each completion in nats, summed over its tokens, from the sampled tokens alone.
+
+        `kind`: the estimator, k1, k2 or k3 (`rlloop.algorithms.kl`).
+        """
         ...
 
     def routing(self) -> Mapping[str, float]:
-        """`parity/router_different` and others for the batch scored last; empty for a model without routers."""
+        """`parity/router_different` and the like of the last forward; empty for a model without routers."""
         ...
 
     def replay_experts(self, on: bool) -> None:
-        """Let forwards route tokens to the experts in `Completion.routed_experts`, or not."""
+        """Switch on or off that forwards take the experts in `Completion.routed_experts` instead of their own."""
         ...
 
     def save(self, folder: Path) -> None: ...
@@ -107,7 +118,7 @@ class WeightSync(Protocol):
     """Brings the trainer's weights to the engines."""
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """When it returns, engines serve exactly `version`. Returns `sync/*` metrics; empty if no bytes moved."""
+        """Called with nothing being sampled. Returns `sync/*` metrics; empty where nothing has to move."""
         ...
 
 
@@ -120,7 +131,7 @@ class Reward(Protocol):
 
 
 class Checkpoint(Protocol):
-    """One complete checkpoint on disk."""
+    """A complete checkpoint on disk."""
 
     @property
     def step(self) -> int: ...
@@ -130,24 +141,28 @@ class Checkpoint(Protocol):
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Newer checkpoints that are damaged, with the damage of each."""
+        """Descriptions of the damage of newer checkpoints, one each; empty where this is the newest."""
         ...
 
 
 class Checkpoints(Protocol):
-    """Stores checkpoints, each complete or absent even after a kill, and keeps the last few."""
+    """The store of a run's last few checkpoints, each complete or absent, whatever kills the process."""
 
-    def save(self, step: int, writers: Iterable[Callable[[Path], None]]) -> Path: ...
+    def save(self, step: int, writers: Iterable[Callable[[Path], None]]) -> Path:
+        """Each writer adds its files to the folder it is given. Returns the checkpoint's folder."""
+        ...
 
-    def latest(self) -> Checkpoint | None: ...
+    def latest(self) -> Checkpoint | None:
+        """The newest one that is not damaged."""
+        ...
 
     def digests(self, step: int) -> Mapping[str, str]:
-        """Digests of the kept checkpoints up to `step`, by step."""
+        """The digest of each checkpoint that is kept, up to `step`, by its step."""
         ...
 
 
 class Task(Protocol):
-    """Supplies prompts. Everything is a function of the seed and the step, so that a resumed run repeats it.
+    """A source of prompts. Everything is a function of the seed and the step, so a resumed run repeats it.
 
     `task._target_` is called with the section's other keys, the run's `seed`, and `model_path` (`model.path` or None).
     """
@@ -164,23 +179,27 @@ class Task(Protocol):
         """Exactly `count` held-out problems, the same at every call, repeated if there are fewer."""
         ...
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of a completion, which rewards and environments read."""
+        ...
 
 
 class Scorer(Protocol):
-    """Scores a batch. One outcome for each request: a `RewardResult`, or a failure with `kind` and `message`."""
+    """Scores a batch of completions."""
 
-    def score(self, requests: Sequence[tuple[str, str, Example]]) -> Sequence[Any]: ...
+    def score(self, requests: Sequence[tuple[str, str, Example]]) -> Sequence[Any]:
+        """For each (prompt, completion, example) a `RewardResult`, or a failure with `kind` and `message`."""
+        ...
 
 
 class Observer(Protocol):
-    """Receives each step's metrics: the console, sinks."""
+    """Receives the metrics of each step: the console, sinks."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
 
 class Stateful(Protocol):
-    """A part with state that checkpoints must hold besides the trainer's."""
+    """A part with state of its own, which checkpoints hold."""
 
     def save(self, folder: Path) -> None: ...
 
@@ -188,44 +207,66 @@ class Stateful(Protocol):
 
 
 class SteppedEngine(Protocol):
-    """The engine that `EngineService` drives: `rlloop.Engine` or one like it. Not thread-safe."""
+    """An engine driven step by step, by one thread: `rlloop.Engine` and its like. `EngineService` puts one behind a
+    thread; conversations add turns to it between steps."""
 
     @property
     def policy_version(self) -> int: ...
 
     @property
-    def has_work(self) -> bool: ...
+    def has_work(self) -> bool:
+        """Whether some request has not been handed out by `step` yet."""
+        ...
 
     @property
-    def longest(self) -> int: ...
+    def longest(self) -> int:
+        """Tokens that a prompt and its completion may have together."""
+        ...
 
-    def add_request(self, prompt: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int: ...
+    def add_request(self, prompt: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
+        """Queue one prompt; returns the id under which `step` will hand out its completion.
 
-    def so_far(self, request_id: int, begin: int = 0) -> Part: ...
+        Raises `ConfigError` for a request that the engine cannot take.
+        """
+        ...
 
-    def score(self, prompt: list[int], top_logprobs: int = 0) -> PromptScores: ...
+    def so_far(self, request_id: int, begin: int = 0) -> Part:
+        """The tokens of a request in flight, from its `begin`-th on."""
+        ...
 
-    def step(self) -> list[tuple[int, Completion]]: ...
+    def score(self, prompt: list[int], top_logprobs: int = 0) -> PromptScores:
+        """The logprobs of a prompt's own tokens."""
+        ...
 
-    def abort(self, request_id: int) -> Completion | None: ...
+    def step(self) -> list[tuple[int, Completion]]:
+        """Compute one batch of tokens; returns the requests that it finished.
 
-    def stats(self) -> Any: ...
+        If it raises, every request in flight is dropped and the engine is ready for new ones.
+        """
+        ...
+
+    def abort(self, request_id: int) -> Completion | None:
+        """End one request now; returns its completion so far, or None if it is not in flight."""
+        ...
+
+    def stats(self) -> Any:
+        """Counts since the engine was created (`rlloop.rollout.engine.scheduler.EngineStats`)."""
+        ...
 
     def fingerprint(self) -> dict[str, Any]: ...
 
 
 class Listener(Protocol):
-    """Receives the progress of one call, in the engine's thread between steps, so it must be quick. An exception ends
-    the call.
+    """Receives the tokens of one call as they are sampled: in the engine's thread, between steps, so it must be quick.
 
-    `index`: of the prompt in the call.
+    `index` is that of the prompt in the call. An error of its own ends the call.
     """
 
     def scored(self, index: int, scores: PromptScores) -> None: ...
 
     def made(self, index: int, part: Part) -> int | None:
-        """New tokens of a completion, without the one that ends it. Return None to go on, or a number of tokens of the
-        completion to keep: it then ends after these, as with a stop token."""
+        """The completion's new tokens, without the stop token. Returns None to go on, or the number of the completion's
+        tokens to keep: it ends there, as if a stop token had come."""
         ...
 
     def finished(self, index: int, completion: Completion) -> None: ...

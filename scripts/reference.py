@@ -13,6 +13,7 @@ import ast
 import dataclasses
 import inspect
 import io
+import math
 import re
 import sys
 import tokenize
@@ -23,9 +24,17 @@ from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 from rlloop.cli.main import COMMANDS
-from rlloop.config import run
+from rlloop.config import numerics, run
+from rlloop.errors import ConfigError
+from rlloop.numerics.implementations import OPERATIONS
+from rlloop.numerics.profile import Drift, NumericsProfile
 
 DOCS = Path(__file__).parents[1] / "docs"
+MIRRORED = {  # sections whose keys another dataclass explains
+    numerics.ProfileConfig: (NumericsProfile,),
+    numerics.RolloutProfile: (NumericsProfile,),
+    numerics.DriftConfig: (Drift,),
+}
 
 CONFIGURATION = """\
 # Configuration keys
@@ -51,48 +60,63 @@ def configuration() -> str:
 
 def _section(prefix: str, kind: type) -> Iterator[str]:
     """A table of the section's own keys, then its sections, each under a heading."""
-    hints, comments, allowed = get_type_hints(kind), _comments(kind), _allowed(kind)
+    hints, comments = get_type_hints(kind), _comments(kind)
     nested = [field for field in dataclasses.fields(kind) if dataclasses.is_dataclass(hints[field.name])]
     plain = [field for field in dataclasses.fields(kind) if field not in nested]
     if plain:
-        yield from ("", f"## `{prefix.rstrip('.')}`" if prefix else "## Of the run", "")
-        if prefix and kind.__doc__ and not kind.__doc__.startswith(f"{kind.__name__}("):
-            yield from (_line(inspect.getdoc(kind) or ""), "")
+        yield from ("", f"## `{prefix.rstrip('.')}`" if prefix else "## The run as a whole", "")
+    if prefix and kind.__doc__ and not kind.__doc__.startswith(f"{kind.__name__}("):
+        yield from (_line(inspect.getdoc(kind) or ""), "")
+    if kind is numerics.RolloutProfile:
+        yield "It has the keys of [`model.profile`](#modelprofile), each `null` by default."
+    elif plain:
         yield from ("| key | default | allowed | meaning |", "|---|---|---|---|")
-    for field in plain:
-        values = allowed.get(field.name) or _type(hints[field.name])
-        cells = (f"`{prefix}{field.name}`", f"`{_default(field)}`", values, comments.get(field.name, ""))
-        yield _row(*cells)
+        for field in plain:
+            values = _allowed(kind, field, hints[field.name]) or _type(hints[field.name])
+            yield _row(f"`{prefix}{field.name}`", f"`{_default(field)}`", values, comments.get(field.name, ""))
     for field in nested:
         yield from _section(f"{prefix}{field.name}.", hints[field.name])
 
 
 def _comments(kind: type) -> dict[str, str]:
-    """The comment behind each field."""
-    lines, _ = inspect.getsourcelines(kind)
-    (tree,) = ast.parse("".join(lines)).body
-    assert isinstance(tree, ast.ClassDef)
-    tokens = tokenize.generate_tokens(io.StringIO("".join(lines)).readline)
-    at = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-    found = {}
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            after = [at[line] for line in range(node.lineno, (node.end_lineno or node.lineno) + 1) if line in at]
-            found[node.target.id] = " ".join(after)
+    """The comment behind each field, of the class, of those that it inherits from, or of the one that it mirrors."""
+    found: dict[str, str] = {}
+    for each in (*reversed(kind.__mro__[:-1]), *MIRRORED.get(kind, ())):
+        try:
+            text = inspect.getsource(each)
+        except (OSError, TypeError):  # made by `make_dataclass`
+            continue
+        (tree,) = ast.parse(text).body
+        assert isinstance(tree, ast.ClassDef)
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        at = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+        for node in tree.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                after = [at[line] for line in range(node.lineno, (node.end_lineno or node.lineno) + 1) if line in at]
+                found[node.target.id] = " ".join(after) or found.get(node.target.id, "")
+    if kind is numerics.ProfileConfig:
+        found |= {
+            knob: f"implementation of {', '.join(names)}" for knob, names in OPERATIONS.items() if not found.get(knob)
+        }
     return found
 
 
-def _allowed(kind: type) -> dict[str, str]:
-    """In words: each field's own limit, and what the section's checks, `require(key, value, good, allowed)`, say."""
-    (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind))).body
-    limits = {field.name: field.metadata.get("limit") for field in dataclasses.fields(kind)}
-    found = {name: limit.says for name, limit in limits.items() if limit is not None}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("require", "_check"):
-            key, text = node.args[0], node.args[-1]
-            if isinstance(key, ast.Constant) and isinstance(text, ast.Constant):
-                found[key.value.rpartition(".")[2]] = text.value
-    return found
+def _allowed(kind: type, field: dataclasses.Field[Any], hint: Any) -> str | None:
+    """What the key's limit says, or the section itself of a value that cannot be."""
+    if limit := field.metadata.get("limit"):
+        return limit.says
+    inner = {hint, *(get_args(hint) if type(None) in get_args(hint) else ())}
+    name, number = field.name, {int, float} & inner
+    if hint is bool:
+        return None
+    try:
+        kind(**{name: math.nan if number else "?"})
+    except ConfigError as error:
+        said = re.fullmatch(r"(\S+) is .*?; it must be (.*)", str(error), re.DOTALL)
+        return said[2] if said and said[1].endswith(name) else None
+    except (TypeError, ValueError, AttributeError):  # it does not look at single values
+        return None
+    return None
 
 
 def _type(hint: Any) -> str:
@@ -105,7 +129,9 @@ def _type(hint: Any) -> str:
     inner = [each for each in get_args(hint) if each is not type(None)]
     if type(None) in get_args(hint):
         return f"{_type(inner[0])}, or `null`"
-    return {int: "a whole number", float: "a number", str: "text"}.get(hint, "a mapping")
+    return {int: "a whole number", float: "a number", str: "text", Any: "a name, or a mapping with `_target_`"}.get(
+        hint, "a mapping"
+    )
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Problems, worked traces and the held-out split. Everything is a function of its arguments; knows no torch."""
+"""Problems, worked traces and the held-out split. Everything is a function of its arguments. Imports no torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def worked_traces(numbers: tuple[int, int, int]) -> dict[int, tuple[str, ...]]:
 
     Example: `worked_traces((3, 4, 5))[35]` holds `3 + 4 = 7 , 7 * 5 = 35` and `3 + 4 = 7 , 5 * 7 = 35` among others.
     """
-    found: dict[int, set[str]] = {}
+    traces: dict[int, set[str]] = {}
     for a, b, c in set(itertools.permutations(numbers)):
         for first in OPERATORS:
             middle = _apply(a, first, b)
@@ -61,8 +61,8 @@ def worked_traces(numbers: tuple[int, int, int]) -> dict[int, tuple[str, ...]]:
                     result = _apply(left, second, right)
                     if result is not None:
                         trace = f"{a} {first} {b} = {middle} , {left} {second} {right} = {result}"
-                        found.setdefault(result, set()).add(trace)
-    return {result: tuple(sorted(traces)) for result, traces in sorted(found.items())}
+                        traces.setdefault(result, set()).add(trace)
+    return {result: tuple(sorted(of_result)) for result, of_result in sorted(traces.items())}
 
 
 def _apply(left: int, operator: str, right: int) -> int | None:
@@ -114,14 +114,14 @@ def demonstrations(count: int, seed: int, largest_number: int, largest_target: i
     """
     rng = np.random.default_rng((seed, 1))
     problems = training_problems(largest_number, largest_target)
-    made = []
-    while len(made) < count:
-        for index in rng.permutation(len(problems))[: count - len(made)]:
+    chosen = []
+    while len(chosen) < count:
+        for index in rng.permutation(len(problems))[: count - len(chosen)]:
             problem = problems[index]
             solutions = worked_traces(problem.numbers)[problem.target]
             response = solutions[rng.integers(len(solutions))]
-            made.append(Demonstration(prompt_text(shuffled(problem.numbers, rng), problem.target), response))
-    return made
+            chosen.append(Demonstration(prompt_text(shuffled(problem.numbers, rng), problem.target), response))
+    return chosen
 
 
 def random_baseline(largest_number: int, largest_target: int) -> float:

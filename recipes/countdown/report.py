@@ -83,22 +83,22 @@ def table(report: Report) -> Table:
     def with_error(score: float) -> str:
         return f"{score:.3f} ± {math.sqrt(score * (1 - score) / report.draws):.3f}"
 
-    made = Table(title=f"countdown: held-out pass@1 of {report.draws:,} draws, temperature 1", title_justify="left")
-    made.add_column("arm")
-    made.add_column("pass@1", justify="right")
-    made.add_column("learned from")
+    grid = Table(title=f"countdown: held-out pass@1 of {report.draws:,} draws, temperature 1", title_justify="left")
+    grid.add_column("arm")
+    grid.add_column("pass@1", justify="right")
+    grid.add_column("learned from")
     demonstrations = f"{report.demonstrations:,} demonstrations"
-    made.add_row("random valid expression", f"{report.random:.3f} exact", "")
-    made.add_row("start" if report.supervised is None else "warm start", with_error(report.rl[0][1]), demonstrations)
+    grid.add_row("random valid expression", f"{report.random:.3f} exact", "")
+    grid.add_row("start" if report.supervised is None else "warm start", with_error(report.rl[0][1]), demonstrations)
     if report.supervised is not None and report.supervised_best is not None:
-        made.add_row("supervised only, its best", with_error(report.supervised_best), demonstrations + ", learned on")
-    made.add_row(f"RL, step {report.rl[-1][0]}", with_error(report.rl[-1][1]), "the same, and the verifier")
-    made.caption = (
+        grid.add_row("supervised only, its best", with_error(report.supervised_best), demonstrations + ", learned on")
+    grid.add_row(f"RL, step {report.rl[-1][0]}", with_error(report.rl[-1][1]), "the same, and the verifier")
+    grid.caption = (
         f"{report.tokens:,} trained tokens compared, {report.tokens_different:,} differ in any bit; "
         f"largest KL (k3) of a step {report.k3_max:g}"
     )
-    made.caption_justify = "left"
-    return made
+    grid.caption_justify = "left"
+    return grid
 
 
 def draw(report: Report, records: Sequence[Mapping[str, Any]], file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Countdown as the loop sees it: prompts by seed, held-out problems, and the model to start from. Knows no torch."""
+"""The countdown task: prompts by seed, held-out problems, and the model to start from. Imports no torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ModelShape:
 
 @dataclass
 class Supervision:
-    """How demonstrations are learned: for the warm start, and for the supervised-only arm that goes on from there."""
+    """Supervised learning on demonstrations: the warm start, and the supervised-only arm that goes on from there."""
 
     demonstrations: int = 4000
     seed: int = 0  # of the demonstrations, the initial weights and the order; the run's seed does not enter
@@ -57,7 +57,7 @@ class Supervision:
     max_steps: int = 2000  # of the warm start, whatever it reached
     supervised_steps: int = 2500  # of the supervised-only arm, the warm start's included
     device: str = "cpu"
-    dtype: str = "float32"  # compute type; what is learned is float32
+    dtype: str = "float32"  # compute type; master weights are float32
 
     def __post_init__(self) -> None:
         for name in ("demonstrations", "batch_size", "eval_every", "eval_draws", "max_steps", "supervised_steps"):
@@ -169,12 +169,12 @@ class Countdown:
         )
 
 
-def _section(kind: type[Section], given: Mapping[str, Any] | None, where: str) -> Section:
-    """`given` over the defaults of `kind`, with names and types checked."""
+def _section(kind: type[Section], values: Mapping[str, Any] | None, key: str) -> Section:
+    """`values` of the configuration's `key` over the defaults of `kind`, with names and types checked."""
     try:
-        made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), dict(given or {})))
+        section = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), dict(values or {})))
     except OmegaConfBaseException as error:
         names = ", ".join(kind.__dataclass_fields__)  # pyright: ignore[reportAttributeAccessIssue]
-        raise ConfigError(f"{where}: {str(error).splitlines()[0]}; its keys are {names}") from None
-    assert isinstance(made, kind)
-    return made
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}; its keys are {names}") from None
+    assert isinstance(section, kind)
+    return section

@@ -22,7 +22,7 @@ def make_tokenizer(largest_number: int, largest_target: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """What `transformers.AutoTokenizer` needs to load the same tokenizer."""
+    """Writes the files from which `transformers.AutoTokenizer` loads the same tokenizer."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

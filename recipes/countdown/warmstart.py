@@ -74,7 +74,7 @@ class Supervised:
         self._loss = get_loss("sft")
         encode = task.tokenizer.encode
         self._pairs = [
-            (encode(made.prompt).ids, encode(f"{made.response} {EOS}").ids) for made in _demonstrations(task)
+            (encode(each.prompt).ids, encode(f"{each.response} {EOS}").ids) for each in _demonstrations(task)
         ]
 
     @property
@@ -82,16 +82,16 @@ class Supervised:
         return self.trainer.updates
 
     def step(self) -> None:
-        """One update on the next batch: epochs are permutations by seed, what does not fill a batch is left out.
+        """One update on the next batch: epochs are permutations by seed, and an incomplete last batch is left out.
 
-        The numbers' order in a prompt is drawn anew each time, as it is in RL: the solution stays one.
+        The order of a prompt's numbers is drawn anew each time, as in RL; it does not change the solution.
         """
         size, seed = self.settings.batch_size, self.settings.seed
-        epoch, place = divmod(self.steps, len(self._pairs) // size)
+        epoch, batch_index = divmod(self.steps, len(self._pairs) // size)
         order = np.random.default_rng((seed, 2, epoch)).permutation(len(self._pairs))
         rng = np.random.default_rng((seed, 3, self.steps))
         batch = []
-        for index in order[place * size : (place + 1) * size]:
+        for index in order[batch_index * size : (batch_index + 1) * size]:
             prompt, response = self._pairs[index]
             batch.append(TrainSequence.supervised(shuffled(prompt[:3], rng) + prompt[3:], response))
         self.trainer.forward_backward(batch, self._loss)
@@ -105,8 +105,8 @@ class Supervised:
             SamplingParams(RESPONSE_TOKENS, temperature=temperature, seed=completion_seed(seed, "eval", 0, index, 0))
             for index in range(draws)
         ]
-        made = self._engine.generate([example.prompt_ids for example in examples], sampling)
-        texts = [self.task.decode(completion.token_ids) for completion in made]
+        completions = self._engine.generate([example.prompt_ids for example in examples], sampling)
+        texts = [self.task.decode(completion.token_ids) for completion in completions]
         results = [countdown_reward(each.prompt, text, each) for each, text in zip(examples, texts, strict=True)]
         return float(np.mean([result.solved for result in results]))
 
@@ -128,15 +128,15 @@ def warm_start_folder(task: Countdown) -> Path:
     folder = cache_root() / f"countdown-{digest(task)}"
     if not (folder / RECORD).exists():
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
-            new, made = Path(scratch) / "new", Path(scratch) / "made"
+            new, trained = Path(scratch) / "new", Path(scratch) / "trained"
             save_model(new_model(_config(task), task.warm_start.seed), new)
             save_tokenizer(task.tokenizer, new)
             supervised = Supervised(task, new)
             with _progress("warm start") as say:
                 curve = supervised.learn(task.warm_start.max_steps, task.warm_start.stop_at, say)
-            supervised.trainer.save(made)
-            _write_json(made / RECORD, {"steps": supervised.steps, "curve": curve.points})
-            _publish(made, folder)
+            supervised.trainer.save(trained)
+            _write_json(trained / RECORD, {"steps": supervised.steps, "curve": curve.points})
+            _publish(trained, folder)
     return folder
 
 
@@ -169,7 +169,7 @@ def digest(task: Countdown) -> str:
         "format": FORMAT,
         "model": _config(task),
         "settings": settings,
-        "demonstrations": [asdict(made) for made in _demonstrations(task)],
+        "demonstrations": [asdict(each) for each in _demonstrations(task)],
         "held_out": [example.prompt for example in task.eval_examples(task.warm_start.eval_draws)],
         "tokenizer": task.tokenizer.to_str(),
         "numerics": new_model(_config(task), task.warm_start.seed).fingerprint(),
@@ -218,14 +218,14 @@ def _config(task: Countdown) -> dict[str, Any]:
     }
 
 
-def _publish(made: Path, folder: Path) -> None:
-    """One rename; where another process was faster, its equal work stays."""
+def _publish(trained: Path, folder: Path) -> None:
+    """Moves it into place by one rename; where another process was faster, its equal work stays."""
     try:
-        made.rename(folder)
+        trained.rename(folder)
     except OSError:
         if not (folder / RECORD).exists():
             raise
-        shutil.rmtree(made)
+        shutil.rmtree(trained)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -133,7 +133,7 @@ def read_dataset(path: str, name: str | None, split: str, key: str) -> Rows:
 
 
 def place(value: Any) -> float:
-    """From 0 to below 1: a hash of a JSON value, by which equal prompts are on one side."""
+    """A hash of a JSON value as a number from 0 to below 1, which puts equal prompts on one side of a split."""
     return int.from_bytes(_digest(value, 6), "big") / 2**48
 
 
@@ -147,7 +147,7 @@ def _digest(value: Any, size: int) -> bytes:
 
 
 def is_messages(value: Any) -> bool:
-    """A conversation that the policy is to go on with."""
+    """True for a list of messages, which the policy is to continue."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         return False
     return all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value)

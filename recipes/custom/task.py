@@ -19,14 +19,14 @@ from .data import DataSection, Row, Rows, is_messages, read_rows, row_id
 
 
 def environment_factory(config: Mapping[str, Any]) -> Callable[[Example], Environment]:
-    """What `config` names, called with the example and the other keys. Raises `ConfigError` where that cannot be."""
+    """The function or class that `config` names, called with an example. Raises `ConfigError` for what does not fit."""
     return bind(config, "task.environment", ("example",))
 
 
 class Custom:
     """Rows of data as examples: each prompt once an epoch, in an order of the seed and the epoch.
 
-    Everything is read, rendered and measured when it is made, so that a row that cannot work stops the run before it
+    All rows are read, rendered and measured at construction, so that one that cannot work stops the run before it
     starts. A row's fields are its example's `data`, for the reward.
     """
 
@@ -104,7 +104,7 @@ class Custom:
         limit = min(self.data.max_prompt_tokens, self._room)
         if limit < 1:
             raise ConfigError(f"no prompt has room: {self._room} tokens are what {self._room_is}")
-        made, dropped = [], 0
+        examples, dropped = [], 0
         for number, row in rows:
             where = f"{source}, row {number}"
             example = self._example(row, where)
@@ -125,12 +125,12 @@ class Custom:
             if length > limit:
                 dropped += 1
             else:
-                made.append(example)
+                examples.append(example)
         if dropped:
             print(f"{source}: left out {dropped} of {len(rows)} rows, longer than {limit} tokens", file=sys.stderr)
-        if not made:
+        if not examples:
             raise ConfigError(f"{source}: all of its {len(rows)} prompts are longer than {limit} tokens")
-        return made
+        return examples
 
     def _example(self, row: Row, where: str) -> Example:
         data = self.data

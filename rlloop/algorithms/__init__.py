@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     )
     from rlloop.algorithms.batch import Loss, LossBatch, LossOutput
     from rlloop.algorithms.corrections import (
-        Correction,
         Weights,
         clip,
         corrected,
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
     from rlloop.algorithms.terms import PolicyTerm, clipped_surrogate, finish, sequence_mean, sequence_sum, token_mean
 
 __all__ = [
-    "Correction",
     "Loss",
     "LossBatch",
     "LossOutput",

@@ -32,9 +32,9 @@ class AlgorithmConfig:
 
     loss: Any = MISSING
     advantage: Any = MISSING
-    loss_args: dict[str, Any] = field(default_factory=dict)
-    advantage_args: dict[str, Any] = field(default_factory=dict)
-    anchor: Anchor = Anchor.trainer
+    loss_args: dict[str, Any] = field(default_factory=dict)  # of a loss by name
+    advantage_args: dict[str, Any] = field(default_factory=dict)  # of an advantage by name
+    anchor: Anchor = Anchor.trainer  # whose logprobs the policy ratio divides by: the trainer's own, or the engine's
     correction: dict[str, Any] = field(
         default_factory=dict
     )  # name -> arguments, with or without _target_; they multiply

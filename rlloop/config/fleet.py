@@ -32,14 +32,14 @@ class FleetConfig:
     The token that all of them share is in `token_file`, or in the environment variable RLLOOP_TOKEN.
     """
 
-    kind: FleetKind = FleetKind.node
+    kind: FleetKind = FleetKind.node  # chosen as fleet=node or fleet=regions
     max_version_lag: int = limited(0, zero_or_more("on-policy"))  # steps that a trained sample's weights may be old
     engines: dict[str, list[str]] = field(default_factory=dict)  # region -> URLs. Engines may also join by themselves
     host: str = "127.0.0.1"  # where the trainer serves its weights and lets engines join
     port: int = limited(0, Limit(lambda x: 0 <= x < 65536, "0 (any free one) to 65535"))
-    token_file: str | None = None
+    token_file: str | None = None  # what every request must bring; null: $RLLOOP_TOKEN
     certificate: str | None = None  # PEM: the trainer's end speaks TLS
-    key: str | None = None
+    key: str | None = None  # PEM: of that certificate
     ca_file: str | None = None  # PEM: whose certificates engines must have; null: the system's authorities
     store: str | None = None  # of the versions: a folder or an fsspec URL; null: weights/ in the run's folder
     signing_key: str | None = None  # Ed25519; null: signing_key in the run's folder, created when missing

@@ -32,19 +32,19 @@ class EngineKind(StrEnum):
 
 @dataclass
 class RolloutConfig:
-    num_prompts: int = limited(32, at_least(1))
+    num_prompts: int = limited(32, at_least(1))  # of one step
     group_size: int = limited(16, at_least(1))  # completions of each prompt
-    max_tokens: int = limited(256, at_least(1))
-    min_tokens: int = 0
+    max_tokens: int = limited(256, at_least(1))  # of one completion; of one turn in a conversation
+    min_tokens: int = 0  # before these, no stop token is drawn
     temperature: float = limited(1.0, SAMPLED)
-    top_p: float = limited(1.0, ABOVE_ZERO_TO_ONE)
-    top_k: int = limited(0, zero_or_more("off"))
-    min_p: float = limited(0.0, UNIT)
+    top_p: float = limited(1.0, ABOVE_ZERO_TO_ONE)  # nucleus sampling: the likeliest tokens with this mass
+    top_k: int = limited(0, zero_or_more("off"))  # only the k likeliest tokens
+    min_p: float = limited(0.0, UNIT)  # only tokens this likely, relative to the likeliest
     engine: Any = EngineKind.embedded  # or vllm, vllm_stock (docs/vllm.md); or {_target_: package.make_engine, ...}
-    page_size: int = limited(16, at_least(1))
+    page_size: int = limited(16, at_least(1))  # tokens of one block of the key-value cache
     max_batch_tokens: int = limited(8192, at_least(1))  # tokens of one engine step
     max_cache_tokens: int | None = None  # None: what fits the batch and the model's context
-    prefix_caching: bool = True
+    prefix_caching: bool = True  # prompts that begin alike share cache blocks
     sleep: bool = False  # of a vLLM engine: give its cache's memory back while the trainer works
     profile: RolloutProfile = field(default_factory=RolloutProfile)
     drift: DriftConfig = field(default_factory=DriftConfig)

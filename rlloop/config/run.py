@@ -73,13 +73,13 @@ class ModelSection:
 
 @dataclass
 class TrainerConfig:
-    num_steps: int = limited(100, at_least(1))
-    lr: float = limited(1e-5, ZERO_OR_MORE)
-    schedule: Schedule = Schedule.constant
+    num_steps: int = limited(100, at_least(1))  # rollout batches, each with its update
+    lr: float = limited(1e-5, ZERO_OR_MORE)  # peak learning rate of AdamW
+    schedule: Schedule = Schedule.constant  # of the learning rate, after the warm-up
     warmup_steps: int = limited(0, zero_or_more("off"))  # optimizer steps
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = limited(1e-8, POSITIVE)
-    weight_decay: float = limited(0.0, ZERO_OR_MORE)
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
+    eps: float = limited(1e-8, POSITIVE)  # AdamW's
+    weight_decay: float = limited(0.0, ZERO_OR_MORE)  # decoupled, as in AdamW
     grad_clip: float = limited(1.0, zero_or_more("off"))  # global norm
     max_batch_tokens: int = limited(16384, at_least(2))  # tokens of one micro-batch (one forward and backward)
     num_minibatches: int = limited(1, at_least(1))  # optimizer steps a rollout batch is split into, by whole groups
@@ -118,7 +118,7 @@ class ScoringConfig:
 
 @dataclass
 class ParityConfig:
-    mode: ParityMode = ParityMode.require
+    mode: ParityMode = ParityMode.require  # what a difference between engine and trainer does: docs/how-it-works.md
     max_k3: float = limited(0.1, POSITIVE)  # fallback: train-inference KL (estimate k3, in nats) that stops the run
     replay: bool = False  # observe: the trainer takes the engine's experts in every step, not its own
     redraw: bool = True  # the trainer draws every trained token again by its seed, and compares the ids
@@ -143,7 +143,7 @@ class CertificateConfig:
 @dataclass
 class CheckpointConfig:
     every: int = limited(50, zero_or_more("only the last step"))  # steps; the last step is always saved
-    keep: int = limited(2, at_least(1))
+    keep: int = limited(2, at_least(1))  # newest checkpoints that stay
 
     def __post_init__(self) -> None:
         check_limits("checkpoint", self)
@@ -153,11 +153,11 @@ class CheckpointConfig:
 class EvalConfig:
     every: int = limited(50, zero_or_more("only first and last"))  # steps; always before the first and after the last
     num_draws: int = limited(1000, at_least(1))  # held-out completions
-    temperature: float = limited(1.0, zero_or_more("greedy"))
+    temperature: float = limited(1.0, zero_or_more("greedy"))  # of held-out completions
     # The collapse rule, declared before the run: held-out reward at or below `collapse_fraction` of its running best in
     # `collapse_evals` evaluations in a row, or a gradient that is not finite. `rlloop compare` judges by it.
-    collapse_fraction: float = limited(0.5, BELOW_ONE)
-    collapse_evals: int = limited(3, at_least(1))
+    collapse_fraction: float = limited(0.5, BELOW_ONE)  # of the running best
+    collapse_evals: int = limited(3, at_least(1))  # evaluations in a row
 
     def __post_init__(self) -> None:
         check_limits("eval", self)
@@ -179,9 +179,9 @@ class RayConfig:
 
 @dataclass
 class RunConfig:
-    seed: int = limited(0, Limit(lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"))
-    device: str = "cpu"
-    launch: Launch = Launch.local
+    seed: int = limited(0, Limit(lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"))  # of data and sampling
+    device: str = "cpu"  # cpu, cuda or cuda:N
+    launch: Launch = Launch.local  # local: one process; ray: actors on one or more machines
     ray: RayConfig = field(default_factory=RayConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     run: RunSection = field(default_factory=RunSection)

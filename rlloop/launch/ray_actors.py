@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rlloop.config.engine import EngineKind
+from rlloop.config.rollout import EngineKind
 from rlloop.config.run import RunConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.admission import canary_requests, numerics_objection

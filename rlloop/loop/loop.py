@@ -20,9 +20,9 @@ import numpy as np
 from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import RlloopError, RunError
 from rlloop.loop.parts import Parts
-from rlloop.loop.recorder import Recorder, Untrained
+from rlloop.loop.recorder import Recorder
 from rlloop.loop.sampler import Sampler
-from rlloop.loop.step_data import minibatches, reward_metrics, rollout_metrics
+from rlloop.loop.step_data import Untrained, full_batch, minibatches, outcomes_of, reward_metrics, rollout_metrics
 from rlloop.metrics import Mean, Reduction, merge, values
 from rlloop.parity.monitor import ParityMonitor
 from rlloop.protocols import Engine, Observer
@@ -47,7 +47,7 @@ class Loop:
     ) -> None:
         self.config, self.parts, self.folder, self.monitor = config, parts, folder, monitor
         self.sampler = Sampler(config, parts.task, parts.engine, parts.vocabulary, engine_lag=parts.engine_lag)
-        self.recorder = Recorder(folder, monitor, observers, parts.doctor)
+        self.recorder = Recorder(folder, monitor, observers, routing=parts.trainer.routing, doctor=parts.doctor)
         self._published: tuple[int, dict[str, Any]] | None = None  # version, metrics
 
     def run(self, start: int, should_stop: Callable[[], bool] = lambda: False) -> int:
@@ -114,7 +114,7 @@ class Loop:
         """Raises `ParityError` for completions that are not what was asked for; `observe` rejects and counts them."""
         if self.config.parity.mode is not ParityMode.observe and any(sample.fault for sample in samples):
             rest = [(sample, f"rejected: {sample.fault or 'nothing of this step is trained'}") for sample in samples]
-            self.compare(step, version, [], Recomputed([]), rest)
+            self.recorder.compare(step, version, [], Recomputed([]), rest)
 
     def score(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Untrained]]:
         """Reward every sample. One whose reward failed is rejected with the reason, never a silent 0.
@@ -123,7 +123,7 @@ class Loop:
         """
         accepted: list[Sample] = []
         rejected: list[Untrained] = []
-        for sample, outcome in zip(samples, self._outcomes(samples), strict=True):
+        for sample, outcome in zip(samples, outcomes_of(self.parts.scorer, samples), strict=True):
             if isinstance(outcome, RewardResult):
                 accepted.append(dataclasses.replace(sample, result=outcome))
             else:
@@ -136,20 +136,8 @@ class Loop:
             raise RewardsFailed(f"every one of {len(samples)} samples failed; first {rejected[0][1]}")
         return accepted, rejected
 
-    def _outcomes(self, samples: Sequence[Sample]) -> list[RewardResult | str]:
-        """The result of each sample, or why it has none."""
-        whole = [sample for sample in samples if not (sample.fault or sample.broken)]
-        scores = iter(self.parts.scorer.score([(each.example.prompt, each.text, each.example) for each in whole]))
-        outcomes: list[RewardResult | str] = []
-        for sample in samples:
-            outcome = sample.fault or sample.broken or next(scores)
-            known = isinstance(outcome, RewardResult | str)
-            outcomes.append(outcome if known else f"reward {outcome.kind}: {outcome.message}")
-        return outcomes
-
     def select(self, accepted: Sequence[Sample]) -> tuple[list[Sample], list[Untrained], dict[str, float]]:
-        """Advantages over all accepted samples; then those to train, those without a signal or beyond a full batch, and
-        metrics."""
+        """Advantages over all accepted samples. Returns those to train, the others with the reason, and metrics."""
         algorithm = self.config.algorithm
         kl = self.parts.trainer.reference_kl(accepted, algorithm.reward_kl) if algorithm.reward_kl_coef else None
         advantages, keep = self.parts.advantages(
@@ -158,15 +146,11 @@ class Loop:
             [sample.completion.longest_turn for sample in accepted],
             kl,
         )
-        groups = list(dict.fromkeys(sample.group for sample, kept in zip(accepted, keep, strict=True) if kept))
-        batch = set(groups[: self.config.rollout.num_prompts])
-        trained, dropped = list[Sample](), list[Untrained]()
-        for sample, advantage, kept in zip(accepted, advantages, keep, strict=True):
-            weighted = dataclasses.replace(sample, advantage=float(advantage))
-            if kept and sample.group in batch:
-                trained.append(weighted)
-            else:
-                dropped.append((weighted, f"dropped: {'the batch is full' if kept else 'no signal in its group'}"))
+        weighted = [
+            dataclasses.replace(sample, advantage=float(advantage))
+            for sample, advantage in zip(accepted, advantages, strict=True)
+        ]
+        trained, dropped = full_batch(weighted, keep, self.config.rollout.num_prompts)
         return trained, dropped, {} if kl is None else {"reward/kl_ref": float(np.mean(kl))}
 
     def update(
@@ -179,16 +163,16 @@ class Loop:
         trainer's logprobs under those.
         """
         if not trained:
-            return self.compare(step, version, [], Recomputed([]), untrained)
+            return self.recorder.compare(step, version, [], Recomputed([]), untrained)
         trainer, count = self.parts.trainer, self.config.trainer.num_minibatches
         trainer.replay_experts(self.monitor.replays)
         metrics: dict[str, Any] | None = None
         past, present = self.parts.schedule.recompute(trained), None
         if past is not None:
-            metrics = self.compare(step, past[0], trained, past[1], untrained)
+            metrics = self.recorder.compare(step, past[0], trained, past[1], untrained)
         elif count > 1:
             present = trainer.recompute(trained)
-            metrics = self.compare(step, version, trained, present, untrained)
+            metrics = self.recorder.compare(step, version, trained, present, untrained)
         anchors = self._anchors(trained, present)
         merged: dict[str, Reduction] = {}
         for chosen in minibatches(trained, count):
@@ -196,7 +180,7 @@ class Loop:
             old = None if anchors is None else [anchors[i] for i in chosen]
             result = trainer.forward_backward(batch, self.parts.loss, old_logprobs=old)
             if metrics is None:
-                metrics = self.compare(step, version, trained, result.recomputed, untrained)
+                metrics = self.recorder.compare(step, version, trained, result.recomputed, untrained)
             stepped = {name: Mean(value, 1) for name, value in trainer.optim_step().items()}
             merged = merge([merged, result.metrics, stepped])
         return {**(metrics or {}), **values(merged)}
@@ -208,18 +192,6 @@ class Loop:
         if self.config.trainer.num_minibatches == 1:
             return None
         return (present or self.parts.trainer.recompute(trained)).logprobs
-
-    def compare(
-        self,
-        step: int,
-        version: int,
-        trained: Sequence[Sample],
-        recomputed: Recomputed,
-        untrained: Sequence[Untrained],
-    ) -> dict[str, Any]:
-        """See `Recorder.compare`; right after the trainer's forward, whose routing it records."""
-        routing = self.parts.trainer.routing() if trained else {}
-        return self.recorder.compare(step, version, trained, recomputed, untrained, routing)
 
     def evaluate(self, version: int) -> dict[str, Any]:
         """`eval/*` of held-out problems under the weights of `version`. The same problems and seeds at every step.
@@ -244,7 +216,7 @@ class Loop:
 
     def _attempt_held_out(self, engine: Engine) -> tuple[list[RewardResult], list[str]]:
         """Results of `eval.num_draws` held-out completions of `engine`, and why others have none."""
-        outcomes = self._outcomes(self.sampler.held_out(engine))
+        outcomes = outcomes_of(self.parts.scorer, self.sampler.held_out(engine))
         results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
         if not results:

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlloop.errors import ParityError
+from rlloop.loop.step_data import Untrained
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
 from rlloop.parity.regions import by_region
 from rlloop.protocols import Observer
 from rlloop.runs.folder import REPORT, RunFolder
 from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Recomputed, Sample
-
-Untrained = tuple[Sample, str]  # a sample that is not trained, and why
 
 
 class Recorder:
@@ -26,9 +25,13 @@ class Recorder:
         folder: RunFolder,
         monitor: ParityMonitor,
         observers: Sequence[Observer],
+        *,
+        routing: Callable[[], Mapping[str, float]],
         doctor: Callable[[Sample, TokenDifference], Finding | None] | None,
     ) -> None:
-        self.folder, self.monitor, self.observers, self.doctor = folder, monitor, observers, doctor
+        """`routing`: how the trainer's last forward chose experts (`Trainer.routing`)."""
+        self.folder, self.monitor, self.observers = folder, monitor, observers
+        self._routing, self._doctor = routing, doctor
         self._seconds: dict[str, float] = {}  # by phase, since the last record
 
     @contextmanager
@@ -46,14 +49,15 @@ class Recorder:
         trained: Sequence[Sample],
         recomputed: Recomputed,
         untrained: Sequence[Untrained],
-        routing: Mapping[str, float],
     ) -> dict[str, Any]:
-        """Compare every trained token with the trainer's under `version`, and record the step's rollouts.
+        """Compare every trained token with what the trainer `recomputed` under `version`, and record the rollouts.
 
-        Returns `parity/*`. Raises `ParityError`, with the report written, where `parity.mode` objects.
+        Called right after the trainer's forward. Returns `parity/*`. Raises `ParityError`, with the report written,
+        where `parity.mode` objects.
         """
         others = [sample for sample, _ in untrained]
         with self.timed("parity"):
+            routing = self._routing() if trained else {}
             comparison = self.monitor.compare(step, version, trained, recomputed, routing, others)
         if comparison.step_down is not None:
             self.folder.log(f"step {step}: {comparison.step_down}")
@@ -93,8 +97,8 @@ class Recorder:
     ) -> ParityError:
         """Writes the report, with the doctor's finding where there is a doctor."""
         first, finding = comparison.first, None
-        if first is not None and self.doctor is not None:
-            finding = self.doctor(next(sample for sample in trained if sample.uid == first.uid), first)
+        if first is not None and self._doctor is not None:
+            finding = self._doctor(next(sample for sample in trained if sample.uid == first.uid), first)
         file = self.folder.write_json(REPORT, report(step, objection, comparison, finding))
         lines = [f"step {step}: {objection}", *([finding.text] if finding else []), f"The report: {file}"]
         return ParityError("\n".join(lines))

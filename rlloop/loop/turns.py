@@ -1,18 +1,20 @@
-"""Completions of prompts that come one by one: one interface over the ways in which engines take requests."""
+"""Turns: completions of prompts that come one by one, from engines that take requests in different ways."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from rlloop.protocols import Engine, SteppedEngine, SubmittingEngine
+from rlloop.protocols import Engine, OverlappingEngine, SteppedEngine
 from rlloop.types import Completion, SamplingParams
 
-LINGER = 0.02  # seconds that a call of `generate` waits for environments that are about to reply
+LINGER = 0.02  # seconds that a call waits for environments that are about to reply
+CALLS = 4  # in flight at a time, of an engine whose calls overlap
 
 
 class Turns(Protocol):
-    """One batch of conversations' way to the engine. For one thread, which calls `work` while `has_work`."""
+    """The way of one batch of conversations to the engine. One thread calls all of it, and `work` while `has_work`."""
 
     linger: float  # seconds to wait for further prompts before `work`, where some may come
 
@@ -20,11 +22,11 @@ class Turns(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether a completion waits for this thread's `work`."""
+        """Whether a completion waits for `work`."""
         ...
 
     def work(self) -> None:
-        """Compute some of what was submitted. An engine that computes by itself has nothing to do here."""
+        """Compute some of what was submitted, or begin a call. Raises what the engine raises."""
         ...
 
     def close(self) -> None:
@@ -33,35 +35,12 @@ class Turns(Protocol):
 
 
 def turns_of(engine: Engine) -> Turns:
-    """By `submit` where the engine has it, else step by step, else by `generate`."""
-    if isinstance(engine, SubmittingEngine):
-        return SubmittedTurns(engine)
+    """Step by step where the engine can, else by calls that overlap, else by calls one after the other."""
     if isinstance(engine, SteppedBatchEngine):
         return SteppedTurns(engine)
+    if isinstance(engine, OverlappingEngine):
+        return OverlappedTurns(engine)
     return GeneratedTurns(engine)
-
-
-class SubmittedTurns:
-    """Of an engine that computes by itself, such as one elsewhere."""
-
-    linger = 0.0
-    has_work = False
-
-    def __init__(self, engine: SubmittingEngine) -> None:
-        self._engine = engine
-        self._futures: list[Future[Completion]] = []
-
-    def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]:
-        future = self._engine.submit(prompt_ids, sampling)
-        self._futures = [*(each for each in self._futures if not each.done()), future]
-        return future
-
-    def work(self) -> None:
-        raise AssertionError("the engine computes by itself")
-
-    def close(self) -> None:
-        for future in self._futures:
-            future.cancel()
 
 
 @runtime_checkable
@@ -70,7 +49,7 @@ class SteppedBatchEngine(Engine, SteppedEngine, Protocol):
 
 
 class SteppedTurns:
-    """Of an engine in this process: a prompt joins the batch at the engine's next step."""
+    """A prompt joins the batch at the engine's next step."""
 
     linger = 0.0
 
@@ -98,29 +77,75 @@ class SteppedTurns:
         self._engine.generate([], [])  # after which an engine may rest: vLLM's gives its memory back
 
 
+@dataclass(eq=False)
+class _Call:
+    """Prompts that wait, and then are computed together."""
+
+    prompts: list[list[int]] = field(default_factory=list)
+    sampling: list[SamplingParams] = field(default_factory=list)
+    futures: list[Future[Completion]] = field(default_factory=list)
+
+    def finish(self, completions: list[Completion]) -> None:
+        for future, completion in zip(self.futures, completions, strict=True):
+            future.set_result(completion)
+
+
 class GeneratedTurns:
-    """Of an engine that takes whole batches alone: each call of `generate` has every prompt that waits by then."""
+    """Each call of `generate` has every prompt that waits by then."""
 
     linger = LINGER
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._waiting: list[tuple[list[int], SamplingParams, Future[Completion]]] = []
+        self._engine, self._waiting = engine, _Call()
 
     def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]:
         future: Future[Completion] = Future()
-        self._waiting.append((prompt_ids, sampling, future))
+        self._waiting.prompts.append(prompt_ids)
+        self._waiting.sampling.append(sampling)
+        self._waiting.futures.append(future)
         return future
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._waiting.prompts)
 
     def work(self) -> None:
-        batch, self._waiting = self._waiting, []
-        completions = self._engine.generate([prompt for prompt, _, _ in batch], [params for _, params, _ in batch])
-        for (_, _, future), completion in zip(batch, completions, strict=True):
-            future.set_result(completion)
+        call, self._waiting = self._waiting, _Call()
+        call.finish(self._engine.generate(call.prompts, call.sampling))
 
     def close(self) -> None:
-        self._waiting = []
+        self._waiting = _Call()
+
+
+class OverlappedTurns(GeneratedTurns):
+    """The same with up to `CALLS` calls in flight; beyond these, prompts wait and share the next one."""
+
+    def __init__(self, engine: OverlappingEngine) -> None:
+        super().__init__(engine)
+        self._begin = engine.begin
+        self._calls: list[Future[list[Completion]]] = []  # in flight
+
+    @property
+    def has_work(self) -> bool:
+        self._calls = [answer for answer in self._calls if not answer.done()]
+        return super().has_work and len(self._calls) < CALLS
+
+    def work(self) -> None:
+        call, self._waiting = self._waiting, _Call()
+
+        def finish(answer: Future[list[Completion]]) -> None:  # in the engine's thread
+            if answer.cancelled():
+                return
+            if (error := answer.exception()) is None:
+                call.finish(answer.result())
+            else:
+                for future in call.futures:
+                    future.set_exception(error)
+
+        self._calls.append(self._begin(call.prompts, call.sampling))
+        self._calls[-1].add_done_callback(finish)
+
+    def close(self) -> None:
+        super().close()
+        for answer in self._calls:
+            answer.cancel()

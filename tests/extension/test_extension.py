@@ -154,12 +154,10 @@ def test_a_kernel_for_one_operation_runs_in_engine_and_trainer(everything, train
     assert all(record["parity/tokens_different"] == 0 for record in ran.metrics)
     assert all(record["parity/tokens"] > 0 for record in ran.metrics)
     assert "rlloop_plugin.kernels" in (ran.folder / "fingerprints.json").read_text()
-    ours, theirs = (
-        np.concatenate([row["logprobs"] for row in run.rows if row["uid"].startswith("1/")])
-        for run in (everything, ran)
-    )
-    assert not np.array_equal(ours[:8], theirs[:8])  # another arithmetic ...
-    assert ours[:2] == pytest.approx(theirs[:2], abs=1e-4)  # ... of the same function
+    first, again = ({row["uid"]: row for row in run.rows}["1/0/0"] for run in (everything, ran))
+    assert first["prompt_ids"] == again["prompt_ids"]
+    assert first["logprobs"][0] != again["logprobs"][0]
+    assert first["logprobs"][0] == pytest.approx(again["logprobs"][0], abs=0.5)
 
 
 @pytest.mark.parametrize(

@@ -368,6 +368,10 @@ class PoolEngine:
     def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
         return self.pool.generate(prompts, one_for_each(prompts, sampling), self.policy_version)
 
+    def begin(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> Future[list[Completion]]:
+        """Like `generate`, for callers that do not wait in a thread."""
+        return self.pool.begin(prompts, sampling, self.policy_version)
+
     def serve_version(self, version: int, canary: Canary | None) -> dict[str, float]:
         """Like `EnginePool.serve_version`; further requests are made by `version`."""
         metrics = self.pool.serve_version(version, canary)

@@ -18,6 +18,7 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*.py")),
 ]
 PATH = re.compile(r"(?<![\w/.])((?:rlloop|tests|recipes|benchmarks|scripts|examples)/[\w/.*-]*[\w*])")
+ENTRY_POINTS = {"rlloop.kernels"}  # groups of them
 DOTTED = re.compile(r"\brlloop(?:\.\w+)+")
 
 
@@ -43,7 +44,8 @@ def test_the_architecture_names_files_that_exist():
 def test_modules_and_names_that_pages_name_exist():
     named = {(page.name, name) for page in PAGES for name in DOTTED.findall(page.read_text())}
     assert len(named) > 50
-    assert [(page, name) for page, name in sorted(named) if not exists(name)] == []
+    missing = [(page, name) for page, name in sorted(named) if not exists(name)]
+    assert [(page, name) for page, name in missing if name not in ENTRY_POINTS] == []
 
 
 def test_every_public_name_has_a_section():

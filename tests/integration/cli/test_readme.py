@@ -1,4 +1,4 @@
-"""docs/benchmarks.md states no figure but the recorded ones, and those stay that a run did not measure anew."""
+"""The figures, links and examples that README.md and docs/ show."""
 
 import importlib
 import json
@@ -6,6 +6,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+from rlloop.cli.main import main
+from rlloop.recipes.custom.tiny import write_tiny
+from rlloop.runs.folder import read_records
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,6 +32,18 @@ def test_a_loss_of_the_readers_own_learns_without_a_difference(monkeypatch, caps
     rewards = importlib.import_module("own_loss").main(steps=20)
     assert rewards[-1] > 0.15 > 0.05 > rewards[0]
     assert capsys.readouterr().out.count(" below the mean, 0 differ") == 20
+
+
+def test_the_same_loss_trains_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    write_tiny(Path("model"), hidden_size=32, num_layers=1)
+    Path("rows.jsonl").write_text("".join(f'{{"prompt": "say {n}", "answer": "{n}"}}\n' for n in range(60)))
+    command = ["train", "--config-name", "custom", "model.path=model", "data.path=rows.jsonl", "run.dir=run"]
+    small = ["trainer.num_steps=1", "rollout.num_prompts=2", "rollout.group_size=2", "rollout.max_tokens=4"]
+    own = ["algorithm.loss._target_=own_loss.asymmetric", "algorithm.loss.negative=0.3"]
+    assert main([*command, *small, "eval.num_draws=2", *own]) == 0
+    assert "loss/below_mean" in list(read_records(Path("run") / "metrics.jsonl"))[-1]
 
 
 def test_a_run_of_one_part_keeps_the_others_figures(tmp_path, monkeypatch):

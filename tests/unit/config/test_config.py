@@ -8,13 +8,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlloop import recipes
 from rlloop.config.numerics import DriftConfig, ProfileConfig, RolloutProfile
+from rlloop.config.resume import refuse_other_run
 from rlloop.config.run import (
     AlgorithmConfig,
     ParityMode,
     RunConfig,
     TrainerConfig,
 )
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, RunError
 from rlloop.launch.compose import as_container, build, compose_recipe, expand_sweep
 from rlloop.numerics.profile import SETTINGS, Drift, NumericsProfile
 
@@ -161,6 +162,20 @@ def test_a_presets_arguments_do_not_follow_to_a_target_and_ones_own_are_refused(
     assert configured("algorithm.advantage._target_=mine.estimator").algorithm.advantage_args == {}
     with pytest.raises(ConfigError, match=r"stand beside its _target_, as in algorithm\.loss\.NAME"):
         configured("algorithm.loss._target_=mine.loss", "algorithm.loss_args.clip_high=0.3")
+
+
+def test_a_resumed_run_keeps_its_targets_and_their_arguments(tmp_path):
+    def composed(*overrides: str) -> dict:
+        return as_container(compose_recipe("toy", ["algorithm.loss={_target_: mine.loss, own: 0.3}", *overrides]))
+
+    recorded = composed()
+    refuse_other_run(tmp_path, recorded, composed("trainer.num_steps=9"))
+    with pytest.raises(RunError, match=r"algorithm\.loss\.own: the run has 0\.3, now it is 0\.5"):
+        refuse_other_run(tmp_path, recorded, composed("algorithm.loss.own=0.5"))
+    with pytest.raises(RunError, match=r"algorithm\.loss\._target_: the run has 'mine.loss', now it is None"):
+        refuse_other_run(tmp_path, recorded, composed("algorithm.loss=grpo"))
+    with pytest.raises(RunError, match=r"rollout\.engine: the run has 'embedded', now it is None"):
+        refuse_other_run(tmp_path, recorded, composed("rollout.engine._target_=mine.engine"))
 
 
 def test_a_kl_coef_beside_a_target_asks_for_a_reference():

@@ -14,7 +14,7 @@ import pytest
 
 from rlloop.loop.conversations import Conversations
 from rlloop.loop.environments import Reply
-from rlloop.loop.turns import GeneratedTurns, SteppedTurns, SubmittedTurns, turns_of
+from rlloop.loop.turns import CALLS, GeneratedTurns, OverlappedTurns, SteppedTurns, turns_of
 from rlloop.parity.asked import Vocabulary
 from rlloop.rollout import Engine
 from rlloop.rollout.engine.service import EngineService
@@ -33,28 +33,17 @@ class Generating:
         self.policy_version, self.generate, self.fingerprint = 0, engine.generate, engine.fingerprint
 
 
-class Submitting(Generating):
+class Overlapping(Generating):
     """An engine that computes in a thread of its own."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.service = EngineService(engine)
-
-    def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]:
-        made: Future[Completion] = Future()
-
-        def tell(answer: Future[list[Completion]]) -> None:
-            if (error := answer.exception()) is not None:
-                made.set_exception(error)
-            else:
-                made.set_result(answer.result()[0])
-
-        self.service.submit([prompt_ids], [sampling]).add_done_callback(tell)
-        return made
+        self.begin = self.service.submit
 
 
 KINDS = {"stepped": (lambda engine: engine, SteppedTurns), "generated": (Generating, GeneratedTurns),
-         "submitted": (Submitting, SubmittedTurns)}  # fmt: skip
+         "overlapped": (Overlapping, OverlappedTurns)}  # fmt: skip
 
 
 @pytest.fixture(params=KINDS)
@@ -63,7 +52,7 @@ def engine(request):
     made = make(Engine(tiny_qwen3(40), page_size=4, max_batch_tokens=32))
     assert type(turns_of(made)) is kind
     yield made
-    if isinstance(made, Submitting):
+    if isinstance(made, Overlapping):
         made.service.close()
 
 
@@ -219,6 +208,73 @@ def test_a_turn_joins_the_batch_while_others_are_being_sampled():
     assert quick.completion.turns is not None
     assert len(quick.completion.turns) == 3
     assert slow.broken is quick.broken is None
+
+
+class Elsewhere(FakeEngine):
+    """Calls overlap; `work(call, prompts)` says when each of them ends."""
+
+    def __init__(self, work) -> None:
+        super().__init__(FakePolicy(40))
+        self.work, self.calls = work, list[Future[list[Completion]]]()
+
+    def begin(self, prompts, sampling):
+        call: Future[list[Completion]] = Future()
+        self.calls.append(call)
+        number = len(self.calls)
+
+        def run():
+            self.work(number, prompts)
+            call.set_result(self.generate(prompts, sampling))
+
+        threading.Thread(target=run, daemon=True).start()
+        return call
+
+
+def test_a_turn_does_not_wait_for_a_call_that_others_are_in():
+    """The first conversation's second turn ends when the second one is over, whose tool waits for it to begin."""
+    begun, over = threading.Event(), threading.Event()
+
+    def work(call, prompts):
+        if call > 1 and 5 in [prompt[0] for prompt in prompts]:
+            begun.set()
+            assert over.wait(EVER), "the other's turn waits for this call"
+
+    class Between(Countdown):
+        def __init__(self, example):
+            super().__init__(example)
+            self.number = example.data["number"]
+
+        def step(self, message):
+            reply = super().step(message)
+            if self.number:
+                assert begun.wait(EVER)
+                if reply.done:
+                    over.set()
+            return reply
+
+    played = play(Between, Elsewhere(work), examples(2, 3))
+    assert [each.broken for each in played] == [None, None]
+    assert [each.example.data["episode"]["turns"] for each in played] == [2, 3]
+
+
+def test_prompts_beyond_the_calls_in_flight_share_the_next_one():
+    ends = threading.Event()
+    engine = Elsewhere(lambda call, prompts: ends.wait(EVER))
+    turns, made = turns_of(engine), []
+    for call in range(CALLS + 2):
+        assert not turns.has_work or call > CALLS
+        made.append(turns.submit([5, 7], SamplingParams(max_tokens=2, seed=call)))
+        assert turns.has_work == (call < CALLS)
+        if turns.has_work:
+            turns.work()
+    ends.set()
+    for each in made[:CALLS]:
+        each.result(EVER)
+    while not turns.has_work:  # as soon as a call is over
+        time.sleep(0.001)
+    turns.work()
+    assert [len(each.result(EVER).prompt_ids) for each in made] == [2] * (CALLS + 2)
+    assert len(engine.calls) == CALLS + 1
 
 
 @pytest.mark.parametrize("where", ["engine", "tool"])
