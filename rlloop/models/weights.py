@@ -161,7 +161,7 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: 
     left_out = _left_out(config, stored)
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
     if (heads := [name for name in left_out if math.prod(stored.tensors[name].shape)]) and dtype is not None:
-        log.warning("%s: heads that predict further tokens are left out: %s", folder, _some(sorted(heads)))
+        log.warning("%s: multi-token-prediction heads are left out: %s", folder, _some(sorted(heads)))
     _check(config, found, stored_shapes(shapes, config.architecture), str(folder))
     slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture)}
     state: dict[str, Tensor] = {}
