@@ -1,4 +1,4 @@
-"""Converts sampling parameters into a `LogitsWarp`; engine and trainer share it."""
+"""Converts sampling parameters into a `LogitsProcessing`; engine and trainer share it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlloop.numerics.layout import LogitsWarp
+from rlloop.numerics.layout import LogitsProcessing
 from rlloop.types import SamplingParams, stop_ids
 
 
@@ -24,7 +24,7 @@ def warp_for(
     *,
     device: str | torch.device = "cpu",
     counts: Sequence[int] | None = None,
-) -> LogitsWarp:
+) -> LogitsProcessing:
     """The temperature, truncation and banned tokens of N rows of logits.
 
     `sampling[i]` is row i's (None: temperature 1, nothing truncated, nothing banned); with `counts`, that of the next
@@ -32,7 +32,7 @@ def warp_for(
     """
     params = [item if item is not None and _warps(item) else None for item in sampling]
     if not any(params):
-        return LogitsWarp()
+        return LogitsProcessing()
 
     def column(name: str, default: float, dtype: type) -> torch.Tensor | None:
         values = np.array([default if item is None else getattr(item, name) for item in params], dtype)
@@ -51,7 +51,7 @@ def warp_for(
             starts = np.cumsum([0, *map(len, banned)])
             banned_start = on_device(starts.astype(np.int64), device)
             banned_ids = on_device(np.array([token for ids in banned for token in ids], np.int64), device)
-    return LogitsWarp(
+    return LogitsProcessing(
         temperature=column("temperature", 1.0, np.float32),
         top_k=column("top_k", 0, np.int64),
         top_p=column("top_p", 1.0, np.float32),

@@ -13,7 +13,7 @@ from rlloop.errors import ConfigError
 from rlloop.models.logits_processing import warp_for
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.transformer import Model
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.types import Alternatives, ModelInput, PromptScores, SamplingParams, as_model_input, is_ids
 
 LOGITS_AT_ONCE = 1 << 25  # most elements of logits held at a time while finding the likeliest tokens
@@ -202,7 +202,7 @@ def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0)
         return PromptScores(np.zeros(0, np.float32))
     positions = torch.from_numpy(model_input.positions_at(0, count)).to(ids.device)
     hidden = model.hidden(ids[:-1], positions, AttentionLayout.of_sequences([count], ids.device))
-    logprobs = model.ops.token_logprob(hidden, model.head, ids[1:], LogitsWarp())[0].cpu().numpy()
+    logprobs = model.ops.token_logprob(hidden, model.head, ids[1:], LogitsProcessing())[0].cpu().numpy()
     if not top:
         return PromptScores(logprobs)
     at_once = max(1, LOGITS_AT_ONCE // (len(model.head) * (1 + top)))
@@ -221,7 +221,7 @@ def likeliest(
     rows = logits.repeat_interleave(ids.shape[1], 0)
     counts = [len(rows)]
     warp = warp_for([sampling], np.full(len(rows), made), model.eos_token_ids, device=logits.device, counts=counts)
-    scored = [model.ops.score_logits(rows, ids.flatten(), each)[0] for each in (warp, LogitsWarp())]
+    scored = [model.ops.score_logits(rows, ids.flatten(), each)[0] for each in (warp, LogitsProcessing())]
     return Alternatives(ids.cpu().numpy(), *(each.view(ids.shape).cpu().numpy() for each in scored))
 
 
@@ -252,7 +252,7 @@ def _random_names(used: Sequence[ScoreRow]) -> tuple[np.ndarray, np.ndarray]:
 
 def _predicted(
     model: Model, used: Sequence[ScoreRow], routes: RoutingRecord | None
-) -> tuple[Tensor, Tensor, LogitsWarp]:
+) -> tuple[Tensor, Tensor, LogitsProcessing]:
     """One forward for all rows: hidden states [N, D] that the predicted tokens come from, these tokens [N], and how
     their logits are processed."""
     device = model.context.device
