@@ -7,33 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rlloop.errors import ModelError
-from rlloop.models.architecture import (
-    IndexerConfig,
-    LatentConfig,
-    Llama3Scaling,
-    MixtureConfig,
-    ModelConfig,
-    RopeConfig,
-    YarnScaling,
-)
-from rlloop.models.config_reader import ASKED, INERT, Keys, all_are, read_json
+from rlloop.models.architecture import ModelConfig
+from rlloop.models.config_reader import ASKED, Keys, all_are, read_json
 from rlloop.models.families import FAMILIES, Family
 from rlloop.models.ropes import read_rope
-
-__all__ = [
-    "FAMILIES",
-    "INERT",
-    "IndexerConfig",
-    "LatentConfig",
-    "Llama3Scaling",
-    "MixtureConfig",
-    "ModelConfig",
-    "RopeConfig",
-    "YarnScaling",
-    "parse_config",
-    "read_config",
-    "read_json",
-]
 
 # Supported with this value only, which is also the default.
 FIXED: dict[str, Any] = {

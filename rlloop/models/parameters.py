@@ -1,4 +1,4 @@
-"""A model's parameters as one list: their names, tensors and shapes, which of them train, and tied names."""
+"""The parameter store: names, tensors and shapes of a model's parameters, which of them train, and tied names."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class StoredParameter:
 
 
 class ParameterStore:
-    """The parameters of `model` by name; a tied weight stands here once, its other name in `aliases`.
+    """The parameters of `model` by name. A tied weight has one entry, and its other name stands in `aliases`.
 
-    What trains is what requires a gradient: `parameter.requires_grad_(False)` freezes. A store is a view: it holds no
-    values of its own, and tells of a parameter that is replaced afterwards nothing.
+    A parameter trains if it requires a gradient: `parameter.requires_grad_(False)` freezes it. A store refers to the
+    model's tensors; after a parameter is replaced or frozen, construct another.
 
     Example: `ParameterStore(model).snapshot()` copies all weights.
     """

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlloop.errors import ModelError
-from rlloop.models.config import read_json
+from rlloop.models.config_reader import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -25,15 +25,13 @@ from rlloop.models.experts import Mixture
 from rlloop.models.latent import LatentAttention
 from rlloop.models.layers import Cache, Linear, Mlp, Norm, PlainMlp, Step, Weight
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
-from rlloop.models.ropes import RopeTable, rope_table
+from rlloop.models.ropes import RopeTable
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
-
-__all__ = ["Cache", "Decoder", "Layer", "Model", "RopeTable", "rope_table"]
 
 
 class Layer(nn.Module):

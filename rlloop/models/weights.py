@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
+from rlloop.models.architecture import ModelConfig
 from rlloop.models.checkpoint_names import EMBEDDING, HEAD, stored_name, stored_shapes, stored_slices, stored_state
-from rlloop.models.config import ModelConfig, parse_config, read_config
+from rlloop.models.config import parse_config, read_config
 from rlloop.models.experts import BIAS
 from rlloop.models.layers import Norm
 from rlloop.models.parameters import ParameterStore
+from rlloop.models.ropes import RopeTable
 from rlloop.models.safetensors_io import StoredWeights, write_single
-from rlloop.models.transformer import Model, RopeTable
+from rlloop.models.transformer import Model
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
 
@@ -54,13 +56,15 @@ def load_model(
     or misshapen tensors, and weights that are not finite in `dtype`; `ConfigError` for a type, device or profile that
     cannot be used.
     """
-    context, compute, config = ParallelContext(_device(device)), _dtype(dtype), read_config(path)
-    where = context.device
+    where, compute, config = _device(device), _dtype(dtype), read_config(path)
     if where.type == "cuda" and (config.delta is not None or config.mamba is not None):
         raise ConfigError(f"{config.architecture} has recurrent layers, whose kernels are for CPUs; use device=cpu")
     if where.type == "cuda" and config.sinks:
         raise ConfigError(f"{config.architecture} has attention sinks, whose kernels are for CPUs; use device=cpu")
-    return _assemble(config, _read(config, Path(path), compute, where), context, profile, Path(path))
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())  # as tensors name it
+    state = _read(config, Path(path), compute, where)
+    return _assemble(config, state, ParallelContext(where), profile, Path(path))
 
 
 def new_model(
@@ -157,7 +161,7 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: 
     left_out = _left_out(config, stored)
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
     if (heads := [name for name in left_out if math.prod(stored.tensors[name].shape)]) and dtype is not None:
-        log.warning("%s: heads that predict further tokens are left out: %s", folder, _some(sorted(heads)))
+        log.warning("%s: multi-token-prediction heads are left out: %s", folder, _some(sorted(heads)))
     _check(config, found, stored_shapes(shapes, config.architecture), str(folder))
     slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture)}
     state: dict[str, Tensor] = {}

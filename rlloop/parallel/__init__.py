@@ -1,1 +1,1 @@
-"""Ranks: how many there are on each axis, and one rank's own place among them. Light: `context` alone imports torch."""
+"""Parallelism: the layout of ranks (imports no torch), and the context of one rank (does)."""

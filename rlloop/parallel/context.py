@@ -1,4 +1,4 @@
-"""One rank's place in a layout, handed to whatever needs a device or a sum over ranks."""
+"""The context of one rank, passed to whatever needs its device or a sum over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlloop.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """A rank of a layout, and the device that its tensors lie on.
+    """A rank of a layout, and the device of its tensors.
 
     Example: `ParallelContext(torch.device("cuda"))` is one process with one GPU.
     """
@@ -28,6 +28,6 @@ class ParallelContext:
         return self.layout.coordinates(self.rank)
 
     def total_norm(self, shards: Sequence[Tensor]) -> Tensor:
-        """The L2 norm over all numbers of tensors of which this rank holds `shards`: today the whole of each."""
-        assert self.layout.world_size == 1, "sums over ranks are not there yet"
+        """The L2 norm of all tensors together, of which this rank holds `shards`; today each is whole."""
+        assert self.layout.world_size == 1, "norms over several ranks are not supported yet"
         return get_total_norm(shards)

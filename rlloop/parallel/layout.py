@@ -1,4 +1,4 @@
-"""How many ranks share the work, by axis. Imports no torch."""
+"""The number of ranks on each axis of parallelism. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from rlloop.errors import ConfigError
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the world, the outermost first
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # that make up the world, outermost first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Ranks by axis, under torchtitan's names. The experts' axis is laid over others, so it adds no ranks.
+    """Degrees of parallelism, under torchtitan's names. `ep` reuses the ranks of other axes, so it adds none.
 
     Raises `ConfigError` for a degree below 1, or an `ep` that does not divide dp_shard x cp x tp.
 
@@ -21,11 +21,11 @@ class Layout:
     """
 
     dp_replicate: int = 1  # whole copies of the model
-    dp_shard: int = 1  # ranks that share parameters, gradients and optimizer state (ZeRO, FSDP)
-    cp: int = 1  # that share the tokens of a sequence
-    tp: int = 1  # that share the outputs of each product
-    pp: int = 1  # that share the layers
-    ep: int = 1  # that share the experts
+    dp_shard: int = 1  # ranks that split parameters, gradients and optimizer state (ZeRO, FSDP)
+    cp: int = 1  # ranks that split the tokens of a sequence
+    tp: int = 1  # ranks that split the outputs of each product
+    pp: int = 1  # ranks that split the layers
+    ep: int = 1  # ranks that split the experts
 
     def __post_init__(self) -> None:
         for name, degree in dataclasses.asdict(self).items():
@@ -42,12 +42,12 @@ class Layout:
         return math.prod(getattr(self, axis) for axis in AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis; ranks beside each other differ on the last one, tp.
+        """A rank's index on each axis; consecutive ranks differ on the last one, tp.
 
         Example: `Layout(dp_shard=2, tp=2).coordinates(3)` is 1 on dp_shard and tp, 0 on the others.
         """
-        place = {}
+        index = {}
         for axis in reversed(AXES):
-            rank, place[axis] = divmod(rank, getattr(self, axis))
+            rank, index[axis] = divmod(rank, getattr(self, axis))
         assert rank == 0, "a rank is below the world's size"
-        return place
+        return index

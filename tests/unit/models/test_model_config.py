@@ -13,7 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlloop.errors import ModelError
-from rlloop.models.config import Llama3Scaling, RopeConfig, parse_config, read_config
+from rlloop.models.architecture import Llama3Scaling, RopeConfig
+from rlloop.models.config import parse_config, read_config
 from rlloop.models.ropes import rope_table
 from tests.support.checkpoints import EVERY
 from tests.support.raw_config import raw

@@ -192,7 +192,7 @@ def test_a_weight_that_the_compute_type_does_not_hold_is_refused_by_name(tmp_pat
         load_model(tmp_path, dtype="float16")
 
 
-# family -> (what its config says of heads that predict further tokens, names of tensors of theirs)
+# family -> (its config of multi-token-prediction heads, names of their tensors)
 FURTHER = {
     "deepseek_v3": (
         "num_nextn_predict_layers",
@@ -219,7 +219,7 @@ def test_heads_that_predict_further_tokens_are_left_out_and_kept_in_the_files(
         load_model(tmp_path / "a")
     config.write_text(json.dumps({**json.loads(config.read_text()), key: 1}))
     model = load_model(tmp_path / "a")
-    assert f"heads that predict further tokens are left out: {', '.join(sorted(names))}" in caplog.text
+    assert f"multi-token-prediction heads are left out: {', '.join(sorted(names))}" in caplog.text
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in wanted.items())
     save_model(load_model(tmp_path / "a", dtype="bfloat16"), tmp_path / "b")
     assert files(tmp_path / "b") == files(tmp_path / "a")
