@@ -77,8 +77,8 @@ print([name for name in ("torch", "ray", "transformers", "numba", "wandb") if na
     ("arguments", "message"),
     [
         ([], "name a folder of runs"),
-        (["runs", "--demo"], "--demo shows recorded runs, and runs would be others; give one of the two"),
-        (["no/such/folder"], "no/such/folder does not exist; name the folder"),
+        (["runs", "--demo"], "--demo shows recorded runs, runs other ones; give only one of the two"),
+        (["no/such/folder"], "no/such/folder does not exist; name a folder"),
         ([".", "--port", "70000"], "the port is 70000; it must be 0 (any free one) to 65535"),
         ([".", "--token", "short"], "the token has 5 characters; it must have at least 16"),
         (["--wandb", "mine"], "it must be ENTITY/PROJECT"),
