@@ -1,4 +1,4 @@
-"""From sampling parameters to the rows of a `LogitsWarp`: the one place, for the engine and the trainer."""
+"""Converts sampling parameters into a `LogitsProcessing`; engine and trainer share it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlloop.numerics.layout import LogitsWarp
+from rlloop.numerics.layout import LogitsProcessing
 from rlloop.types import SamplingParams, stop_ids
 
 
 def on_device(array: np.ndarray, device: str | torch.device) -> torch.Tensor:
-    """A copy there. A GPU gets it from pinned memory, or the host would wait for all that it was given before."""
+    """A copy on `device`, from pinned memory to a GPU: a pageable copy would wait for all work queued before it."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -24,15 +24,15 @@ def warp_for(
     *,
     device: str | torch.device = "cpu",
     counts: Sequence[int] | None = None,
-) -> LogitsWarp:
-    """The warp of N rows. `sampling[i]` is row i's; with `counts`, that of the next `counts[i]` rows.
+) -> LogitsProcessing:
+    """The temperature, truncation and banned tokens of N rows of logits.
 
-    `made` [N] is how many tokens the completion had before each row's token. None as parameters: temperature 1, nothing
-    truncated, nothing banned.
+    `sampling[i]` is row i's (None: temperature 1, nothing truncated, nothing banned); with `counts`, that of the next
+    `counts[i]` rows. `made` [N] counts the tokens that the completion had before each row's token.
     """
     params = [item if item is not None and _warps(item) else None for item in sampling]
     if not any(params):
-        return LogitsWarp()
+        return LogitsProcessing()
 
     def column(name: str, default: float, dtype: type) -> torch.Tensor | None:
         values = np.array([default if item is None else getattr(item, name) for item in params], dtype)
@@ -51,7 +51,7 @@ def warp_for(
             starts = np.cumsum([0, *map(len, banned)])
             banned_start = on_device(starts.astype(np.int64), device)
             banned_ids = on_device(np.array([token for ids in banned for token in ids], np.int64), device)
-    return LogitsWarp(
+    return LogitsProcessing(
         temperature=column("temperature", 1.0, np.float32),
         top_k=column("top_k", 0, np.int64),
         top_p=column("top_p", 1.0, np.float32),

@@ -1,4 +1,4 @@
-"""Folders whose content is run, or believed, by later processes: nobody but this user may write into them.
+"""Private folders for what later processes execute or trust: only this user may write into them.
 
 Compiled kernels are read with pickle. Whoever may put a file among them runs code as this user.
 """
@@ -42,7 +42,7 @@ def private(folder: Path) -> Path:
 
 
 def kernel_folder(name: str) -> Path:
-    """Where compiled kernels are kept: in the environment's NUMBA_CACHE_DIR, or kernels/ in its RLLOOP_CACHE or
+    """The folder of compiled kernels: the environment's NUMBA_CACHE_DIR, or kernels/ in its RLLOOP_CACHE or
     ~/.cache/rlloop. Where that is not private, one of this user's among the temporary files, for which a line says why;
     where that is not either, one that ends with the process."""
     given, own = os.environ.get("NUMBA_CACHE_DIR"), os.environ.get("RLLOOP_CACHE")

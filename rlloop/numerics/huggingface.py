@@ -1,4 +1,4 @@
-"""Where transformers' eager forward rounds and sums: each operation as its modelling code writes it.
+"""Operations that round and sum as transformers' eager forward does: each as its modelling code writes it.
 
 Bit-equal to transformers on one CPU, one sequence a forward and the same number of threads, for the families whose
 attention is not latent (docs/parity.md says what was compared). Shapes are those of `rlloop.numerics.ops`.

@@ -45,7 +45,7 @@ OPERATIONS = {  # knob -> what it chooses the implementation of
 
 
 def is_outside(name: str) -> bool:
-    """Whether `name` has the form of an outside module's path."""
+    """True if `name` has the form of an outside module's path."""
     return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
@@ -75,7 +75,7 @@ def check_outside(knob: str, path: str) -> None:
 
 
 def batch_invariant(name: str) -> bool:
-    """Whether an implementation keeps the contract: rlloop's does, and an outside module's that says so."""
+    """True if an implementation keeps the contract: rlloop's does, and an outside module's that declares it."""
     return name == "rlloop" or (name not in BUILT_IN and getattr(outside(name), "BATCH_INVARIANT", False) is True)
 
 

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Which keys each of T flat query tokens reads: those of its own sequence, at positions up to its own.
+    """Keys that each of T flat query tokens reads: those of its own sequence, at positions up to its own.
 
     Sequence s owns the flat query tokens `query_start[s]` up to `query_start[s + 1]`; the first of them stands at
     position `context[s]`. Its key and value at position j lie in slot
@@ -26,13 +26,13 @@ class AttentionLayout:
 
     @cached_property
     def sequences(self) -> torch.Tensor:
-        """Which sequence each query token belongs to. [T] int64"""
+        """The sequence that each query token belongs to. [T] int64"""
         counts = self.query_start.diff()
         return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """Where each query token stands in its sequence. [T] int64"""
+        """Position of each query token in its sequence. [T] int64"""
         offset = self.context - self.query_start[:-1]
         return torch.arange(len(self.sequences), device=offset.device) + offset[self.sequences]
 
@@ -53,7 +53,7 @@ class AttentionLayout:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which past keys a query attends to, and how their softmax is split."""
+    """Past keys that a query attends to, and how their softmax is split."""
 
     split: int = 0  # the softmax begins anew every so many keys, and parts join in order; 0: it is one part
     window: int = 0  # the last so many keys, its own among them (they are one part); 0: all
@@ -75,8 +75,8 @@ class RecurrentState:
 
 
 @dataclass(frozen=True)
-class LogitsWarp:
-    """How each of T rows of logits becomes the distribution sampled from; see `rlloop.SamplingParams` for the order.
+class LogitsProcessing:
+    """Steps from each of T rows of logits to the distribution sampled from; `rlloop.SamplingParams` has their order.
 
     `None` in place of a tensor means that no row uses that step. Temperature 0 is greedy: the token is the lowest-id
     argmax of those not banned, and its logprob is the raw one (temperature 1, nothing banned, nothing truncated).
@@ -89,13 +89,13 @@ class LogitsWarp:
     banned_start: torch.Tensor | None = None  # [T + 1] int64: row t may not take banned_ids[start[t]:start[t + 1]]
     banned_ids: torch.Tensor | None = None  # [N] int64
 
-    def rows(self, begin: int, end: int) -> LogitsWarp:
-        """The same for the rows `begin` up to `end`."""
+    def rows(self, begin: int, end: int) -> LogitsProcessing:
+        """The steps of rows `begin` up to `end`."""
         cut = {
             name: None if value is None else value[begin:end]
             for name, value in vars(self).items()
             if name not in ("banned_start", "banned_ids")
         }
         if self.banned_start is None:
-            return LogitsWarp(**cut)
-        return LogitsWarp(**cut, banned_start=self.banned_start[begin : end + 1], banned_ids=self.banned_ids)
+            return LogitsProcessing(**cut)
+        return LogitsProcessing(**cut, banned_start=self.banned_start[begin : end + 1], banned_ids=self.banned_ids)

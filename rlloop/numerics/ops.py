@@ -1,4 +1,4 @@
-"""The operations a model is written in, dispatched by its profile. The only door of this package for models.
+"""The operations a model is written in, dispatched by its profile. Models use this module only.
 
 Shapes: T flat tokens, H query heads, G key-value heads, D head width, V vocabulary, E experts, k of them a token.
 Compute dtype is that of the tensors; logits, logprobs, scores and weights of experts are float32.
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rlloop.numerics import operators, reference, stock
 from rlloop.numerics.implementations import OPERATIONS, implementation
-from rlloop.numerics.layout import AttentionLayout, AttentionMask, LogitsWarp, RecurrentState
+from rlloop.numerics.kernels import kernels_for
+from rlloop.numerics.layout import AttentionLayout, AttentionMask, LogitsProcessing, RecurrentState
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.numerics.routing import Clamped, Routing
 from rlloop.numerics.tp_reduction import sum_over_ranks
@@ -75,18 +76,18 @@ class Ops:
 
     @property
     def fuses(self) -> bool:
-        """Whether operations that follow one another may be one kernel: where all are rlloop's, without gradients."""
+        """True if consecutive operations may run as one kernel: all are rlloop's, and no gradient is needed."""
         return self._fuses and not torch.is_grad_enabled()
 
     def qkv_linear(
         self, x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`linear` of one input by three weights, without biases; for where `fuses` says so."""
-        return operators.qkv_linear(x, q_weight, k_weight, v_weight)
+        """`linear` of one input by three weights, without biases. Only if `fuses`. [T, K], [N, K] -> [T, N] each."""
+        return kernels_for(x.device).qkv_linear(x, q_weight, k_weight, v_weight)
 
     def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        """`silu_mul` of two linears of one input, without biases; for where `fuses` says so."""
-        return operators.gated_linear(x, gate, up)
+        """`silu_mul` of two linears of one input, without biases. Only if `fuses`. [T, K], [F, K], [F, K] -> [T, F]."""
+        return kernels_for(x.device).gated_linear(x, gate, up)
 
     def qkv_cache_write(
         self, q: Tensor, k: Tensor, v: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, positions: Tensor,
@@ -94,13 +95,14 @@ class Ops:
     ) -> Tensor:  # fmt: skip
         """Norm and rotate queries and keys, and write keys and values into a cache's stores. Returns the queries.
 
-        For where `fuses` says so. q [T, H, D], k and v [T, G, D]; `norms` are the weights [D] of queries' and keys',
+        Only if `fuses`. q [T, H, D], k and v [T, G, D]; `norms` are the weights [D] of queries' and keys',
         slots [T] int64, the stores [slots, G, D]. Bits are those of `rms_norm` and then `rope`.
         """
-        return operators.qkv_cache_write(q, k, v, norms, eps, positions, rope, slots, keys, values)
+        weights, write = norms or (None, None), kernels_for(q.device).qkv_cache_write
+        return write(q, k, v, *weights, eps, positions, *rope, slots, keys, values)
 
     def cached(self, x: Tensor) -> Tensor:
-        """Keys, values or latents as the cache is to keep them: as they are."""
+        """Keys, values or latents as the cache stores them: unchanged. Subclasses may round them."""
         return x
 
     def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -142,7 +144,7 @@ class Ops:
     def route(
         self, logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose each token's experts and weigh them. logits [T, E], bias [E], both float32.
+        """Choose each token's experts and their weights. logits [T, E], bias [E], both float32.
 
         `given` [T, k] is a choice to weigh in place of one to make (replay). Returns (weights [T, k], chosen [T, k]
         int64, the scores of all experts [T, E]); weights and scores are differentiable.
@@ -152,7 +154,7 @@ class Ops:
     def experts(
         self, x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool = True, clamped: Clamped | None = None
     ) -> Tensor:
-        """What each chosen expert makes of its tokens: `down @ silu_mul(gate, up)`, or `down @ relu_squared(up)`.
+        """Outputs of each token's chosen experts: `down @ silu_mul(gate, up)`, or `down @ relu_squared(up)`.
 
         x [T, D], up [E, 2F, D] with the gate first (not gated: [E, F, D]), down [E, D, F], chosen [T, k] -> [T, k, D].
         `clamped` experts have other shapes and another activation.
@@ -194,11 +196,11 @@ class Ops:
         return self._as.scan(q, k, v, decay, beta, corrects, layout, states)
 
     def index_weights(self, x: Tensor, weight: Tensor) -> Tensor:
-        """What an indexer's heads weigh: sums in float32. [T, K], [H, K] -> [T, H]; without a gradient."""
+        """Weights of an indexer's heads, as float32 sums. [T, K], [H, K] -> [T, H]; without a gradient."""
         return self._as.index_weights(x, weight)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Of an indexer's keys; without a gradient. [T, D] -> [T, D]."""
+        """Layer norm of an indexer's keys; without a gradient. [T, D] -> [T, D]."""
         return self._as.layer_norm(x, weight, bias, eps)
 
     def select(
@@ -216,15 +218,23 @@ class Ops:
         """Logits of the vocabulary, as `token_logprob` makes them. hidden [T, K], weight [V, K] -> [T, V] float32."""
         return self._as.logits(hidden, weight)
 
-    def token_logprob(self, hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
-        """Logprob of each target under the warped distribution, and that distribution's entropy in nats.
+    def token_logprob(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing
+    ) -> tuple[Tensor, Tensor]:
+        """Logprob of each target under the processed distribution, and that distribution's entropy in nats.
 
         hidden [T, K], weight [V, K], targets [T] int64 -> ([T] float32, [T] float32), both differentiable.
         """
-        return self._as.token_logprob(hidden, weight, targets, warp)
+        return self._as.token_logprob(hidden, weight, targets, processing)
 
     def token_redraw(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp, seeds: Tensor | None, positions: Tensor
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        processing: LogitsProcessing,
+        seeds: Tensor | None,
+        positions: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`token_logprob`, and beside it, of the same logits and without a gradient, what `sample` did there.
 
@@ -232,28 +242,28 @@ class Ops:
         −1 where nothing is drawn: without seeds [T], for a negative one, and under a profile whose sampler is not ours.
         """
         if self.profile.token_logprob == "rlloop":
-            return operators.token_redraw(hidden, weight, targets, warp, seeds, positions)
-        logprobs, entropies = self.token_logprob(hidden, weight, targets, warp)
+            return operators.token_redraw(hidden, weight, targets, processing, seeds, positions)
+        logprobs, entropies = self.token_logprob(hidden, weight, targets, processing)
         with torch.no_grad():
-            raw = self.token_logprob(hidden, weight, targets, LogitsWarp())[0]
+            raw = self.token_logprob(hidden, weight, targets, LogitsProcessing())[0]
         return logprobs, entropies, raw, torch.full_like(targets, -1)
 
-    def score_logits(self, logits: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
+    def score_logits(self, logits: Tensor, targets: Tensor, processing: LogitsProcessing) -> tuple[Tensor, Tensor]:
         """`token_logprob` of logits [T, V] that are made already; without a gradient."""
         if self.profile.token_logprob == "rlloop":
-            return operators.score_logits(logits, targets, warp)
-        every = stock.warped(logits, warp).log_softmax(-1)
+            return operators.score_logits(logits, targets, processing)
+        every = stock.processed(logits, processing).log_softmax(-1)
         return every.gather(-1, targets[:, None])[:, 0], -(every.exp() * every.nan_to_num(neginf=0.0)).sum(-1)
 
     def sample(
-        self, logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor
+        self, logits: Tensor, processing: LogitsProcessing, seeds: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw one token a row with the random number that (seed, position) names.
 
         logits [T, V] float32, seeds and positions [T] int64 -> (ids [T] int64, logprobs [T], raw logprobs [T] float32).
         `logprobs` has the bits of `token_logprob` of the same rows; the raw ones are at temperature 1, untruncated.
         """
-        return self._as.sample(logits, warp, seeds, positions)
+        return self._as.sample(logits, processing, seeds, positions)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Does this machine keep the contract? A start-up check of each operation, in well under a second once compiled.
+"""Start-up check that this machine keeps the numerical contract, in well under a second once compiled.
 
 The contracts hold by construction; a broken vector unit, a miscompiled kernel or a stock operation in the profile would
 still break them, and a run that claims zero KLD has to know before it starts.
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.routing import Routing
 
@@ -29,7 +29,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def probe(ops: Ops, dtype: torch.dtype, device: str | torch.device = "cpu") -> dict[str, str]:
-    """What varies here, by operation: empty where the contract holds.
+    """What varies, by profile knob; empty if the contract holds.
 
     Each operation runs on 67 rows and on some of them alone, with all of torch's threads and with one; attention also
     as decode over a paged cache against prefill. Of the less common operations only those from outside run. On a GPU,
@@ -82,7 +82,7 @@ def _cases(ops: Ops, draw: Draw) -> Iterator[tuple[str, Callable[[slice], Tensor
     yield "rope", lambda rows: ops.rope(heads[rows], positions[rows], table, table)
     hidden, head = draw(ROWS, 64), draw(300, 64)
     targets = torch.arange(ROWS, device=hidden.device)
-    yield "token_logprob", lambda rows: ops.token_logprob(hidden[rows], head, targets[rows], LogitsWarp())[0]
+    yield "token_logprob", lambda rows: ops.token_logprob(hidden[rows], head, targets[rows], LogitsProcessing())[0]
     yield from ((knob, work) for knob, work in _further_cases(ops, draw) if knob in ops.profile.outside)
 
 
@@ -135,7 +135,7 @@ def _further_cases(ops: Ops, draw: Draw) -> Iterator[tuple[str, Callable[[slice]
 
 
 def _prefill_and_decode(ops: Ops, draw: Draw, device: str | torch.device) -> tuple[Tensor, Tensor]:
-    """Outputs of the last tokens of a sequence: from one prefill, and one by one over scattered pages of 16."""
+    """Outputs of a sequence's tokens: from one prefill, and one by one over scattered pages of 16."""
     length, page, q, k, v = 140, 16, draw(140, 4, 24), draw(140, 2, 24), draw(140, 2, 24)
     whole = ops.attention(q, k, v, AttentionLayout.of_sequences([length], device), 0.2)
     blocks = torch.randperm(-(-length // page), generator=torch.Generator().manual_seed(1)).to(device)
@@ -143,19 +143,18 @@ def _prefill_and_decode(ops: Ops, draw: Draw, device: str | torch.device) -> tup
     slots = blocks[at // page] * page + at % page
     keys, values = (torch.zeros(len(blocks) * page, 2, 24, dtype=k.dtype, device=device) for _ in range(2))
     keys[slots], values[slots] = k, v
-    last = torch.tensor([0, 15, 16, 63, 64, 65, length - 1], device=device)
     layout = AttentionLayout(
-        query_start=torch.arange(len(last) + 1, device=device),
-        context=last,
-        block_start=(blocks * page).repeat(len(last), 1),
+        query_start=torch.arange(length + 1, device=device),
+        context=at,
+        block_start=(blocks * page).repeat(length, 1),
         block_size=page,
         contiguous=False,
     )
-    return whole[last], ops.attention(q[last], keys, values, layout, 0.2)
+    return whole, ops.attention(q, keys, values, layout, 0.2)
 
 
 def _fused(ops: Ops, draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(operation, what it makes as a part of a kernel with others, and alone)"""
+    """(knob, its result in a kernel with other operations, and its result alone)"""
     x, first, second, third = draw(ROWS, 128), draw(256, 128), draw(128, 128), draw(128, 128)
     for together, weight in zip(ops.qkv_linear(x, first, second, third), (first, second, third), strict=True):
         yield "linear", together, ops.linear(x, weight)

@@ -1,4 +1,4 @@
-"""Which implementation of each operation a model runs: the declared half of its numerical definition."""
+"""The numerics profile: the implementation of each operation, the settings, and a declared drift."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FP8_PRODUCTS = {"weights": "fp8", "granularity": "channel", "activations": "fp8"
 
 
 def allows(knob: str, value: object) -> bool:
-    """Whether a knob of `NumericsProfile` may have the value. An outside module is not looked for."""
+    """True if a knob of `NumericsProfile` may have the value. An outside module is not looked for."""
     return value in allowed(knob) or (knob not in SETTINGS and isinstance(value, str) and is_outside(value))
 
 
@@ -46,15 +46,15 @@ def allowed(knob: str) -> tuple[str, ...]:
 
 
 def choices(knob: str) -> str:
-    """What a knob may have, in words."""
+    """The values that a knob may have, in words."""
     return ", ".join(allowed(knob)) + ("" if knob in SETTINGS else " or the dotted path of a module")
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How an engine departs from the trainer on purpose, for experiments: other arithmetic, or other weights.
+    """A deliberate departure of an engine from its trainer, for experiments: other arithmetic, or other weights.
 
-    Operations follow `activations` and `logits`. The weights are the business of whoever brings them to the engine
+    Operations follow `activations` and `logits`. The weights are changed on their way to the engine
     (`rlloop.study.drifted`); they are declared here so that a fingerprint says everything.
     """
 
@@ -139,7 +139,7 @@ class NumericsProfile:
 
     @property
     def holds_contract(self) -> bool:
-        """Whether every operation is invariant, or says that it is, so that `parity.mode=require` can hold."""
+        """True if every operation is batch-invariant, or declares it, so that `parity.mode=require` can hold."""
         return self.drift is None and all(batch_invariant(getattr(self, op)) for op in self.operations())
 
     @property

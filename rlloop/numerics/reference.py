@@ -11,7 +11,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from rlloop.numerics.layout import CAUSAL, AttentionLayout, AttentionMask, LogitsWarp, RecurrentState
+from rlloop.numerics.layout import CAUSAL, AttentionLayout, AttentionMask, LogitsProcessing, RecurrentState
 from rlloop.numerics.random import uniform
 from rlloop.numerics.routing import Clamped, Routing
 
@@ -254,27 +254,27 @@ def order(values: list[float]) -> list[int]:
     return sorted(range(len(values)), key=lambda i: (-values[i], i))
 
 
-def banned(warp: LogitsWarp, t: int) -> list[int]:
+def banned(processing: LogitsProcessing, t: int) -> list[int]:
     """The tokens that row t may not take."""
-    if warp.banned_start is None or warp.banned_ids is None:
+    if processing.banned_start is None or processing.banned_ids is None:
         return []
-    return warp.banned_ids[int(warp.banned_start[t]) : int(warp.banned_start[t + 1])].tolist()
+    return processing.banned_ids[int(processing.banned_start[t]) : int(processing.banned_start[t + 1])].tolist()
 
 
-def warped_row(row: Tensor, warp: LogitsWarp, t: int) -> tuple[Tensor, Tensor]:
+def processed_row(row: Tensor, processing: LogitsProcessing, t: int) -> tuple[Tensor, Tensor]:
     """Row t of the logits, as the distribution sampled from sees it.
 
     [V] -> (logits over the temperature, −inf where a token is impossible; whether each token is possible), both [V].
     """
-    temperature = 1.0 if warp.temperature is None else warp.temperature[t].item()
-    top_k = 0 if warp.top_k is None else int(warp.top_k[t])
-    top_p = 1.0 if warp.top_p is None else warp.top_p[t].item()
-    min_p = 0.0 if warp.min_p is None else warp.min_p[t].item()
+    temperature = 1.0 if processing.temperature is None else processing.temperature[t].item()
+    top_k = 0 if processing.top_k is None else int(processing.top_k[t])
+    top_p = 1.0 if processing.top_p is None else processing.top_p[t].item()
+    min_p = 0.0 if processing.min_p is None else processing.min_p[t].item()
     possible = torch.ones(len(row), dtype=torch.bool)
     if temperature == 0:
         return row, possible
 
-    possible[banned(warp, t)] = False
+    possible[banned(processing, t)] = False
     z = row / temperature
     values = z.detach().masked_fill(~possible, -torch.inf)
     ids = [i for i in order(values.tolist()) if possible[i]]
@@ -296,12 +296,14 @@ def warped_row(row: Tensor, warp: LogitsWarp, t: int) -> tuple[Tensor, Tensor]:
     return z.masked_fill(~possible, -torch.inf), possible
 
 
-def token_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
+def token_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing
+) -> tuple[Tensor, Tensor]:
     """An impossible target has logprob −inf and sends no gradient."""
     logprobs, entropies = [], []
     rows = logits(hidden, weight)
     for t, target in enumerate(targets.tolist()):
-        z, possible = warped_row(rows[t], warp, t)
+        z, possible = processed_row(rows[t], processing, t)
         row = torch.log_softmax(z, -1)
         finite = row.masked_fill(~possible, 0.0)
         logprobs.append(row.masked_fill(~possible, -torch.inf)[target])
@@ -311,15 +313,17 @@ def token_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsW
     return torch.stack(logprobs), torch.stack(entropies)
 
 
-def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sample(
+    logits: Tensor, processing: LogitsProcessing, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Inverse of the cumulative distribution in order of token id: the first id whose cumulative mass passes u."""
     ids, logprobs, raw_logprobs = [], [], []
     for t, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
-        z, possible = warped_row(logits[t], warp, t)
+        z, possible = processed_row(logits[t], processing, t)
         if not z[possible].isfinite().any() or not (z[possible] < torch.inf).all():
             raise ValueError(f"row {t} of the logits holds no distribution")
-        if warp.temperature is not None and warp.temperature[t] == 0:
-            choice = next(i for i in order(z.tolist()) if i not in banned(warp, t))
+        if processing.temperature is not None and processing.temperature[t] == 0:
+            choice = next(i for i in order(z.tolist()) if i not in banned(processing, t))
         else:
             mass = torch.exp(z - z.max()).double()
             cumulative = mass.cumsum(-1)

@@ -1,4 +1,4 @@
-"""How a token's experts are chosen and weighed, and what some are made of: what operations are told."""
+"""Rules of a mixture of experts, as operations take them: routing, and the clamped experts of gpt-oss."""
 
 from __future__ import annotations
 

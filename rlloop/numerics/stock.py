@@ -1,4 +1,4 @@
-"""What PyTorch does by default: fast, and not invariant. The stock twin of each operation, for contrast and for faults.
+"""PyTorch's own operations: fast, and not batch-invariant. For comparison, and to plant faults in tests.
 
 Every function is differentiable through ordinary autograd. Shapes are those of `rlloop.numerics.ops`.
 """
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlloop.numerics.layout import CAUSAL, AttentionLayout, AttentionMask, LogitsWarp
+from rlloop.numerics.layout import CAUSAL, AttentionLayout, AttentionMask, LogitsProcessing
 from rlloop.numerics.reference import causal_conv, recurrent_gates, scan
 from rlloop.numerics.routing import Clamped, Routing
 
@@ -26,6 +26,7 @@ __all__ = [
     "linear",
     "logits",
     "padded_attention",
+    "processed",
     "recurrent_gates",
     "rms_norm",
     "rope",
@@ -40,7 +41,6 @@ __all__ = [
     "slots_of",
     "sparse_attention",
     "token_logprob",
-    "warped",
     "without_banned",
 ]
 
@@ -152,7 +152,7 @@ def slots_of(layout: AttentionLayout, sequence: int, length: int) -> Tensor:
 
 
 def seen_in(mask: AttentionMask, count: int, context: int, device: torch.device) -> Tensor:
-    """Which keys each of `count` queries reads, the first of them at position `context`. [count, context + count]"""
+    """Mask of the keys that each of `count` queries reads, the first at position `context`. [count, context + count]"""
     seen = torch.ones(count, context + count, dtype=torch.bool, device=device).tril(context)
     return seen.triu(context + 1 - mask.window) if mask.window else seen
 
@@ -261,53 +261,57 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return out.to(torch.promote_types(out.dtype, torch.float32))
 
 
-def without_banned(logits: Tensor, warp: LogitsWarp) -> Tensor:
+def without_banned(logits: Tensor, processing: LogitsProcessing) -> Tensor:
     """The logits, −inf where a token is banned. [T, V]"""
     z = logits.clone()
-    if warp.banned_start is not None and warp.banned_ids is not None:
-        starts = warp.banned_start
+    if processing.banned_start is not None and processing.banned_ids is not None:
+        starts = processing.banned_start
         rows = torch.repeat_interleave(torch.arange(len(starts) - 1, device=z.device), starts.diff())
-        z[rows, warp.banned_ids[int(starts[0]) : int(starts[-1])]] = -torch.inf
+        z[rows, processing.banned_ids[int(starts[0]) : int(starts[-1])]] = -torch.inf
     return z
 
 
-def warped(logits: Tensor, warp: LogitsWarp) -> Tensor:
+def processed(logits: Tensor, processing: LogitsProcessing) -> Tensor:
     """The logits of the distribution sampled from, −inf where a token is impossible. [T, V] float32"""
-    z = without_banned(logits, warp)
-    greedy = None if warp.temperature is None else warp.temperature == 0
-    if warp.temperature is not None and greedy is not None:
-        z = z / torch.where(greedy, 1.0, warp.temperature)[:, None]
+    z = without_banned(logits, processing)
+    greedy = None if processing.temperature is None else processing.temperature == 0
+    if processing.temperature is not None and greedy is not None:
+        z = z / torch.where(greedy, 1.0, processing.temperature)[:, None]
     value, index = torch.sort(z, dim=-1, descending=True, stable=True)
     place = torch.arange(z.shape[-1], device=z.device)
     drop = torch.zeros_like(value, dtype=torch.bool)
-    if warp.top_k is not None:
-        drop |= (place >= warp.top_k[:, None]) & (warp.top_k[:, None] > 0)
-    if warp.top_p is not None:
+    if processing.top_k is not None:
+        drop |= (place >= processing.top_k[:, None]) & (processing.top_k[:, None] > 0)
+    if processing.top_p is not None:
         p = value.masked_fill(drop, -torch.inf).softmax(-1)
-        drop |= (p.cumsum(-1) - p >= warp.top_p[:, None]) & (warp.top_p[:, None] < 1)
-    if warp.min_p is not None:
-        drop |= (value - value[:, :1]).exp() < warp.min_p[:, None]
+        drop |= (p.cumsum(-1) - p >= processing.top_p[:, None]) & (processing.top_p[:, None] < 1)
+    if processing.min_p is not None:
+        drop |= (value - value[:, :1]).exp() < processing.min_p[:, None]
     z = z.masked_fill(torch.zeros_like(drop).scatter(1, index, drop), -torch.inf)
     return z if greedy is None else torch.where(greedy[:, None], logits, z)
 
 
-def token_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
-    z = warped(logits(hidden, weight), warp)
+def token_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing
+) -> tuple[Tensor, Tensor]:
+    z = processed(logits(hidden, weight), processing)
     logprobs = z.log_softmax(-1)
     finite = logprobs.masked_fill(logprobs.isinf(), 0.0)  # p log p of an impossible token, and its gradient, are 0
     entropy = -(logprobs.exp() * finite).sum(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0], entropy
 
 
-def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logprobs = warped(logits, warp).log_softmax(-1)
+def sample(
+    logits: Tensor, processing: LogitsProcessing, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    logprobs = processed(logits, processing).log_softmax(-1)
     uniform = torch.empty(len(seeds), 1, dtype=torch.float64)
     for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + position) % 2**63)
         uniform[row] = torch.rand(1, dtype=torch.float64, generator=generator)
     cumulative = logprobs.double().exp().cumsum(-1)
     ids = (cumulative <= uniform.to(logits.device) * cumulative[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
-    if warp.temperature is not None:
-        ids = torch.where(warp.temperature == 0, without_banned(logits, warp).argmax(-1), ids)
+    if processing.temperature is not None:
+        ids = torch.where(processing.temperature == 0, without_banned(logits, processing).argmax(-1), ids)
     raw = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
     return ids, logprobs.gather(-1, ids[:, None])[:, 0], raw

@@ -76,14 +76,8 @@ class Side(Protocol):
     def score(self, sequences: Sequence[Tokens]) -> list[Scored]: ...
 
 
-class Definition:
-    """rlloop's model under a profile, as the trainer computes it: one forward for each sequence."""
-
-    def __init__(self, name: str, model: Model) -> None:
-        self.name, self.model = name, model
-
-    def with_profile(self, profile: NumericsProfile) -> Definition:
-        return Definition(self.name, self.model.with_profile(profile))
+class _Model:
+    """A side that scores any sequence, one forward for each."""
 
     def sequences(self) -> None:
         return None
@@ -91,6 +85,19 @@ class Definition:
     @torch.no_grad()
     def score(self, sequences: Sequence[Tokens]) -> list[Scored]:
         return [self._score(sequence) for sequence in sequences]
+
+    def _score(self, sequence: Tokens) -> Scored:
+        raise NotImplementedError
+
+
+class Definition(_Model):
+    """rlloop's model under a profile, as the trainer computes it: one forward for each sequence."""
+
+    def __init__(self, name: str, model: Model) -> None:
+        self.name, self.model = name, model
+
+    def with_profile(self, profile: NumericsProfile) -> Definition:
+        return Definition(self.name, self.model.with_profile(profile))
 
     def _score(self, sequence: Tokens) -> Scored:
         model, ids = self.model, torch.tensor(sequence.ids)
@@ -107,7 +114,7 @@ class Definition:
         return _scored(logprobs, top, None if chosen is None else chosen.numpy())
 
 
-class Transformers:
+class Transformers(_Model):
     """transformers' own model, eager attention, one expert after the other."""
 
     def __init__(self, name: str, folder: Path, dtype: str) -> None:
@@ -119,13 +126,6 @@ class Transformers:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="eager", experts_implementation="eager"
         ).eval()
-
-    def sequences(self) -> None:
-        return None
-
-    @torch.no_grad()
-    def score(self, sequences: Sequence[Tokens]) -> list[Scored]:
-        return [self._score(sequence) for sequence in sequences]
 
     def _score(self, sequence: Tokens) -> Scored:
         if sequence.sampling is not None and sequence.sampling.temperature != 1.0:

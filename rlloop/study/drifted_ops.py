@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.numerics.routing import Clamped
@@ -111,7 +111,9 @@ class DriftedOps(Ops):
         made = super().logits(hidden, weight)
         return made.bfloat16().float() if self._rounds_logits else made
 
-    def token_logprob(self, hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
+    def token_logprob(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing
+    ) -> tuple[Tensor, Tensor]:
         if not self._rounds_logits:
-            return super().token_logprob(hidden, weight, targets, warp)
-        return self.score_logits(self.logits(hidden, weight).detach(), targets, warp)
+            return super().token_logprob(hidden, weight, targets, processing)
+        return self.score_logits(self.logits(hidden, weight).detach(), targets, processing)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlloop.models import Model, load_model
 from rlloop.models.routing_record import RoutingRecord
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.rollout.engine.engine import Engine
 from rlloop.rollout.engine.graphs import packed
 from rlloop.rollout.engine.service import EngineService
@@ -51,7 +51,7 @@ class AtOnce:
         seeds: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
         logits, after = self.logits(tokens, index, positions, slots, pages), torch.from_numpy(index) + 1
-        made = self.engine.model.ops.sample(logits, LogitsWarp(), torch.from_numpy(seeds), after)
+        made = self.engine.model.ops.sample(logits, LogitsProcessing(), torch.from_numpy(seeds), after)
         return made[0], packed(*made)
 
     def check_weights(self) -> None:

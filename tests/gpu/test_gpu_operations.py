@@ -4,7 +4,7 @@ stock twin fails the same check."""
 import pytest
 import torch
 
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.probe import probe, same_bits
 from rlloop.numerics.profile import NumericsProfile
@@ -34,9 +34,9 @@ def operations(ops: Ops, dtype):
 
     def scored(rows):
         if ops is OURS:
-            return torch.stack(ops.token_logprob(wide[rows] / 30, matrix, targets[rows], LogitsWarp()), 1)
+            return torch.stack(ops.token_logprob(wide[rows] / 30, matrix, targets[rows], LogitsProcessing()), 1)
         inputs = (wide[rows] / 30).cpu(), matrix.cpu(), targets[rows].cpu()  # the reference's own place
-        return torch.stack(ops.token_logprob(*inputs, LogitsWarp()), 1).cuda()
+        return torch.stack(ops.token_logprob(*inputs, LogitsProcessing()), 1).cuda()
 
     return {
         "linear": lambda rows: ops.linear(x[rows], weight),
@@ -90,7 +90,7 @@ def test_the_probe_finds_stock_operations():
 
 def scores(ops, hidden, weight):
     place = "cuda" if ops is OURS else "cpu"
-    warp = LogitsWarp(temperature=torch.linspace(0.5, 2, 9, device=place))
+    warp = LogitsProcessing(temperature=torch.linspace(0.5, 2, 9, device=place))
     return torch.stack(
         ops.token_logprob(hidden.to(place), weight.to(place), torch.arange(9, device=place), warp)
     ).cuda()

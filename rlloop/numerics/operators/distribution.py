@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.kernels import kernels_for
-from rlloop.numerics.layout import LogitsWarp
+from rlloop.numerics.layout import LogitsProcessing
 from rlloop.numerics.operators.library import operator
 from rlloop.numerics.operators.products import linear_float32
 
@@ -23,23 +23,33 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return linear_float32(hidden, weight)
 
 
-def token_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
-    """A target that the warp makes impossible has logprob −inf and sends no gradient.
+def token_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing
+) -> tuple[Tensor, Tensor]:
+    """Logprob and entropy. A target that the processing makes impossible has logprob −inf and sends no gradient.
 
     A row whose logits hold no distribution (NaN, +inf, all of them −inf) gives NaN.
     """
     _check_targets(targets, len(weight))
-    return _token_logprob(hidden, weight, targets, *_dense(warp, len(weight), targets), None, None, False)[:2]
+    return _token_logprob(hidden, weight, targets, *_dense(processing, len(weight), targets), None, None, False)[:2]
 
 
 def token_redraw(
-    hidden: Tensor, weight: Tensor, targets: Tensor, warp: LogitsWarp, seeds: Tensor | None, positions: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    processing: LogitsProcessing,
+    seeds: Tensor | None,
+    positions: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of the same logits. A row without a distribution draws −1, and so does one whose seed is negative."""
+    """`token_logprob`, raw logprobs and redrawn ids, of the same logits.
+
+    A row without a distribution draws −1, and so does one whose seed is negative.
+    """
     _check_targets(targets, len(weight))
-    plain = all(value is None for value in vars(warp).values())
+    plain = all(value is None for value in vars(processing).values())
     logprobs, entropies, raw, ids = _token_logprob(
-        hidden, weight, targets, *_dense(warp, len(weight), targets), seeds, None if seeds is None else positions,
+        hidden, weight, targets, *_dense(processing, len(weight), targets), seeds, None if seeds is None else positions,
         not plain,
     )  # fmt: skip
     drawn = torch.full_like(targets, -1) if seeds is None else torch.where(seeds < 0, -1, ids)
@@ -48,7 +58,7 @@ def token_redraw(
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:
     # Validating on a GPU would force a synchronisation: there, a target that is no token has logprob NaN.
-    if len(targets) == 0 or targets.device.type != "cpu":
+    if len(targets) == 0 or not targets.is_cpu:
         return
     if not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
         raise ValueError(
@@ -56,15 +66,17 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
         )
 
 
-def sample(logits: Tensor, warp: LogitsWarp, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Raises ValueError for a row that holds no distribution, as NaN weights make it; on a GPU, where looking would
-    mean waiting for it, its id is −1 (see `check_drawn`).
+def sample(
+    logits: Tensor, processing: LogitsProcessing, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a token a row. Raises ValueError for a row that holds no distribution, as NaN weights make it; on a GPU,
+    where that check would force a synchronisation, its id is −1 (see `check_drawn`).
 
     The token is the first whose cumulative mass, in order of id and in float64, exceeds u times the whole, where u is
     the number that `random.uniform` gives for (seed, position).
     """
-    ids, logprobs, raw_logprobs = _sample(logits, seeds, positions, *_dense(warp, logits.shape[1], seeds))
-    if ids.device.type == "cpu" and (ids < 0).any():
+    ids, logprobs, raw_logprobs = _sample(logits, seeds, positions, *_dense(processing, logits.shape[1], seeds))
+    if ids.is_cpu and (ids < 0).any():
         row = int((ids < 0).nonzero()[0])
         raise ValueError(
             f"row {row} of {len(ids)} holds no distribution to sample from: {int(logits[row].isnan().sum())} of its "
@@ -83,31 +95,31 @@ def check_drawn(ids: np.ndarray) -> None:
         )
 
 
-def score_logits(logits: Tensor, targets: Tensor, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
+def score_logits(logits: Tensor, targets: Tensor, processing: LogitsProcessing) -> tuple[Tensor, Tensor]:
     """`token_logprob` of logits [T, V] float32 that were made elsewhere; without a gradient."""
-    return kernels_for(logits.device).score_logits(logits, targets, *_dense(warp, logits.shape[1], targets))
+    return kernels_for(logits.device).score_logits(logits, targets, *_dense(processing, logits.shape[1], targets))
 
 
-def _dense(warp: LogitsWarp, vocabulary: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The warp as arguments of a custom op: settings [T, 4] float64, which holds them all exactly, and the bans.
+def _dense(processing: LogitsProcessing, vocabulary: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The processing as arguments of an operator: settings [T, 4] float64, which is exact for all, and the bans.
 
     `like`, [T] int64, has the rows and the device.
     """
     settings = like.new_zeros(len(like), 4, dtype=torch.float64)
     settings[:, ::2] = 1.0
-    for column, value in enumerate((warp.temperature, warp.top_k, warp.top_p, warp.min_p)):
+    for column, value in enumerate((processing.temperature, processing.top_k, processing.top_p, processing.min_p)):
         if value is not None:
             settings[:, column] = value
-    start, ids = warp.banned_start, warp.banned_ids
+    start, ids = processing.banned_start, processing.banned_ids
     if start is None or ids is None:
         return settings, like.new_zeros(len(like) + 1), like.new_empty(0)
-    if len(ids) > 0 and ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+    if len(ids) > 0 and ids.is_cpu and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError(f"banned ids run from {ids.min()} to {ids.max()}; they must be from 0 to {vocabulary - 1}")
     return settings, start, ids
 
 
-def _witnessed(hidden: Tensor, seeds: Tensor | None, raw: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Room for what `_token_logprob` gives."""
+def _result_shapes(hidden: Tensor, seeds: Tensor | None, raw: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty results of `_token_logprob`."""
     count = len(hidden)
     logprobs, entropies = _floats(hidden, count, 2)
     (raws,) = _floats(hidden, count if raw else 0, 1)
@@ -131,7 +143,7 @@ WARP = "Tensor settings, Tensor banned_start, Tensor banned_ids"
 _token_logprob = operator(
     f"token_logprob(Tensor hidden, Tensor weight, Tensor targets, {WARP}, Tensor? seeds, Tensor? positions, bool raw)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda hidden, *others: _witnessed(hidden, others[5], others[7]),
+    lambda hidden, *others: _result_shapes(hidden, others[5], others[7]),
     _backward,
     _keep_for_backward,
 )

@@ -68,16 +68,6 @@ def _check_gradient(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) ->
         raise ValueError("attention over a paged cache has no gradient; train with AttentionLayout.of_sequences")
 
 
-def qkv_cache_write(
-    q: Tensor, k: Tensor, v: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, positions: Tensor,
-    rope: tuple[Tensor, Tensor], slots: Tensor, keys: Tensor, values: Tensor,
-) -> Tensor:  # fmt: skip
-    """Without a gradient."""
-    return kernels_for(q.device).qkv_cache_write(
-        q, k, v, *(norms or (None, None)), eps, positions, *rope, slots, keys, values
-    )
-
-
 # --------------------------------------------------------------------------------------------------- selected positions
 
 

@@ -39,7 +39,7 @@ def route_gradient(
     scores: Tensor, chosen: Tensor, grad_weights: Tensor | None, grad_scores: Tensor | None, *, sigmoid: bool,
     normalise: bool, epsilon: float, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Of the logits, from those of the weights and of the scores. The choice itself has none."""
+    """Gradient of the logits, from those of the weights and of the scores. The choice itself has none."""
     slopes = torch.zeros_like(scores) if grad_scores is None else grad_scores
     if grad_weights is not None:
         picked, slope = scores.gather(1, chosen), grad_weights * scale
@@ -84,7 +84,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor |
 
 
 class _Spread(torch.autograd.Function):
-    """Row `order[i] // copies` of x at i: each row `copies` times. Back: the copies' gradients, added in turn."""
+    """Row `order[i] // copies` of x at i: each row `copies` times. Backward adds the copies' gradients in turn."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:

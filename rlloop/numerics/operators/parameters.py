@@ -1,7 +1,7 @@
 """Parameters that every token reads through PyTorch's own operations. Their gradients sum over tokens as products do.
 
 On a CPU, PyTorch's own sums over tokens are long chains, in bfloat16 where the parameter is, and some depend on
-threads. In float64 they stay.
+threads. In float64, and on CUDA, where they repeat themselves, they stay.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from torch import Tensor
 from rlloop.numerics.kernels import kernels_for
 
 
+def _stays(x: Tensor) -> bool:
+    return x.dtype == torch.float64 or x.is_cuda
+
+
 class _EachRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: int) -> Tensor:
@@ -22,7 +26,7 @@ class _EachRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        total = grad.sum(0) if grad.dtype == torch.float64 else kernels_for(grad.device).sum_of_rows(grad)
+        total = grad.sum(0) if _stays(grad) else kernels_for(grad.device).sum_of_rows(grad)
         return total.to(grad.dtype), None
 
 
@@ -46,6 +50,6 @@ class _Embedding(torch.autograd.Function):
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """Rows of the weight. [T] int64, [V, D] -> [T, D]."""
-    if weight.dtype == torch.float64:
+    if _stays(weight):
         return torch.nn.functional.embedding(tokens, weight)
     return _Embedding.apply(tokens, weight)

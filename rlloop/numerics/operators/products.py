@@ -1,4 +1,4 @@
-"""Matrix products: of one weight, of one a group of rows, of one a head, and of several in one kernel."""
+"""Matrix products: of one weight, of one a group of rows, and of one a head."""
 
 from __future__ import annotations
 
@@ -88,14 +88,3 @@ def head_linear(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
     offsets = torch.arange(heads + 1, device=x.device) * tokens
     out = grouped_linear(x.transpose(0, 1).flatten(0, 1), weight, by_row, offsets)
     return out.unflatten(0, (heads, tokens)).transpose(0, 1).contiguous()
-
-
-# --------------------------------------------------------------------------------- several in one, without gradients
-
-
-def qkv_linear(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return kernels_for(x.device).qkv_linear(x, q_weight, k_weight, v_weight)
-
-
-def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    return kernels_for(x.device).gated_linear(x, gate, up)

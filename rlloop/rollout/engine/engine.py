@@ -21,7 +21,7 @@ from rlloop.errors import ConfigError
 from rlloop.models.logits_processing import on_device, warp_for
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.scoring import likeliest, score_prompt
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.numerics.operators.distribution import check_drawn
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.front_end import EngineFrontEnd
@@ -90,7 +90,7 @@ class Engine(EngineFrontEnd):
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._prefix_caching = prefix_caching and not model.recurrent
-        self._device = model.head.device
+        self._device = model.context.device
         spec, dtype = model.cache_spec(), model.head.dtype
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
@@ -111,7 +111,7 @@ class Engine(EngineFrontEnd):
         self._scheduler = self._new_scheduler()
         self._flight: _Flight | None = None
         self._ended: list[tuple[Request, bool]] = []  # not handed out yet, and whether a stop token ended them
-        self._last_warp: tuple[list[SamplingParams], LogitsWarp] = ([], LogitsWarp())
+        self._last_warp: tuple[list[SamplingParams], LogitsProcessing] = ([], LogitsProcessing())
 
     # ---------------------------------------------------------------------------------------------- step by step
 
@@ -247,12 +247,12 @@ class Engine(EngineFrontEnd):
             self._choices.write(self._cache.slots, routes)
         return hidden
 
-    def _draws_plainly(self, warp: LogitsWarp) -> bool:
+    def _draws_plainly(self, warp: LogitsProcessing) -> bool:
         """True where a graph can draw: no distribution is warped, and sampling is rlloop's, which never waits."""
         plain = all(value is None for value in vars(warp).values())
         return plain and self.model.ops.profile.token_logprob == "rlloop"
 
-    def _sample(self, logits: Iterable[Tensor], rows: np.ndarray, warp: LogitsWarp) -> tuple[Tensor, Tensor]:
+    def _sample(self, logits: Iterable[Tensor], rows: np.ndarray, warp: LogitsProcessing) -> tuple[Tensor, Tensor]:
         """Draw a token for each row of the table, whose logits come in parts: ids [E] and, as `packed`, [3, E]."""
         table, ops, device = self._scheduler.table, self.model.ops, self._device
         if len(rows) == 0:
@@ -297,7 +297,7 @@ class Engine(EngineFrontEnd):
         assert source is not None
         return tokens if np.array_equal(source, np.arange(len(tokens))) else tokens[self._tensor(source)]
 
-    def _warp(self, rows: np.ndarray) -> LogitsWarp:
+    def _warp(self, rows: np.ndarray) -> LogitsProcessing:
         """The rows' warp: the last step's where nothing changed, since building one is a loop over the requests."""
         table = self._scheduler.table
         sampling = [table.request(row).sampling for row in rows.tolist()]

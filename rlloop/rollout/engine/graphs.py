@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlloop.models.routing_record import RoutingRecord
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.kv_cache import PagedCache
 
@@ -117,7 +117,7 @@ class DecodeGraphs:
             logits = ops.logits(hidden, self._model.head)
             if not draws:
                 return (logits,)
-            made = ops.sample(logits, LogitsWarp(), seeds, index + 1)
+            made = ops.sample(logits, LogitsProcessing(), seeds, index + 1)
             return made[0], packed(*made)
 
         work()  # compiles what has to be

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlloop.models import Model, RoutingRecord
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.graphs import LEAST_TOKENS, at_least, rounded
 from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
@@ -73,7 +73,7 @@ class StepGraphs:
         tokens, positions, slots, seeds, top_k = self._numbers[:, :rows]
         temperature, top_p, min_p = self._fractions[:, :rows]
         start, pages, ops = self._start[: rows + 1], self._pages[columns][:rows], self._policy.ops
-        warp = LogitsWarp(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        warp = LogitsProcessing(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
         def work() -> Replayed:
             layout = AttentionLayout(start, positions, pages * size, size, contiguous=False)

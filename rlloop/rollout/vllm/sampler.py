@@ -17,7 +17,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from rlloop.models import Model
 from rlloop.models.logits_processing import on_device, warp_for
-from rlloop.numerics.layout import LogitsWarp
+from rlloop.numerics.layout import LogitsProcessing
 from rlloop.rollout.vllm.requests import RAW, RAW_ID
 from rlloop.types import SamplingParams
 
@@ -31,7 +31,7 @@ class Rows:
     ids: list[str]
     sampling: list[SamplingParams]
     seeds: Tensor  # [N] int64
-    warp: LogitsWarp
+    warp: LogitsProcessing
     bans: bool  # stop tokens are banned for one request at least, which may be over with the next step
 
 
@@ -56,7 +56,7 @@ class ExactSampler(Sampler):
     def __init__(self, runner: Any, policy: Model) -> None:
         super().__init__("processed_logprobs")
         self.runner, self.policy = runner, policy
-        self._rows = Rows([], [], torch.empty(0), LogitsWarp(), bans=False)
+        self._rows = Rows([], [], torch.empty(0), LogitsProcessing(), bans=False)
 
     def rows(self) -> Rows:
         """Rows of the present batch: the last step's, unless requests came or went, or bans may have ended."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlloop.models.logits_processing import warp_for
-from rlloop.numerics.layout import LogitsWarp
+from rlloop.numerics.layout import LogitsProcessing
 from rlloop.types import SamplingParams, stop_ids
 
 EOS = (2, 3)
@@ -17,7 +17,7 @@ def params(**changes) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 32, **changes})
 
 
-def banned(warp: LogitsWarp) -> list[list[int]]:
+def banned(warp: LogitsProcessing) -> list[list[int]]:
     assert warp.banned_start is not None
     assert warp.banned_ids is not None
     return [warp.banned_ids[a:b].tolist() for a, b in zip(warp.banned_start[:-1], warp.banned_start[1:], strict=True)]
@@ -25,9 +25,10 @@ def banned(warp: LogitsWarp) -> list[list[int]]:
 
 def test_rows_at_their_defaults_need_no_columns():
     assert (
-        warp_for([None, params(), params(seed=3, ignore_eos=True, stop_token_ids=(9,))], [0, 1, 2], EOS) == LogitsWarp()
+        warp_for([None, params(), params(seed=3, ignore_eos=True, stop_token_ids=(9,))], [0, 1, 2], EOS)
+        == LogitsProcessing()
     )
-    assert warp_for([], [], EOS) == LogitsWarp()
+    assert warp_for([], [], EOS) == LogitsProcessing()
 
 
 def test_one_row_that_departs_makes_that_column():

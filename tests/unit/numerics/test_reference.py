@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck
 
 from rlloop.numerics import reference, stock
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def test_attention_finds_keys_in_interleaved_pages(random):
 
 def distribution(values, **warp):
     """Probabilities of one row of logits under a warp."""
-    warp = LogitsWarp(**{name: torch.tensor(value) for name, value in warp.items()})
-    z, possible = reference.warped_row(torch.tensor(values, dtype=torch.float64), warp, 0)
+    warp = LogitsProcessing(**{name: torch.tensor(value) for name, value in warp.items()})
+    z, possible = reference.processed_row(torch.tensor(values, dtype=torch.float64), warp, 0)
     p = torch.softmax(z, -1)
     assert ((p > 0) == possible).all()
     return p.tolist()
@@ -129,7 +129,7 @@ def test_zeros_of_either_sign_tie():
     assert distribution([0.0, -0.0, -1.0], top_k=[1]) == [1, 0, 0]
 
 
-WARP = LogitsWarp(
+WARP = LogitsProcessing(
     temperature=torch.tensor([1.0, 0.7, 0.0, 1.3]),
     top_k=torch.tensor([0, 6, 2, 0]),
     top_p=torch.tensor([1.0, 0.9, 0.5, 1.0]),
@@ -142,7 +142,7 @@ WARP = LogitsWarp(
 def test_token_logprob(random):
     hidden, weight = random(4, 5), random(9, 5)
     p = torch.stack(
-        [torch.softmax(reference.warped_row(row, WARP, t)[0], -1) for t, row in enumerate(hidden @ weight.T)]
+        [torch.softmax(reference.processed_row(row, WARP, t)[0], -1) for t, row in enumerate(hidden @ weight.T)]
     )
     targets = p.argmax(-1)
     logprobs, entropy = reference.token_logprob(hidden, weight, targets, WARP)
@@ -162,7 +162,7 @@ def test_an_impossible_target_sends_no_gradient(random):
 
 def test_sample_inverts_the_cumulative_distribution():
     logits = torch.tensor(LN).expand(1000, 5)
-    warp = LogitsWarp(top_k=torch.full((1000,), 3))
+    warp = LogitsProcessing(top_k=torch.full((1000,), 3))
     ids, logprobs, raw = reference.sample(logits, warp, torch.full((1000,), 5), torch.arange(1000))
     counts = torch.bincount(ids, minlength=5)
     assert counts[[0, 4]].sum() == 0
@@ -175,5 +175,5 @@ def test_sample_inverts_the_cumulative_distribution():
 def test_sample_refuses_rows_that_hold_no_distribution():
     with pytest.raises(ValueError, match="row 1"):
         reference.sample(
-            torch.tensor([[0.0, 1.0], [0.0, torch.nan]]), LogitsWarp(), torch.zeros(2).long(), torch.arange(2)
+            torch.tensor([[0.0, 1.0], [0.0, torch.nan]]), LogitsProcessing(), torch.zeros(2).long(), torch.arange(2)
         )

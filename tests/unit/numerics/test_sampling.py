@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlloop.numerics import reference, stock
-from rlloop.numerics.layout import LogitsWarp
+from rlloop.numerics.layout import LogitsProcessing
 from rlloop.numerics.operators import distribution as logprob
 from rlloop.numerics.operators.distribution import sample, token_logprob
 from rlloop.numerics.ops import ops_for
@@ -28,7 +28,7 @@ def test_logprobs_are_the_trainers_bits(vocabulary):
     warp = mixed(rows)
     ids, logprobs, raw = sample(logprob.logits(hidden, weight), warp, *names(rows))
     assert torch.equal(bits(logprobs), bits(token_logprob(hidden, weight, ids, warp)[0]))
-    assert torch.equal(bits(raw), bits(token_logprob(hidden, weight, ids, LogitsWarp())[0]))
+    assert torch.equal(bits(raw), bits(token_logprob(hidden, weight, ids, LogitsProcessing())[0]))
 
 
 @pytest.mark.parametrize("setting", COMBINATIONS)
@@ -90,7 +90,7 @@ def test_tokens_come_as_often_as_their_probability_says(setting, vocabulary):
     row = head(1, vocabulary, seed=4)
     logits = (row[0] @ row[1].T / 2).expand(draws, vocabulary)
     ids, _, _ = sample(logits, warp_of([setting] * draws), *names(draws))
-    z, _ = reference.warped_row(logits[0], warp_of([setting]), 0)
+    z, _ = reference.processed_row(logits[0], warp_of([setting]), 0)
     p, order = torch.softmax(z.double(), -1).sort(descending=True)
     place = torch.empty_like(order).scatter(0, order, torch.arange(vocabulary))
     assert p[place[ids]].min() > 0
@@ -104,9 +104,9 @@ def test_tokens_come_as_often_as_their_probability_says(setting, vocabulary):
 
 def test_positions_and_seeds_draw_apart():
     logits = torch.zeros(3, 32000)
-    ids, _, _ = sample(logits, LogitsWarp(), torch.tensor([1, 1, 2]), torch.tensor([0, 1, 0]))
+    ids, _, _ = sample(logits, LogitsProcessing(), torch.tensor([1, 1, 2]), torch.tensor([0, 1, 0]))
     assert len(set(ids.tolist())) == 3
-    again, _, _ = sample(logits[:1], LogitsWarp(), torch.tensor([1]), torch.tensor([1]))
+    again, _, _ = sample(logits[:1], LogitsProcessing(), torch.tensor([1]), torch.tensor([1]))
     assert again.item() == ids[1].item()
 
 
@@ -140,7 +140,7 @@ def test_temperature_zero_never_takes_a_banned_token(implementation):
 def test_top_k_of_one_is_certain():
     hidden, weight = head(30, 500)
     logits = logprob.logits(hidden, weight)
-    ids, logprobs, raw = sample(logits, LogitsWarp(top_k=torch.ones(30, dtype=torch.int64)), *names(30))
+    ids, logprobs, raw = sample(logits, LogitsProcessing(top_k=torch.ones(30, dtype=torch.int64)), *names(30))
     assert torch.equal(ids, logits.argmax(-1))
     assert (logprobs == 0).all()
     assert (raw < 0).all()
@@ -165,7 +165,7 @@ def test_a_row_that_holds_no_distribution_is_named(row, setting, says):
 
 
 def test_no_rows():
-    ids, logprobs, raw = sample(torch.zeros(0, 5), LogitsWarp(), *names(0))
+    ids, logprobs, raw = sample(torch.zeros(0, 5), LogitsProcessing(), *names(0))
     assert len(ids) == len(logprobs) == len(raw) == 0
 
 
@@ -178,5 +178,7 @@ def test_is_an_opaque_operation():
 def test_logits_of_a_profile_are_those_its_token_logprob_uses(implementation):
     ops = ops_for(NumericsProfile(token_logprob=implementation))
     hidden, weight = (x.bfloat16() for x in head(20, 50))
-    ids, logprobs, _ = ops.sample(ops.logits(hidden, weight), LogitsWarp(), *names(20))
-    torch.testing.assert_close(logprobs, ops.token_logprob(hidden, weight, ids, LogitsWarp())[0], atol=1e-6, rtol=1e-6)
+    ids, logprobs, _ = ops.sample(ops.logits(hidden, weight), LogitsProcessing(), *names(20))
+    torch.testing.assert_close(
+        logprobs, ops.token_logprob(hidden, weight, ids, LogitsProcessing())[0], atol=1e-6, rtol=1e-6
+    )

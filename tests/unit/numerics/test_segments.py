@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlloop.numerics.kernels.cpu.compiled import linear as kernels
 from rlloop.numerics.kernels.cpu.compiled.jit import flat
-from rlloop.numerics.layout import AttentionLayout, LogitsWarp
+from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.numerics.operators.parameters import each_row, embedding
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.probe import same_bits
@@ -150,7 +150,8 @@ SUMS: dict[str, Case] = {
     "each row": (lambda ops, x, weight: x * each_row(weight, len(x)), [draw(WIDTH, seed=1)]),
     "embedding": (lambda ops, x, weight: embedding(TARGETS, weight), [draw(9, WIDTH, seed=1)]),
     "head": (
-        lambda ops, x, weight: ops.token_logprob(x, weight, TARGETS, LogitsWarp())[0], [draw(OUTPUTS, WIDTH, seed=1)],
+        lambda ops, x, weight: ops.token_logprob(x, weight, TARGETS, LogitsProcessing())[0],
+        [draw(OUTPUTS, WIDTH, seed=1)],
     ),
 }  # fmt: skip
 IN_FLOAT64 = {

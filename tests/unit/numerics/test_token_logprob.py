@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlloop.numerics import reference, stock
 from rlloop.numerics.kernels.cpu import distribution as kernels
 from rlloop.numerics.kernels.cpu.compiled.distribution import log
-from rlloop.numerics.layout import LogitsWarp
+from rlloop.numerics.layout import LogitsProcessing
 from rlloop.numerics.operators import distribution as logprob
 from rlloop.numerics.operators.distribution import token_logprob
 from tests.support.sampling_cases import bits, head, mixed, warp_of
@@ -58,7 +58,7 @@ def test_any_row_agrees_with_the_oracle(values, temperature, top_k, top_p, min_p
     banned = sorted(token for token in banned if token < len(values) - 1)  # one token stays
     setting = (temperature, top_k, top_p, min_p, banned)
     logprobs = distribution(values, setting)
-    z, possible = reference.warped_row(torch.tensor(values), warp_of([setting]), 0)
+    z, possible = reference.processed_row(torch.tensor(values), warp_of([setting]), 0)
     assert (logprobs > -torch.inf).tolist() == possible.tolist()
     torch.testing.assert_close(logprobs, torch.log_softmax(z, -1), atol=4e-6, rtol=2e-6)
 
@@ -102,7 +102,7 @@ def test_entropy_of_flat_and_of_certain_distributions():
 def test_rows_without_a_distribution_are_nan():
     weight = torch.tensor([[1.0], [2.0]])
     hidden = torch.tensor([[1.0], [torch.nan], [torch.inf]], requires_grad=True)
-    logprobs, entropy = token_logprob(hidden, weight, torch.zeros(3, dtype=torch.int64), LogitsWarp())
+    logprobs, entropy = token_logprob(hidden, weight, torch.zeros(3, dtype=torch.int64), LogitsProcessing())
     assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [False, True, True]
     logprobs.sum().backward()
     assert hidden.grad[:, 0].isnan().tolist() == [False, True, True]
@@ -111,7 +111,7 @@ def test_rows_without_a_distribution_are_nan():
 @pytest.mark.parametrize("targets", [[-1], [5]])
 def test_targets_outside_the_vocabulary_are_refused(targets):
     with pytest.raises(ValueError, match="from 0 to 4"):
-        token_logprob(torch.ones(1, 2), torch.ones(5, 2), torch.tensor(targets), LogitsWarp())
+        token_logprob(torch.ones(1, 2), torch.ones(5, 2), torch.tensor(targets), LogitsProcessing())
 
 
 def test_banned_ids_outside_the_vocabulary_are_refused():
@@ -121,7 +121,7 @@ def test_banned_ids_outside_the_vocabulary_are_refused():
 
 
 def test_no_rows():
-    logprobs, entropy = token_logprob(torch.ones(0, 2), torch.ones(5, 2), torch.zeros(0).long(), LogitsWarp())
+    logprobs, entropy = token_logprob(torch.ones(0, 2), torch.ones(5, 2), torch.zeros(0).long(), LogitsProcessing())
     assert len(logprobs) == len(entropy) == 0
 
 
@@ -162,15 +162,15 @@ def test_never_more_logits_alive_than_the_bound(monkeypatch):
     monkeypatch.setattr(kernels, "linear_float32", lambda x, w: shapes.append((len(x), len(w))) or linear(x, w))
     monkeypatch.setattr(kernels, "LOGITS_BYTES", 10 * 64 * 4)
     hidden, weight = head(25, 64)
-    token_logprob(hidden.requires_grad_(), weight, torch.arange(25), LogitsWarp())[0].sum().backward()
+    token_logprob(hidden.requires_grad_(), weight, torch.arange(25), LogitsProcessing())[0].sum().backward()
     assert shapes == [(10, 64), (10, 64), (5, 64)] * 2
 
 
 def test_stock_twin_has_other_bits():
     hidden, weight = head(128, 1000)
     targets = torch.arange(128)
-    ours = token_logprob(hidden, weight, targets, LogitsWarp())
-    twin = stock.token_logprob(hidden, weight, targets, LogitsWarp())
+    ours = token_logprob(hidden, weight, targets, LogitsProcessing())
+    twin = stock.token_logprob(hidden, weight, targets, LogitsProcessing())
     torch.testing.assert_close(ours, twin, atol=1e-5, rtol=1e-5)
     assert not torch.equal(bits(ours[0]), bits(twin[0]))
     assert not torch.equal(bits(ours[1]), bits(twin[1]))
@@ -248,7 +248,7 @@ def test_low_precision_gradients_are_rounded_once():
     low = [x.bfloat16().requires_grad_() for x in head(40, 200, width=64)]
     wide = [x.detach().float().requires_grad_() for x in low]
     for inputs in (low, wide):
-        sum(out.sum() for out in token_logprob(*inputs, torch.arange(40), LogitsWarp())).backward()
+        sum(out.sum() for out in token_logprob(*inputs, torch.arange(40), LogitsProcessing())).backward()
     for one, other in zip(low, wide, strict=True):
         assert one.grad.dtype == torch.bfloat16
         assert torch.equal(one.grad, other.grad.bfloat16())
@@ -262,7 +262,7 @@ def test_logarithm_is_the_nearest_float32():
     np.testing.assert_array_max_ulp(ours, exact, 1)
 
 
-@pytest.mark.parametrize("warp", [mixed(73), LogitsWarp()], ids=["mixed", "plain"])
+@pytest.mark.parametrize("warp", [mixed(73), LogitsProcessing()], ids=["mixed", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_pass_scores_raw_and_draws_with_the_samplers_bits(warp, dtype):
     hidden, weight = (x.to(dtype).requires_grad_() for x in head(73, 1000))

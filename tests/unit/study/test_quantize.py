@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rlloop.numerics.layout import LogitsWarp
+from rlloop.numerics.layout import LogitsProcessing
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import WEIGHT_TYPES, Drift, NumericsProfile
 from rlloop.study.drifted_ops import DriftedOps, drifted_ops
@@ -111,10 +111,10 @@ def test_bf16_logits_are_what_is_sampled_from_and_what_is_scored():
     drifted, plain = ops(logits="bfloat16"), ops_for(NumericsProfile())
     logits = drifted.logits(hidden, head)
     assert torch.equal(logits, plain.logits(hidden, head).bfloat16().float())
-    ids, logprobs, _ = drifted.sample(logits, LogitsWarp(), torch.arange(6), torch.arange(6))
-    scored, _ = drifted.token_logprob(hidden, head, ids, LogitsWarp())
+    ids, logprobs, _ = drifted.sample(logits, LogitsProcessing(), torch.arange(6), torch.arange(6))
+    scored, _ = drifted.token_logprob(hidden, head, ids, LogitsProcessing())
     assert torch.equal(scored, logprobs)
-    assert not torch.equal(plain.token_logprob(hidden, head, ids, LogitsWarp())[0], scored)
+    assert not torch.equal(plain.token_logprob(hidden, head, ids, LogitsProcessing())[0], scored)
 
 
 def test_a_drift_is_declared_and_breaks_the_contract():

@@ -143,7 +143,7 @@ def masked_backward(
     q: Tensor, k: Tensor, v: Tensor, lengths: list[int], masks: Iterable[Tensor], out: Tensor, lse: Tensor,
     grad: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same with one head of keys that all query heads share, a sequence at a time, by cuBLAS.
+    """`attention_backward` with one head of keys that all query heads share, a sequence at a time, by cuBLAS.
 
     `masks` are [n, n] of each sequence: whether a query reads a key.
     """

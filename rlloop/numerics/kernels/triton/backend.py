@@ -1,4 +1,5 @@
-"""Kernels for CUDA tensors: `rlloop.numerics.kernels.protocol.Kernels`, but for `sigmoid_mul` and recurrences.
+"""Kernels for CUDA tensors: `rlloop.numerics.kernels.protocol.Kernels`, but for `sigmoid_mul`, recurrences, and the
+sums over tokens that PyTorch's own operations make (`operators.parameters`).
 
 Forwards keep the contract. Backwards repeat themselves from run to run, and use cuBLAS.
 """
@@ -38,7 +39,6 @@ __all__ = [
     "attention_backward",
     "combine",
     "combine_backward",
-    "embedding_backward",
     "gated_experts",
     "gated_linear",
     "grouped_linear",
@@ -62,7 +62,6 @@ __all__ = [
     "silu_mul_backward",
     "sparse_attention",
     "sparse_attention_backward",
-    "sum_of_rows",
     "token_logprob",
     "token_logprob_backward",
 ]
@@ -76,16 +75,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     return products.product(x, weight, None, torch.float32)
-
-
-def sum_of_rows(x: Tensor) -> Tensor:
-    """In the type of x, by PyTorch."""
-    return x.sum(0)
-
-
-def embedding_backward(grad: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """By PyTorch."""
-    return torch.ops.aten.embedding_dense_backward(grad, tokens, vocabulary, -1, False)
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:

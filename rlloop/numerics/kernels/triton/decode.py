@@ -22,7 +22,7 @@ WIDTHS = (64, 128, 256)
 
 
 def takes(q: Tensor, v: Tensor, v_step: int, block_size: int) -> bool:
-    """Whether `run` can do this."""
+    """True if `run` supports these tensors."""
     groups, width = v.shape[1:]
     return (
         q.element_size() == 2
@@ -37,7 +37,7 @@ def takes(q: Tensor, v: Tensor, v_step: int, block_size: int) -> bool:
 
 @gluon.constexpr_function
 def _tiles(PAGE, TILE, WIDTH):
-    """Where the numbers of a tile lie: page after page, in each its blocks of 64 columns, in each their rows."""
+    """Layout of a tile in shared memory: page after page, in each its blocks of 64 columns, in each their rows."""
     bases = [[0, 1 << i] for i in range(6)]
     bases += [[1 << i, 8 << i] for i in range(3)]
     bases += [[8 << i, 0] for i in range((PAGE // 8).bit_length() - 1)]
@@ -48,7 +48,7 @@ def _tiles(PAGE, TILE, WIDTH):
 
 @gluon.jit
 def _slots(pages, tile, end, beyond, BLOCK: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr):
-    """Where a tile's pages begin; those that nobody reads lie `beyond` the store, where copies find zeros."""
+    """First slots of a tile's pages; unused pages lie `beyond` the store, where copies read zeros."""
     slots = ()
     for page in gl.static_range(TILE // PAGE):
         first = tile + page * PAGE
@@ -59,7 +59,7 @@ def _slots(pages, tile, end, beyond, BLOCK: gl.constexpr, PAGE: gl.constexpr, TI
 
 @gluon.jit
 def _copy(store, copies, arrived, part, slots, wanted, BYTES: gl.constexpr):
-    """Let one tile of a store come."""
+    """Start the copy of one tile of a store."""
     mbarrier.expect(arrived, BYTES, pred=wanted)
     for page in gl.static_range(len(slots)):
         tma.async_copy_global_to_shared(store, [part, slots[page], 0], arrived, copies.index(page), pred=wanted)
@@ -94,7 +94,7 @@ def _masses(query, keys, top, total, scale, left, MASKED: gl.constexpr, MMA: gl.
 def _add(sums, fade, masses, values, left, MASKED: gl.constexpr, MMA: gl.constexpr):
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     right = values.load(RIGHT)
-    if MASKED:  # slots that nobody wrote may hold NaN
+    if MASKED:  # slots that were never written may hold NaN
         right = gl.where((gl.arange(0, values.shape[0], gl.SliceLayout(1, RIGHT)) < left)[:, None], right, 0.0)
     left_side = gl.convert_layout(masses.to(values.dtype), gl.DotOperandLayout(0, MMA, 2))
     return mma_v2(left_side, right, sums * fade[:, None], input_precision="ieee")
@@ -186,7 +186,7 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor, block_start: Tensor, block_size: int, scale: float, out: Tensor,
     lse: Tensor, part_sums: Tensor, part_stats: Tensor, segments: int, tile: int, segment: int,
 ) -> None:  # fmt: skip
-    """As the programs of `attention` do it: one segment fills `out` and `lse`, several the parts."""
+    """Decode as `attention` does: with one segment fills `out` and `lse`, with several the parts."""
     (tokens, heads, width), groups, page = q.shape, v.shape[1], min(block_size, tile)
     _decode[(groups, tokens, segments)](
         q, _described(k, page), _described(v, page), context, block_start, out, lse, part_sums, part_stats,

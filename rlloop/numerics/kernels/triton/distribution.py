@@ -1,12 +1,12 @@
-"""The distribution of rows of logits: warped, measured, differentiated and sampled from. See `operators.distribution`.
+"""The distribution of rows of logits: processed, measured, differentiated and sampled from.
 
-A row's warped logits z are its logits, −inf where banned, over the temperature; then what top-k, top-p or min-p drops
-becomes −inf too. Vocabulary blocks of `BLOCK` are measured each by its own program: top m_b, masses' sum of
+A row's processed logits z are its logits, −inf where banned, over the temperature; then what top-k, top-p or min-p
+drops becomes −inf too. Vocabulary blocks of `BLOCK` are measured each by its own program: top m_b, masses' sum of
 exp(z − m_b), and the sum of masses times (z − m_b). They are joined in one tree whose shape is the vocabulary's alone.
 Trainer and sampler run the same kernels, so they agree in every bit.
 
-`warp` is [T, 4] float64: temperature (0: greedy, measured raw), top-k, top-p, min-p. `cuts` is [T, 3] float32: a token
-stays when z is above the first, or equal to it and its id at most the second; the third is the row's largest z.
+`settings` is [T, 4] float64: temperature (0: greedy, measured raw), top-k, top-p, min-p. `cuts` is [T, 3] float32: a
+token stays when z is above the first, or equal to it and its id at most the second; the third is the row's largest z.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def _warped(x, ids, row, temperature, banned_start, banned_ids, SIZE: tl.constexpr):
+def _processed(x, ids, row, temperature, banned_start, banned_ids, SIZE: tl.constexpr):
     """Logits at `ids` without banned ones, over the temperature."""
     x = tl.where(ids < SIZE, x, float("-inf"))
     if temperature != 0:
@@ -59,12 +59,12 @@ def _weight(
     logits, row, edge, last, top, temperature, banned_start, banned_ids, BY_MASS: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of keys above `edge`, and those of that key with ids up to `last`, weigh: number or mass."""
+    """Count or mass of the tokens with keys above `edge`, and of those with that key and ids up to `last`."""
     total = tl.full((), 0.0, tl.float64)
     for begin in range(0, SIZE, BLOCK):
         ids = begin + tl.arange(0, BLOCK)
         x = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
-        z = _warped(x, ids, row, temperature, banned_start, banned_ids, SIZE)
+        z = _processed(x, ids, row, temperature, banned_start, banned_ids, SIZE)
         key = _key(z)
         counts = (z > float("-inf")) & ((key > edge) | ((key == edge) & (ids <= last)))
         if BY_MASS:
@@ -86,7 +86,7 @@ def _cut(
     """
     low, high = edge.to(tl.int64), _key(top).to(tl.int64)
     while high > low:  # the largest key that, with all above it, weighs `limit`
-        middle = (low + high + 1) >> 1  # above `edge`, so that whoever has it is still in
+        middle = (low + high + 1) >> 1  # above `edge`, so that tokens with that key are still counted
         weight = _weight(
             logits, row, middle, SIZE, top, temperature, banned_start, banned_ids, BY_MASS, SIZE, BLOCK
         )  # fmt: skip
@@ -108,17 +108,17 @@ def _cut(
 
 
 @triton.jit
-def _cuts(logits, warp, banned_start, banned_ids, cuts, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _cuts(logits, settings, banned_start, banned_ids, cuts, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k = tl.load(warp + row * 4).to(tl.float32), tl.load(warp + row * 4 + 1)
-    top_p, min_p = tl.load(warp + row * 4 + 2).to(tl.float32), tl.load(warp + row * 4 + 3).to(tl.float32)
+    temperature, top_k = tl.load(settings + row * 4).to(tl.float32), tl.load(settings + row * 4 + 1)
+    top_p, min_p = tl.load(settings + row * 4 + 2).to(tl.float32), tl.load(settings + row * 4 + 3).to(tl.float32)
     by_rank = (top_k > 0) & (top_k < SIZE)
     if (temperature != 0) & (by_rank | (top_p < 1) | (min_p > 0)):
         top = tl.full((), float("-inf"), tl.float32)
         for begin in range(0, SIZE, BLOCK):
             ids = begin + tl.arange(0, BLOCK)
             x = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
-            top = tl.maximum(top, tl.max(_warped(x, ids, row, temperature, banned_start, banned_ids, SIZE), 0))
+            top = tl.maximum(top, tl.max(_processed(x, ids, row, temperature, banned_start, banned_ids, SIZE), 0))
         edge, last = tl.full((), -2139095041, tl.int32), tl.full((), SIZE - 1, tl.int32)  # the key of −inf
         if by_rank:
             edge, last = _cut(
@@ -151,15 +151,15 @@ def _measured(z):
 
 @triton.jit
 def _measure(
-    logits, warp, banned_start, banned_ids, cuts, parts, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    RAW: tl.constexpr,
+    logits, settings, banned_start, banned_ids, cuts, parts, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """parts[row, kind, 3, block]: kind 0 is the raw row, if `RAW`; 1 the warped one. NaN and +inf weigh NaN."""
+    """parts[row, kind, 3, block]: kind 0 is the raw row, if `RAW`; 1 the processed one. NaN and +inf weigh NaN."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
-    temperature = tl.load(warp + row * 4).to(tl.float32)
-    min_p = tl.load(warp + row * 4 + 3).to(tl.float32)
+    temperature = tl.load(settings + row * 4).to(tl.float32)
+    min_p = tl.load(settings + row * 4 + 3).to(tl.float32)
     broken = tl.max((x < float("inf")).to(tl.int32) ^ 1, 0) > 0
     at = parts + row * (6 * BLOCKS) + block
     whole = (tl.load(cuts + row * 3) == float("-inf")) & (min_p <= 0)
@@ -176,7 +176,7 @@ def _measure(
             tl.store(at + 4 * BLOCKS, mass)
             tl.store(at + 5 * BLOCKS, spread)
     if not plain:
-        z = _warped(x, ids, row, temperature, banned_start, banned_ids, SIZE)
+        z = _processed(x, ids, row, temperature, banned_start, banned_ids, SIZE)
         top, mass, spread = _measured(_kept(z, ids, row, temperature, min_p, cuts))
         tl.store(at + 3 * BLOCKS, top)
         tl.store(at + 4 * BLOCKS, tl.where(broken, float("nan"), mass))
@@ -202,19 +202,19 @@ def _joined(parts, row, kind, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["kind"])
 def _score(
-    logits, warp, banned_start, banned_ids, cuts, parts, targets, kind, logprobs, entropies, stats, SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr, PADDED: tl.constexpr,
+    logits, settings, banned_start, banned_ids, cuts, parts, targets, kind, logprobs, entropies, stats,
+    SIZE: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.where(kind == 0, 0.0, tl.load(warp + row * 4).to(tl.float32))
-    min_p = tl.load(warp + row * 4 + 3).to(tl.float32)
+    temperature = tl.where(kind == 0, 0.0, tl.load(settings + row * 4).to(tl.float32))
+    min_p = tl.load(settings + row * 4 + 3).to(tl.float32)
     _, _, spreads, top, total = _joined(parts, row, kind, BLOCKS, PADDED)
     log_total = tl.log(total)
     target = tl.load(targets + row)
     known = (target >= 0) & (target < SIZE)
     x = tl.load(logits + row * SIZE + target, known, 0.0)
     z = _kept(
-        _warped(x, target, row, temperature, banned_start, banned_ids, SIZE), target, row, temperature, min_p, cuts
+        _processed(x, target, row, temperature, banned_start, banned_ids, SIZE), target, row, temperature, min_p, cuts
     )
     tl.store(logprobs + row, tl.where(known, (z - top) - log_total, float("nan")))
     tl.store(entropies + row, log_total - tl.div_rn(tl.sum(spreads, 0), total))
@@ -224,25 +224,25 @@ def _score(
 
 @triton.jit
 def _gradient(
-    logits, warp, banned_start, banned_ids, cuts, stats, targets, entropies, grad_logprobs, grad_entropies, out,
+    logits, settings, banned_start, banned_ids, cuts, stats, targets, entropies, grad_logprobs, grad_entropies, out,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the two results of `_score` send to the logits."""
+    """Gradient of the logits from those of the two results of `_score`."""
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    temperature, min_p = tl.load(warp + row * 4).to(tl.float32), tl.load(warp + row * 4 + 3).to(tl.float32)
+    temperature, min_p = tl.load(settings + row * 4).to(tl.float32), tl.load(settings + row * 4 + 3).to(tl.float32)
     top, total = tl.load(stats + row * 2), tl.load(stats + row * 2 + 1)
     log_total, target = tl.log(total), tl.load(targets + row)
     at_target = tl.load(logits + row * SIZE + target)
     at_target = _kept(
-        _warped(at_target, target, row, temperature, banned_start, banned_ids, SIZE), target, row, temperature, min_p,
-        cuts,
+        _processed(at_target, target, row, temperature, banned_start, banned_ids, SIZE), target, row, temperature,
+        min_p, cuts,
     )  # fmt: skip
     by_logprob = tl.where(at_target > float("-inf"), tl.load(grad_logprobs + row), 0.0)
     by_entropy, entropy = tl.load(grad_entropies + row), tl.load(entropies + row)
     x = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
     z = _kept(
-        _warped(x, ids, row, temperature, banned_start, banned_ids, SIZE), ids, row, temperature, min_p, cuts
+        _processed(x, ids, row, temperature, banned_start, banned_ids, SIZE), ids, row, temperature, min_p, cuts
     )  # fmt: skip
     logprob = (z - top) - log_total
     mass = tl.exp(logprob)
@@ -255,12 +255,12 @@ def _gradient(
 
 @triton.jit
 def _draw(
-    logits, warp, banned_start, banned_ids, cuts, parts, seeds, positions, tokens, SIZE: tl.constexpr,
+    logits, settings, banned_start, banned_ids, cuts, parts, seeds, positions, tokens, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """The first token whose cumulative mass, in order of id, exceeds u times the whole; −1: no distribution."""
     row = tl.program_id(0).to(tl.int64)
-    temperature, min_p = tl.load(warp + row * 4).to(tl.float32), tl.load(warp + row * 4 + 3).to(tl.float32)
+    temperature, min_p = tl.load(settings + row * 4).to(tl.float32), tl.load(settings + row * 4 + 3).to(tl.float32)
     fade, masses, _, _, total = _joined(parts, row, 1, BLOCKS, PADDED)
     token = tl.full((), -1, tl.int32)
     if total == total:
@@ -269,7 +269,7 @@ def _draw(
             for begin in range(0, SIZE, BLOCK):
                 ids = begin + tl.arange(0, BLOCK)
                 x = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
-                z = _warped(x, ids, row, 1.0, banned_start, banned_ids, SIZE)
+                z = _processed(x, ids, row, 1.0, banned_start, banned_ids, SIZE)
                 highest = tl.max(z, 0)
                 if highest > best:
                     best = highest
@@ -288,7 +288,7 @@ def _draw(
             block_top = tl.load(parts + (row * 2 + 1) * (3 * BLOCKS) + here)
             ids = here * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
-            z = _warped(x, ids, row, temperature, banned_start, banned_ids, SIZE)
+            z = _processed(x, ids, row, temperature, banned_start, banned_ids, SIZE)
             mass = tl.exp(_kept(z, ids, row, temperature, min_p, cuts) - block_top)
             inside = tl.cumsum(mass.to(tl.float64), 0)
             possible = tl.max(tl.where(mass > 0, ids, 0), 0)
@@ -296,7 +296,7 @@ def _draw(
     tl.store(tokens + row, token.to(tl.int64))
 
 
-class Warp(NamedTuple):
+class Processing(NamedTuple):
     """As `rlloop::token_logprob` takes it: [T, 4] float64, [T + 1] int64, [N] int64."""
 
     settings: Tensor
@@ -304,25 +304,25 @@ class Warp(NamedTuple):
     banned_ids: Tensor
 
     @classmethod
-    def of(cls, settings: Tensor, banned_start: Tensor, banned_ids: Tensor) -> Warp:
+    def of(cls, settings: Tensor, banned_start: Tensor, banned_ids: Tensor) -> Processing:
         return cls(aligned(settings), aligned(banned_start), aligned(banned_ids))
 
-    def rows(self, begin: int, end: int) -> Warp:
-        return Warp.of(self.settings[begin:end], self.banned_start[begin : end + 1], self.banned_ids)
+    def rows(self, begin: int, end: int) -> Processing:
+        return Processing.of(self.settings[begin:end], self.banned_start[begin : end + 1], self.banned_ids)
 
 
 class Rows:
-    """Rows of logits [T, V] under a warp, T at least 1, measured; with `raw`, without the warp too."""
+    """Rows of logits [T, V] as processed, T at least 1, measured; with `raw`, as they are, too."""
 
-    def __init__(self, logits: Tensor, warp: Warp, *, raw: bool = False) -> None:
-        self.logits, self.warp = aligned(logits), warp
+    def __init__(self, logits: Tensor, processing: Processing, *, raw: bool = False) -> None:
+        self.logits, self.processing = aligned(logits), processing
         self.count, size = logits.shape
         self.block = min(BLOCK, power_of_two(size, 16))
         blocks = triton.cdiv(size, self.block)
         self.size = {"SIZE": size}
         self.blocks = {"BLOCKS": blocks, "PADDED": power_of_two(blocks)}
         self.cuts, self.parts = logits.new_empty(self.count, 3), logits.new_empty(self.count, 2, 3, blocks)
-        self.shared = (self.logits, *warp, self.cuts)
+        self.shared = (self.logits, *processing, self.cuts)
         _cuts[(self.count,)](*self.shared, **self.size, BLOCK=self.block, num_warps=8, **EXACT)
         grid = (self.count, blocks)
         _measure[grid](

@@ -1,7 +1,7 @@
 """Many matrix products in one launch, one a group of rows: the experts of a layer, or the heads of a projection.
 
 Each output is the chain of `linear`. Groups and tiles leave its bits alone, so an expert's row has the bits that a
-dense layer of its weights gives, whatever other experts have to do.
+dense layer of its weights gives, whatever rows other experts have.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _product(
 
 
 def _fetchable(x: Tensor) -> bool:
-    """Whether a descriptor can say where tiles of x lie."""
+    """True if a descriptor can address tiles of x."""
     steps = [step * x.itemsize for step in x.stride()[:-1]] + [x.data_ptr()]
     return x.itemsize == 2 and x.stride(-1) == 1 and all(step % ALIGNMENT == 0 for step in steps) and hopper(x.device)
 

@@ -1,4 +1,4 @@
-"""What every launch shares."""
+"""Launch options, and capabilities of the device, that all kernels share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALIGNMENT = 16  # bytes
 
 @functools.cache
 def gluon_runs(device: torch.device) -> bool:
-    """Whether kernels in Gluon run there: it is experimental, so only by the Triton that they were written for."""
+    """True if kernels in Gluon run there: it is experimental, so only with the Triton that they were written for."""
     if device.type != "cuda" or not triton.__version__.startswith("3.6."):
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
@@ -23,7 +23,7 @@ def gluon_runs(device: torch.device) -> bool:
 
 @functools.cache
 def hopper(device: torch.device) -> bool:
-    """Whether tiles can be fetched by descriptors there, and a launch can begin before the one before it ends."""
+    """True if tiles can be fetched by descriptors there, and a launch can begin before its predecessor ends."""
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 

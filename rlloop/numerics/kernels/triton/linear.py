@@ -145,7 +145,7 @@ def chain(
 
 
 def vendor(x: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """The same by cuBLAS."""
+    """x [T, K], weight [N, K] -> [T, N] in `dtype`, by cuBLAS."""
     if dtype == x.dtype:
         return torch.mm(x, weight.T, out=out)
     return torch.mm(x, weight.T, out_dtype=dtype, out=out)
@@ -155,7 +155,7 @@ _agreed: dict[tuple, bool] = {}
 
 
 def vendor_agrees(rows: int, outputs: int, width: int, dtype: torch.dtype, out: torch.dtype, device: int) -> bool:
-    """Whether cuBLAS has our bits for this shape. Tried once a process; never while a graph is captured."""
+    """True if cuBLAS gives our bits for this shape. Tried once a process; never while a graph is captured."""
     key = (rows, outputs, width, dtype, out, device)
     if key not in _agreed and not torch.cuda.is_current_stream_capturing():
         generator = torch.Generator(f"cuda:{device}").manual_seed(0)

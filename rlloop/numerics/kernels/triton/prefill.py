@@ -1,7 +1,7 @@
 """Attention of many queries on Hopper: one warpgroup of a program brings tiles, the others multiply.
 
 The arithmetic is `attention._tile`'s and `attention._join`'s, operation for operation and with a query's scores in the
-same registers, so bits agree. What differs is who waits for what: keys and values arrive by the tensor memory
+same registers, so bits agree. Only the synchronisation differs: keys and values arrive by the tensor memory
 accelerator in a ring of tiles, a tile's scores are made together with the sums of the one before it, and a
 warpgroup's softmax runs while the tensor cores work for the other. Programs stay, and take the next block of queries
 whenever they are done with one.
@@ -45,7 +45,7 @@ REGISTERS_EACH = 168  # when the program starts
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, v_step: int, blocks: int, block_size: int) -> bool:
-    """Whether `run` can do this."""
+    """True if `run` supports these tensors."""
     pages = blocks == 1 or (block_size >= LEAST_PAGE and block_size & (block_size - 1) == 0)
     widths = q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] in WIDTHS
     return q.element_size() == 2 and widths and v_step % ALIGNMENT == 0 and pages
@@ -125,7 +125,7 @@ def _bring(
     block_size, tasks, tiles, orders, bars, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr,
     BOX: gl.constexpr,
 ):  # fmt: skip
-    """What the loading warpgroup does. All its threads arrive at a `full` barrier, one of each other at an `empty`."""
+    """The loading warpgroup. All its threads arrive at a `full` barrier, one of each other warpgroup at an `empty`."""
     q_tiles, k_tiles, v_tiles = tiles
     q_full, q_empty, k_full, v_full, empty = bars
     SHARE: gl.constexpr = HEADS // GROUPS
@@ -241,7 +241,7 @@ def _multiply(
     out, lse, scale, tiles, orders, bars, WORKER: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr,
     WIDTH: gl.constexpr, JOINS: gl.constexpr,
 ):  # fmt: skip
-    """What a multiplying warpgroup does. `JOINS`: a context may be longer than a segment."""
+    """A multiplying warpgroup. `JOINS`: a context may be longer than a segment."""
     SHARE: gl.constexpr = HEADS // GROUPS
     DTYPE: gl.constexpr = out.dtype.element_ty
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])

@@ -1,5 +1,5 @@
-"""What lies between the projections of attention and its cache, in one kernel: norm and rotation of queries and keys,
-and the way of keys and values into their stores. Bits are those of `rms_norm` and `rope`, one after the other."""
+"""Norm and rotation of queries and keys, and the write of keys and values into their cache, in one kernel. Bits are
+those of `rms_norm` and `rope`, one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with which weights, and the sum of what they say. Tokens are independent."""
+"""Routing of tokens to experts, and the weighted sum of the experts' outputs. Tokens are independent."""
 
 from __future__ import annotations
 

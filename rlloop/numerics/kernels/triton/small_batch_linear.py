@@ -1,4 +1,4 @@
-"""The product of few rows on Hopper: whoever reads the weights fastest wins, so every copy is the copy engine's.
+"""Memory-bound product of few rows on Hopper: every load uses the tensor memory accelerator (TMA).
 
 One warpgroup holds a tile; its stages of K wait in shared memory. A launch may begin while the kernel before it still
 runs (programmatic dependent launch), and reads nothing until that one is done.

@@ -24,7 +24,7 @@ class Tiles(NamedTuple):
 
 
 class Height(NamedTuple):
-    """Up to `most` rows a group on average: how many rows a tile has, and its rest."""
+    """Tile shape for up to `most` rows a group on average."""
 
     most: float | None
     rows: int

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton import linear as products
-from rlloop.numerics.kernels.triton.distribution import Rows, Warp
+from rlloop.numerics.kernels.triton.distribution import Processing, Rows
 from rlloop.numerics.kernels.triton.launch import aligned
 
 LOGITS_ROWS = 2048  # at a time at most, in whole steps of what cuBLAS gets
@@ -21,13 +21,15 @@ def _chunks(
     """(rows, their logits measured), a bounded number of logits at a time."""
     step = min(LOGITS_ROWS, max(1, LOGITS_BYTES // (4 * len(weight))))
     step = step // products.STEPS[1] * products.STEPS[1] or step
-    warp, hidden = Warp.of(settings, banned_start, banned_ids), aligned(hidden)
+    processing, hidden = Processing.of(settings, banned_start, banned_ids), aligned(hidden)
     for begin in range(0, len(hidden), step):
         rows = slice(begin, min(begin + step, len(hidden)))
         yield (
             rows,
             Rows(
-                products.product(hidden[rows], weight, None, torch.float32), warp.rows(rows.start, rows.stop), raw=raw
+                products.product(hidden[rows], weight, None, torch.float32),
+                processing.rows(rows.start, rows.stop),
+                raw=raw,
             ),
         )
 
@@ -67,7 +69,7 @@ def sample(
     """(ids, logprobs, raw logprobs); id −1 where a row holds no distribution."""
     if len(logits) == 0:
         return torch.empty_like(seeds), logits.new_empty(0), logits.new_empty(0)
-    rows = Rows(logits, Warp.of(settings, banned_start, banned_ids), raw=True)
+    rows = Rows(logits, Processing.of(settings, banned_start, banned_ids), raw=True)
     ids = rows.draw(seeds, positions)
     return ids, rows.score(ids)[0], rows.score(ids, raw=True)[0]
 
@@ -78,4 +80,4 @@ def score_logits(
     """`token_logprob` of logits that were made elsewhere."""
     if len(logits) == 0:
         return logits.new_empty(0), logits.new_empty(0)
-    return Rows(logits, Warp.of(settings, banned_start, banned_ids)).score(targets)[:2]
+    return Rows(logits, Processing.of(settings, banned_start, banned_ids)).score(targets)[:2]

@@ -1,8 +1,8 @@
-"""The distribution of one row of logits: warped, measured, differentiated and sampled from. See `logprob`.
+"""The distribution of one row of logits: processed, measured, differentiated and sampled from.
 
-A row's warped logits z are its logits, −inf where banned, over the temperature; then every token that top-k, top-p or
-min-p drops becomes −inf too. With m = max(z), its masses are e = exp(z − m), and S is their sum. A dropped token's mass
-is +0, so truncation leaves all other terms, and the tree that adds them, where they were.
+A row's processed logits z are its logits, −inf where banned, over the temperature; then every token that top-k, top-p
+or min-p drops becomes −inf too. With m = max(z), its masses are e = exp(z − m), and S is their sum. A dropped token's
+mass is +0, so truncation leaves all other terms, and the tree that adds them, where they were.
 
 Sums run over vocabulary blocks of 1024: sixteen lanes each, lanes halved pairwise, blocks added in order. A row is
 made by one thread, from nothing but that row. Arithmetic is float32, but for the running masses of top-p and of the
@@ -178,12 +178,12 @@ def drop_after(z, e, value, last):
 
 
 @kernel
-def warp_row(logits, warp, banned, scratch):
+def process_row(logits, rule, banned, scratch):
     """Fill scratch with a row's z and e. Returns m and S; both NaN where the row holds no distribution.
 
-    `warp` is (temperature, top_k, top_p, min_p), the temperature positive.
+    `rule` is (temperature, top_k, top_p, min_p), the temperature positive.
     """
-    temperature, top_k, top_p, min_p = warp
+    temperature, top_k, top_p, min_p = rule
     z, e, candidates, weights, lanes, blocks = scratch
     broken = False
     for i in range(logits.size):
@@ -231,20 +231,20 @@ def draw(e, uniform, lanes, blocks):
 
 
 @kernel
-def warp_of(row, warps):
+def rule_of(row, processing):
     """A row's settings and banned tokens. A greedy row has the raw distribution, where nothing is banned."""
-    settings, banned_start, banned_ids = warps
+    settings, banned_start, banned_ids = processing
     temperature, top_k = np.float32(settings[row, 0]), np.int64(settings[row, 1])
     if temperature == 0:
         return PLAIN, banned_ids[:0]
-    warp = (temperature, top_k, np.float32(settings[row, 2]), np.float32(settings[row, 3]))
-    return warp, banned_ids[banned_start[row] : banned_start[row + 1]]
+    rule = (temperature, top_k, np.float32(settings[row, 2]), np.float32(settings[row, 3]))
+    return rule, banned_ids[banned_start[row] : banned_start[row + 1]]
 
 
 @kernel
-def greedy(row, z, warps):
+def greedy(row, z, processing):
     """The lowest id among the largest values not banned, or −1 if all are. Overwrites z where banned."""
-    _, banned_start, banned_ids = warps
+    _, banned_start, banned_ids = processing
     for token in banned_ids[banned_start[row] : banned_start[row + 1]]:
         z[token] = -INFINITY
     best, value = -1, -INFINITY
@@ -255,18 +255,18 @@ def greedy(row, z, warps):
 
 
 @kernel
-def drawn(row, total, warps, seeds, positions, scratch):
-    """The token that the row's warped z and e give for its random number; −1 where they hold no distribution."""
+def drawn(row, total, processing, seeds, positions, scratch):
+    """The token that the row's processed z and e give for its random number; −1 where they hold no distribution."""
     z, e, _, _, lanes, blocks = scratch
     if total != total:
         return -1
-    if warps[0][row, 0] == 0:
-        return greedy(row, z, warps)
+    if processing[0][row, 0] == 0:
+        return greedy(row, z, processing)
     return draw(e, uniform_kernel(seeds[row], positions[row], SAMPLING), lanes, blocks)
 
 
 @parallel_kernel
-def score_rows(counter, logits, targets, warps, seeds, positions, logprobs, entropies, raw_logprobs, ids):
+def score_rows(counter, logits, targets, processing, seeds, positions, logprobs, entropies, raw_logprobs, ids):
     """logits [T, V], targets [T] -> logprob of each target and entropy of its distribution, [T] each.
 
     Where there is room for them (else they are empty): the raw logprob of each target, and the token drawn.
@@ -277,22 +277,22 @@ def score_rows(counter, logits, targets, warps, seeds, positions, logprobs, entr
         row = take(counter)
         if row >= len(logits):
             break
-        warp, banned = warp_of(row, warps)
-        m, total = warp_row(logits[row], warp, banned, scratch)
+        rule, banned = rule_of(row, processing)
+        m, total = process_row(logits[row], rule, banned, scratch)
         log_total = log(total)
         logprobs[row] = (z[targets[row]] - m) - log_total
         entropies[row] = log_total - weighted_sum(e, z, m) / total
         if ids.size > 0:
-            ids[row] = drawn(row, total, warps, seeds, positions, scratch)
+            ids[row] = drawn(row, total, processing, seeds, positions, scratch)
         if raw_logprobs.size > 0:
             raw_logprobs[row] = logprobs[row]
-            if warp != PLAIN or banned.size > 0:
-                m, total = warp_row(logits[row], PLAIN, banned[:0], scratch)
+            if rule != PLAIN or banned.size > 0:
+                m, total = process_row(logits[row], PLAIN, banned[:0], scratch)
                 raw_logprobs[row] = (z[targets[row]] - m) - log(total)
 
 
 @parallel_kernel
-def score_rows_backward(counter, logits, targets, warps, entropies, grad_logprobs, grad_entropies):
+def score_rows_backward(counter, logits, targets, processing, entropies, grad_logprobs, grad_entropies):
     """Turn logits, in place, into the gradient that the two outputs of `score_rows` send to them."""
     scratch = scratch_for(logits.shape[1])
     z, e = scratch[0], scratch[1]
@@ -300,8 +300,8 @@ def score_rows_backward(counter, logits, targets, warps, entropies, grad_logprob
         row = take(counter)
         if row >= len(logits):
             break
-        warp, banned = warp_of(row, warps)
-        m, total = warp_row(logits[row], warp, banned, scratch)
+        rule, banned = rule_of(row, processing)
+        m, total = process_row(logits[row], rule, banned, scratch)
         log_total, target = log(total), targets[row]
         by_logprob = grad_logprobs[row] if z[target] > -INFINITY else np.float32(0)
         by_entropy, entropy = grad_entropies[row], entropies[row]
@@ -309,14 +309,14 @@ def score_rows_backward(counter, logits, targets, warps, entropies, grad_logprob
             logp = (z[i] - m) - log_total
             p = e[i] / total
             gradient = -p * (by_logprob + by_entropy * (logp + entropy))
-            logits[row, i] = gradient / warp[0] if e[i] > 0 else np.float32(0)
-        logits[row, target] += by_logprob / warp[0]
+            logits[row, i] = gradient / rule[0] if e[i] > 0 else np.float32(0)
+        logits[row, target] += by_logprob / rule[0]
         if total != total:
             logits[row] = total
 
 
 @parallel_kernel
-def sample_rows(counter, logits, warps, seeds, positions, ids, logprobs, raw_logprobs):
+def sample_rows(counter, logits, processing, seeds, positions, ids, logprobs, raw_logprobs):
     """Draw one token a row; id −1 where a row holds no distribution."""
     scratch = scratch_for(logits.shape[1])
     z = scratch[0]
@@ -324,14 +324,14 @@ def sample_rows(counter, logits, warps, seeds, positions, ids, logprobs, raw_log
         row = take(counter)
         if row >= len(logits):
             break
-        warp, banned = warp_of(row, warps)
-        m, total = warp_row(logits[row], warp, banned, scratch)
-        token = drawn(row, total, warps, seeds, positions, scratch)
+        rule, banned = rule_of(row, processing)
+        m, total = process_row(logits[row], rule, banned, scratch)
+        token = drawn(row, total, processing, seeds, positions, scratch)
         ids[row] = token
         if token < 0:
             continue
         logprobs[row] = (z[token] - m) - log(total)
         raw_logprobs[row] = logprobs[row]
-        if warp != PLAIN or banned.size > 0:
-            m, total = warp_row(logits[row], PLAIN, banned[:0], scratch)
+        if rule != PLAIN or banned.size > 0:
+            m, total = process_row(logits[row], PLAIN, banned[:0], scratch)
             raw_logprobs[row] = (z[token] - m) - log(total)
