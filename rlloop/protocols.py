@@ -223,7 +223,7 @@ class SteppedEngine(Protocol):
         """Tokens that a prompt and its completion may have together."""
         ...
 
-    def add_request(self, prompt: list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
+    def add_request(self, prompt: list[int], sampling: SamplingParams, /, *, top_logprobs: int = 0) -> int:
         """Queue one prompt; returns the id under which `step` will hand out its completion.
 
         Raises `ConfigError` for a request that the engine cannot take.
@@ -234,7 +234,7 @@ class SteppedEngine(Protocol):
         """The tokens of a request in flight, from its `begin`-th on."""
         ...
 
-    def score(self, prompt: list[int], top_logprobs: int = 0) -> PromptScores:
+    def score(self, prompt: list[int], top_logprobs: int = 0, /) -> PromptScores:
         """The logprobs of a prompt's own tokens."""
         ...
 

@@ -38,7 +38,7 @@ class _Job:
     answer: Future[list[Completion]] = field(default_factory=Future)
     scored: int = 0  # prompts
     ids: list[int] = field(default_factory=list)
-    places: dict[int, int] = field(default_factory=dict)  # of the ids
+    index: dict[int, int] = field(default_factory=dict)  # of each id's prompt
     told: dict[int, int] = field(default_factory=dict)  # how many tokens of each request the listener knows
     done: dict[int, Completion] = field(default_factory=dict)
 
@@ -255,17 +255,17 @@ class EngineService:
             self._finish(job, error=VersionUnavailable(have, job.lowest, job.highest))
             return
         if job.score is None or not job.prompts:
-            self._enter(job)
+            self._start(job)
         else:
             self._unscored.append(job)
 
-    def _enter(self, job: _Job) -> None:
+    def _start(self, job: _Job) -> None:
         if job.only_score or not job.prompts:
             none, version = np.zeros(0, np.float32), self._engine.policy_version
             each = zip(job.prompts, job.sampling, strict=True)
-            made = [Completion(prompt, [], none, none, version, "length", params) for prompt, params in each]
-            if all(self._heard(job, place, completion) for place, completion in enumerate(made)):
-                self._finish(job, made)
+            empty = [Completion(prompt, [], none, none, version, "length", params) for prompt, params in each]
+            if all(self._heard(job, index, completion) for index, completion in enumerate(empty)):
+                self._finish(job, empty)
             return
         try:
             for prompt, params in zip(job.prompts, job.sampling, strict=True):
@@ -273,7 +273,7 @@ class EngineService:
         except Exception as error:  # the caller's mistake, by name, or the engine's: neither is anybody else's
             self._fail(job, error)
             return
-        job.places = {request: place for place, request in enumerate(job.ids)}
+        job.index = {request: index for index, request in enumerate(job.ids)}
         self._running.update(dict.fromkeys(job.ids, job))
 
     def _score(self, job: _Job) -> None:
@@ -290,7 +290,7 @@ class EngineService:
             return
         if job.scored == len(prompts):
             self._unscored.remove(job)
-            self._enter(job)
+            self._start(job)
 
     def _step(self) -> None:
         if self._unscored:
@@ -323,7 +323,7 @@ class EngineService:
                 part = part[:-1] if completion.finish_reason == "stop" else part
             job.told[request] = told + len(part.token_ids)
             try:
-                kept = job.listener.made(job.places[request], part) if part.token_ids else None
+                kept = job.listener.made(job.index[request], part) if part.token_ids else None
             except Exception as error:  # belongs to who listens
                 self._fail(job, error)
                 return
@@ -337,13 +337,13 @@ class EngineService:
     def _keep(self, job: _Job, request: int, completion: Completion) -> None:
         self._running.pop(request, None)
         job.done[request] = completion
-        if self._heard(job, job.places[request], completion) and len(job.done) == len(job.ids):
+        if self._heard(job, job.index[request], completion) and len(job.done) == len(job.ids):
             self._finish(job, [job.done[request] for request in job.ids])
 
-    def _heard(self, job: _Job, place: int, completion: Completion) -> bool:
+    def _heard(self, job: _Job, index: int, completion: Completion) -> bool:
         try:
             if job.listener is not None:
-                job.listener.finished(place, completion)
+                job.listener.finished(index, completion)
         except Exception as error:  # belongs to who listens
             self._fail(job, error)
             return False
@@ -351,20 +351,18 @@ class EngineService:
 
     def _change(self, change: Callable[[], Any], answer: Future[Any]) -> None:
         halted, self.halted = self.halted, "a change of weights did not end"
+        result, failure = None, None
         try:
             result = change()
-        except Exception as error:  # belongs to who asked for the change
-            self.halted = halted or self.halted
-            self._changed_weights()
-            answer.set_exception(error)
-        else:
             self.halted = None
-            self._changed_weights()
-            answer.set_result(result)
-
-    def _changed_weights(self) -> None:
+        except Exception as error:  # belongs to who asked for the change
+            self.halted, failure = halted or self.halted, error
         with self._changed:
             self._pause = None
+        if failure is None:
+            answer.set_result(result)
+        else:
+            answer.set_exception(failure)
 
     def _drop(self, cancelled: set[Future[list[Completion]]]) -> None:
         if not cancelled:

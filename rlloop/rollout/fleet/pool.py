@@ -50,7 +50,7 @@ class _Batch:
     prompts: Sequence[list[int]]
     sampling: Sequence[SamplingParams]
     version: int
-    made: list[Completion | None]
+    completions: list[Completion | None]
     done: asyncio.Future[None]
 
 
@@ -59,9 +59,9 @@ class _Chunk:
     """Prompts of a batch that one engine completes in one call."""
 
     batch: _Batch
-    places: list[int]
+    indices: list[int]  # of the batch's prompts
     prefix: bytes
-    made: bool = False
+    done: bool = False
     began: float = 0.0
     hedged: bool = False
     tries: int = 0  # that failed
@@ -69,7 +69,7 @@ class _Chunk:
     refused: dict[Member, Exception] = field(default_factory=dict)  # by which engines: it may be the request's fault
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
 
 class EnginePool:
@@ -179,23 +179,23 @@ class EnginePool:
                 for call, chunk in list(member.calls.items()):
                     if chunk.batch is batch:
                         call.cancel()
-        assert all(made is not None for made in batch.made)
-        return [made for made in batch.made if made is not None]
+        assert all(completion is not None for completion in batch.completions)
+        return [completion for completion in batch.completions if completion is not None]
 
     def _cut(self, batch: _Batch) -> list[_Chunk]:
         """Prompts that begin alike stay together as far as chunks of a good size allow."""
         size = math.ceil(len(batch.prompts) / (max(1, len(self._members.serving())) * self.settings.calls))
         size = min(max(size, 1), self.settings.chunk)
         alike: dict[bytes, list[int]] = {}
-        for place, prompt in enumerate(batch.prompts):
-            alike.setdefault(repr(prompt[: self.settings.affinity]).encode(), []).append(place)
+        for index, prompt in enumerate(batch.prompts):
+            alike.setdefault(repr(prompt[: self.settings.affinity]).encode(), []).append(index)
         chunks: list[_Chunk] = []
-        for prefix, places in alike.items():
+        for prefix, indices in alike.items():
             most = max(size, min(self.settings.together, self.settings.chunk))
-            for start in range(0, len(places), most):
-                part = places[start : start + most]
-                if chunks and len(chunks[-1].places) + len(part) <= size:
-                    chunks[-1].places += part
+            for start in range(0, len(indices), most):
+                part = indices[start : start + most]
+                if chunks and len(chunks[-1].indices) + len(part) <= size:
+                    chunks[-1].indices += part
                 else:
                     chunks.append(_Chunk(batch, part, prefix))
         return chunks
@@ -250,34 +250,34 @@ class EnginePool:
                 others = [each for each in others if len(each.calls) < self.settings.calls]
                 if others and not chunk.hedged and now - chunk.began > after:
                     chunk.hedged = True
-                    self._members.counts["hedged"] += len(chunk.places)
-                    self._members.note("hedged", member, completions=len(chunk.places))
+                    self._members.counts["hedged"] += len(chunk.indices)
+                    self._members.note("hedged", member, completions=len(chunk.indices))
                     self._start(min(others, key=lambda each: each.load), chunk)
 
     async def _call(self, member: Member, chunk: _Chunk) -> None:
         """One chunk at one engine. Raises what kept it from being made."""
         batch = chunk.batch
         try:
-            made = await member.client.generate(
-                [batch.prompts[place] for place in chunk.places],
-                [batch.sampling[place] for place in chunk.places],
+            completions = await member.client.generate(
+                [batch.prompts[index] for index in chunk.indices],
+                [batch.sampling[index] for index in chunk.indices],
                 lowest=batch.version,
                 highest=batch.version,
                 boot=member.boot,
             )
-            if not all(completion.whole for completion in made):
+            if not all(completion.whole for completion in completions):
                 raise Busy("its completions were cut short by a pause")
         except PASSING:
             await asyncio.sleep(0.1)
             raise
-        self._take(member, chunk, made)
+        self._take(member, chunk, completions)
 
     def _ended(self, member: Member, chunk: _Chunk, call: asyncio.Task[None]) -> None:
         """After every call its chunk is done, waits again, or its batch has failed."""
         del member.calls[call]
         failure = asyncio.CancelledError() if call.cancelled() else call.exception()
         try:
-            if failure is not None and not chunk.made and chunk.batch in self._batches:
+            if failure is not None and not chunk.done and chunk.batch in self._batches:
                 self._again(member, chunk, failure)
             self._pump()
         except Exception as error:  # a mistake of ours must not be waited for
@@ -287,20 +287,20 @@ class EnginePool:
         if not batch.done.done():
             batch.done.set_exception(error)
 
-    def _take(self, member: Member, chunk: _Chunk, made: list[Completion]) -> None:
+    def _take(self, member: Member, chunk: _Chunk, completions: list[Completion]) -> None:
         batch = chunk.batch
-        if chunk.made:
+        if chunk.done:
             return  # the other of two hedged calls was first
         origin = member.name if self.settings.origins else None
-        for place, completion in zip(chunk.places, made, strict=True):
-            batch.made[place] = dataclasses.replace(completion, origin=origin)
-        chunk.made = True
-        self._members.counts[f"{member.region}/completions"] += len(made)
+        for index, completion in zip(chunk.indices, completions, strict=True):
+            batch.completions[index] = dataclasses.replace(completion, origin=origin)
+        chunk.done = True
+        self._members.counts[f"{member.region}/completions"] += len(completions)
         for other in self._members.all():
             for call, theirs in list(other.calls.items()):
                 if theirs is chunk and call is not asyncio.current_task():
                     call.cancel()
-        if not batch.done.done() and all(each is not None for each in batch.made):
+        if not batch.done.done() and all(each is not None for each in batch.completions):
             batch.done.set_result(None)
 
     def _again(self, member: Member, chunk: _Chunk, failure: BaseException) -> None:
@@ -329,8 +329,8 @@ class EnginePool:
             )
         chunk.hedged = False
         self._queue.insert(0, chunk)
-        self._members.counts["reissued"] += len(chunk.places)
-        self._members.note("reissued", member, completions=len(chunk.places), why=why[:500])
+        self._members.counts["reissued"] += len(chunk.indices)
+        self._members.note("reissued", member, completions=len(chunk.indices), why=why[:500])
 
 
 async def _run(work: Callable[[], T]) -> T:
