@@ -68,8 +68,8 @@ def main() -> None:
         seen: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(args.rounds + 1):
             for way, times in seen.items():
-                witness = None if way == WAYS[0] else lambda way=way: RedrawRecord(draws=way == WAYS[2])
-                StepBatch.redraw_record = lambda self, redraws, make=witness: make and make()  # pyright: ignore
+                record = None if way == WAYS[0] else lambda way=way: RedrawRecord(draws=way == WAYS[2])
+                StepBatch.redraw_record = lambda self, redraws, make=record: make and make()  # pyright: ignore
                 began = time.perf_counter()
                 trainer.forward_backward(batch, get_loss("grpo"))
                 if args.device != "cpu":

@@ -1,15 +1,15 @@
-r"""A trainer that is not rlloop's uses rlloop's fleet: publish weights, sample with exact logprobs, learn, again.
+r"""Another trainer on rlloop's fleet: publish weights, sample with exact logprobs, learn, repeat.
 
-The model and the optimizer here are transformers' and torch's; of rlloop there are the fleet's servers alone, spoken to
-over HTTP. First the servers, each in a terminal of its own (docs/fleet.md says more):
+Model and optimizer are transformers' and torch's; from rlloop come only the fleet's servers, over HTTP. Start the
+servers, each in a terminal of its own (see docs/fleet.md):
 
     rlloop serve trainer --store weights --signing-key key --run-id mine --port 7000
     rlloop serve engine --model MODEL --store http://127.0.0.1:7000 --public-key key.pub --join http://127.0.0.1:7000 \
         --token-file key.token
     RLLOOP_TOKEN=$(cat key.token) python examples/foreign_trainer.py MODEL http://127.0.0.1:7000
 
-The trainer's server makes key.token. MODEL is a Hugging Face folder of a model that rlloop knows. The reward here is
-for tokens of even id.
+The trainer's server writes key.token. MODEL is a Hugging Face folder of a family that rlloop supports. The reward is
+the share of tokens with an even id.
 """
 
 from __future__ import annotations
@@ -39,12 +39,10 @@ def main(folder: str, url: str, steps: int = 5, lr: float = 3e-3) -> list[float]
         for step in range(steps):
             weights = {name: tensor.detach().contiguous() for name, tensor in model.named_parameters()}
             sync = fleet.post("/fleet/publish", params={"step": step}, content=save(weights)).raise_for_status().json()
-            made = sample(fleet, step, model.config.vocab_size)
-            reward_NG = np.array(
-                [[np.mean([id % 2 == 0 for id in each.token_ids]) for each in group] for group in made]
-            )
+            groups = sample(fleet, step, model.config.vocab_size)
+            reward_NG = np.array([[reward(each.token_ids) for each in group] for group in groups])
             advantage_NG = reward_NG - reward_NG.mean(axis=1, keepdims=True)
-            gap = learn(model, optimizer, made, advantage_NG)
+            gap = learn(model, optimizer, groups, advantage_NG)
             rewards.append(float(reward_NG.mean()))
             print(
                 f"step {step}: reward {rewards[-1]:.3f}, {sync.get('sync/wire_bytes', 0):,.0f} bytes on the wire, "
@@ -55,7 +53,7 @@ def main(folder: str, url: str, steps: int = 5, lr: float = 3e-3) -> list[float]
 
 
 def sample(fleet: httpx.Client, step: int, vocabulary: int) -> list[list[Completion]]:
-    """`GROUP` completions of each prompt, by weights of exactly this step."""
+    """`GROUP` completions of each prompt, sampled with the weights of exactly this step."""
     random = np.random.default_rng(step)
     prompts = [random.integers(3, vocabulary, 4).tolist() for _ in range(PROMPTS)]
     each = [prompt for prompt in prompts for _ in range(GROUP)]
@@ -71,11 +69,11 @@ def reward(token_ids: list[int]) -> float:
 
 
 def learn(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, made: list[list[Completion]], advantage_NG: np.ndarray
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[Completion]], advantage_NG: np.ndarray
 ) -> float:
-    """One REINFORCE step. Returns the largest difference between sampled and recomputed logprobs: of another trainer's
-    arithmetic, so it is not 0; that is what rlloop's own trainer is for."""
-    flat = [completion for group in made for completion in group]
+    """One REINFORCE step. Returns the largest difference between sampled and recomputed logprobs, which is not 0: this
+    trainer's arithmetic is not the engine's."""
+    flat = [completion for group in groups for completion in group]
     ids_ST = torch.tensor([[*each.prompt_ids, *each.token_ids] for each in flat])
     begin = len(flat[0].prompt_ids)
     logits = model(ids_ST).logits[:, begin - 1 : -1].float()

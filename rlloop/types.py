@@ -1,4 +1,4 @@
-"""The nouns of the loop. Light on purpose: numpy, but neither torch, ray nor vllm."""
+"""Data types of the loop. Imports numpy, but neither torch, ray nor vllm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from rlloop.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "abort"]
-WHOLE: tuple[FinishReason, ...] = ("stop", "length")  # what ends a completion that may be trained
+WHOLE: tuple[FinishReason, ...] = ("stop", "length")  # reasons after which a completion may be trained
 
 
 def _whole(value: Any) -> bool:
@@ -20,26 +20,26 @@ def _whole(value: Any) -> bool:
 
 
 def is_ids(given: Any) -> bool:
-    """Whether it is a list of whole numbers. Others would be cut to whole ones on their way into a tensor."""
-    found = np.asarray(given)
-    return found.ndim == 1 and (found.dtype.kind in "iu" or not len(found))
+    """True for a flat list of whole numbers. A tensor would truncate other numbers silently."""
+    array = np.asarray(given)
+    return array.ndim == 1 and (array.dtype.kind in "iu" or not len(array))
 
 
 @dataclass(frozen=True)
 class ContentSpan:
-    """Placeholder tokens [start, end) that stand for something other than text, such as an image."""
+    """Placeholder tokens [start, end) that stand for content other than text, such as an image."""
 
     start: int
     end: int
-    digest: str  # of the content: what caches tell equal placeholders apart by
+    digest: str  # of the content: caches tell equal placeholders apart by it
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """What a model reads: token ids, the position of each for the rope, and what placeholder tokens stand for.
+    """Input of a model: token ids, their positions for the rope, and the content that placeholder tokens stand for.
 
-    A plain `list[int]` is taken wherever a `ModelInput` is: text, at positions 0, 1, 2, ... Tokens that follow an input
-    go on from its largest position + 1. Attention masks and cache slots go by a token's index, never by its position.
+    A plain `list[int]` is accepted wherever a `ModelInput` is: text at positions 0, 1, 2, ... Tokens that follow an
+    input continue from its largest position + 1. Attention masks, cache slots and random numbers go by a token's index.
 
     Raises `ConfigError` for positions of another length than the tokens, or spans outside of them.
 
@@ -70,7 +70,7 @@ class ModelInput:
 
     @classmethod
     def from_ids(cls, token_ids: Sequence[int]) -> ModelInput:
-        """A text."""
+        """Text, at positions 0, 1, 2, ..."""
         return cls(list(token_ids))
 
     def __len__(self) -> int:
@@ -78,11 +78,11 @@ class ModelInput:
 
     @property
     def is_text(self) -> bool:
-        """Whether its token ids say it all."""
+        """True for text at positions 0, 1, 2, ..., which token ids alone describe."""
         return self.positions is None and not self.contents
 
     def positions_at(self, begin: int, end: int) -> np.ndarray:
-        """[n] or [axes, n] int64, of tokens `begin` to `end`, those included that follow the input."""
+        """[n] or [axes, n] int64: positions of tokens `begin` to `end`, including tokens that follow the input."""
         if self.positions is None:
             return np.arange(begin, end)
         known, following = self.positions[..., begin:end], np.arange(max(begin, len(self)), end) - len(self)
@@ -90,9 +90,9 @@ class ModelInput:
         return np.concatenate([known, np.broadcast_to(following, (*known.shape[:-1], len(following)))], axis=-1)
 
     def content_key(self, begin: int, end: int) -> bytes:
-        """All that decides what the model makes of tokens `begin` to `end` besides their ids and those before them.
+        """Cache key of tokens `begin` to `end` beside their ids: positions and content digests; b"" for text.
 
-        For keys of caches. b"" where they are text at its usual positions.
+        A cache of keys and values must add the keys of all tokens before.
         """
         if self.is_text:
             return b""
@@ -104,20 +104,22 @@ class ModelInput:
 
 
 def as_model_input(given: ModelInput | Sequence[int]) -> ModelInput:
-    """A plain list of token ids as the text that it is. Ids are checked where they meet a model."""
+    """A list of token ids as a `ModelInput`. Engines and scoring check the ids."""
     return given if isinstance(given, ModelInput) else ModelInput.from_ids(given)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue one prompt.
+    """Sampling settings of one completion.
 
-    The distribution sampled from is: logits, minus the stop tokens while fewer than `min_tokens` were made, divided by
-    `temperature`, cut to `top_k`, then to `top_p` of what is left, then to tokens with at least `min_p` of the top
-    token's probability, and renormalised. Ties are broken by the lower token id everywhere.
+    The distribution sampled from: logits without the stop tokens while there are fewer than `min_tokens`, divided by
+    `temperature`, cut to `top_k`, then to `top_p` of the rest, then to tokens with at least `min_p` of the top token's
+    probability, and renormalised. Ties are broken by the lower token id everywhere.
 
-    Temperature 0 takes the most probable token that is possible. Nothing is sampled then, and the logprobs are the raw
-    ones, at temperature 1 and untruncated, whatever `top_p`, `top_k`, `min_p` and `min_tokens` say, the trainer's too.
+    Temperature 0 takes the most probable allowed token. Nothing is sampled then, and logprobs are the raw ones (at
+    temperature 1, untruncated) whatever `top_p`, `top_k`, `min_p` and `min_tokens` say, in the trainer too.
+
+    Raises `ConfigError` for values outside the ranges below.
 
     Example: `SamplingParams(max_tokens=64, temperature=0.7, top_p=0.95, seed=1)`.
     """
@@ -128,9 +130,9 @@ class SamplingParams:
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 switches it off
     min_p: float = 0.0  # [0, 1]
-    seed: int | None = None  # None: the engine picks one; same seed, same weights, same prompt: same completion
+    seed: int | None = None  # None: the engine picks one; equal seed, weights and prompt give an equal completion
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence ids
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's end-of-sequence ids
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "min_tokens", "top_k", "seed"):
@@ -160,24 +162,24 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens of the vocabulary are impossible (top-k, top-p or min-p)."""
+        """True if top-k, top-p or min-p makes some tokens impossible."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that end a completion: its own stop tokens and, unless it ignores them, the model's."""
+    """Tokens that end a completion: its stop tokens and, unless `ignore_eos`, the model's end-of-sequence ids."""
     return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
 
 
 @dataclass(frozen=True)
 class Alternatives:
-    """The k likeliest tokens at each of T places, the largest logit first, then the lowest id.
+    """The k likeliest tokens in place of each of T tokens, by descending logit, then ascending id.
 
-    An engine that is asked for them gives them beside what it drew (`Engine.add_request(..., top_logprobs=k)`).
+    Engines return them on request (`Engine.add_request(..., top_logprobs=k)`).
     """
 
     token_ids: np.ndarray  # [T, k] int64
-    logprobs: np.ndarray  # [T, k] float32, of the distribution sampled from; −inf for what it makes impossible
+    logprobs: np.ndarray  # [T, k] float32, of the distribution sampled from; −inf for impossible tokens
     raw_logprobs: np.ndarray  # [T, k] float32, at temperature 1 without truncation
 
     def __getitem__(self, places: slice) -> Alternatives:
@@ -185,7 +187,7 @@ class Alternatives:
 
     @classmethod
     def joined(cls, parts: Sequence[Alternatives]) -> Alternatives | None:
-        """One after the other; None for no parts."""
+        """Concatenated; None for no parts."""
         if not parts:
             return None
         names = ("token_ids", "logprobs", "raw_logprobs")
@@ -194,7 +196,7 @@ class Alternatives:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """What a model thinks of a prompt of P tokens: of all but the first one, given those before it."""
+    """Logprobs of a prompt's P tokens but the first, each given those before it."""
 
     logprobs: np.ndarray  # [P - 1] float32, at temperature 1 without truncation: the trainer's `token_logprobs`
     alternatives: Alternatives | None = None  # [P - 1, k], where k > 0 were asked for
@@ -202,7 +204,7 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive tokens of a completion that is being made."""
+    """Consecutive tokens of a completion in progress."""
 
     token_ids: list[int]  # [T]
     logprobs: np.ndarray  # [T] float32
@@ -219,32 +221,32 @@ NOTHING = Part([], np.zeros(0, np.float32), np.zeros(0, np.float32))
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine made of one prompt, with the probabilities that it really sampled with.
+    """An engine's completion of one prompt, with the logprobs it was sampled with.
 
-    Of a greedy completion (temperature 0) `logprobs` and `raw_logprobs` are the same.
+    For a greedy completion (temperature 0) `logprobs` and `raw_logprobs` are equal.
     """
 
     prompt_ids: list[int]
-    token_ids: list[int]  # [T], with the stop token where one ended it; in a conversation also what others said
-    logprobs: np.ndarray  # [T] float32, of the distribution sampled from; T counts what the policy wrote
+    token_ids: list[int]  # [T], the stop token included; in a conversation also the tokens of others
+    logprobs: np.ndarray  # [T] float32, of the distribution sampled from; T counts the policy's tokens alone
     raw_logprobs: np.ndarray  # [T] float32, at temperature 1 without truncation
-    policy_version: int  # the weights that made every token of it
+    policy_version: int  # of the weights that sampled all of its tokens
     finish_reason: FinishReason
     sampling: SamplingParams  # as used: its seed is always set
-    # Of a mixture-of-experts model, for every token that it read (all of prompt and completion but the last one):
-    routed_experts: np.ndarray | None = None  # [tokens, layers, top_k], the smallest unsigned type that holds them
-    turns: tuple[tuple[int, int], ...] | None = None  # [start, end) in token_ids of what the policy wrote; None: all
-    selected: np.ndarray | None = None  # [tokens, layers] int64: digests of the positions that sparse attention read
-    origin: str | None = None  # which engine of several made it: region/address
+    # Experts chosen for every token read: all of prompt and completion but the last one.
+    routed_experts: np.ndarray | None = None  # [tokens, layers, top_k], smallest unsigned type
+    turns: tuple[tuple[int, int], ...] | None = None  # [start, end) in token_ids of the policy's turns; None: all
+    selected: np.ndarray | None = None  # [tokens, layers] int64: digests of the tokens that sparse attention read
+    origin: str | None = None  # region/address of its engine, where there are several
     alternatives: Alternatives | None = None  # [T, k], where they were asked for
-    model_input: ModelInput | None = None  # what prompt_ids alone do not say of the prompt; None: it is text
+    model_input: ModelInput | None = None  # the prompt, where it is more than text; begins with prompt_ids
 
     def part(self, begin: int = 0) -> Part:
-        """Its tokens from the `begin`-th on; for completions of one turn."""
+        """Tokens from the `begin`-th on; for completions of one turn."""
         return Part(self.token_ids, self.logprobs, self.raw_logprobs, self.alternatives)[begin:]
 
     def stopped_at(self, count: int) -> Completion:
-        """Its first `count` tokens, as a completion that ended there; for completions of one turn."""
+        """A completion of the first `count` tokens that stopped there; for completions of one turn."""
         read = len(self.prompt_ids) + count - 1
         return replace(
             self,
@@ -259,34 +261,34 @@ class Completion:
 
     @property
     def written(self) -> Sequence[int]:
-        """[T] Where in `token_ids` the policy's own tokens stand."""
+        """[T] Indices in `token_ids` of the policy's tokens."""
         if self.turns is None:
             return range(len(self.token_ids))
-        return [place for start, end in self.turns for place in range(start, end)]
+        return [index for start, end in self.turns for index in range(start, end)]
 
     @property
     def whole(self) -> bool:
-        """Whether it came to its own end, so that it is a sample of the policy. Nothing else is trained."""
+        """True if it ended by itself or at max_tokens, so that it is a sample of the policy; others are not trained."""
         return self.finish_reason in WHOLE
 
     @property
     def longest_turn(self) -> int:
-        """Tokens of the longest thing that the policy wrote in one go, which `max_tokens` bounds."""
+        """Tokens of the policy's longest turn, which `max_tokens` bounds."""
         return max((end - start for start, end in self.turns or [(0, len(self.token_ids))]), default=0)
 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What a trainer computes anew of completions, from their tokens alone: one array [T] a sample in each."""
+    """The trainer's recomputation of completions from their tokens: one array [T] a sample in each field."""
 
     logprobs: Sequence[np.ndarray]  # float32, of the distribution sampled from
     raw_logprobs: Sequence[np.ndarray] | None = None  # float32, as in `Completion`; None: not computed
-    redrawn: Sequence[np.ndarray] | None = None  # int64: the token that the seed draws there; −1, None: none was drawn
+    redrawn: Sequence[np.ndarray] | None = None  # int64: the tokens that the seeds draw; −1, None: none drawn
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A reward with its named parts. `solved` counts towards `reward/solved` and pass@1."""
+    """A reward with its named components. `solved` counts towards `reward/solved` and pass@1."""
 
     reward: float
     solved: bool = False
@@ -308,14 +310,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion with everything the trainer and the records need to know of it."""
+    """A completion with its example, reward and advantage, for the trainer and the records."""
 
     uid: str  # unique in the run: step/prompt index/group index
     example: Example
     completion: Completion
-    text: str  # the completion, decoded; of a conversation, all that follows its prompt
+    text: str  # the completion, decoded; in a conversation, everything after the prompt
     result: RewardResult
     group: int  # samples of one prompt in one step share it
     advantage: float = 0.0
-    broken: str | None = None  # why its conversation did not come to an end; it is rejected
-    fault: str | None = None  # in what it is not what the engine was asked for
+    broken: str | None = None  # why its conversation did not finish; such a sample is rejected
+    fault: str | None = None  # how it differs from the engine's request

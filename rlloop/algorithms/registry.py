@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlloop.algorithms.advantages import ADVANTAGES, GROUP_RELATIVE
-from rlloop.algorithms.batch import Loss
+from rlloop.algorithms.batch import Loss, LossBatch, LossOutput
 from rlloop.algorithms.corrections import CORRECTIONS, WEIGHING, Correction, corrected, measured, possible
 from rlloop.algorithms.losses import LOSSES
 from rlloop.algorithms.shaping import groups_with_signal, overlong_penalty
@@ -42,12 +42,18 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def get_loss(name: str, **args: Any) -> Loss:
-    """A loss by its name, with arguments other than its defaults: `get_loss("dapo", clip_high=0.3)`."""
+    """A loss by its name, with arguments other than its defaults: `get_loss("dapo", clip_high=0.3)`.
+
+    Raises `ConfigError` for an unknown name, and for an argument that it does not have or that is out of range.
+    """
     return _get("loss", LOSSES, name, args)
 
 
 def get_advantage(name: str, **args: Any) -> Callable[[ArrayLike, ArrayLike], NDArray[np.float64]]:
-    """An estimator by its name: `get_advantage("group_norm", eps=1e-4)(rewards, groups)`."""
+    """An estimator by its name: `get_advantage("group_norm", eps=1e-4)(rewards, groups)`, [n] and [n] to [n].
+
+    Raises `ConfigError` for an unknown name, and for an argument that it does not have or that is out of range.
+    """
     return _get("advantage", ADVANTAGES, name, args)
 
 
@@ -82,7 +88,7 @@ def get_correction(corrections: Mapping[str, Mapping[str, Any] | None]) -> Corre
 def loss_for(algorithm: AlgorithmConfig) -> Loss:
     """The configured loss with its correction, and with the `is/*` statistics where the ratio is known."""
     if isinstance(algorithm.loss, Mapping):
-        loss = resolve(algorithm.loss, "algorithm.loss", ("batch",))
+        loss = _checked(resolve(algorithm.loss, "algorithm.loss", ("batch",)), algorithm.loss["_target_"])
     else:
         loss = get_loss(algorithm.loss, **algorithm.loss_args)
     if algorithm.correction:
@@ -139,13 +145,26 @@ def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int)
         if kl is not None:
             shaped = shaped - algorithm.reward_kl_coef * np.asarray(kl)
         advantages = np.asarray(estimator(shaped, groups), dtype=np.float64)
-        if advantages.shape != shaped.shape:
+        if advantages.shape != shaped.shape or not np.isfinite(advantages).all():
             raise ConfigError(
-                f"algorithm.advantage returned an array of shape {advantages.shape} for rewards of shape {shaped.shape}"
+                f"algorithm.advantage returned {advantages!r:.80} for {len(shaped)} rewards; it must be an array of as "
+                "many finite numbers"
             )
         return advantages.tolist(), keep.tolist()
 
     return estimate
+
+
+def _checked(loss: Loss, path: str) -> Loss:
+    """The loss of one's own, held to what a loss returns."""
+
+    def checked(batch: LossBatch, /) -> LossOutput:
+        output = loss(batch)
+        if not isinstance(output, LossOutput):
+            raise ConfigError(f"{path} returned a {type(output).__name__}; a loss returns a LossOutput(loss, metrics)")
+        return output
+
+    return checked
 
 
 def _get(kind: str, registry: Mapping[str, Callable[..., Any]], name: str, args: dict[str, Any]) -> Any:

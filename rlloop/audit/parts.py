@@ -11,7 +11,9 @@ from typing import Any
 
 from rlloop.audit.history import History
 from rlloop.config.instantiate import locate, resolve
+from rlloop.config.run import RunConfig
 from rlloop.errors import RlloopError
+from rlloop.numerics.implementations import is_outside
 from rlloop.parity.asked import Vocabulary
 from rlloop.protocols import Task
 from rlloop.rewards import resolve_reward
@@ -28,8 +30,9 @@ class Parts:
     no_task: str | None = None
     reward: RewardRunner | None = None
     no_reward: str | None = None
-    no_advantage: str | None = None  # the reason not to call an estimator of the run's own
-    no_training: str | None = None  # the same of its loss, corrections and engine
+    no_advantage: str | None = None  # reason not to call the run's own estimator, if it has one
+    no_training: str | None = None  # the same for its loss, corrections, engine and kernels
+    no_kernels: str | None = None  # the same for modules that the model's operations come from
     vocabulary: Vocabulary | None = None
     model: Path | None = None  # folder of the weights that the run began with
     no_model: str | None = None
@@ -41,6 +44,7 @@ class Parts:
 
 
 OURS = ("rlloop.rewards.", "rlloop.recipes.")
+NOT_OURS = "is not rlloop's own code; --run-code calls it"
 
 
 def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
@@ -54,13 +58,12 @@ def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
         parts.no_task = parts.no_reward = parts.no_model = f"this version cannot take config.yaml: {run.built}"
         return parts
     config = run.built
-    algorithm, named = (
-        config.algorithm,
-        {"rollout.engine": config.rollout.engine, "algorithm.loss": config.algorithm.loss},
-    )
+    algorithm = config.algorithm
+    named = {"rollout.engine": config.rollout.engine, "algorithm.loss": algorithm.loss}
     named |= {f"algorithm.correction.{name}": args for name, args in algorithm.correction.items()}
     own = [_refused(value, key, run_code) for key, value in named.items() if is_target(value)]
-    parts.no_training = next((refusal for refusal in own if refusal), None)
+    parts.no_kernels = None if run_code else _outside_kernels(config)
+    parts.no_training = next((refusal for refusal in (*own, parts.no_kernels) if refusal), None)
     if is_target(algorithm.advantage):
         parts.no_advantage = _refused(algorithm.advantage, "algorithm.advantage", run_code)
     parts.no_model = _no_model(run, config.model.path)
@@ -95,8 +98,13 @@ def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
     return parts
 
 
+def _outside_kernels(config: RunConfig) -> str | None:
+    modules = [*vars(config.model.profile).values(), *vars(config.rollout.profile).values()]
+    return next((f"{module} {NOT_OURS}" for module in modules if module is not None and is_outside(module)), None)
+
+
 def is_target(value: object) -> bool:
-    """Whether a section that may hold a name, or a name's arguments, names code of its own."""
+    """True if a section that may hold a name, or a name's arguments, holds a `_target_`."""
     return isinstance(value, dict) and "_target_" in value
 
 
@@ -111,7 +119,7 @@ def _refused(section: dict[str, Any], name: str, run_code: bool) -> str | None:
             targets.append(environment.get("_target_"))
         for each in targets:
             if not str(each).startswith(OURS) or not _is_ours(str(each), name):
-                return f"{each} is not rlloop's own code; --run-code calls it"
+                return f"{each} {NOT_OURS}"
     return None
 
 

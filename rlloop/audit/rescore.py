@@ -35,11 +35,20 @@ class Rescored:
         if parts.model is not None:
             self.weights[0] = parts.model
         self.no_model = parts.no_model
+        self.obstacle = self._obstacle(parts)
         self.kept, self.out_of_reach, self.seen = list[Row](), 0, 0
         self.by_step, self.tokens = Counter[int](), 0
         self.elsewhere: list[str] = []  # differences under numerics that are not the run's
         self.unread: list[str] = []  # weights that could not be read
         self._random = random.SystemRandom()
+
+    def _obstacle(self, parts: Parts) -> str | None:
+        config = self.run.built
+        if isinstance(config, str):
+            return f"this version cannot take config.yaml: {config}"
+        if config.parity.mode is not ParityMode.require:
+            return f"parity.mode={config.parity.mode} does not promise equal bits"
+        return parts.no_kernels
 
     def check(self, step: Rollouts) -> list[str]:
         for row in step.rows:
@@ -55,7 +64,7 @@ class Rescored:
 
     def finish(self) -> list[str]:
         config, problems = self.run.built, list[str]()
-        if isinstance(config, str) or config.parity.mode is not ParityMode.require:
+        if self.obstacle is not None or isinstance(config, str):
             return []
         from rlloop.models import load_model
         from rlloop.numerics.profile import NumericsProfile
@@ -85,11 +94,8 @@ class Rescored:
         return problems
 
     def summary(self) -> str:
-        config = self.run.built
-        if isinstance(config, str):
-            return f"not done: this version cannot take config.yaml: {config}"
-        if config.parity.mode is not ParityMode.require:
-            return f"not done: parity.mode={config.parity.mode} does not promise equal bits"
+        if self.obstacle is not None:
+            return f"not done: {self.obstacle}"
         done = sum(self.by_step.values())
         where = ", ".join(_name(version) for version in sorted(self.by_step))
         text = f"{done} completions, {self.tokens} tokens, drawn again under {where}" if done else "none"

@@ -86,8 +86,9 @@ example:
 """
 
 DOCTOR = """\
-Show what this machine can do, and how to get the rest: zero KLD (equal bits) by dtype and device, optional packages,
-vLLM. The first call compiles kernels. Exit code: 0, or 1 if the CPU or a GPU does not hold zero KLD.
+Show what this machine can do (ok) and cannot do (--), and how to get the rest: zero KLD (equal bits) by dtype and
+device, optional packages, vLLM. The first call compiles kernels. Exit code: 0, or 1 if the CPU or a GPU does not hold
+zero KLD.
 """
 
 

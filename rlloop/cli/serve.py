@@ -286,7 +286,8 @@ def _proxy(given: argparse.Namespace, stack: ExitStack) -> None:
 
     from rlloop.rollout.fleet.weight_follower import ReplicaFollower
     from rlloop.rollout.vllm.proxy import BESIDE
-    from rlloop.rollout.vllm.remote_vllm import ServedEngine, ServedReplica, ServedService, Upstream, facts_of
+    from rlloop.rollout.vllm.remote_vllm import ServedEngine, ServedReplica, ServedService
+    from rlloop.rollout.vllm.upstream import Upstream, facts_of
 
     upstream = Upstream(given.upstream, key, given.timeout)
     stack.callback(upstream.close)

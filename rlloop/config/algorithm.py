@@ -30,14 +30,12 @@ class AlgorithmConfig:
     `{_target_: package.loss, own_argument: 0.3}`.
     """
 
-    loss: Any = MISSING
-    advantage: Any = MISSING
+    loss: Any = MISSING  # grpo, dapo, ...; or {_target_: package.loss, ...}: docs/extending.md
+    advantage: Any = MISSING  # group_norm, group_mean, ...; or {_target_: package.advantage, ...}
     loss_args: dict[str, Any] = field(default_factory=dict)  # of a loss by name
     advantage_args: dict[str, Any] = field(default_factory=dict)  # of an advantage by name
     anchor: Anchor = Anchor.trainer  # whose logprobs the policy ratio divides by: the trainer's own, or the engine's
-    correction: dict[str, Any] = field(
-        default_factory=dict
-    )  # name -> arguments, with or without _target_; they multiply
+    correction: dict[str, Any] = field(default_factory=dict)  # name -> its arguments; the factors of several multiply
     dynamic_sampling: bool = False  # do not train on groups whose rewards are all equal
     max_refills: int = limited(0, zero_or_more("none"))  # with it: further batches of prompts that a step may sample
     reward_kl_coef: float = limited(0.0, zero_or_more("off"))  # of KL(policy ‖ reference), taken from each reward

@@ -1,7 +1,7 @@
 """The configuration of numerics: which arithmetic the model runs, and how an engine departs from it on purpose.
 
 Fields and defaults are those of `rlloop.numerics.profile`, which has their meanings. Here they are mutable, as Hydra
-needs them, and errors name the key.
+needs them, and errors name the key. A module of the reader's own is not imported here: see `rlloop.launch.prepare`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, get_type_hints
 
+from rlloop.config.limits import require
 from rlloop.errors import ConfigError
-from rlloop.numerics.implementations import check_outside, is_outside
 from rlloop.numerics.profile import DRIFTS, FP8_PRODUCTS, Drift, NumericsProfile, allows, choices
 
 KNOBS = {field.name: field.default for field in fields(NumericsProfile) if field.name != "drift"}
@@ -26,8 +26,7 @@ class ProfileConfig(_Profile):
 
     def __post_init__(self) -> None:
         for knob, value in vars(self).items():
-            _check(f"model.profile.{knob}", value, allows(knob, value), choices(knob))
-            _check_outside(f"model.profile.{knob}", knob, value)
+            require(f"model.profile.{knob}", value, allows(knob, value), choices(knob))
 
 
 @dataclass
@@ -37,8 +36,7 @@ class RolloutProfile(_Departures):
     def __post_init__(self) -> None:
         for knob, value in vars(self).items():
             key, words = f"rollout.profile.{knob}", f"null (the model's own), {choices(knob)}"
-            _check(key, value, value is None or allows(knob, value), words)
-            _check_outside(key, knob, value)
+            require(key, value, value is None or allows(knob, value), words)
 
     def over(self, model: ProfileConfig) -> ProfileConfig:
         """The engine's whole profile, given the model's."""
@@ -52,14 +50,14 @@ class DriftConfig(_Drift):
     def __post_init__(self) -> None:
         for name, values in DRIFTS.items():
             value = getattr(self, name)
-            _check(f"rollout.drift.{name}", value, value in values, f"one of {', '.join(values)}")
+            require(f"rollout.drift.{name}", value, value in values, f"one of {', '.join(values)}")
         if self.products == "fp8" and any(getattr(self, name) != value for name, value in FP8_PRODUCTS.items()):
             raise ConfigError(
                 "rollout.drift.products=fp8 multiplies weights by activations; set rollout.drift.weights and "
                 "rollout.drift.activations to fp8, and rollout.drift.granularity to channel"
             )
-        _check("rollout.drift.stale_steps", self.stale_steps, self.stale_steps >= 0, "0 (off) or a positive number")
-        _check("rollout.drift.from_step", self.from_step, self.from_step >= 1, "at least 1, the run's first step")
+        require("rollout.drift.stale_steps", self.stale_steps, self.stale_steps >= 0, "0 (off) or a positive number")
+        require("rollout.drift.from_step", self.from_step, self.from_step >= 1, "at least 1, the run's first step")
         if self.lossy_sync and (self.weights != "none" or self.stale_steps):
             raise ConfigError(
                 "rollout.drift.lossy_sync=true says what weights the engine has (bf16, with lost updates); leave "
@@ -73,16 +71,3 @@ class DriftConfig(_Drift):
         return [
             f"{key}={value}" for key, value in vars(self).items() if key not in scoped and value != vars(plain)[key]
         ]
-
-
-def _check(key: str, value: object, good: bool, words: str) -> None:
-    if not good:
-        raise ConfigError(f"{key} is {value!r}; it must be {words}")
-
-
-def _check_outside(key: str, knob: str, value: str | None) -> None:
-    if value is not None and is_outside(value):
-        try:
-            check_outside(knob, value)
-        except ValueError as error:
-            raise ConfigError(f"{key}: {error}") from error

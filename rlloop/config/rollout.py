@@ -40,7 +40,7 @@ class RolloutConfig:
     top_p: float = limited(1.0, ABOVE_ZERO_TO_ONE)  # nucleus sampling: the likeliest tokens with this mass
     top_k: int = limited(0, zero_or_more("off"))  # only the k likeliest tokens
     min_p: float = limited(0.0, UNIT)  # only tokens this likely, relative to the likeliest
-    engine: Any = EngineKind.embedded  # or vllm, vllm_stock (docs/vllm.md); or {_target_: package.make_engine, ...}
+    engine: Any = EngineKind.embedded  # vllm, vllm_stock: docs/vllm.md; one of your own: docs/extending.md
     page_size: int = limited(16, at_least(1))  # tokens of one block of the key-value cache
     max_batch_tokens: int = limited(8192, at_least(1))  # tokens of one engine step
     max_cache_tokens: int | None = None  # None: what fits the batch and the model's context

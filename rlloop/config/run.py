@@ -31,7 +31,7 @@ from rlloop.config.limits import (
 from rlloop.config.numerics import ProfileConfig, RolloutProfile
 from rlloop.config.rollout import EngineKind, RolloutConfig
 from rlloop.errors import ConfigError
-from rlloop.numerics.implementations import batch_invariant, is_outside
+from rlloop.numerics.implementations import is_outside
 from rlloop.numerics.profile import SETTINGS
 
 GPU_SHARE = Limit(ABOVE_ZERO_TO_ONE.holds, "above 0 and at most 1: a model lies on one GPU")
@@ -278,11 +278,10 @@ class RunConfig:
                     f"rollout.profile.{op} is {sampled} and model.profile.{op} is {trained}: engine and trainer would "
                     "differ, which parity.mode=require refuses; set parity.mode=observe to measure the difference"
                 )
-            if op not in SETTINGS and not batch_invariant(trained):
-                promise = f", declare BATCH_INVARIANT = True in {trained} where it holds" if is_outside(trained) else ""
+            if op not in SETTINGS and trained != "rlloop" and not is_outside(trained):  # these are imported later
                 raise ConfigError(
                     f"model.profile.{op} is {trained}, so bits vary with the batch: parity.mode=require cannot hold; "
-                    f"leave it at rlloop{promise}, or set parity.mode=observe"
+                    "leave it at rlloop, or set parity.mode=observe"
                 )
 
     def _check_engine(self) -> None:

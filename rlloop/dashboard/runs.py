@@ -34,16 +34,16 @@ CERTIFIED = ("step", "version", "tokens", "tokens_different", "engine", "trainer
 
 def find_runs(root: Path) -> list[str]:
     """Ids of the runs at or below `root`: their paths relative to it, sorted; "." for `root` itself."""
-    found = []
+    ids = []
     for folder, below, files in os.walk(root):
         path = Path(folder).relative_to(root)
         if "config.yaml" in files and any(mark in files for mark in MARKS):
-            found.append(path.as_posix())
+            ids.append(path.as_posix())
             below.clear()
         elif len(path.parts) >= DEPTH:
             below.clear()
         below[:] = sorted(name for name in below if name not in INSIDE and not name.startswith("."))
-    return sorted(found)
+    return sorted(ids)
 
 
 class Tail:

@@ -75,8 +75,10 @@ def make_app(dashboard: Dashboard) -> Starlette:
         return FileResponse(STATIC / "index.html")
 
     def runs(request: Request) -> Response:
-        found = [run.overview() for run in dashboard.runs.find()]
-        return _reply({"version": __version__, "root": str(dashboard.runs.root), "note": dashboard.note, "runs": found})
+        overviews = [run.overview() for run in dashboard.runs.find()]
+        return _reply(
+            {"version": __version__, "root": str(dashboard.runs.root), "note": dashboard.note, "runs": overviews}
+        )
 
     def layout(request: Request) -> Response:
         names: set[str] = set()
@@ -118,10 +120,10 @@ def make_app(dashboard: Dashboard) -> Starlette:
     def record(request: Request) -> Response:
         run, step = _run(dashboard, request), _number(request, "step")
         with run.metrics() as metrics:
-            found, steps = metrics.record(step), metrics.column("step")
+            content, steps = metrics.record(step), metrics.column("step")
         line = next((line for line in reversed(run.certificate()) if line["step"] == step), None)
         bounds = {"first": steps[0], "last": steps[-1]} if len(steps) else None
-        return _reply({"record": found, "certificate": line, "bounds": bounds})
+        return _reply({"record": content, "certificate": line, "bounds": bounds})
 
     def certificate(request: Request) -> Response:
         run = _run(dashboard, request)
@@ -164,27 +166,27 @@ def make_app(dashboard: Dashboard) -> Starlette:
     def rollouts(request: Request) -> Response:
         run = _run(dashboard, request)
         index = dashboard.index(run)
-        asked = request.query_params
-        if "step" not in asked:  # a step's own file is read at once
+        query = request.query_params
+        if "step" not in query:  # a step's own file is read at once
             index.keep_up()
         order = _choice(request, "order", ORDERS) or "worst"
         solved = _choice(request, "solved", ("yes", "no"))
-        found = index.page(
-            step=_number(request, "step") if "step" in asked else None,
+        completions = index.page(
+            step=_number(request, "step") if "step" in query else None,
             order=order,
             kind=_choice(request, "kind", KINDS),
             solved=None if solved is None else solved == "yes",
-            group=_number(request, "group") if "group" in asked else None,
+            group=_number(request, "group") if "group" in query else None,
             offset=max(0, _number(request, "offset", 0)),
             limit=min(max(1, _number(request, "limit", 100)), 10_000),
         )
-        if asked.get("format") == "csv":
+        if query.get("format") == "csv":
             file = io.StringIO()
-            writer = csv.DictWriter(file, list(found["rows"][0]) if found["rows"] else ["step"])
+            writer = csv.DictWriter(file, list(completions["rows"][0]) if completions["rows"] else ["step"])
             writer.writeheader()
-            writer.writerows(found["rows"])
+            writer.writerows(completions["rows"])
             return _attachment(file.getvalue(), "rollouts.csv")
-        return _reply({**found, "index": index.progress()})
+        return _reply({**completions, "index": index.progress()})
 
     def rollout(request: Request) -> Response:
         run, step, line = _run(dashboard, request), _number(request, "step"), _number(request, "line")

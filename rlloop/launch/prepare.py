@@ -15,6 +15,7 @@ from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import ConfigError, ModelError
 from rlloop.launch.workers import engine_factory
 from rlloop.loop.parts import Advantages
+from rlloop.numerics.implementations import batch_invariant, check_outside, is_outside
 from rlloop.protocols import Task
 from rlloop.rewards import resolve_reward
 from rlloop.rewards.runner import RewardRunner
@@ -59,8 +60,27 @@ def prepare(config: RunConfig) -> Prepared:
     if config.device != "cpu" and not (config.device.startswith("cuda") and torch.cuda.is_available()):
         have = "cpu, cuda" if torch.cuda.is_available() else "cpu (torch sees no CUDA device here)"
         raise ConfigError(f"device is {config.device!r}; it must be one of {have}")
+    check_kernels(config)
     task = resolve({"seed": config.seed, "model_path": config.model.path, **config.task}, "task")
     if missing := lacking(Task, task):
         raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
     scorer = RewardRunner(reward, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
     return Prepared(task, scorer, advantages, loss)
+
+
+def check_kernels(config: RunConfig) -> None:
+    """Imports the modules that profiles name. Raises `ConfigError` for those that lack what they were named for."""
+    for section, profile in (("model", config.model.profile), ("rollout", config.rollout.profile)):
+        for knob, module in vars(profile).items():
+            if module is None or not is_outside(module):
+                continue
+            key = f"{section}.profile.{knob}"
+            try:
+                check_outside(knob, module)
+            except ValueError as error:
+                raise ConfigError(f"{key}: {error}") from error
+            if config.parity.mode is ParityMode.require and not batch_invariant(module):
+                raise ConfigError(
+                    f"{key} is {module}, so bits may vary with the batch: parity.mode=require cannot hold; leave it at "
+                    f"rlloop, declare BATCH_INVARIANT = True in {module} where it holds, or set parity.mode=observe"
+                )

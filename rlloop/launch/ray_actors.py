@@ -66,7 +66,7 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
             return handle
 
         trainer = place(Colocated, 0)
-        exact = config.rollout.engine is not EngineKind.vllm_stock  # whose bits depend on what its cache holds
+        exact = config.rollout.engine in (EngineKind.embedded, EngineKind.vllm)  # other engines' bits may vary
         actors = ActorPool(
             trainer,
             [place(Replica, bundle) for bundle in range(1, count)],

@@ -20,7 +20,7 @@ import numpy as np
 
 from rlloop.config.fleet import FleetConfig
 from rlloop.errors import RlloopError, SyncError
-from rlloop.rollout.fleet.client import EngineLost
+from rlloop.rollout.errors import EngineLost
 from rlloop.rollout.fleet.membership import Canary, PoolSettings, Record, hardware_class
 from rlloop.rollout.fleet.pool import EnginePool, PoolEngine
 from rlloop.rollout.fleet.wire import EngineState, Progress

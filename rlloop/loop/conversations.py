@@ -13,6 +13,7 @@ changes nothing.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -42,12 +43,12 @@ class Played:
 
 
 def cut_short(completion: Completion) -> str:
-    """Why it is rejected."""
+    """The reason for rejecting a completion that did not come to its own end."""
     return f"its completion was cut short: finish_reason is {completion.finish_reason!r}"
 
 
 class SingleTurn:
-    """One completion an example."""
+    """One completion for each example."""
 
     def __init__(self, task: Task, vocabulary: Vocabulary) -> None:
         self.task, self.vocabulary = task, vocabulary
@@ -79,7 +80,11 @@ class Conversations:
         self._steps = EnvironmentSteps(timeout=timeout, concurrency=concurrency)
 
     def play(self, engine: Engine, examples: Sequence[Example], sampling: Sequence[SamplingParams]) -> list[Played]:
-        """Plays all of them to their ends; raises what the engine raises, with nothing left in flight."""
+        """Play one conversation for each example, to its end.
+
+        This thread drives the engine where that needs it (`Turns.work`), and advances each conversation whose turn or
+        reply is there. Raises what the engine raises, with nothing left in flight.
+        """
         talks = [
             _Talk(example, self.task.environment(example), params, example.prompt_ids)
             for example, params in zip(examples, sampling, strict=True)
@@ -88,10 +93,13 @@ class Conversations:
         ready: SimpleQueue[Iterator[Future[Any]]] = SimpleQueue()
         for talk in talks:
             ready.put(self._converse(talk, turns))
-        going = len(talks)
+        going, advanced = len(talks), time.monotonic()
         try:
             while going:
-                patience = POLL if not turns.has_work else turns.linger if steps.busy else 0.0
+                if turns.has_work:  # environments that are quick join the next batch
+                    patience = max(0.0, advanced + turns.linger - time.monotonic()) if steps.busy else 0.0
+                else:
+                    patience = POLL
                 try:
                     conversation = ready.get(timeout=patience)
                 except Empty:
@@ -99,7 +107,7 @@ class Conversations:
                         turns.work()
                     steps.check()
                     continue
-                awaited = next(conversation, None)
+                awaited, advanced = next(conversation, None), time.monotonic()
                 if awaited is None:
                     going -= 1
                 else:
@@ -113,7 +121,7 @@ class Conversations:
         self._steps.close()
 
     def _converse(self, talk: _Talk, turns: Turns) -> Iterator[Future[Any]]:
-        """One conversation from its beginning to its end; yields each future that it waits for."""
+        """One conversation from its first turn to its last; yields each future that it waits for."""
         while True:
             turn = turns.submit(talk.ids, talk.sampling)
             yield turn
@@ -198,16 +206,18 @@ def _fault(turn: Completion, prompt_ids: list[int], sampling: SamplingParams, vo
 
 
 def _as_first_read(turns: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Each turn's array [tokens, ...] begins with what earlier turns had read already. What counts is the choice that a
-    token was first read with, since what followed was sampled over it; read again, a stock engine may choose otherwise.
+    """The turns' arrays [tokens, ...] joined, each without the tokens that earlier turns had read already.
+
+    A token's choice is the one that it was first read with, since what followed was sampled over it; when it reads a
+    token again, a stock engine may choose otherwise.
     """
-    parts, known = list[np.ndarray](), 0
+    first_read, known = list[np.ndarray](), 0
     for each in turns:
         if each is None:
             return None
-        parts.append(each[known:])
+        first_read.append(each[known:])
         known = len(each)
-    return np.concatenate(parts)
+    return np.concatenate(first_read)
 
 
 def player_for(task: Task, vocabulary: Vocabulary, *, timeout: float, concurrency: int) -> SingleTurn | Conversations:

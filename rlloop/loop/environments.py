@@ -1,7 +1,7 @@
 """Environments: the other side of a conversation. They reply to the policy's turns until they are done.
 
-An environment's step may call tools, wait and fail. Each runs on its own, under a time limit: a slow one delays nobody
-else, and one that fails breaks its own conversation alone.
+An environment's step may call tools, wait and fail. Each step runs by itself, under a time limit: a slow one delays no
+other conversation, and one that fails breaks its own conversation alone.
 """
 
 from __future__ import annotations
@@ -36,24 +36,28 @@ class Reply:
 
 
 class Environment(Protocol):
-    """The other side of one conversation, created anew for each by `ConversationTask.environment`.
+    """The other side of one conversation. `ConversationTask.environment` creates a new one for each.
 
-    What it draws at random, it draws from the example, so that a resumed run repeats it. A step that raises or outlasts
-    `scoring.timeout` breaks the conversation: its sample is rejected with the reason.
+    Its replies must be a function of the example and the policy's messages, randomness included, so that a resumed run
+    repeats them. A step that raises or outlasts `scoring.timeout` breaks the conversation: its sample is rejected with
+    the reason.
     """
 
     def step(self, message: str) -> Reply | Awaitable[Reply]:
-        """Reply to `message`, the policy's turn. Either a coroutine function, or a function that is called in a thread
-        of its own, while other conversations' steps run in others."""
+        """Reply to `message`, the text of the policy's turn.
+
+        A coroutine function shares an event loop with other conversations' steps. A plain function is called in a
+        thread of its own, while other conversations' steps run in others.
+        """
         ...
 
 
 class ConversationTask(Task, Protocol):
-    """A task whose examples are only how a conversation begins."""
+    """A task whose examples are the beginnings of conversations."""
 
     @property
     def max_turns(self) -> int:
-        """Of the policy, each of up to `rollout.max_tokens`."""
+        """The most turns that the policy takes, each of up to `rollout.max_tokens`."""
         ...
 
     @property
@@ -61,18 +65,23 @@ class ConversationTask(Task, Protocol):
         """A conversation in which another whole turn would not fit ends there."""
         ...
 
-    def environment(self, example: Example) -> Environment: ...
+    def environment(self, example: Example) -> Environment:
+        """A new environment, for one conversation that begins with `example`."""
+        ...
 
     def between(self, messages: Sequence[Message], stop: int | None) -> list[int]:
-        """The ids between two turns of the policy that say `messages`: see `rlloop.chat.ChatTokenizer.between`."""
+        """The ids of everything between two turns of the policy: `messages` as the chat template renders them.
+
+        `stop` is the id that ended the first turn, None if that was cut off (`rlloop.chat.ChatTokenizer.between`).
+        """
         ...
 
 
 class EnvironmentSteps:
-    """Runs environments' steps, of which each has its outcome as soon as it ends.
+    """Runs environments' steps; each has its outcome as soon as it ends.
 
-    All async steps share an event loop, for as long as `close` is not called, so that connection pools outlive a batch.
-    A loop that a step blocks is abandoned after `timeout` seconds; that step is a timeout, and the others begin again.
+    All async steps share an event loop until `close`, so that connection pools outlive a batch. A loop that a step
+    blocks is abandoned after `timeout` seconds: that step has timed out, and the others begin again in a new one.
     """
 
     def __init__(self, *, timeout: float = 60.0, concurrency: int = 64) -> None:
@@ -97,7 +106,7 @@ class EnvironmentSteps:
         return step.outcome
 
     def check(self) -> None:
-        """To be called every now and then while `busy`: what blocks the event loop is to block nobody else."""
+        """Replace the event loop where a step blocks it. To be called every `POLL` seconds or so while `busy`."""
         if self._loop is None or not self._waiting:
             return
         try:
@@ -118,7 +127,7 @@ class EnvironmentSteps:
                     self._start(key, step)
 
     def settle(self) -> None:
-        """The end of a batch: what still runs is to run beside no other."""
+        """The end of a batch: cancel what still runs, so that it never runs beside the next one."""
         for step in list(self._waiting.values()):
             step.call.cancel()
         self._waiting = {}
@@ -181,7 +190,7 @@ def _step_in_thread(environment: Environment, message: str) -> Any:
 
 
 def as_reply(value: Any) -> Reply | RewardFailure:
-    """A step's return value, where it is a `Reply` that a conversation can go on with; else what is wrong with it."""
+    """A step's return value if it is a `Reply` that a conversation can go on with, else the failure that it is."""
     if isinstance(value, RewardFailure):
         return value
     if not isinstance(value, Reply):

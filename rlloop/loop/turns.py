@@ -1,4 +1,4 @@
-"""Turns: completions of prompts that come one by one, from engines that take requests in different ways."""
+"""How conversations submit single turns to engines: step by step, by calls that overlap, or by whole batches."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from typing import Protocol, runtime_checkable
 from rlloop.protocols import Engine, OverlappingEngine, SteppedEngine
 from rlloop.types import Completion, SamplingParams
 
-LINGER = 0.02  # seconds that a call waits for environments that are about to reply
 CALLS = 4  # in flight at a time, of an engine whose calls overlap
 
 
 class Turns(Protocol):
-    """The way of one batch of conversations to the engine. One thread calls all of it, and `work` while `has_work`."""
+    """Takes single prompts to an engine. One thread submits them, and calls `work` while there is some."""
 
-    linger: float  # seconds to wait for further prompts before `work`, where some may come
+    linger: float  # seconds to wait before `work`, since something happened, for environments that are about to reply
 
     def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]: ...
 
     @property
     def has_work(self) -> bool:
-        """Whether a completion waits for `work`."""
+        """Whether `work` has something to do."""
         ...
 
     def work(self) -> None:
-        """Compute some of what was submitted, or begin a call. Raises what the engine raises."""
+        """Run one step of the engine, or one call. Raises what the engine raises."""
         ...
 
     def close(self) -> None:
@@ -35,7 +34,7 @@ class Turns(Protocol):
 
 
 def turns_of(engine: Engine) -> Turns:
-    """Step by step where the engine can, else by calls that overlap, else by calls one after the other."""
+    """Step by step if the engine can, else by calls that overlap, else by one call after the other."""
     if isinstance(engine, SteppedBatchEngine):
         return SteppedTurns(engine)
     if isinstance(engine, OverlappingEngine):
@@ -51,7 +50,7 @@ class SteppedBatchEngine(Engine, SteppedEngine, Protocol):
 class SteppedTurns:
     """A prompt joins the batch at the engine's next step."""
 
-    linger = 0.0
+    linger = 0.001
 
     def __init__(self, engine: SteppedBatchEngine) -> None:
         assert not engine.has_work, "another caller's requests are in flight"
@@ -79,7 +78,7 @@ class SteppedTurns:
 
 @dataclass(eq=False)
 class _Call:
-    """Prompts that wait, and then are computed together."""
+    """Prompts that are sent to the engine together."""
 
     prompts: list[list[int]] = field(default_factory=list)
     sampling: list[SamplingParams] = field(default_factory=list)
@@ -91,9 +90,9 @@ class _Call:
 
 
 class GeneratedTurns:
-    """Each call of `generate` has every prompt that waits by then."""
+    """One call of `generate` after the other, each with every prompt that waits by then."""
 
-    linger = LINGER
+    linger = 0.02
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._waiting = engine, _Call()
@@ -118,7 +117,7 @@ class GeneratedTurns:
 
 
 class OverlappedTurns(GeneratedTurns):
-    """The same with up to `CALLS` calls in flight; beyond these, prompts wait and share the next one."""
+    """Up to `CALLS` calls in flight. Prompts that come when there are as many wait, and share the next call."""
 
     def __init__(self, engine: OverlappingEngine) -> None:
         super().__init__(engine)

@@ -1,4 +1,4 @@
-"""What a decoder is built from, whatever its family calls it."""
+"""The shape of a decoder as dataclasses, under one set of names for all families."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class YarnScaling:
     original_positions: int
     beta_fast: float
     beta_slow: float
-    attention_factor: float  # of cos and sin
+    attention_factor: float  # multiplies cos and sin
     truncate: bool
-    score_factor: float = 1.0  # of the scores of latent attention
+    score_factor: float = 1.0  # multiplies the scores of latent attention
 
 
 @dataclass(frozen=True)
 class RopeConfig:
     theta: float
     scaling: Llama3Scaling | YarnScaling | None = None
-    share: float = 1.0  # of a head's width: the first numbers have a rope, the others none; 0: no rope
+    share: float = 1.0  # fraction of a head's width, from the first number on, that is rotated; 0: no rope
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class MixtureConfig:
     num_experts: int
     expert_size: int  # hidden width of one expert
     routing: Routing
-    layers: tuple[int, ...]  # which layers have experts; the others are dense
+    layers: tuple[int, ...]  # that have experts; the others are dense
     shared_size: int = 0  # hidden width of the expert that every token goes to; 0: there is none
-    bias: bool = False  # experts are ranked by their score plus a bias of their own
+    bias: bool = False  # experts are ranked by score plus bias (DeepSeek's e_score_correction_bias)
     exact_gate: bool = False  # the family's gate is float32 by definition
-    shared_gate: bool = False  # a gate says how much the shared expert counts
+    shared_gate: bool = False  # a sigmoid gate scales the shared expert's output
     gated: bool = True  # experts are `down silu(gate) up`; else `down relu(up) ** 2`
     router_bias: bool = False  # of the gate's logits
     clamp: tuple[float, float] | None = None  # (limit, alpha) of experts as `numerics.routing.Clamped` has them
@@ -64,15 +64,15 @@ class IndexerConfig:
     num_heads: int
     head_dim: int
     top_k: int
-    interleaved: bool  # how its rope pairs numbers
-    layers: tuple[int, ...]  # that have an indexer; the others read what the one below them selected
+    interleaved: bool  # rope pairs neighbours, not halves
+    layers: tuple[int, ...]  # that have an indexer; the others reuse the selection of the nearest one below
 
 
 @dataclass(frozen=True)
 class LatentConfig:
     """Multi-head latent attention."""
 
-    q_rank: int | None  # None: queries come from the hidden state at once
+    q_rank: int | None  # None: queries are projected from the hidden state directly
     kv_rank: int
     nope_dim: int  # of a head's query and key, without rope
     rope_dim: int
@@ -84,14 +84,14 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """Gated delta networks in place of attention."""
+    """Gated delta networks, in place of attention in some layers."""
 
-    num_heads: int  # of values
+    num_heads: int  # value heads
     num_key_heads: int
     key_dim: int
     value_dim: int
-    conv_width: int  # how many inputs the short convolution reads
-    layers: tuple[int, ...]  # that have no attention
+    conv_width: int  # taps of the causal convolution
+    layers: tuple[int, ...]  # that are recurrent; the others have attention
 
 
 @dataclass(frozen=True)
@@ -100,19 +100,19 @@ class MambaConfig:
 
     num_heads: int
     head_dim: int
-    num_groups: int  # heads of one group share what they write to and read from
+    num_groups: int  # heads of one group share B and C
     state_dim: int
     conv_width: int
     conv_bias: bool
     bias: bool  # of the projections
-    least_step: float
+    least_step: float  # lower bound of the time step
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder: what `transformer.Model` is built from."""
 
-    architecture: str  # Hugging Face's: a key of `families.FAMILIES`
+    architecture: str  # Hugging Face's name, a key of `families.FAMILIES`
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -120,11 +120,11 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    qk_norm: bool  # queries and keys are normed a head at a time, before the rope
+    qk_norm: bool = False  # queries and keys are normed a head at a time, before the rope
     whole_norm: bool = False  # they are normed over all heads at once
-    qkv_bias: bool
-    output_bias: bool  # of the attention's output projection
-    mlp_bias: bool
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
     rms_norm_eps: float
     rope: RopeConfig
     max_positions: int
@@ -135,14 +135,16 @@ class ModelConfig:
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
-    blocks: tuple[str, ...] | None = None  # layers are one block each: linear_attention, full_attention, moe or mlp
-    sinks: bool = False  # each head of attention has a score that takes mass and has no value
-    window: int = 0  # the last so many tokens are what the layers of `windowed` read
-    windowed: tuple[int, ...] = ()
+    blocks: tuple[str, ...] | None = (
+        None  # the single block of each layer: linear_attention, full_attention, moe or mlp
+    )
+    sinks: bool = False  # each head has a learned score that takes softmax mass and has no value
+    window: int = 0  # tokens of the sliding window
+    windowed: tuple[int, ...] = ()  # layers that have one
     output_gate: bool = False  # attention's output is gated by the hidden state
-    centred_norms: bool = False  # a norm's weight is what is added to 1
-    further_layers: int = field(default=0, compare=False)  # of heads in the files that predict further tokens
-    raw: Mapping[str, Any] = field(repr=False, compare=False)  # config.json as it was
+    centred_norms: bool = False  # a norm scales by 1 + weight
+    further_layers: int = field(default=0, compare=False)  # multi-token-prediction layers in the files, left out
+    raw: Mapping[str, Any] = field(repr=False, compare=False)  # the content of config.json
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

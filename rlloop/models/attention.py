@@ -1,4 +1,4 @@
-"""Attention whose query heads share key-value heads."""
+"""Grouped-query attention: several query heads share one key-value head."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops = step.ops
         if step.cache is not None and self._plain and ops.fuses:
-            q, keys, values = self._entered(x, step, step.cache)
+            q, keys, values = self._projected_into_cache(x, step, step.cache)
             return self._read(q, keys, values, None, step)
         q, k, v = (project(x, ops) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.output_gate:  # each head's query, then its gate
@@ -47,8 +47,8 @@ class Attention(nn.Module):
             keys, values = step.cache.write(self.layer, k=ops.cached(k), v=ops.cached(v))
         return self._read(q, keys, values, gate, step)
 
-    def _entered(self, x: Tensor, step: Step, cache: Cache) -> tuple[Tensor, Tensor, Tensor]:
-        """(queries, stores of keys and values) with the step's tokens in them, by two kernels."""
+    def _projected_into_cache(self, x: Tensor, step: Step, cache: Cache) -> tuple[Tensor, Tensor, Tensor]:
+        """(queries, key store, value store), the step's tokens written into the stores; two fused kernels."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         if self.q_proj.bias is None:
             made = step.ops.qkv_linear(x, *(project.weight for project in projections))
@@ -82,6 +82,6 @@ class Attention(nn.Module):
 
 
 def cache_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """What one layer keeps of a token."""
+    """Shapes of the tensors that one layer caches for each token, by name."""
     shape = (config.num_kv_heads, config.head_dim)
     return {"k": shape, "v": shape}

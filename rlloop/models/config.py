@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face folder, read into what the model is built from. What is not understood is refused."""
+"""Reads a Hugging Face config.json into a `ModelConfig`; keys that rlloop does not understand are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "read_json",
 ]
 
-# Understood with this value only, which is also the one that a missing key means.
+# Supported with this value only, which is also the default.
 FIXED: dict[str, Any] = {
     "attention_dropout": 0,
     "rope_interleaved": False,
@@ -46,12 +46,12 @@ FIXED: dict[str, Any] = {
     "chunk_size_feed_forward": 0,
     "pruned_heads": {},
 }
-# Heads that predict further tokens, by what families call them: released files have them, the model leaves them out.
+# Counts of multi-token-prediction layers by family: released files have such layers, the model leaves them out.
 FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The configuration of a Hugging Face folder; its generation_config.json, if any, says which tokens end a sequence.
+    """The configuration of a Hugging Face folder. Its generation_config.json, if any, names the end-of-sequence tokens.
 
     Raises `ModelError` for a folder or file that is missing, for an adapter in the folder, and as `parse_config` does.
     """
@@ -71,9 +71,9 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None = None) -> ModelConfig:
-    """The content of a config.json. `eos_token_id`, that of generation_config.json, wins over the one in it.
+    """Parse the content of a config.json. `eos_token_id`, from generation_config.json, overrides the one in it.
 
-    Raises `ModelError` naming the key for whatever rlloop would not compute as Hugging Face does.
+    Raises `ModelError` naming the key for anything that rlloop would not compute as Hugging Face does.
     """
     keys = Keys(raw)
     architecture, family = _family(keys)
@@ -88,7 +88,7 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
     keys.fixed("hidden_act", "silu", "swish", null=False)
     keys.fixed("is_causal", True, null=False)
     hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads")
-    blocks = raw.get("layers_block_type") or raw.get("hybrid_override_pattern")  # Nemotron's count for themselves
+    blocks = raw.get("layers_block_type") or raw.get("hybrid_override_pattern")  # Nemotron counts its layers this way
     counted = len(blocks) if isinstance(blocks, list | str) and blocks else 1 if "layers_block_type" in raw else ASKED
     num_layers, vocab_size = keys.count("num_hidden_layers", counted, most=10_000), keys.count("vocab_size")
     max_positions = keys.count("max_position_embeddings")

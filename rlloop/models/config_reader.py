@@ -1,4 +1,4 @@
-"""A config.json, read so that no key of it is passed over."""
+"""Typed reading of config.json in which no key is ignored silently."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, NoReturn
 
 from rlloop.errors import ModelError
 
-# Known to leave a forward pass and its gradient alone. A key that is neither here nor read below is refused.
+# Keys that change neither a forward pass nor its gradient. A key that is neither here nor read by a family is refused.
 INERT = frozenset(
     {
-        # what the file says about itself
+        # about the file itself
         "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "tokenizer_class",
         "unsloth_fixed", "unsloth_version", "is_llama_config", "transformers.js_config",
         # how Hugging Face runs it
         "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "use_cache", "torchscript",
         "cache_implementation", "return_dict", "output_attentions", "output_hidden_states", "pretraining_tp",
         "is_decoder", "use_bfloat16", "gradient_checkpointing",
-        # other heads than the language model's
+        # heads other than the language model's
         "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "num_labels",
         # tokens. (A pad token is a token like any other here: Hugging Face alone gives its embedding no gradient.)
         "bos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "cls_token_id", "mask_token_id",
         "decoder_start_token_id", "prefix",
-        # training with other losses, or with other devices
+        # other losses or devices in training
         "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "tf_legacy_loss",
-        # generation settings, which older files keep here; `SamplingParams` is what rlloop samples with
+        # generation settings, which older files keep here; rlloop samples with `SamplingParams`
         "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
         "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
         "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
@@ -36,22 +36,22 @@ INERT = frozenset(
 )  # fmt: skip
 
 
-# What older files call a kind of layer.
+# Names of layer kinds in older files.
 OLDER_NAMES = {
     "mamba": "linear_attention",
     "attention": "full_attention",
     "deepseek_sparse_attention": "indexed_attention",
 }
 FLOAT32 = (2.0**-126, 2.0**127)
-MOST = 2**24  # of any count: more is a mistake, which would else end in an allocation that fails
-ASKED: Any = object()  # in place of a default: the key has to be there
+MOST = 2**24  # limit of any count: a larger one is a mistake, and would end in a failing allocation
+ASKED: Any = object()  # in place of a default: the key is required
 
 
 class Keys:
-    """A JSON object of which every key has to be taken, known as inert, or null.
+    """A JSON object of which every key must be read, inert or null: `refuse_the_rest` checks that.
 
-    What `count`, `number`, `flag` and `names` return has its type. A null is no missing key: the first three refuse it
-    unless `where_null` has said what it means to transformers.
+    `count`, `number`, `flag` and `names` check types. A null is not a missing key: the first three refuse it unless
+    `where_null` has given the value that it means to transformers.
     """
 
     def __init__(self, raw: Mapping[str, Any], prefix: str = "") -> None:
@@ -59,7 +59,7 @@ class Keys:
         self._prefix = prefix
 
     def copy(self) -> Keys:
-        """To read a key from without taking it."""
+        """A copy, to read a key without consuming it."""
         return Keys(self._left, self._prefix)
 
     def has(self, name: str) -> bool:
@@ -72,7 +72,7 @@ class Keys:
         self._left.update({name: meaning for name, meaning in meanings.items() if self.null(name)})
 
     def take(self, name: str, default: Any = None) -> Any:
-        """A value of any type: of a key that changes nothing, or that the caller checks."""
+        """Consume a key that changes nothing or that the caller checks; a null is `default`."""
         given = self._left.pop(name, None)
         return default if given is None else given
 
@@ -100,7 +100,7 @@ class Keys:
     def names(
         self, name: str, allowed: Collection[str], length: int, letters: Mapping[str, str] | None = None
     ) -> list[str] | None:
-        """One of `allowed` for each of `length` layers, in a list or (`letters`) a string; None: there is none."""
+        """One of `allowed` for each of `length` layers, from a list or (`letters`) a string; None without the key."""
         if (given := self.take(name)) is None:
             return None
         kinds: list[str] = [OLDER_NAMES.get(kind) or kind for kind in given] if all_are(given, str) else []
@@ -112,7 +112,7 @@ class Keys:
         return kinds
 
     def fixed(self, name: str, *allowed: Any, null: bool = True) -> None:
-        """Takes a key that is understood with these values only, each of which means the same as no key."""
+        """Consume a key supported with these values only, each of which means the same as a missing key."""
         refused = self.null(name) and not null
         given = self.take(name, allowed[0])
         if refused or given not in allowed:

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: a router, the experts it chooses from, and perhaps one that every token goes to."""
+"""Mixture-of-experts layers: a router, experts, and perhaps a shared expert that every token goes to."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rlloop.models.architecture import MixtureConfig, ModelConfig
 from rlloop.models.layers import Linear, Mlp, PlainMlp, Step
 from rlloop.numerics.routing import Clamped
 
-BIAS = "e_score_correction_bias"  # float32 whatever the model is cast to, and moved by no gradient
+BIAS = "e_score_correction_bias"  # stays float32 whatever the compute type; no gradient trains it
 
 
 class Router(nn.Module):
-    """Hugging Face's `mlp.gate`."""
+    """Hugging Face's `mlp.gate`. `place`: its index among the layers that have experts."""
 
     def __init__(self, config: MixtureConfig, hidden_size: int, place: int) -> None:
         super().__init__()
@@ -25,22 +25,22 @@ class Router(nn.Module):
 
     @property
     def bias_of_choice(self) -> Tensor | None:
-        """[E] what each expert's score is raised by when experts are ranked, not when they are weighed."""
+        """[E] added to the experts' scores to rank them, but not to weight their outputs."""
         return getattr(self, BIAS)
 
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """x [T, D] -> (weights [T, k] float32, experts [T, k] int64)."""
         exact = self.config.exact_gate or step.ops.profile.router_logits == "float32"
         logits = step.ops.router_logits(x, self.weight, exact, self.bias)
-        given = None if step.routes is None else step.routes.given(self.place)
-        weights, chosen, scores = step.ops.route(logits, self.bias_of_choice, self.config.routing, given)
+        replayed = None if step.routes is None else step.routes.replayed(self.place)
+        weights, chosen, scores = step.ops.route(logits, self.bias_of_choice, self.config.routing, replayed)
         if step.routes is not None:
             step.routes.record(self.place, chosen, scores)
         return weights if exact else weights.to(x.dtype).to(weights.dtype), chosen
 
 
 class Experts(nn.Module):
-    """All experts' weights, each kind in one tensor, as transformers holds them in memory."""
+    """The weights of all experts, one tensor for each projection, as in transformers."""
 
     def __init__(self, config: MixtureConfig, hidden_size: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """`place` counts the layers that have experts."""
+    """A router with its experts. `place`: its index among the layers that have experts."""
 
     def __init__(self, config: ModelConfig, mixture: MixtureConfig, place: int) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class Mixture(nn.Module):
         shared = self._shared(x, step)
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
             return step.ops.combine(self.experts(x, chosen, step), chosen, weights, shared)
-        made = self.experts(self.fc1_latent_proj(x, step.ops), chosen, step)
-        out = self.fc2_latent_proj(step.ops.combine(made, chosen, weights), step.ops)
+        outputs = self.experts(self.fc1_latent_proj(x, step.ops), chosen, step)
+        out = self.fc2_latent_proj(step.ops.combine(outputs, chosen, weights), step.ops)
         return out if shared is None else out + shared
 
     def _shared(self, x: Tensor, step: Step) -> Tensor | None:
-        """What the expert says that every token goes to."""
+        """[T, D] the shared expert's output; None without one."""
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            said = self.shared_expert(x, step)
-            return step.ops.sigmoid_mul(self.shared_expert_gate(x, step.ops).expand_as(said), said)
+            out = self.shared_expert(x, step)
+            return step.ops.sigmoid_mul(self.shared_expert_gate(x, step.ops).expand_as(out), out)
         return None if self.shared_experts is None else self.shared_experts(x, step)

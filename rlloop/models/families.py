@@ -1,4 +1,4 @@
-"""What sets the families apart: the keys of their config.json that others do not have, or that mean something else."""
+"""Model families: how each reads the keys of config.json that are its own, or mean something else in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlloop.models.architecture import (
 from rlloop.models.config_reader import Keys, all_are
 from rlloop.numerics.routing import Routing
 
-Own = dict[str, Any]  # arguments of ModelConfig
+Own = dict[str, Any]  # arguments of ModelConfig that the family decides
 
 
 def _llama(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
@@ -30,7 +30,6 @@ def _llama(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: 
     return {
         "num_kv_heads": keys.count("num_key_value_heads", num_heads),
         "head_dim": keys.count("head_dim", hidden_size // num_heads),
-        "qk_norm": False,
         "qkv_bias": bias,
         "output_bias": bias,
         "mlp_bias": keys.flag("mlp_bias", False),
@@ -43,10 +42,7 @@ def _qwen2(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: 
     return {
         "num_kv_heads": keys.count("num_key_value_heads"),
         "head_dim": keys.count("head_dim", hidden_size // num_heads),
-        "qk_norm": False,
         "qkv_bias": True,
-        "output_bias": False,
-        "mlp_bias": False,
     }
 
 
@@ -60,7 +56,6 @@ def _qwen3(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: 
         "qk_norm": True,
         "qkv_bias": bias,
         "output_bias": bias,
-        "mlp_bias": False,
     }
 
 
@@ -89,9 +84,9 @@ def _deepseek(
     sparse: bool = False,
     groups: tuple[int, int] = (8, 4),
 ) -> Own:
-    """DeepSeek-V3 and what is built like it, Kimi K2 for one; `sparse`: with an indexer.
+    """DeepSeek-V3 and models built like it, such as Kimi K2.
 
-    `groups`: what missing n_group and topk_group mean.
+    `sparse`: with an indexer. `groups`: the defaults of n_group and topk_group.
     """
     keys.take("auto_map")  # Kimi K2's names DeepSeek-V3's own code
     keys.fixed("topk_method", "noaux_tc")
@@ -141,10 +136,8 @@ def _deepseek(
     return {
         "num_kv_heads": num_heads,
         "head_dim": nope + rotary,
-        "qk_norm": False,
         "qkv_bias": bias,
         "output_bias": bias,
-        "mlp_bias": False,
         "mixture": mixture,
         "latent": latent,
     }
@@ -175,7 +168,7 @@ def _deepseek_sparse(keys: Keys, hidden_size: int, num_heads: int, num_layers: i
 
 
 def _glm_sparse(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
-    """GLM-5: some layers may read what the indexer of a layer below them selected."""
+    """GLM-5: layers without an indexer read what the nearest indexer below them selected."""
     keys.fixed("moe_router_dtype", "float32")
     keys.take("index_share_for_mtp_iteration")
     own = _deepseek(keys, hidden_size, num_heads, num_layers, rope, sparse=True, groups=(1, 1))
@@ -198,7 +191,7 @@ def _minimax(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
         ("shared_intermediate_size", 0), ("attn_type_list", [1] * num_layers),
     ):  # fmt: skip
         keys.fixed(name, allowed)
-    keys.take("router_jitter_noise")  # of transformers' own training; a policy that is noisy has no logprobs
+    keys.take("router_jitter_noise")  # transformers adds noise in training; a noisy policy has no logprobs
     for name in ("auto_map", "shared_moe_mode", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"):
         keys.take(name)
     head_dim, size = keys.count("head_dim", 128), keys.count("intermediate_size")
@@ -211,11 +204,7 @@ def _minimax(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
         "head_dim": head_dim,
         "qk_norm": True,
         "whole_norm": True,
-        "qkv_bias": False,
-        "output_bias": False,
-        "mlp_bias": False,
         "intermediate_size": size,
-        "rope": rope,
         "mixture": mixture,
     }
 
@@ -255,7 +244,6 @@ def _qwen35_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, r
         "qk_norm": True,
         "qkv_bias": bias,
         "output_bias": bias,
-        "mlp_bias": False,
         "intermediate_size": mixture.expert_size,
         "output_gate": True,
         "centred_norms": True,
@@ -323,9 +311,6 @@ def _nemotron(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rop
     return {
         "num_kv_heads": keys.count("num_key_value_heads", 8),
         "head_dim": keys.count("head_dim", 128),
-        "qk_norm": False,
-        "qkv_bias": False,
-        "output_bias": False,
         "mlp_bias": inner,
         "rms_norm_eps": keys.number("layer_norm_epsilon", 1e-5),
         "rope": dataclasses.replace(rope, share=0.0),
@@ -337,25 +322,25 @@ def _nemotron(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rop
 
 
 def _gpt_oss(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
-    """Sinks, every other layer within a window, and experts with biases whose activation is clamped."""
-    for name in ("initial_context_length", "experts_per_token"):  # what released files say twice
+    """gpt-oss: attention sinks, a sliding window in every other layer, experts with biases and a clamped activation."""
+    for name in ("initial_context_length", "experts_per_token"):  # released files repeat them under other names
         keys.take(name)
     bias = keys.flag("attention_bias", True)
     kinds = keys.names("layer_types", ("full_attention", "sliding_attention"), num_layers) or [
         "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
     ]
     count, size = keys.count("num_local_experts"), keys.count("intermediate_size")
-    routing = Routing(top_k=keys.count("num_experts_per_tok", 4), normalise=True)  # of the chosen alone: the same
+    routing = Routing(
+        top_k=keys.count("num_experts_per_tok", 4), normalise=True
+    )  # a softmax over the chosen experts alone is the same
     clamp = (keys.number("swiglu_limit", 7.0), keys.number("swiglu_alpha", 1.702))
     mixture = MixtureConfig(count, size, routing, tuple(range(num_layers)), router_bias=True, clamp=clamp)
     _check_routing(keys, mixture)
     return {
         "num_kv_heads": keys.count("num_key_value_heads"),
         "head_dim": keys.count("head_dim", 64),
-        "qk_norm": False,
         "qkv_bias": bias,
         "output_bias": bias,
-        "mlp_bias": False,
         "intermediate_size": size,
         "sinks": True,
         "window": keys.count("sliding_window", 128),
@@ -367,7 +352,7 @@ def _gpt_oss(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
 
 Family = Callable[[Keys, int, int, int, RopeConfig], Own]
 
-FAMILIES: dict[str, tuple[tuple[str, ...], Family]] = {  # architecture -> (model_types, what is its own)
+FAMILIES: dict[str, tuple[tuple[str, ...], Family]] = {  # architecture -> (model_types, reader of its keys)
     "LlamaForCausalLM": (("llama",), _llama),
     "Qwen2ForCausalLM": (("qwen2",), _qwen2),
     "Qwen3ForCausalLM": (("qwen3",), _qwen3),
@@ -383,7 +368,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], Family]] = {  # architecture -> (mode
 
 
 def _full_attention(keys: Keys, num_layers: int) -> None:
-    """A window may be named where no layer uses it, as Qwen's files do."""
+    """Refuse sliding windows. A window that no layer uses may be named, as in Qwen's files."""
     window, uses = keys.take("sliding_window"), keys.flag("use_sliding_window", True)
     first = keys.count("max_window_layers", 0, least=0)
     kinds = keys.names("layer_types", ("full_attention",), num_layers)
@@ -392,6 +377,7 @@ def _full_attention(keys: Keys, num_layers: int) -> None:
 
 
 def _check_routing(keys: Keys, mixture: MixtureConfig) -> None:
+    """Refuse a routing that cannot choose `top_k` experts from its groups."""
     count, rule = mixture.num_experts, mixture.routing
     if count % rule.groups or (rule.groups > 1 and count // rule.groups < 2):
         keys.refuse("n_group", rule.groups, f"1, or a divisor of the {count} experts that leaves two in a group")

@@ -1,5 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), absorbed everywhere, and the lightning indexer that
-makes it sparse (DeepSeek-V3.2-Exp).
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434) in its absorbed form, and the lightning indexer
+that makes it sparse (DeepSeek-V3.2-Exp).
 
 A token's keys and values of all heads are one latent c [R] and one rotated key [rope]. Queries are brought to the
 latents (q^T W_uk) and results brought back (W_uv c), so training, prefill and decode read latents alone: one head of
@@ -16,7 +16,7 @@ from rlloop.models.architecture import IndexerConfig, LatentConfig, ModelConfig
 from rlloop.models.layers import Linear, Step, Weight
 from rlloop.numerics.ops import Ops
 
-LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's others have
+LATENT_EPS = 1e-6  # epsilon of the latents' norms, whatever `rms_norm_eps` says
 
 
 class LatentAttention(nn.Module):
@@ -62,8 +62,10 @@ class LatentAttention(nn.Module):
         return self.o_proj(ops.head_linear(read, up[:, latent.nope_dim :], by_row=True).flatten(1), ops)
 
     def _expanded(self, queries: Tensor, latents: Tensor, step: Step) -> Tensor:
-        """The definition of the paper's equations: keys and values of every head. For comparisons: over a cache it
-        expands every slot anew."""
+        """Attention over the keys and values of every head, as the paper's equations have it; for comparisons.
+
+        Over a cache it expands every slot again.
+        """
         ops, latent = step.ops, self.latent
         if latent.indexer is not None:
             raise ConfigError("profile.latent=expanded is not for sparse attention, which reads latents; set absorbed")
@@ -75,13 +77,14 @@ class LatentAttention(nn.Module):
         return ops.attention(queries, keys, values, step.layout, latent.scale)
 
     def _queries(self, x: Tensor, ops: Ops) -> tuple[Tensor | None, Tensor]:
-        """(their latents [T, q_rank] if they have any, the queries of all heads)."""
+        """(query latents [T, q_rank], or None without `q_rank`; queries [T, H * (nope + rope)])."""
         if self.latent.q_rank is None:
             return None, self.q_proj(x, ops)
         reduced, _ = ops.rms_norm(self.q_a_proj(x, ops), self.q_a_layernorm.weight, LATENT_EPS)
         return reduced, self.q_b_proj(reduced, ops)
 
     def _selected(self, x: Tensor, reduced: Tensor | None, step: Step) -> Tensor:
+        """[T, S] int64: indices of past tokens, by this layer's indexer or the nearest one below."""
         assert self.indexed_by is not None
         if self.indexed_by == self.layer:
             assert reduced is not None
@@ -92,7 +95,7 @@ class LatentAttention(nn.Module):
 
 
 class Indexer(nn.Module):
-    """Which past tokens a query reads. A choice has no gradient, so the policy's loss does not train it."""
+    """Selects the past tokens that each query reads. The selection has no gradient, so no loss here trains it."""
 
     def __init__(self, hidden_size: int, q_rank: int, rope_dim: int, config: IndexerConfig, layer: int) -> None:
         super().__init__()
@@ -105,7 +108,7 @@ class Indexer(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor, reduced: Tensor, step: Step) -> Tensor:
-        """x [T, D], reduced [T, q_rank] -> positions [T, top_k] int64, ascending, then −1."""
+        """x [T, D], reduced [T, q_rank] -> indices of tokens [T, top_k] int64, ascending, padded with −1."""
         ops, heads = step.ops, self.config.num_heads
         q = self.wq_b(reduced, ops).unflatten(-1, (heads, -1))
         assert self.k_norm.bias is not None
@@ -122,14 +125,14 @@ class Indexer(nn.Module):
 
 
 def _rotated(x: Tensor, step: Step, interleaved: bool) -> Tensor:
-    """[T, H, rope]; pairs of neighbours are brought apart first, and stay so: scores do not depend on the order."""
+    """Rope over x [T, H, rope]. Interleaved pairs are first reordered into halves and stay so: scores are the same."""
     if interleaved:
         x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     return step.ops.rope(x, step.positions, *step.rope)
 
 
 def cache_shapes(config: LatentConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """What one layer keeps of a token."""
+    """Shapes of the tensors that one layer caches for each token, by name."""
     shapes: dict[str, tuple[int, ...]] = {"latent": (1, config.kv_rank + config.rope_dim)}
     if config.indexer is not None and layer in config.indexer.layers:
         shapes["index_k"] = (1, config.indexer.head_dim)

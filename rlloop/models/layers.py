@@ -1,4 +1,4 @@
-"""What layers are made of, and what one forward tells all of them."""
+"""Building blocks of layers, and `Step`: the metadata of one forward."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from rlloop.numerics.ops import Ops
 
 
 class Cache(Protocol):
-    """Where an engine keeps what later tokens read, between steps."""
+    """An engine's store of keys, values and recurrent states between steps."""
 
     def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:
-        """Puts this step's tensors [T, ...] into their slots; returns those whole stores [slots, ...], in order."""
+        """Write this step's tensors [T, ...] into their slots; returns the whole stores [slots, ...], in order."""
         ...
 
     def places(self, layer: int, *names: str) -> tuple[Tensor, ...]:
-        """Where `write` would put this step's tokens: their slots [T] int64, and the stores of these names."""
+        """The slots [T] int64 that `write` would use for this step's tokens, and the stores of these names."""
         ...
 
     def carried(self, layer: int, name: str) -> RecurrentState:
-        """What a recurrent layer keeps of this step's sequences."""
+        """A recurrent layer's states of this step's sequences."""
         ...
 
 
 @dataclass(frozen=True)
 class Step:
-    """One forward: what every layer is told besides its input."""
+    """The metadata of one forward that every layer gets beside its input."""
 
-    positions: Tensor  # [T] int64
-    rope: tuple[Tensor, Tensor]
+    positions: Tensor  # [T] int64, for the rope
+    rope: tuple[Tensor, Tensor]  # cos and sin, [positions, rope / 2]
     layout: AttentionLayout
     cache: Cache | None
     ops: Ops
     routes: RoutingRecord | None
-    selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: what its indexer found, [T, S] int64
+    selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: its indexer's selection, [T, S] int64
 
 
 class Linear(nn.Module):
-    """Holds a weight [N, K] and perhaps a bias [N]; the product is the operations' business.
+    """A weight [N, K] and perhaps a bias [N], multiplied by `Ops.linear`.
 
-    `across`: a tensor-parallel engine would share its K inputs among ranks.
+    `across`: tensor parallelism as usual would split its K inputs over ranks, so `profile.tp_segments` applies.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, across: bool = False) -> None:
@@ -67,7 +67,7 @@ class Weight(nn.Module):
 
 
 class Norm(Weight):
-    """A norm whose weight may be stored as what is added to 1."""
+    """A norm's weight; `centred`: stored as the difference from 1."""
 
     def __init__(self, width: int, centred: bool) -> None:
         super().__init__(width)
@@ -80,7 +80,7 @@ class Norm(Weight):
 
 
 class PlainMlp(nn.Module):
-    """Without a gate: `down relu(up x) ** 2`."""
+    """An MLP without a gate: `down relu(up x) ** 2`."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool) -> None:
         super().__init__()
@@ -92,6 +92,8 @@ class PlainMlp(nn.Module):
 
 
 class Mlp(nn.Module):
+    """A gated MLP (SwiGLU): `down (silu(gate x) * up x)`."""
+
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size, bias)

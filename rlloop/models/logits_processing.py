@@ -1,4 +1,4 @@
-"""From sampling parameters to the rows of a `LogitsProcessing`: the one place, for the engine and the trainer."""
+"""Converts sampling parameters into a `LogitsProcessing`; engine and trainer share it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlloop.types import SamplingParams, stop_ids
 
 
 def on_device(array: np.ndarray, device: str | torch.device) -> torch.Tensor:
-    """A copy there. A GPU gets it from pinned memory, or the host would wait for all that it was given before."""
+    """A copy on `device`, from pinned memory to a GPU: a pageable copy would wait for all work queued before it."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -25,10 +25,10 @@ def warp_for(
     device: str | torch.device = "cpu",
     counts: Sequence[int] | None = None,
 ) -> LogitsProcessing:
-    """The warp of N rows. `sampling[i]` is row i's; with `counts`, that of the next `counts[i]` rows.
+    """The temperature, truncation and banned tokens of N rows of logits.
 
-    `made` [N] is how many tokens the completion had before each row's token. None as parameters: temperature 1, nothing
-    truncated, nothing banned.
+    `sampling[i]` is row i's (None: temperature 1, nothing truncated, nothing banned); with `counts`, that of the next
+    `counts[i]` rows. `made` [N] counts the tokens that the completion had before each row's token.
     """
     params = [item if item is not None and _warps(item) else None for item in sampling]
     if not any(params):

@@ -1,7 +1,7 @@
 """Recurrent layers: gated delta networks (Yang et al. 2024, arXiv:2412.06464, as Qwen3.5 has them) and Mamba-2 (Dao and
 Gu 2024, arXiv:2405.21060, as Nemotron 3 has it).
 
-Both mix neighbouring tokens by a short convolution, and then write each token to a state that fades. Both run token by
+Both mix neighbouring tokens by a short causal convolution, then write each token to a decaying state. Both run token by
 token here, in training too (`rlloop.numerics.kernels.cpu.compiled.recurrence` says why).
 """
 
@@ -15,7 +15,7 @@ from rlloop.models.layers import Linear, Step, Weight
 from rlloop.numerics.layout import RecurrentState
 from rlloop.numerics.operators.parameters import each_row
 
-LENGTH_EPS = 1e-6  # of the lengths of queries and keys, whatever the model's norms have
+LENGTH_EPS = 1e-6  # epsilon of the L2 norm of queries and keys, whatever `rms_norm_eps` says
 
 
 class Convolution(nn.Module):
@@ -33,7 +33,7 @@ class Convolution(nn.Module):
 
 
 class DeltaNet(nn.Module):
-    """Hugging Face's `linear_attn`."""
+    """Gated delta network: Hugging Face's `linear_attn`."""
 
     def __init__(self, config: ModelConfig, delta: DeltaConfig, layer: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class DeltaNet(nn.Module):
         return self.out_proj(ops.silu_mul(self.in_proj_z(x, ops), normed.flatten(1)), ops)
 
     def _unit(self, x: Tensor, step: Step) -> Tensor:
-        """x over its length, in float32: a norm whose weight and epsilon are those of a mean of squares."""
+        """x divided by its L2 norm, in float32: an RMS norm with weight and epsilon scaled accordingly."""
         width = x.shape[-1]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         weight = torch.full((width,), width**-0.5, dtype=wide.dtype, device=x.device)
@@ -73,7 +73,7 @@ class DeltaNet(nn.Module):
 
 
 class Mamba(nn.Module):
-    """Hugging Face's `mixer` of a Mamba-2 layer."""
+    """Mamba-2: Hugging Face's `mixer`."""
 
     def __init__(self, config: ModelConfig, mamba: MambaConfig, layer: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def _carried(step: Step, layer: int, name: str) -> RecurrentState | None:
 
 
 def delta_states(config: DeltaConfig) -> dict[str, tuple[int, ...]]:
-    """What one layer keeps of a sequence, in float32."""
+    """Shapes of the float32 states that one layer keeps for each sequence, by name."""
     channels = 2 * config.num_key_heads * config.key_dim + config.num_heads * config.value_dim
     return {
         "inputs": (config.conv_width - 1, channels),
@@ -117,6 +117,7 @@ def delta_states(config: DeltaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def mamba_states(config: MambaConfig) -> dict[str, tuple[int, ...]]:
+    """As `delta_states`."""
     channels = config.num_heads * config.head_dim + 2 * config.num_groups * config.state_dim
     return {
         "inputs": (config.conv_width - 1, channels),

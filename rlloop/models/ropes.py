@@ -1,4 +1,4 @@
-"""Rotary embeddings: what a config.json says of them, and the tables of cos and sin."""
+"""Rotary embeddings: their keys in config.json, and the tables of cos and sin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlloop.models.config_reader import Keys
 ROPE_TYPES = ("default", "llama3", "yarn")
 
 
-# architecture -> what a missing key means, where it is not theta 10,000 over the whole head, unscaled.
+# architecture -> defaults of missing keys other than theta 10,000 over the whole head, unscaled
 MISSING: dict[str, dict[str, Any]] = {
     "MiniMaxM2ForCausalLM": {"rope_theta": 5e6},
     "Qwen3_5MoeForCausalLM": {"partial_rotary_factor": 0.25},
@@ -27,13 +27,13 @@ MISSING: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-PARTIAL = ("MiniMaxM2ForCausalLM", "Qwen3_5MoeForCausalLM", "NemotronHForCausalLM")  # a head may have a rope in part
-# Of images: in a text all parts of a position are the same.
+PARTIAL = ("MiniMaxM2ForCausalLM", "Qwen3_5MoeForCausalLM", "NemotronHForCausalLM")  # part of a head may be rotated
+# Keys about images, which change nothing in a text: all axes of its positions are equal.
 IMAGES = {"Qwen3_5MoeForCausalLM": ("mrope_section", "mrope_interleaved")}
 
 
 def read_rope(keys: Keys, max_positions: int, architecture: str) -> RopeConfig:
-    """Either spelling: `rope_theta` beside `rope_scaling`, or both inside `rope_parameters` (transformers 5)."""
+    """Reads either spelling: `rope_theta` beside `rope_scaling`, or both in `rope_parameters` (transformers 5)."""
     missing = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **MISSING.get(architecture, {})}
     scaling, parameters = keys.take("rope_scaling"), keys.take("rope_parameters")
     for name, given in (("rope_scaling", scaling), ("rope_parameters", parameters)):
@@ -43,11 +43,11 @@ def read_rope(keys: Keys, max_positions: int, architecture: str) -> RopeConfig:
         raise ModelError("config.json has both rope_scaling and rope_parameters, and they differ; keep one")
     name, given = "rope_scaling" if scaling else "rope_parameters", scaling or parameters
     rope = Keys(missing.get("rope_parameters", {}) if given is None else given, f"{name}.")
-    if architecture == "MiniMaxM2ForCausalLM" and keys.has("rotary_dim"):  # in place of a missing share
+    if architecture == "MiniMaxM2ForCausalLM" and keys.has("rotary_dim"):  # its name for the share
         width = keys.copy().count("head_dim", 128)
         missing["partial_rotary_factor"] = keys.count("rotary_dim", most=width) / width
     keys.where_null(partial_rotary_factor=1.0)
-    if rope.has("rope_theta"):  # it counts
+    if rope.has("rope_theta"):  # it wins
         keys.where_null(rope_theta=missing["rope_theta"])
     theta, share = (
         rope.number(name, keys.number(name, missing[name])) for name in ("rope_theta", "partial_rotary_factor")
@@ -107,12 +107,12 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 class RopeTable(nn.Module):
-    """cos and sin, [2, positions, head_dim / 2]: float32 whatever the model is cast to, and never in a checkpoint."""
+    """cos and sin, [2, positions, rope_dim / 2], float32 whatever the model is cast to; not stored in checkpoints."""
 
     table: Tensor
 
     def __init__(self, config: ModelConfig, device: str | None = None) -> None:
-        """Without a device it is empty, as a model's parameters are before its weights come."""
+        """Without a device the table is uninitialised, as a new model's parameters are."""
         super().__init__()
         if device is None:
             table = torch.empty(2, config.max_positions, config.rope_dim // 2)
@@ -128,7 +128,7 @@ class RopeTable(nn.Module):
 
 
 def rope_table(rope: RopeConfig, head_dim: int, positions: int, device: str | None = None) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, head_dim / 2] in float32, with transformers' order of operations."""
+    """cos and sin, [positions, head_dim / 2] float32 each, with transformers' order of operations."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
     frequency, factor = 1.0 / (rope.theta**steps), 1.0
     if isinstance(rope.scaling, Llama3Scaling):
@@ -140,9 +140,11 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: int, device: str | No
 
 
 def _stretched_llama3(frequency: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Llama 3's scaling divides frequencies of wavelengths above `original_positions / low_freq_factor` by `factor`,
-    leaves those below `original_positions / high_freq_factor`, and blends between (Meta's llama-models,
-    `apply_scaling`)."""
+    """Llama 3's scaling (Meta's llama-models, `apply_scaling`).
+
+    Frequencies of wavelengths above `original_positions / low_freq_factor` are divided by `factor`, those below
+    `original_positions / high_freq_factor` stay, and those between are blended.
+    """
     wavelength = 2 * math.pi / frequency
     ratio = scaling.original_positions / wavelength
     smooth = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -153,8 +155,11 @@ def _stretched_llama3(frequency: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _stretched_yarn(theta: float, steps: Tensor, scaling: YarnScaling) -> Tensor:
-    """YaRN divides the frequencies that turn fewer than `beta_slow` times over the original context by `factor`, leaves
-    those that turn more than `beta_fast` times, and blends between along the dimensions."""
+    """YaRN's scaling.
+
+    Frequencies that turn fewer than `beta_slow` times over the original context are divided by `factor`, those that
+    turn more than `beta_fast` times stay, and those between are blended along the dimensions.
+    """
     width = 2 * len(steps)
 
     def dimension(turns: float) -> float:

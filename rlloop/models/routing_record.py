@@ -1,6 +1,6 @@
-"""What a model chooses on its way, by token: experts, and the past tokens that sparse attention reads.
+"""A forward's discrete choices by token: experts, and the past tokens that sparse attention reads.
 
-Recorded as it is chosen, compared between engine and trainer, or given, to be chosen again (router replay).
+They are recorded, compared between engine and trainer, and expert choices can be replayed (router replay).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ class RoutingRecord:
 
     Example: `routes = RoutingRecord(); model.hidden(..., routes=routes); routes.chosen()` is [T, layers, top_k].
 
-    Layers are counted among those that have experts. A layer that is computed again, in a backward pass that keeps no
-    activations, records the same again.
+    Layers are counted among those that have experts. A layer recomputed in a backward pass records the same again.
     """
 
     def __init__(self, replayed: Tensor | None = None) -> None:
-        """`replayed` [T, layers, top_k]: the experts that every layer has to take."""
+        """`replayed` [T, layers, top_k]: the experts to use instead of the router's own choice."""
         self._replayed = replayed
         self._chosen: dict[int, Tensor] = {}
         self._selected: dict[int, Tensor] = {}
         self.scores: dict[int, Tensor] = {}  # by layer: of all experts [T, E] float32, differentiable
 
-    def given(self, layer: int) -> Tensor | None:
+    def replayed(self, layer: int) -> Tensor | None:
+        """[T, top_k] the experts that a layer has to use; None: its own choice."""
         return None if self._replayed is None else self._replayed[:, layer]
 
     def record(self, layer: int, chosen: Tensor, scores: Tensor) -> None:
@@ -39,7 +39,7 @@ class RoutingRecord:
         self._selected[layer] = _digest(selected)
 
     def chosen(self) -> Tensor | None:
-        """[T, layers, top_k] int64, in the order of the slots."""
+        """[T, layers, top_k] int64, the order of the top_k as routed."""
         return torch.stack([self._chosen[at] for at in sorted(self._chosen)], dim=1) if self._chosen else None
 
     def selected(self) -> Tensor | None:
@@ -48,8 +48,8 @@ class RoutingRecord:
 
 
 def _digest(selected: Tensor) -> Tensor:
-    """A number for each row's set of positions [T, S]: the sum of a hash of each, modulo 2 ** 64."""
-    x = selected + 1  # 0 stands for none, and hashes to 0
+    """[T] int64, of each row's set of indices [T, S]: the sum of their hashes modulo 2 ** 64."""
+    x = selected + 1  # the padding, −1, becomes 0, which hashes to 0
     for factor, shift in ((-7046029254386353131, 31), (-4658895280553007687, 29), (-7723592293110705685, 32)):
         x = x * factor
         x = x ^ (x >> shift)
@@ -58,10 +58,10 @@ def _digest(selected: Tensor) -> Tensor:
 
 @dataclass
 class ChoiceCounts:
-    """How many (token, layer) pairs of an engine's choices were compared with a trainer's, and how many differ."""
+    """Counts of (token, layer) pairs whose choices by engine and trainer were compared, and of differences."""
 
     experts: int = 0
-    experts_different: int = 0  # as sets: the order of slots follows the weights
+    experts_different: int = 0  # as sets: the order within top_k may differ
     selections: int = 0
     selections_different: int = 0
 
@@ -72,23 +72,26 @@ class ChoiceCounts:
         selected: Sequence[np.ndarray | None],
         lengths: Sequence[int],
     ) -> None:
-        """Compare a forward over so many tokens of each sequence with what an engine recorded there; None: nothing."""
+        """Compare a forward over the first `lengths` tokens of each sequence with an engine's records.
+
+        Nothing is compared where one of the sequences has no record.
+        """
         for mine, theirs, name in ((routes.chosen(), experts, "experts"), (routes.selected(), selected, "selections")):
-            known = [array[:length] for array, length in zip(theirs, lengths, strict=True) if array is not None]
-            if mine is None or len(known) != len(theirs) or not known:
+            recorded = [array[:length] for array, length in zip(theirs, lengths, strict=True) if array is not None]
+            if mine is None or len(recorded) != len(theirs) or not recorded:
                 continue
-            ours, given = mine.cpu().numpy(), np.concatenate(known)
+            ours, engines = mine.cpu().numpy(), np.concatenate(recorded)
             if name == "experts":
-                ours, given = np.sort(ours, -1), np.sort(given, -1)
-            different = (ours != given).any(-1) if name == "experts" else ours != given
+                ours, engines = np.sort(ours, -1), np.sort(engines, -1)
+            different = (ours != engines).any(-1) if name == "experts" else ours != engines
             setattr(self, name, getattr(self, name) + different.size)
             setattr(self, f"{name}_different", getattr(self, f"{name}_different") + int(different.sum()))
 
     def metrics(self) -> dict[str, float]:
         """`parity/router_different` and `parity/indexer_different`; absent where nothing was compared."""
-        made = {}
+        metrics = {}
         if self.experts:
-            made["parity/router_different"] = self.experts_different / self.experts
+            metrics["parity/router_different"] = self.experts_different / self.experts
         if self.selections:
-            made["parity/indexer_different"] = self.selections_different / self.selections
-        return made
+            metrics["parity/indexer_different"] = self.selections_different / self.selections
+        return metrics

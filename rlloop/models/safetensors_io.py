@@ -1,4 +1,4 @@
-"""The safetensors of a Hugging Face folder: what is in them, and how to write the like again."""
+"""Reads the safetensors of a Hugging Face folder, and writes files of the same layout."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One safetensors file: its header as it stands, and its tensors in the order of their bytes."""
+    """One safetensors file: its header, and its tensors in the order of their bytes."""
 
     name: str
-    header: bytes  # with the eight bytes of its length
+    header: bytes  # as in the file, with the eight bytes of its length before it
     metadata: dict[str, str] | None
     tensors: dict[str, StoredTensor]
 
@@ -54,7 +54,7 @@ class StoredFile:
         return cls(path.name, length + header, metadata, tensors)
 
     def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """The same tensors with the values of `state`; the same bytes around them where their types are the same."""
+        """Write the file with the values of `state`; byte-equal around them where no tensor changes its type."""
         partial = folder / f"{self.name}.partial"  # the source may be this very file
         if all(state[name].dtype == stored.dtype for name, stored in self.tensors.items()):
             with partial.open("wb") as file:
@@ -77,19 +77,19 @@ class StoredWeights:
 
     @classmethod
     def open(cls, folder: Path) -> StoredWeights:
-        """Reads headers only. Raises `ModelError` for what is missing, damaged or at odds with the index."""
+        """Reads headers only. Raises `ModelError` for files that are missing, damaged or contradict the index."""
         if (folder / SINGLE).is_file():  # wins over an index beside it, as it does for transformers
             return cls(folder, [StoredFile.read(folder / SINGLE)], None)
         if not (folder / INDEX).is_file():
             raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors weights are read")
         index = read_json(folder / INDEX)
-        placed = index.get("weight_map")
-        if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+        file_of = index.get("weight_map")
+        if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()):
             raise ModelError(f"{folder / INDEX} has no weight_map, which says in which file each tensor is")
-        files = [StoredFile.read(folder / name) for name in sorted(set(placed.values()))]
-        found = {name: file.name for file in files for name in file.tensors}
-        if found != placed or len(found) != sum(len(file.tensors) for file in files):
-            wrong = sorted(name for name in {*found, *placed} if found.get(name) != placed.get(name))
+        files = [StoredFile.read(folder / name) for name in sorted(set(file_of.values()))]
+        stored = {name: file.name for file in files for name in file.tensors}
+        if stored != file_of or len(stored) != sum(len(file.tensors) for file in files):
+            wrong = sorted(name for name in {*stored, *file_of} if stored.get(name) != file_of.get(name))
             raise ModelError(f"{folder}: {INDEX} and the shards disagree about {', '.join(wrong) or 'a tensor'}")
         return cls(folder, files, index)
 
@@ -98,7 +98,7 @@ class StoredWeights:
         return {name: tensor for file in self.files for name, tensor in file.tensors.items()}
 
     def read(self, names: Container[str]) -> Iterator[tuple[str, Tensor]]:
-        """These tensors, one at a time. Each is the file itself, mapped and perhaps unaligned: copy what is kept."""
+        """These tensors, one at a time, memory-mapped and perhaps unaligned: copy what you keep."""
         for stored in self.files:
             with safe_open(self.folder / stored.name, framework="pt") as file:
                 for name in stored.tensors:
@@ -106,7 +106,7 @@ class StoredWeights:
                         yield name, file.get_tensor(name)
 
     def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """The same files, index included, with the values of `state`."""
+        """Write the same files, index included, with the values of `state`."""
         refuse_other_weights(folder, {file.name for file in self.files})
         for file in self.files:
             file.write(folder, state)
@@ -120,14 +120,14 @@ class StoredWeights:
 
 
 def write_single(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """One model.safetensors, as transformers writes it."""
+    """Write one model.safetensors, as transformers does."""
     refuse_other_weights(folder, {SINGLE})
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(plain, folder / SINGLE, metadata={"format": "pt"})
 
 
 def refuse_other_weights(folder: Path, ours: set[str]) -> None:
-    """Weights under other names, left beside ours, would be read in their place."""
+    """Raises `ModelError` where the folder holds weight files of other names: they would be read in place of ours."""
     others = sorted(file.name for file in folder.glob("model*.safetensors") if file.name not in ours)
     if others:
         raise ModelError(f"{folder} already holds other weights ({', '.join(others[:3])}); save to another folder")

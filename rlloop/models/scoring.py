@@ -1,4 +1,4 @@
-"""The trainer's own path: logprobs of given tokens, differentiable, by the same operations that sample."""
+"""The trainer's path: differentiable logprobs of given tokens, by the operations that sample."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rlloop.models.transformer import Model
 from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.types import Alternatives, ModelInput, PromptScores, SamplingParams, as_model_input, is_ids
 
-LOGITS_AT_ONCE = 1 << 25  # elements of logits that looking for the likeliest may hold
+LOGITS_AT_ONCE = 1 << 25  # most elements of logits held at a time while finding the likeliest tokens
 
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """One sequence, and which of its tokens to score.
+    """One sequence and the indices of its tokens to score.
 
     Example: prompt [7, 8] and completion [3, 2]: `ScoreRow([7, 8, 3, 2], range(2, 4))`.
     """
 
     token_ids: list[int]
-    predict: Sequence[int]  # ascending indices, 1 or more: the token there is predicted from those before it
-    sampling: SamplingParams | None = None  # the distribution to score under; None: temperature 1, nothing truncated
+    predict: Sequence[int]  # [P] ascending indices, 1 or more: each token is predicted from those before it
+    sampling: SamplingParams | None = None  # of the distribution to score under; None: temperature 1, nothing truncated
     routed_experts: np.ndarray | None = None  # [tokens, layers, top_k], as the engine recorded them
     selected: np.ndarray | None = None  # [tokens, layers], likewise
     model_input: ModelInput | None = None  # of its first tokens, where they are more than text
@@ -39,10 +39,13 @@ class ScoreRow:
 
 
 class RedrawRecord:
-    """What the sampling operation makes of the logits of one forward or several, at N predicted tokens in order."""
+    """Raw logprobs and redrawn tokens at the N predicted tokens of one forward or several, in order.
+
+    Filled by `score(..., record=...)` from the logits that the logprobs come from.
+    """
 
     def __init__(self, *, draws: bool = True) -> None:
-        """`draws`: whether tokens are drawn again at all."""
+        """`draws`: whether tokens are drawn again; raw logprobs always are recorded."""
         self.draws = draws
         self._raw: list[Tensor] = []
         self._ids: list[Tensor] = []
@@ -53,12 +56,12 @@ class RedrawRecord:
 
     @property
     def raw_logprobs(self) -> Tensor:
-        """[N] float32, of the rows' own tokens at temperature 1, nothing truncated."""
+        """[N] float32, of the rows' tokens at temperature 1, nothing truncated."""
         return torch.cat(self._raw)
 
     @property
     def token_ids(self) -> Tensor:
-        """[N] int64: what is drawn by the row's seed and the position; −1: nothing was."""
+        """[N] int64: the tokens drawn by (seed, index); −1 where none was drawn."""
         return torch.cat(self._ids)
 
 
@@ -70,11 +73,11 @@ def score(
     watch: Callable[[RoutingRecord, list[ScoreRow]], None] | None = None,
     record: RedrawRecord | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One forward over the sequences laid end to end: the logprob of every predicted token, and the entropy there.
+    """Logprob and entropy of every predicted token, from one forward over the sequences laid end to end.
 
-    Returns ([N] float32, [N] float32) in order, both differentiable. N is the number of predicted tokens of all rows.
-    With `replay` every token takes the experts that its row names. `watch` is told what the model chose, and for which
-    rows: those that have something to predict. `record` keeps what a sampler would have made of the same logits.
+    Returns ([N] float32, [N] float32) in order, both differentiable, N the number of predicted tokens of all rows. With
+    `replay` every token takes the experts that its row has recorded. `watch` is called with the model's choices and the
+    rows that they are of: those with a token to predict. `record` collects raw logprobs and redrawn tokens.
 
     Raises `ConfigError` for a token outside the vocabulary or a sequence beyond the model's positions.
     """
@@ -89,15 +92,15 @@ def score(
 
 def _replayed(model: Model, rows: Sequence[ScoreRow]) -> Tensor:
     """[T, layers, top_k]: the recorded experts of the tokens that the forward reads."""
-    parts = []
+    choices = []
     for index, row in enumerate(rows):
         if row.routed_experts is None or len(row.routed_experts) < int(row.predict[-1]):
             raise ConfigError(
                 f"sequence {index} carries no expert choices for its {int(row.predict[-1])} tokens, so they cannot be "
                 "replayed; sample with Engine(..., record_choices=True)"
             )
-        parts.append(row.routed_experts[: int(row.predict[-1])])
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(model.context.device)
+        choices.append(row.routed_experts[: int(row.predict[-1])])
+    return torch.from_numpy(np.concatenate(choices).astype(np.int64)).to(model.context.device)
 
 
 def token_logprobs(
@@ -107,14 +110,14 @@ def token_logprobs(
     sampling: Sequence[SamplingParams | None] | None = None,
     max_tokens: int | None = None,
 ) -> list[Tensor]:
-    """Logprobs of completions given their prompts, as the trainer computes them: differentiable.
+    """Differentiable logprobs of completions given their prompts, as the trainer computes them.
 
     `sequences` are (prompt, completion_ids), the prompt as token ids or a `ModelInput`. `sampling`, one a sequence, is
     the distribution to score under (None: temperature 1, nothing truncated, so equal to an engine's `raw_logprobs`).
     Returns one [T] float32 tensor each.
 
-    `max_tokens` bounds the tokens of one forward (a longer sequence goes alone); None: one forward for all. It changes
-    memory and no bits.
+    `max_tokens` bounds the tokens of one forward (a longer sequence goes alone); None: one forward for all. It affects
+    memory, not bits.
 
     Raises `ConfigError` for an empty prompt, a token outside the vocabulary, a sequence beyond the model's positions,
     or a `sampling` of another length.
@@ -142,25 +145,25 @@ def token_logprobs(
 
 @dataclass(frozen=True)
 class Redrawn:
-    """What the trainer's own path says of one row's P predicted tokens."""
+    """One row's P predicted tokens, drawn and scored again on the trainer's path."""
 
-    token_ids: np.ndarray  # [P] int64: what the sampling operation draws there, by the row's own seed
-    logprobs: np.ndarray  # [P] float32, of the row's own tokens under its `sampling`
-    raw_logprobs: np.ndarray  # [P] float32, of the row's own tokens at temperature 1, nothing truncated
+    token_ids: np.ndarray  # [P] int64: drawn by the row's seed
+    logprobs: np.ndarray  # [P] float32, of the row's tokens under its `sampling`
+    raw_logprobs: np.ndarray  # [P] float32, of the row's tokens at temperature 1, nothing truncated
 
 
 @torch.no_grad()
 def redraw(
     model: Model, rows: Sequence[ScoreRow], *, replay: bool = False, max_tokens: int | None = None
 ) -> list[Redrawn]:
-    """Draw every predicted token of each row once more, given the tokens before it as they stand in the row.
+    """Draw every predicted token of each row again, given the row's tokens before it.
 
-    An engine's token is a function of the weights, the tokens before it, `sampling` and (seed, position). So with the
-    weights that sampled, `token_ids` are the row's own at every position; where one is not, that token was not drawn
-    from this distribution by this random number. In a conversation, each turn's tokens are drawn as its engine drew
-    them. Under one profile that holds the contract, whatever else is in the batch.
+    An engine's token is a function of the weights, the tokens before it, `sampling` and (seed, index). So with the
+    weights that sampled, `token_ids` are the row's at every index; one that differs was not drawn from this
+    distribution by this random number. The turns of a conversation are drawn as their engine drew them. This holds
+    under a profile that keeps the contract, whatever else is in the batch.
 
-    `replay` as for `score`; `max_tokens` bounds the tokens of one forward, and changes no bits.
+    `replay` as for `score`; `max_tokens` bounds the tokens of one forward and affects no bits.
 
     Raises `ConfigError` as `score`, and where a row that predicts anything names no seed.
     """
@@ -178,16 +181,16 @@ def _redraw(model: Model, rows: list[ScoreRow], replay: bool) -> list[Redrawn]:
     routes = RoutingRecord(_replayed(model, used) if replay and model.route_shape() is not None else None)
     record = RedrawRecord()
     logprobs, _ = _score(model, used, routes, record)
-    cut = np.cumsum([len(row.predict) for row in rows])[:-1]
-    parts = (record.token_ids, logprobs, record.raw_logprobs)
-    return [Redrawn(*each) for each in zip(*(np.split(x.cpu().numpy(), cut) for x in parts), strict=True)]
+    cuts = np.cumsum([len(row.predict) for row in rows])[:-1]
+    flat = (record.token_ids, logprobs, record.raw_logprobs)
+    return [Redrawn(*each) for each in zip(*(np.split(x.cpu().numpy(), cuts) for x in flat), strict=True)]
 
 
 @torch.inference_mode()
 def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0) -> PromptScores:
-    """The logprobs of a prompt's own tokens, the bits of `token_logprobs(model, [(prompt[:1], prompt[1:])])`.
+    """The logprobs of a prompt's tokens, with the bits of `token_logprobs(model, [(prompt[:1], prompt[1:])])`.
 
-    With `top`, the likeliest tokens at each place as well. Raises `ConfigError` as `token_logprobs` does.
+    With `top`, also the `top` likeliest tokens in each one's place. Raises `ConfigError` as `token_logprobs` does.
     """
     model_input = as_model_input(prompt)
     if not len(model_input):
@@ -203,16 +206,16 @@ def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0)
     if not top:
         return PromptScores(logprobs)
     at_once = max(1, LOGITS_AT_ONCE // (len(model.head) * (1 + top)))
-    parts = (model.ops.logits(part, model.head) for part in hidden.split(at_once))
-    return PromptScores(logprobs, Alternatives.joined([likeliest(model, part, top) for part in parts]))
+    chunks = (model.ops.logits(rows, model.head) for rows in hidden.split(at_once))
+    return PromptScores(logprobs, Alternatives.joined([likeliest(model, logits, top) for logits in chunks]))
 
 
 def likeliest(
     model: Model, logits: Tensor, count: int, sampling: SamplingParams | None = None, made: int = 0
 ) -> Alternatives:
-    """The `count` tokens of the largest logits [T, V] of each row, and their logprobs, the trainer's bits.
+    """The `count` tokens of largest logit in each row of logits [T, V], with logprobs that have the trainer's bits.
 
-    `sampling`: the distribution that `Alternatives.logprobs` are of; `made`: how many tokens the completion had before.
+    `sampling`: the distribution of `Alternatives.logprobs`; `made`: how many tokens the completion had before.
     """
     ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]  # [T, k]
     rows = logits.repeat_interleave(ids.shape[1], 0)
@@ -232,7 +235,7 @@ def _score(
     hidden, targets, warp = _predicted(model, used, routes)
     if record is None:
         return model.ops.token_logprob(hidden, model.head, targets, warp)
-    seeds, positions = (torch.from_numpy(each).to(device) for each in _names(used))
+    seeds, positions = (torch.from_numpy(each).to(device) for each in _random_names(used))
     logprobs, entropies, raw, ids = model.ops.token_redraw(
         hidden, model.head, targets, warp, seeds if record.draws else None, positions
     )
@@ -240,27 +243,27 @@ def _score(
     return logprobs, entropies
 
 
-def _names(used: Sequence[ScoreRow]) -> tuple[np.ndarray, np.ndarray]:
-    """Seeds (−1: none) and positions of the predicted tokens, which name their random numbers. [N] int64 each."""
-    given = [None if row.sampling is None else row.sampling.seed for row in used]
-    seeds = np.array([-1 if seed is None else seed for seed in given], np.int64)
-    positions = [np.asarray(row.predict, np.int64) for row in used]
-    return np.repeat(seeds, [len(each) for each in positions]), np.concatenate(positions)
+def _random_names(used: Sequence[ScoreRow]) -> tuple[np.ndarray, np.ndarray]:
+    """[N] int64 each: seeds (−1: none) and indices of the predicted tokens, which name their random numbers."""
+    seeds = [-1 if row.sampling is None or row.sampling.seed is None else row.sampling.seed for row in used]
+    indices = [np.asarray(row.predict, np.int64) for row in used]
+    return np.repeat(np.array(seeds, np.int64), [len(each) for each in indices]), np.concatenate(indices)
 
 
 def _predicted(
     model: Model, used: Sequence[ScoreRow], routes: RoutingRecord | None
 ) -> tuple[Tensor, Tensor, LogitsProcessing]:
-    """The forward, one for all rows: the hidden state [N, D] that each predicted token comes from, the tokens [N]."""
+    """One forward for all rows: hidden states [N, D] that the predicted tokens come from, these tokens [N], and how
+    their logits are processed."""
     device = model.context.device
     picked = [np.asarray(row.predict, np.int64) for row in used]
-    # Nothing is predicted from the last scored token or what follows it.
+    # The last scored token, and those after it, are not read: nothing is predicted from them.
     tokens = [np.asarray(row.token_ids, np.int64) for row in used]
     lengths = [int(at[-1]) for at in picked]
     starts = np.cumsum([0, *lengths[:-1]])
 
-    def flat(parts: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device)
+    def flat(arrays: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).to(device)
 
     hidden = model.hidden(
         flat([ids[:length] for ids, length in zip(tokens, lengths, strict=True)]),
@@ -270,7 +273,7 @@ def _predicted(
     )
     warp = warp_for(
         [row.sampling for row in used],
-        _made(picked),
+        _tokens_made(picked),
         model.eos_token_ids,
         device=device,
         counts=[len(at) for at in picked],
@@ -281,14 +284,14 @@ def _predicted(
 
 
 def _positions(rows: Sequence[ScoreRow], lengths: Sequence[int]) -> np.ndarray:
-    """[T] int64; [axes, T] where one of the rows has positions of several axes: a text's are the same on each."""
-    parts = [row.positions(length) for row, length in zip(rows, lengths, strict=True)]
-    axes = max((part.shape[:-1] for part in parts), key=len)
-    return np.concatenate([np.broadcast_to(part, (*axes, part.shape[-1])) for part in parts], axis=-1)
+    """[T] int64, or [axes, T] where a row has positions of several axes: a text's are the same on each."""
+    positions = [row.positions(length) for row, length in zip(rows, lengths, strict=True)]
+    axes = max((each.shape[:-1] for each in positions), key=len)
+    return np.concatenate([np.broadcast_to(each, (*axes, each.shape[-1])) for each in positions], axis=-1)
 
 
-def _made(picked: Sequence[np.ndarray]) -> np.ndarray:
-    """How many tokens the engine had made before each: a gap (another's turn) begins a new completion.
+def _tokens_made(picked: Sequence[np.ndarray]) -> np.ndarray:
+    """[N] tokens that the engine had made before each predicted one; a gap (another's turn) begins a new completion.
 
     Example: [[4, 5, 6, 9, 10], [2, 3]] -> [0, 1, 2, 0, 1, 0, 1].
     """
@@ -300,6 +303,7 @@ def _made(picked: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _batches(rows: Sequence[ScoreRow], max_tokens: int | None) -> Iterator[list[ScoreRow]]:
+    """Consecutive rows of at most `max_tokens` tokens together, or of one longer row."""
     batch, total = [], 0
     for row in rows:
         if batch and max_tokens is not None and total + len(row.token_ids) > max_tokens:
@@ -312,6 +316,7 @@ def _batches(rows: Sequence[ScoreRow], max_tokens: int | None) -> Iterator[list[
 
 
 def _check(model: Model, rows: Sequence[ScoreRow]) -> None:
+    """Raises `ConfigError` for rows that the model cannot score, by their index."""
     vocabulary, limit = len(model.head), model.max_positions
     for index, row in enumerate(rows):
         ids = row.token_ids

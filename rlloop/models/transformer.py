@@ -1,7 +1,7 @@
-"""The one definition: training, prefill and decode are this code with other metadata.
+"""The model definition that training, prefill and decode share: they differ in metadata alone.
 
-Every number is made by an operation of `rlloop.numerics`; what is written here is only which operation follows which.
-Parameters have Hugging Face's names. Shapes: T flat tokens, D hidden width, H heads, G key-value heads, V vocabulary.
+Every number comes from an operation of `rlloop.numerics`; this module only puts them in order. Parameters have Hugging
+Face's names. Shapes: T flat tokens, D hidden width, H heads, G key-value heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ __all__ = ["Cache", "Decoder", "Layer", "Model", "RopeTable", "rope_table"]
 
 
 class Layer(nn.Module):
+    """Attention or a gated delta network, then an MLP or experts."""
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
@@ -53,7 +55,7 @@ class Layer(nn.Module):
             self.mlp = Mlp(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def forward(self, delta: Tensor, stream: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        """`delta` is what the layer below adds to `stream`; so is the first result to the second."""
+        """(delta, stream) -> (delta, stream), [T, D] each. `delta`, the last block's output, is still to be added."""
         ops = step.ops
         x, stream = ops.rms_norm(delta, self.input_layernorm.scale, self.eps, stream)
         attended = self.self_attn(x, step) if self.linear_attn is None else self.linear_attn(x, step)
@@ -62,7 +64,7 @@ class Layer(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer that is one thing only: attention, a recurrence, experts or an MLP (Nemotron)."""
+    """A layer of a single block: attention, a recurrence, experts or an MLP (Nemotron)."""
 
     def __init__(self, config: ModelConfig, kinds: tuple[str, ...], layer: int) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Hugging Face's `model.` prefix."""
+    """Embedding, layers and final norm: Hugging Face's `model.` prefix."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -99,7 +101,7 @@ class Decoder(nn.Module):
 class Model(nn.Module):
     """A decoder of one of `families.FAMILIES`. Its own parameters get the gradient.
 
-    `load_model` and `new_model` make one; here its parameters are empty.
+    `load_model` and `new_model` construct one with weights; the constructor leaves them uninitialised.
 
     `checkpoint_layers = n` recomputes every n-th layer in the backward pass instead of keeping its activations (0:
     none); the same operations run again, so the gradient keeps its bits.
@@ -113,9 +115,9 @@ class Model(nn.Module):
         *,
         weights_of: Model | None = None,
     ) -> None:
-        """`context`: where its tensors lie, or will; None: one rank on the CPU.
+        """`context`: the rank, and the device of its tensors; None: one rank on the CPU.
 
-        `weights_of`: a model of the same configuration whose parameters this one reads, too; None: it gets its own.
+        `weights_of`: a model of the same configuration whose parameters are shared; None: the model has its own.
         """
         super().__init__()
         self.config = config
@@ -133,7 +135,7 @@ class Model(nn.Module):
             self.source_path, self.checkpoint_layers = weights_of.source_path, weights_of.checkpoint_layers
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`to`, `cuda` and their like move the parameters; the context goes with them."""
+        """`to`, `cuda` and similar calls move the parameters; the context follows."""
         super()._apply(fn, recurse)
         self.context = replace(self.context, device=self.head.device)
         return self
@@ -160,7 +162,7 @@ class Model(nn.Module):
         return self.config.max_positions
 
     def cache_spec(self) -> list[dict[str, tuple[int, ...]]]:
-        """What each layer keeps of a token: name -> shape, in the order in which `Cache.write` returns the stores."""
+        """Shapes of the tensors that each layer caches for a token, by name, in `Cache.write`'s order."""
         config, layers = self.config, range(self.config.num_layers)
         if config.latent is not None:
             return [latent.cache_shapes(config.latent, layer) for layer in layers]
@@ -168,7 +170,7 @@ class Model(nn.Module):
         return [attention.cache_shapes(config) if layer in attend else {} for layer in layers]
 
     def state_spec(self) -> list[dict[str, tuple[int, ...]]]:
-        """What each layer keeps of a sequence, whatever its length, in float32: nothing, unless it is recurrent."""
+        """Shapes of the float32 states that each layer keeps for a sequence, by name; empty unless it is recurrent."""
         config, layers = self.config, range(self.config.num_layers)
         if config.mamba is not None and config.blocks is not None:
             return [mamba_states(config.mamba) if kind == "linear_attention" else {} for kind in config.blocks]
@@ -181,19 +183,19 @@ class Model(nn.Module):
         return any(self.state_spec())
 
     def route_shape(self) -> tuple[int, int, int] | None:
-        """(layers with experts, experts chosen a token, experts of a layer); None: the model has no router."""
+        """(layers with experts, experts chosen for a token, experts of a layer); None without experts."""
         mixture = self.config.mixture
         if mixture is None or not mixture.layers:
             return None
         return len(mixture.layers), mixture.routing.top_k, mixture.num_experts
 
     def indexed_layers(self) -> int:
-        """How many layers select which past tokens they read."""
+        """The number of layers with an indexer."""
         latent = self.config.latent
         return 0 if latent is None or latent.indexer is None else len(latent.indexer.layers)
 
     def with_profile(self, profile: NumericsProfile, ops: Callable[[NumericsProfile], Ops] = ops_for) -> Model:
-        """The same parameters under other arithmetic: a view, not a copy. Raises `ConfigError` as `check_profile`.
+        """A view of the model under another profile: parameters are shared. Raises as `check_profile`.
 
         `ops` makes the profile's operations: a subclass of `Ops` departs from them.
         """
@@ -203,7 +205,7 @@ class Model(nn.Module):
         return view
 
     def check_profile(self, profile: NumericsProfile) -> None:
-        """Raises `ConfigError` for settings that this model cannot follow on its device, or in its type."""
+        """Raises `ConfigError` for settings that this model does not support on its device or in its type."""
         narrow = [op for op in profile.operations() if getattr(profile, op) == "rlloop"]
         if self.dtype == torch.float64 and narrow:
             raise ConfigError(
@@ -223,7 +225,7 @@ class Model(nn.Module):
                 )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides the bits, the weights apart. JSON values."""
+        """Everything besides the weights that decides the bits, as JSON values."""
         facts = {
             "architecture": self.config.architecture,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -234,7 +236,7 @@ class Model(nn.Module):
         }
         if self.device.type == "cuda":
             facts["versions"] |= {"triton": version("triton"), "cuda": torch.version.cuda}
-        # Ours never depend on them; stock operations do.
+        # rlloop's operations never depend on the number of threads; stock ones do.
         return facts if self.profile.holds_contract else {**facts, "threads": torch.get_num_threads()}
 
     def hidden(
@@ -248,11 +250,10 @@ class Model(nn.Module):
     ) -> Tensor:
         """Last hidden states of flat tokens, normed. tokens and positions [T] int64 -> [T, D].
 
-        Positions are the rope's alone; masks and the cache go by the layout. Raises `ConfigError` for positions of
-        several axes, which no rope here has.
+        Positions are for the rope alone; masks and the cache go by `layout`. Without a cache that must be the trainer's
+        (`AttentionLayout.of_sequences`). `routes` records the experts of each token, or holds those to replay.
 
-        Without a cache the layout must be the trainer's (`AttentionLayout.of_sequences`). `routes` records which
-        experts each token goes to, or says it.
+        Raises `ConfigError` for positions of several axes (MRoPE), which no rope here supports.
         """
         if positions.ndim != 1:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: every tensor accounted for, and byte-equal where nothing changed."""
+"""Loads and saves Hugging Face folders: every tensor is accounted for, and unchanged files are byte-equal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
-from rlloop.models.checkpoint_names import EMBEDDING, HEAD, places, stored_name, stored_shapes, stored_state
+from rlloop.models.checkpoint_names import EMBEDDING, HEAD, stored_name, stored_shapes, stored_slices, stored_state
 from rlloop.models.config import ModelConfig, parse_config, read_config
 from rlloop.models.experts import BIAS
 from rlloop.models.layers import Norm
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
-# What a saved folder takes over from its source, beside config.json and weights.
+# Files that a saved folder takes over from its source, beside config.json and weights.
 COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
@@ -42,13 +42,13 @@ def load_model(
     device: str | torch.device = "cpu",
     profile: NumericsProfile | None = None,
 ) -> Model:
-    """The model of a Hugging Face checkpoint folder of one of `families.FAMILIES`.
+    """Load a Hugging Face checkpoint folder of one of `families.FAMILIES`.
 
     `dtype` is the compute type; weights of another type are rounded to it once, to nearest (float64 is for the
-    `reference` profile). `profile` says which implementation runs each operation; None: the invariant ones.
+    `reference` profile). `profile` names the implementation of each operation; None: the batch-invariant ones.
 
-    Heads that predict further tokens are left out, by a line in the log. Every weight is read once more for NaN and
-    infinity, at 1 to 1.5 ms a million on a CPU: as long as copying it takes where the file is in memory already.
+    Multi-token-prediction layers are left out, which is logged. Every weight is checked for NaN and infinity, at 1 to
+    1.5 ms a million on a CPU: as long as copying it takes where the file is in memory already.
 
     Raises `ModelError` for a missing folder, an unsupported configuration, an adapter in the folder, unknown, missing
     or misshapen tensors, and weights that are not finite in `dtype`; `ConfigError` for a type, device or profile that
@@ -68,8 +68,8 @@ def new_model(
 ) -> Model:
     """A randomly initialised model for `config`, the content of a config.json; the same seed gives the same bits.
 
-    Matrices are normal with the configuration's `initializer_range`, norms 1 (0 where they are added to 1), biases 0,
-    steps of recurrent layers 1 and their rates the numbers of the heads, sinks normal, much as transformers does.
+    Initialised much as transformers does: matrices and sinks normal with `initializer_range`, norms 1 (0 if centred),
+    biases 0; in recurrent layers `dt_bias` and `D` are 1, and `A_log` is the logarithm of the head's number from 1 on.
     """
     compute = _dtype(dtype)
     parsed = parse_config(config)
@@ -92,7 +92,7 @@ def new_model(
 
 
 def read_state(folder: str | Path) -> dict[str, Tensor]:
-    """The weights of a folder by parameter name, in the types they are stored in, checked against its config.json."""
+    """The weights of a folder by parameter name, in their stored types, checked against its config.json."""
     return _read(read_config(folder), Path(folder), None, torch.device("cpu"))
 
 
@@ -105,10 +105,12 @@ def save_model(
 ) -> None:
     """Write a Hugging Face folder: weights, config.json, and the source's tokenizer and generation files.
 
-    The weights are a model's, or those of a state by parameter name. The files are laid out as those of the source
-    (`source_path`, or the folder that `model` was loaded from): same names, shards, order and metadata, so that
-    weights that did not change come out byte-equal, and heads that predict further tokens are the source's. Without a
-    source there is one model.safetensors, and config.json is `config`'s (or the model's).
+    `model` is a model, or weights by parameter name. Files are laid out as in the source (`source_path`, or the folder
+    that `model` was loaded from): same names, shards, order and metadata, so unchanged weights come out byte-equal, and
+    multi-token-prediction layers are copied. Without a source there is one model.safetensors, and config.json is that
+    of `config` (or of the model).
+
+    Raises `ModelError` for weights that do not fit the configuration, and a folder that holds other weight files.
     """
     if isinstance(model, Model):
         state = ParameterStore(model).tensors()
@@ -127,10 +129,10 @@ def save_model(
         write_single(folder, stored_state(state, config.architecture))
     else:
         stored = StoredWeights.open(source)
-        beside = _beside(config, stored)
+        left_out = _left_out(config, stored)
         if config.tied and HEAD in stored.tensors:
             state[HEAD] = state[EMBEDDING]
-        whole = {**stored_state(state, config.architecture), **dict(stored.read(beside))}
+        whole = {**stored_state(state, config.architecture), **dict(stored.read(left_out))}
         stored.write(folder, _as_stored(whole, stored))
         if not folder.samefile(source):
             for name in COMPANIONS:
@@ -140,7 +142,7 @@ def save_model(
 
 
 def _write_config(folder: Path, raw: Mapping[str, Any], source: Path | None, dtype: str) -> None:
-    """config.json, saying the type that the weights have; the source's own bytes where it does already."""
+    """Write config.json with the weights' type; the source's own bytes where its type is that already."""
     key = "torch_dtype" if "torch_dtype" in raw else "dtype"
     if source is not None and raw.get(key) in (dtype, None):
         text = (source / "config.json").read_bytes()
@@ -150,23 +152,23 @@ def _write_config(folder: Path, raw: Mapping[str, Any], source: Path | None, dty
 
 
 def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: torch.device) -> dict[str, Tensor]:
-    """By parameter name; nothing is read before names and shapes are known to fit."""
+    """Weights by parameter name; names and shapes are checked before any tensor is read."""
     stored, shapes = StoredWeights.open(folder), _shapes(config)
-    beside = _beside(config, stored)
-    found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in beside}
-    if (heads := [name for name in beside if math.prod(stored.tensors[name].shape)]) and dtype is not None:
+    left_out = _left_out(config, stored)
+    found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
+    if (heads := [name for name in left_out if math.prod(stored.tensors[name].shape)]) and dtype is not None:
         log.warning("%s: heads that predict further tokens are left out: %s", folder, _some(sorted(heads)))
     _check(config, found, stored_shapes(shapes, config.architecture), str(folder))
-    where = {name: place for name, place, _ in places(shapes, config.architecture)}
+    slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture)}
     state: dict[str, Tensor] = {}
     for name, tensor in stored.read(found):
-        kind, place = _compute(name, dtype) or tensor.dtype, where.get(name)
-        if place is None or place.expert is None:
-            kept = state[name if place is None else place.parameter] = tensor.to(device=device, dtype=kind, copy=True)
+        kind, rows = _compute(name, dtype) or tensor.dtype, slices.get(name)
+        if rows is None or rows.expert is None:
+            kept = state[name if rows is None else rows.parameter] = tensor.to(device=device, dtype=kind, copy=True)
         else:
-            if place.parameter not in state:
-                state[place.parameter] = torch.empty(shapes[place.parameter], dtype=kind, device=device)
-            kept = place.of(state[place.parameter]).copy_(tensor)
+            if rows.parameter not in state:
+                state[rows.parameter] = torch.empty(shapes[rows.parameter], dtype=kind, device=device)
+            kept = rows.of(state[rows.parameter]).copy_(tensor)
         if not _finite(kept):
             raise ModelError(f"{folder}: {name} holds NaN or infinity (as {kept.dtype}); such a model scores NaN")
     if config.tied and HEAD in state and not torch.equal(state.pop(HEAD), state[EMBEDDING]):
@@ -177,8 +179,8 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: 
     return state
 
 
-def _beside(config: ModelConfig, stored: StoredWeights) -> set[str]:
-    """Stored tensors that are no part of the model: heads that predict further tokens, and tensors without numbers."""
+def _left_out(config: ModelConfig, stored: StoredWeights) -> set[str]:
+    """Stored tensors that are not the model's: multi-token-prediction layers, and empty tensors."""
     further = range(config.num_layers, config.num_layers + config.further_layers)
 
     def is_further(name: str) -> bool:
@@ -189,18 +191,18 @@ def _beside(config: ModelConfig, stored: StoredWeights) -> set[str]:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """No NaN and no infinity; without a copy of the tensor."""
+    """Whether it has neither NaN nor infinity; makes no copy."""
     least, most = tensor.aminmax()
     return bool(least.isfinite() & most.isfinite())
 
 
 def _compute(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The type that a tensor is kept in where the model computes in `dtype`."""
+    """The type of a tensor in memory where the model computes in `dtype`; None: its stored type."""
     return torch.float32 if dtype is not None and dtype != torch.float64 and name.endswith(BIAS) else dtype
 
 
 def _as_stored(state: Mapping[str, Tensor], stored: StoredWeights) -> dict[str, Tensor]:
-    """MoeTraining' biases, which are float32 in memory, in the source's type where that loses nothing."""
+    """`state` with routers' biases, float32 in memory, in the source's type where that is lossless."""
     kept = dict(state)
     for name, tensor in stored.tensors.items():
         narrow = kept[name].to(tensor.dtype)
@@ -212,8 +214,9 @@ def _as_stored(state: Mapping[str, Tensor], stored: StoredWeights) -> dict[str, 
 def _check(
     config: ModelConfig, found: Mapping[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str
 ) -> None:
+    """Raises `ModelError` for names and shapes other than `expected`; `where` names them in messages."""
     embedding = stored_name(EMBEDDING, config.architecture) if EMBEDDING not in expected else EMBEDDING
-    allowed = {**expected, HEAD: expected[embedding]}  # where the two are tied, some checkpoints store both
+    allowed = {**expected, HEAD: expected[embedding]}  # some checkpoints of tied models store both
     if unknown := sorted(found.keys() - allowed.keys()):
         raise ModelError(f"{where} has tensors that {config.architecture} does not know: {_some(unknown)}")
     if missing := sorted(expected.keys() - found.keys()):

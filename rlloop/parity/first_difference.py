@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlloop.models import Model
 from rlloop.models.logits_processing import warp_for
+from rlloop.models.parameters import ParameterStore
 from rlloop.numerics.layout import AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.profile import NumericsProfile
@@ -74,7 +75,8 @@ class Trace:
 
     def __init__(self, model: Model) -> None:
         self._ops, self.profile = model.ops, model.profile
-        self._names = {id(weight): name.removesuffix(".weight") for name, weight in model.named_parameters()}
+        entries = ParameterStore(model).entries.items()
+        self._names = {id(entry.live): name.removesuffix(".weight") for name, entry in entries}
         self._layer = ""
         self.calls: list[Call] = []
 

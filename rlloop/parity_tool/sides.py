@@ -25,7 +25,7 @@ from rlloop.errors import ConfigError
 from rlloop.models import Model, RoutingRecord, load_model
 from rlloop.models.logits_processing import warp_for
 from rlloop.numerics.layout import AttentionLayout
-from rlloop.numerics.profile import IMPLEMENTATIONS, SETTINGS, NumericsProfile
+from rlloop.numerics.profile import IMPLEMENTATIONS, SETTINGS, NumericsProfile, allows, choices
 from rlloop.rollout import Engine
 from rlloop.runs.folder import read_rollouts, rollout_files
 from rlloop.runs.rollouts import unpack_experts
@@ -76,14 +76,8 @@ class Side(Protocol):
     def score(self, sequences: Sequence[Tokens]) -> list[Scored]: ...
 
 
-class Definition:
-    """rlloop's model under a profile, as the trainer computes it: one forward for each sequence."""
-
-    def __init__(self, name: str, model: Model) -> None:
-        self.name, self.model = name, model
-
-    def with_profile(self, profile: NumericsProfile) -> Definition:
-        return Definition(self.name, self.model.with_profile(profile))
+class _Model:
+    """A side that scores any sequence, one forward for each."""
 
     def sequences(self) -> None:
         return None
@@ -91,6 +85,19 @@ class Definition:
     @torch.no_grad()
     def score(self, sequences: Sequence[Tokens]) -> list[Scored]:
         return [self._score(sequence) for sequence in sequences]
+
+    def _score(self, sequence: Tokens) -> Scored:
+        raise NotImplementedError
+
+
+class Definition(_Model):
+    """rlloop's model under a profile, as the trainer computes it: one forward for each sequence."""
+
+    def __init__(self, name: str, model: Model) -> None:
+        self.name, self.model = name, model
+
+    def with_profile(self, profile: NumericsProfile) -> Definition:
+        return Definition(self.name, self.model.with_profile(profile))
 
     def _score(self, sequence: Tokens) -> Scored:
         model, ids = self.model, torch.tensor(sequence.ids)
@@ -107,7 +114,7 @@ class Definition:
         return _scored(logprobs, top, None if chosen is None else chosen.numpy())
 
 
-class Transformers:
+class Transformers(_Model):
     """transformers' own model, eager attention, one expert after the other."""
 
     def __init__(self, name: str, folder: Path, dtype: str) -> None:
@@ -119,13 +126,6 @@ class Transformers:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="eager", experts_implementation="eager"
         ).eval()
-
-    def sequences(self) -> None:
-        return None
-
-    @torch.no_grad()
-    def score(self, sequences: Sequence[Tokens]) -> list[Scored]:
-        return [self._score(sequence) for sequence in sequences]
 
     def _score(self, sequence: Tokens) -> Scored:
         if sequence.sampling is not None and sequence.sampling.temperature != 1.0:
@@ -209,9 +209,8 @@ def parse_profile(text: str) -> NumericsProfile:
         knob, _, value = change.partition("=")
         if knob not in knobs:
             raise ConfigError(f"profiles have no knob {knob!r}; knobs are {', '.join(knobs)}")
-        allowed = SETTINGS.get(knob, IMPLEMENTATIONS)
-        if value not in allowed:
-            raise ConfigError(f"{knob} is {value!r}; allowed are {', '.join(allowed)}")
+        if not allows(knob, value):
+            raise ConfigError(f"{knob} is {value!r}; allowed are {choices(knob)}")
         profile = dataclasses.replace(profile, **{knob: value})
     return profile
 

@@ -50,7 +50,7 @@ def compare(paths: Sequence[Path], output: Path | None = None) -> None:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"-o is {str(output)!r}; its folder cannot be made: {error.strerror}") from None
+            raise ConfigError(f"-o is {str(output)!r}; its folder cannot be created: {error.strerror}") from None
     runs = Run.read_all(run for path in paths for run in _runs_in(path))
     if len(runs) < 2:
         raise ConfigError(f"{', '.join(map(str, paths))} is one run; name another run to compare it with")

@@ -17,28 +17,12 @@ from typing import Any, TypeVar
 
 from rlloop.errors import ConfigError
 from rlloop.sync.manifest import MAX_MANIFEST, Head, Refused, hash_of
-from rlloop.sync.store import FolderStore, Missing, Store, StoreError, fetch
+from rlloop.sync.store import FolderStore, Missing, ReadOnly, Store, StoreError, fetch
 
 T = TypeVar("T")
 
 
-class _ReadOnly:
-    """The methods of `Store` that only publishers call, refused."""
-
-    def put(self, blob: bytes) -> bytes:
-        raise ConfigError("a relay is read-only; publish to its upstream store")
-
-    def swap_latest(self, expected: bytes | None, new: bytes) -> None:
-        raise ConfigError("a relay is read-only; publish to its upstream store")
-
-    def blobs(self) -> Iterator[bytes]:
-        raise ConfigError("a relay cannot be listed")
-
-    def delete(self, digest: bytes) -> None:
-        raise ConfigError("a relay is read-only; publish to its upstream store")
-
-
-class CachingStore(_ReadOnly):
+class CachingStore(ReadOnly):
     """Reads `upstream`, fetching each blob once. Thread-safe."""
 
     def __init__(self, upstream: Store, folder: str | Path, max_bytes: int) -> None:
@@ -132,7 +116,7 @@ class SingleFlight:
         return mine.result()
 
 
-class Sources(_ReadOnly):
+class Sources(ReadOnly):
     """Reads a relay, and falls back to the origin store for whatever the relay does not deliver intact."""
 
     def __init__(self, relay: Store, origin: Store) -> None:

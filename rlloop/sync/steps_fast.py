@@ -36,7 +36,7 @@ def _scan_sparse(old, new, old_words, new_words, shift, sign, floating, classes,
     """
     since = np.zeros(1024, np.uint32)
     shift_word, bits, low = np.uint64(shift), np.uint64(8 * old.itemsize), np.uint64((sign - 1) >> shift)
-    found = 0
+    count = 0
     for w in range(len(old_words)):
         if old_words[w] == new_words[w]:
             word = np.uint64(old_words[w]) >> shift_word
@@ -45,38 +45,38 @@ def _scan_sparse(old, new, old_words, new_words, shift, sign, floating, classes,
                 word >>= bits
             continue
         for i in range(4 * w, 4 * w + 4):
-            found = _scan_one(old[i], new[i], shift, sign, floating, since, classes, changes, found)
+            count = _scan_one(old[i], new[i], shift, sign, floating, since, classes, changes, count)
     for i in range(4 * len(old_words), len(old)):
-        found = _scan_one(old[i], new[i], shift, sign, floating, since, classes, changes, found)
+        count = _scan_one(old[i], new[i], shift, sign, floating, since, classes, changes, count)
 
 
 @kernel
-def _scan_one(old, new, shift, sign, floating, since, classes, changes, found):
+def _scan_one(old, new, shift, sign, floating, since, classes, changes, count):
     which = (np.uint32(old) & np.uint32(sign - 1)) >> shift
     if old == new:
         since[which] += np.uint32(1)
-        return found
+        return count
     gap = np.uint32(0)
     for table in range(4):
         gap += since[np.uint32(table << 8) | which]
         since[np.uint32(table << 8) | which] = 0
-    classes[found] = which
-    changes[found] = np.uint64(gap) << np.uint64(32) | _zigzag(old, new, sign, floating)
-    return found + 1
+    classes[count] = which
+    changes[count] = np.uint64(gap) << np.uint64(32) | _zigzag(old, new, sign, floating)
+    return count + 1
 
 
 @kernel
 def _scan_dense(old, new, shift, sign, floating, classes, changes):
     """The same without branches, for dense changes, which mispredict. The arrays have room for one change more."""
     since = np.zeros(256, np.uint64)
-    found = 0
+    count = 0
     mask = np.uint32(sign - 1)
     for i in range(len(old)):
         which = (np.uint32(old[i]) & mask) >> shift
         gap, same = since[which], np.uint64(old[i] == new[i])
-        classes[found] = which
-        changes[found] = gap << np.uint64(32) | _zigzag(old[i], new[i], sign, floating)
-        found += 1 - np.int64(same)
+        classes[count] = which
+        changes[count] = gap << np.uint64(32) | _zigzag(old[i], new[i], sign, floating)
+        count += 1 - np.int64(same)
         since[which] = (gap + np.uint64(1)) & (np.uint64(0) - same)
 
 
@@ -87,14 +87,14 @@ def _emit(classes, changes, counts, low_bits, symbols, remainders, far, farther,
     n = len(classes)
     for i in range(n):
         counts[classes[i]] += 1
-    place = np.zeros(256, np.int64)
+    offset = np.zeros(256, np.int64)
     for c in range(1, 256):
-        place[c] = place[c - 1] + counts[c - 1]
+        offset[c] = offset[c - 1] + counts[c - 1]
     ordered = np.empty(n, np.uint64)
     for i in range(n):
         c = classes[i]
-        ordered[place[c]] = changes[i]
-        place[c] += 1
+        ordered[offset[c]] = changes[i]
+        offset[c] += 1
     a, b, c, d, byte = 0, 0, 0, 0, 0
     pending, held, i = np.uint64(0), 0, 0
     for which in range(256):
@@ -226,17 +226,17 @@ def _pattern(value, sign, floating):
 def find_changes(old: np.ndarray, new: np.ndarray, ordering: Ordering) -> Changes:
     """As `steps.find_changes`."""
     n = int(np.count_nonzero(old != new))
-    classes, found = np.empty(n + 1, np.uint8), np.empty(n + 1, np.uint64)
+    classes, gaps_and_steps = np.empty(n + 1, np.uint8), np.empty(n + 1, np.uint64)
     counts, low_bits = np.zeros(256, np.int64), np.zeros(256, np.uint8)
     how = np.uint32(ordering.shift), 1 << (ordering.bits - 1), ordering.floating
     if n * _DENSE > len(old):
-        _scan_dense(old, new, *how, classes, found)
+        _scan_dense(old, new, *how, classes, gaps_and_steps)
     else:
-        _scan_sparse(old, new, _words(old), _words(new), *how, classes, found)
+        _scan_sparse(old, new, _words(old), _words(new), *how, classes, gaps_and_steps)
     symbols, remainders = np.empty(n, np.uint8), np.empty(3 * n + 8, np.uint8)  # gaps within a chunk have < 24 bits
     far, farther = np.empty(n + 1, np.uint8), np.empty(n, "<u4")
     large, larger = np.empty(n + 1, np.uint8), np.empty(n, "<u4")
-    lengths = _emit(classes[:n], found, counts, low_bits, symbols, remainders, far, farther, large, larger)
+    lengths = _emit(classes[:n], gaps_and_steps, counts, low_bits, symbols, remainders, far, farther, large, larger)
     return Changes(
         counts[: ordering.classes],
         low_bits[: ordering.classes],
@@ -258,13 +258,13 @@ def _words(patterns: np.ndarray) -> np.ndarray:
 def apply_changes(old: np.ndarray, changes: Changes, ordering: Ordering, out: np.ndarray) -> bool:
     """As `steps.apply_changes`."""
     n = len(changes.symbols)
-    found = np.empty(n + ordering.classes, np.int64)
+    gaps_and_steps = np.empty(n + ordering.classes, np.int64)
     whole = _expand(
         changes.counts, changes.low_bits, changes.symbols, changes.remainders,
-        changes.far, changes.farther, changes.large, changes.larger, found,
+        changes.far, changes.farther, changes.large, changes.larger, gaps_and_steps,
     )  # fmt: skip
     if not whole:
         return False
     how = np.uint32(ordering.shift), 1 << (ordering.bits - 1), ordering.floating
     np.copyto(out, old)
-    return _apply(old, out, *how, changes.counts, found) == n
+    return _apply(old, out, *how, changes.counts, gaps_and_steps) == n

@@ -25,6 +25,7 @@ from rlloop.sync.manifest import MAX_HEAD, MAX_MANIFEST, Refused, hash_of
 from rlloop.web.clients import client
 
 BLOCK = 1 << 20  # bytes read at a time
+READ_ONLY = "a store over HTTP is read-only; publish to the folder or object store behind it"
 
 
 class StoreError(SyncError):
@@ -279,7 +280,23 @@ def _translated(url: str) -> Iterator[None]:
         raise StoreError(f"{url}: {error or type(error).__name__}") from error
 
 
-class HttpStore:
+class ReadOnly:
+    """The methods of `Store` that only publishers call, refused: for stores over HTTP, and relays."""
+
+    def put(self, blob: bytes) -> bytes:
+        raise ConfigError(READ_ONLY)
+
+    def swap_latest(self, expected: bytes | None, new: bytes) -> None:
+        raise ConfigError(READ_ONLY)
+
+    def blobs(self) -> Iterator[bytes]:
+        raise ConfigError(READ_ONLY)
+
+    def delete(self, digest: bytes) -> None:
+        raise ConfigError(READ_ONLY)
+
+
+class HttpStore(ReadOnly):
     """A read-only store over HTTP: `url`/latest and `url`/blobs/HASH, with a Range where a transfer resumes."""
 
     def __init__(self, url: str, *, token: str | None = None, ca_file: str | Path | None = None) -> None:
@@ -330,18 +347,6 @@ class HttpStore:
     def has(self, digest: bytes) -> bool:
         with self._translated():
             return self._client.head(f"{self.url}/blobs/{digest.hex()}").status_code == 200
-
-    def put(self, blob: bytes) -> bytes:
-        raise ConfigError(f"{self.url} is read-only; publish to a folder or an object store")
-
-    def swap_latest(self, expected: bytes | None, new: bytes) -> None:
-        raise ConfigError(f"{self.url} is read-only; publish to a folder or an object store")
-
-    def blobs(self) -> Iterator[bytes]:
-        raise ConfigError(f"{self.url} cannot be listed")
-
-    def delete(self, digest: bytes) -> None:
-        raise ConfigError(f"{self.url} can only be read")
 
     def squash(self, sequence: int) -> bool:
         with self._translated():

@@ -1,4 +1,4 @@
-"""The update: masters, batches under a token budget, schedules, checkpoints."""
+"""The update: fp32 master weights, micro-batches under a token budget, schedules, checkpoints."""
 
 from rlloop.trainer.batching import TrainSequence
 from rlloop.trainer.checkpoint import Checkpoint, CheckpointStore

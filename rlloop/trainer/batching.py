@@ -1,4 +1,4 @@
-"""From samples to micro-batches: whole sequences laid end to end under a token budget, nothing padded."""
+"""Packs samples into micro-batches: whole sequences end to end under a token budget, without padding."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rlloop.types import ModelInput, Recomputed, Sample, SamplingParams
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """Tokens, and which of them are learned from. P of them are predicted: scored, and trained where `mask` says so.
+    """A sequence of tokens, P of which are predicted: scored and, where `mask` is true, trained.
 
     Example: `TrainSequence.supervised([4, 6, 8, 23], [5, 9, 2])` for a demonstration.
     """
 
     token_ids: list[int]  # the whole sequence: prompt, completion, further turns
-    predict: Sequence[int]  # [P] ascending indices, 1 or more: the token there is predicted from those before it
+    predict: Sequence[int]  # [P] ascending indices, 1 or more: each token is predicted from those before it
     advantages: np.ndarray  # [P] float32
     rollout_logprobs: np.ndarray | None = None  # [P] float32, as the engine sampled; None: not from an engine
-    sampling: SamplingParams | None = None  # the distribution to score under; None: temperature 1, nothing truncated
+    sampling: SamplingParams | None = None  # of the distribution to score under; None: temperature 1, nothing truncated
     routed_experts: np.ndarray | None = None  # [tokens, layers, top_k], as the engine recorded them
     selected: np.ndarray | None = None  # [tokens, layers], likewise
     mask: np.ndarray | None = None  # [P] bool; False: scored, compared and recorded, but not trained. None: all trained
@@ -35,23 +35,23 @@ class TrainSequence:
 
     @classmethod
     def of_sample(cls, sample: Sample) -> TrainSequence:
-        """A completion: the policy's own tokens are predicted, each with the sample's advantage."""
-        made = sample.completion
-        prompt, written = len(made.prompt_ids), made.written
+        """A completion: the policy's tokens are predicted, each with the sample's advantage."""
+        completion = sample.completion
+        prompt, written = len(completion.prompt_ids), completion.written
         return cls(
-            token_ids=made.prompt_ids + made.token_ids,
-            predict=[prompt + place for place in written],
+            token_ids=completion.prompt_ids + completion.token_ids,
+            predict=[prompt + index for index in written],
             advantages=np.full(len(written), sample.advantage, np.float32),
-            rollout_logprobs=made.logprobs,
-            sampling=made.sampling,
-            routed_experts=made.routed_experts,
-            selected=made.selected,
-            model_input=made.model_input,
+            rollout_logprobs=completion.logprobs,
+            sampling=completion.sampling,
+            routed_experts=completion.routed_experts,
+            selected=completion.selected,
+            model_input=completion.model_input,
         )
 
     @classmethod
     def supervised(cls, prompt_ids: list[int], target_ids: list[int]) -> TrainSequence:
-        """A demonstration: its target tokens are to become likely. For the `sft` loss."""
+        """A demonstration whose target tokens are to become likely; for the `sft` loss."""
         prompt, count = len(prompt_ids), len(target_ids)
         return cls(
             token_ids=prompt_ids + target_ids,
@@ -62,7 +62,7 @@ class TrainSequence:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The sequences and the flat predicted tokens of one forward and backward, as ranges of the step's."""
+    """Ranges of the step's sequences and flat predicted tokens that one forward and backward handles."""
 
     sequences: slice
     tokens: slice
@@ -70,9 +70,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """All sequences of one `forward_backward`, flat: N predicted tokens in batch order, cut into micro-batches.
+    """All sequences of one `forward_backward`: N predicted tokens in batch order, split into micro-batches.
 
-    The denominators are those of the whole step, so neither the loss nor its gradient knows how it was cut.
+    Denominators are the whole step's, so the split changes neither the loss nor its gradient.
     """
 
     rows: list[ScoreRow]
@@ -86,37 +86,38 @@ class StepBatch:
     total_tokens: int  # trained tokens: those that `mask` keeps
     total_sequences: int  # sequences with at least one trained token
 
-    def loss_batch(self, part: MicroBatch, logprobs: Tensor, entropy: Tensor, ref: Tensor | None) -> LossBatch:
-        """What a loss sees of one micro-batch. logprobs, entropy, ref: [n], of its tokens.
+    def loss_batch(self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, ref: Tensor | None) -> LossBatch:
+        """A loss's view of one micro-batch of n tokens. logprobs, entropy, ref: [n].
 
-        Without given old logprobs, this very forward is the old policy (ratios are 1); without an engine's, as for
-        demonstrations, it stands in for the rollout too.
+        Without old logprobs this forward is the old policy (ratios are 1); without an engine's, as for demonstrations,
+        it is the rollout policy as well.
         """
         old, rollout = self.old_logprobs, self.rollout_logprobs
         here = logprobs.detach()
         return LossBatch(
             logprobs=logprobs,
             entropy=entropy,
-            old_logprobs=here if old is None else old[part.tokens],
-            rollout_logprobs=here if rollout is None else rollout[part.tokens],
+            old_logprobs=here if old is None else old[micro.tokens],
+            rollout_logprobs=here if rollout is None else rollout[micro.tokens],
             ref_logprobs=ref,
-            advantages=self.advantages[part.tokens],
-            sequence=self.sequence[part.tokens] - part.sequences.start,
-            mask=self.mask[part.tokens],
+            advantages=self.advantages[micro.tokens],
+            sequence=self.sequence[micro.tokens] - micro.sequences.start,
+            mask=self.mask[micro.tokens],
             total_tokens=self.total_tokens,
             total_sequences=self.total_sequences,
         )
 
     @property
     def whole(self) -> MicroBatch:
+        """The step as one micro-batch."""
         return MicroBatch(slice(0, len(self.rows)), slice(0, sum(self.counts)))
 
     def redraw_record(self, redraws: bool) -> RedrawRecord | None:
-        """For its forwards: None where no engine made the sequences, so that there is nothing to compare."""
+        """An empty record for the step's forwards; None where no engine sampled the sequences: nothing to compare."""
         return None if self.rollout_logprobs is None else RedrawRecord(draws=redraws)
 
     def recomputed(self, logprobs: Tensor, record: RedrawRecord | None) -> Recomputed:
-        """What its forwards gave, on the host."""
+        """The results of the step's forwards, on the host."""
         if record is None:
             return Recomputed(self.split(logprobs))
         return Recomputed(*map(self.split, (logprobs, record.raw_logprobs, record.token_ids)))
@@ -133,7 +134,11 @@ def make_step_batch(
     old_logprobs: Sequence[np.ndarray] | None = None,
     device: torch.device | str = "cpu",
 ) -> StepBatch:
-    """Flatten a batch. Refuses, by name, what cannot be trained: no token, or one sequence above the budget."""
+    """Flatten a batch.
+
+    Raises `ConfigError` for a batch without trained tokens, a sequence above the budget, or rollout logprobs that only
+    some of the sequences have.
+    """
     sequences = [item if isinstance(item, TrainSequence) else TrainSequence.of_sample(item) for item in batch]
     counts = [len(item.predict) for item in sequences]
     masks = [np.ones(n, bool) if item.mask is None else item.mask for item, n in zip(sequences, counts, strict=True)]
@@ -146,8 +151,8 @@ def make_step_batch(
             f"{len(known)} of {len(sequences)} sequences carry rollout logprobs; give all of them or none in one batch"
         )
 
-    def flat(parts: Sequence[np.ndarray] | None) -> Tensor | None:
-        return torch.from_numpy(np.concatenate(parts).astype(np.float32, copy=False)).to(device) if parts else None
+    def flat(arrays: Sequence[np.ndarray] | None) -> Tensor | None:
+        return torch.from_numpy(np.concatenate(arrays).astype(np.float32, copy=False)).to(device) if arrays else None
 
     advantages = flat([item.advantages for item in sequences])
     assert advantages is not None
@@ -156,7 +161,7 @@ def make_step_batch(
             ScoreRow(item.token_ids, item.predict, item.sampling, item.routed_experts, item.selected, item.model_input)
             for item in sequences
         ],
-        micro_batches=_cut([len(item.token_ids) for item in sequences], counts, max_batch_tokens),
+        micro_batches=_split([len(item.token_ids) for item in sequences], counts, max_batch_tokens),
         counts=counts,
         sequence=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device),
         advantages=advantages,
@@ -168,8 +173,8 @@ def make_step_batch(
     )
 
 
-def _cut(lengths: list[int], counts: list[int], budget: int) -> list[MicroBatch]:
-    """Fill each micro-batch in batch order up to `budget` tokens: nothing but the lengths decides."""
+def _split(lengths: list[int], counts: list[int], budget: int) -> list[MicroBatch]:
+    """Fill each micro-batch in batch order up to `budget` tokens; only lengths decide."""
     if max(lengths) > budget:
         raise ConfigError(
             f"trainer.max_batch_tokens is {budget}, and a sequence of {max(lengths)} tokens does not fit; "

@@ -1,10 +1,10 @@
-"""Checkpoints that are complete or absent: a temporary folder, digests, fsync, one rename. Knows no torch.
+"""Checkpoints that are complete or absent: temporary folder, digests, fsync, one rename. Imports no torch.
 
     checkpoints/step_40/manifest.json      {"format": 1, "step": 40, "files": {name: {"blake3": ..., "bytes": ...}}}
-    checkpoints/step_40/...                whatever the writers put there
+    checkpoints/step_40/...                the writers' files
     checkpoints/tmp_...                    left by a killed process; the next save removes it
 
-A kill at any moment leaves each `step_N` whole or not there; what storage damages later shows in the digests.
+A kill at any moment leaves each `step_N` whole or absent; later damage to storage shows in the digests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Writer = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One whole checkpoint. `skipped` says, for each newer one that is damaged, what is wrong with it."""
+    """A whole checkpoint. `skipped` describes the damage of each newer one."""
 
     step: int
     path: Path
@@ -38,7 +38,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The `step_N` folders under `root`, of which the last `keep` stay."""
+    """The `step_N` folders under `root`; the last `keep` are kept."""
 
     def __init__(self, root: Path, keep: int = 2) -> None:
         if keep < 1:
@@ -47,9 +47,10 @@ class CheckpointStore:
         self.keep = keep
 
     def save(self, step: int, writers: Iterable[Writer]) -> Path:
-        """Let every writer put its files into a fresh folder, seal it, name it `step_N`, and prune.
+        """Have every writer write into a new folder, seal it, rename it to `step_N`, and delete old ones.
 
-        Folders of this or a later step go too: they are damaged ones, or of a history that this run does not continue.
+        Folders of this or a later step are deleted too: they are damaged, or of a history that this run does not
+        continue.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         for leftover in self.root.glob("tmp_*"):
@@ -68,14 +69,14 @@ class CheckpointStore:
         return final
 
     def steps(self) -> list[int]:
-        """Steps that have a folder, ascending; their digests are not looked at."""
+        """Steps that have a folder, ascending; digests are not checked."""
         found = (re.fullmatch(r"step_(\d+)", path.name) for path in self.root.glob("step_*"))
         return sorted(int(match[1]) for match in found if match)
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint; None where none was ever saved.
+        """The newest whole checkpoint; None where none was saved.
 
-        Raises `RunError` where there are checkpoints and every one is damaged: starting over must be a person's choice.
+        Raises `RunError` where all checkpoints are damaged: starting over must be a person's choice.
         """
         skipped: list[str] = []
         for step in reversed(self.steps()):
@@ -92,19 +93,19 @@ class CheckpointStore:
         return None
 
     def digests(self, step: int) -> dict[str, str]:
-        """Of each that is kept, up to `step`, by its step: the digest of its manifest, which has those of its files."""
+        """Step -> digest of the manifest, which has the files' digests, of each kept checkpoint up to `step`."""
         kept = {str(each): manifest_digest(self.root / f"step_{each}") for each in self.steps() if each <= step}
         return {name: digest for name, digest in kept.items() if digest is not None}
 
     def _remove(self, folder: Path) -> None:
-        """Delete through a temporary name, so that a kill on the way leaves no half `step_N`."""
+        """Delete under a temporary name, so that a kill leaves no partial `step_N`."""
         doomed = folder.rename(self.root / f"tmp_old_{folder.name}")
         _fsync(self.root)
         shutil.rmtree(doomed)
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder, naming the file; None when every byte is as it was written."""
+    """The damage to a sealed folder, naming the file; None when every byte is as written."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         if manifest["format"] != FORMAT:
@@ -123,19 +124,19 @@ def find_damage(folder: Path) -> str | None:
 
 
 def manifest_digest(folder: Path) -> str | None:
-    """None where there is none."""
+    """SHA-256 of the folder's manifest; None without one."""
     file = folder / MANIFEST
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
 def folder_digest(folder: Path) -> str:
-    """Of the files that make a model what it is: tensors, configuration, tokenizer."""
+    """Digest of a model folder's tensors, configuration and tokenizer."""
     files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
     return blake3("".join(f"{path.name} {_digest(path)}\n" for path in files).encode()).hexdigest()
 
 
 def _seal(folder: Path, step: int) -> None:
-    """Write the manifest, then force every file and folder to the disk."""
+    """Write the manifest, then fsync every file and folder."""
     manifest = folder / MANIFEST
     manifest.write_text(manifest_of(folder, step))
     for path in [*folder.rglob("*"), folder]:
@@ -143,7 +144,7 @@ def _seal(folder: Path, step: int) -> None:
 
 
 def manifest_of(folder: Path, step: int) -> str:
-    """The text of the manifest that seals what is there."""
+    """The manifest's text for the files in `folder`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     entries = {
         path.relative_to(folder).as_posix(): {"blake3": _digest(path), "bytes": path.stat().st_size} for path in files

@@ -1,4 +1,4 @@
-"""The weights of past versions, for comparing samples with the very weights that made them while training goes on."""
+"""Weights of past versions, to compare samples under the weights that sampled them while training goes on."""
 
 from __future__ import annotations
 
@@ -22,59 +22,60 @@ FILE = "history.safetensors"
 
 
 class WeightHistory:
-    """Copies of the last versions of `model`'s weights, and the trainer's forward over them.
+    """Copies of the last versions of `model`'s weights, and the trainer's forward under them.
 
-    For samples that are trained some steps after they were made: whether engine and trainer agree can only be seen
-    under the weights that made them. Those up to `keep` versions back take `keep` + 2 times the memory of the weights.
+    For samples that are trained some steps after they were sampled: engine and trainer can only be compared under the
+    weights that sampled. Versions up to `keep` back take `keep` + 2 times the memory of the weights.
     """
 
     def __init__(
         self, model: Model, keep: int, max_batch_tokens: int, moe: MoeTraining, *, redraws: bool = True
     ) -> None:
-        """`moe`, the trainer's, says whether to replay what the engine chose, and count where choices differ;
-        `redraws` as the trainer's."""
+        """`moe` and `redraws`: the trainer's."""
         self._moe, self._redraws = moe, redraws
         self._live, self._keep, self._max_batch_tokens = model, keep, max_batch_tokens
         self._twin = copy.deepcopy(model).requires_grad_(False)
         self._versions: dict[int, dict[str, Tensor]] = {}
 
     def remember(self, version: int) -> None:
-        """The model's weights are those of `version` now."""
+        """Copy the model's current weights as those of `version`, and drop versions older than `keep`."""
         self._versions[version] = ParameterStore(self._live).snapshot()
         for old in [each for each in self._versions if each < version - self._keep]:
             del self._versions[old]
 
     @torch.no_grad()
     def recompute(self, samples: Sequence[Sample]) -> Recomputed:
-        """[T] a sample: what the trainer would have computed with the weights that sampled it."""
-        found: dict[int, tuple[np.ndarray, ...]] = {}
+        """[T] a sample: the trainer's recomputation under the weights that sampled it."""
+        results: dict[int, tuple[np.ndarray, ...]] = {}
         self._moe.begin()
         watching: dict[str, Any] = {"replay": self._moe.replay, "watch": self._moe.watch}
         for version in sorted({sample.completion.policy_version for sample in samples}):
-            places = [i for i, sample in enumerate(samples) if sample.completion.policy_version == version]
+            indices = [i for i, sample in enumerate(samples) if sample.completion.policy_version == version]
             ParameterStore(self._twin).copy_from(self._versions[version])
             batch = make_step_batch(
-                [samples[i] for i in places],
+                [samples[i] for i in indices],
                 max_batch_tokens=self._max_batch_tokens,
                 old_logprobs=None,
                 device=self._twin.context.device,
             )
             watching["record"] = record = batch.redraw_record(self._redraws)
-            parts = [score(self._twin, batch.rows[part.sequences], **watching)[0] for part in batch.micro_batches]
-            made = batch.recomputed(torch.cat(parts), record)
-            assert made.raw_logprobs is not None, "samples come from engines"
-            assert made.redrawn is not None
-            found |= dict(zip(places, zip(made.logprobs, made.raw_logprobs, made.redrawn, strict=True), strict=True))
-        return Recomputed(*zip(*(found[i] for i in range(len(samples))), strict=True))
+            scored = [score(self._twin, batch.rows[micro.sequences], **watching)[0] for micro in batch.micro_batches]
+            again = batch.recomputed(torch.cat(scored), record)
+            assert again.raw_logprobs is not None, "samples come from engines"
+            assert again.redrawn is not None
+            arrays = zip(again.logprobs, again.raw_logprobs, again.redrawn, strict=True)
+            results |= dict(zip(indices, arrays, strict=True))
+        return Recomputed(*zip(*(results[i] for i in range(len(samples))), strict=True))
 
     def save(self, folder: Path) -> None:
-        """Into a checkpoint: a resumed run has samples of these versions still to train."""
+        """Write to a checkpoint: a resumed run still has samples of these versions to train."""
         tensors = {
             f"{version}/{name}": weight for version, kept in self._versions.items() for name, weight in kept.items()
         }
         save_file(tensors, folder / FILE)
 
     def restore(self, folder: Path) -> None:
+        """Read what `save` wrote."""
         self._versions = {}
         for key, weight in load_file(folder / FILE).items():
             version, _, name = key.partition("/")

@@ -1,4 +1,4 @@
-"""fp32 masters and the compute copy that trainer and engine share: one rounding, in place."""
+"""Float32 master weights, rounded in place into the compute copy that trainer and engine share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlloop.models.parameters import ParameterStore
 
 
 class MasterWeights:
-    """The weights that learn, by Hugging Face name; a tied weight stands here once, a frozen one not at all.
+    """The weights that train, by Hugging Face name; a tied weight once, frozen ones left out.
 
-    Where the model computes in float32 (or wider), its own parameters are the masters. Where it computes in bfloat16 or
-    float16, a master is a float32 tensor of its own, and `publish` rounds it to nearest into the live parameter, in
-    place: an engine that reads the same parameter has the new weights, and no second rounding exists to differ from.
-    Such masters begin at what the model's folder stores, which may be more exact, while that rounds to what the model
-    holds; else (new or changed weights) at what it holds.
+    Where the model computes in float32 or float64, its own parameters are the masters. Where it computes in bfloat16 or
+    float16, a master is a separate float32 tensor, and `publish` rounds it to nearest into the live parameter, in
+    place: an engine that reads the same parameter has the new weights, and there is no second rounding that could
+    differ. Such masters start from the stored weights of the model's folder, which may be more exact, if these round to
+    the live ones; otherwise (new or changed weights) from the live ones.
     """
 
     def __init__(self, model: Model) -> None:
@@ -43,7 +43,7 @@ class MasterWeights:
                 self.load(stored)
 
     def state(self) -> dict[str, Tensor]:
-        """All weights by name, as exact as they are known: masters, and the live values of what is frozen."""
+        """All weights by name: masters, and the live values of frozen parameters."""
         return {**self.parameters.tensors(), **{name: master.detach() for name, master in self.tensors.items()}}
 
     def zero_grad(self) -> None:
@@ -53,7 +53,7 @@ class MasterWeights:
             live.grad = None
 
     def collect(self) -> None:
-        """Add the gradients of one micro-batch to the masters', in float32."""
+        """Add one micro-batch's gradients to the masters' in float32, and clear them."""
         for master, live in self._rounded:
             if live.grad is not None:
                 wide = live.grad.float()
@@ -61,11 +61,11 @@ class MasterWeights:
                 live.grad = None
 
     def gradient_norm(self) -> Tensor:
-        """L2 norm of the gradient of all weights that learn."""
+        """L2 norm of the gradient of all masters."""
         return self._context.total_norm([tensor.grad for tensor in self.tensors.values() if tensor.grad is not None])
 
     def clip_gradient(self, limit: float, norm: Tensor) -> None:
-        """Scale the gradient, whose norm is `norm`, down to `limit`."""
+        """Scale a gradient of norm `norm` down to `limit`."""
         clip_grads_with_norm_(self.tensors.values(), limit, norm)
 
     @torch.no_grad()
@@ -76,7 +76,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the values of `state`, which must have exactly the model's names and shapes."""
+        """Load the values of `state`. Raises `ModelError` unless names and shapes are exactly the model's."""
         shapes = self.parameters.shapes()
         missing, unknown = shapes.keys() - state.keys(), state.keys() - shapes.keys()
         if missing or unknown:

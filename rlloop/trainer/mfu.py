@@ -1,7 +1,7 @@
-"""Model FLOPs utilisation of an update: the operations that the model asks for, over what the GPU could do meanwhile.
+"""Model FLOPs utilisation (MFU) of an update: the model's operations over those that the GPU could do in that time.
 
-Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, with half the attention, since it is causal. What is
-computed again (activation checkpointing, a second forward, a reference) counts as time and not as work.
+Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, with half the attention, since it is causal. Recomputation
+(checkpointed layers, a second forward, a reference model) counts as time but not as work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlloop.metrics import Mean
 from rlloop.models import Model
 from rlloop.models.parameters import ParameterStore
 
-PEAKS = {  # part of a device's name -> dense bfloat16 operations a second, by its datasheet; the first that fits
+PEAKS = {  # substring of a device's name -> dense bfloat16 operations per second, from datasheets; first match counts
     "B200": 2.25e15,
     "H200": 9.89e14,
     "H100 PCIe": 7.56e14,
@@ -27,7 +27,7 @@ PEAKS = {  # part of a device's name -> dense bfloat16 operations a second, by i
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Dense operations a second of 16-bit products, or None where nobody has said: other devices, float32."""
+    """Peak dense 16-bit operations per second; None for other devices and for float32."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
@@ -35,7 +35,7 @@ def peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def active_weights(model: Model) -> float:
-    """Weights that one token is multiplied with: of experts the chosen, and no embedding that is only looked up."""
+    """Weights that one token is multiplied with: chosen experts only, and no embedding that is only looked up."""
     config, shares = model.config, {}
     if config.mixture is not None:
         shares = {".experts.": config.mixture.routing.top_k / config.mixture.num_experts}
@@ -48,7 +48,7 @@ def active_weights(model: Model) -> float:
 
 
 def operations(model: Model, lengths: Iterable[int]) -> float:
-    """Floating-point operations of forward and backward over sequences of so many tokens."""
+    """Floating-point operations of forward and backward over sequences of these lengths."""
     config = model.config
     width = config.num_heads * config.head_dim
     if config.latent is not None:
@@ -58,6 +58,6 @@ def operations(model: Model, lengths: Iterable[int]) -> float:
 
 
 def utilisation(model: Model, lengths: Iterable[int], seconds: float) -> dict[str, Mean]:
-    """`perf/mfu` of an update that took so long; nothing where the device's peak is not known."""
+    """`perf/mfu` of an update; empty where the device's peak is unknown."""
     rate = peak(model.context.device, model.dtype)
     return {} if rate is None else {"perf/mfu": Mean(operations(model, lengths), rate * seconds)}

@@ -1,4 +1,4 @@
-"""Mixture-of-experts training: choices compared and replayed, experts' loads, and what keeps those even."""
+"""Training of mixture-of-experts models: router replay, comparison of choices, and load balancing."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rlloop.models.experts import Router
 
 
 class MoeTraining:
-    """What a trainer sees of its model's routers, and does to them.
+    """The trainer's handling of routers: replay, load balancing, and comparison with an engine's choices.
 
-    - `replay`: forward, backward and recomputation take the experts that the engine recorded, not their own.
-    - `trainer.balance_coef`: a loss beside the policy's, DeepSeek-V3's of each sequence (arXiv:2412.19437, equations 17
-      to 20): the sum over layers and experts of f P, with f the expert's share of the sequence's choices times the
-      number of experts, and P its mean share of the scores; averaged over the step's sequences.
-    - `trainer.expert_bias_rate`: what each expert's bias moves by at each step, up where its load was under the mean of
-      the layer, down where it was above (auxiliary-loss-free balancing, Wang et al. 2024, arXiv:2408.15664).
+    - `replay`: forward, backward and recomputation use the experts that the engine recorded, not their own choice.
+    - `trainer.balance_coef`: weight of DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations 17 to 20),
+      added to the policy's: the sum over layers and experts of f P, with f the expert's share of the sequence's choices
+      times the number of experts, and P its mean share of the scores; averaged over the step's sequences.
+    - `trainer.expert_bias_rate`: each step moves an expert's bias by this much, up if its load was below the layer's
+      mean, down if above (auxiliary-loss-free balancing, Wang et al. 2024, arXiv:2408.15664).
     """
 
     def __init__(self, model: Model, config: TrainerConfig) -> None:
-        """Raises `ConfigError` for a setting that the model has nothing for."""
+        """Raises `ConfigError` for a setting that needs experts, or biases, that the model lacks."""
         self.replay = False
         self.config = config
         self._gates = [module for module in model.modules() if isinstance(module, Router)]
@@ -41,11 +41,11 @@ class MoeTraining:
         self.begin()
 
     def begin(self) -> None:
-        """A new comparison."""
+        """Start a new comparison of choices."""
         self.counts = ChoiceCounts()
 
     def watch(self, routes: RoutingRecord, rows: Sequence[ScoreRow]) -> None:
-        """A forward over these rows, each of which read its tokens up to the last predicted one."""
+        """Record a forward over these rows: choices compared and, under a gradient, loads and balance losses."""
         self.counts.add(routes, [row.routed_experts for row in rows], [row.selected for row in rows], _lengths(rows))
         chosen = routes.chosen()
         if chosen is None or not torch.is_grad_enabled():
@@ -58,16 +58,16 @@ class MoeTraining:
             self._penalties.append(sum_of_balance_losses(routes, chosen, lengths))
 
     def penalty(self, sequences: int) -> Tensor | float:
-        """The balance loss of the forward just watched, as its part of a step of so many sequences."""
+        """The balance loss of the forwards watched since the last call, as a share of a step of `sequences`."""
         parts, self._penalties = self._penalties, []
         return self.config.balance_coef * torch.stack(parts).sum() / sequences if parts else 0.0
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:
-        """After an optimizer step: move the biases; returns the loads of the step that it closes.
+        """Move the biases after an optimizer step, and return metrics of the loads since the last one.
 
-        `experts/load_max` is the largest load of an expert by the mean of its layer, `experts/unused` the fraction of
-        experts that no token went to.
+        `experts/load_max` is the largest ratio of an expert's load to its layer's mean, `experts/unused` the fraction
+        of experts without a token.
         """
         if self._load is None:
             return {}
@@ -85,7 +85,7 @@ class MoeTraining:
 
 
 def sum_of_balance_losses(routes: RoutingRecord, chosen: Tensor, lengths: Tensor) -> Tensor:
-    """Summed over sequences of `lengths` [S] laid end to end. chosen [T, layers, k]."""
+    """DeepSeek-V3's balance loss, summed over sequences of `lengths` [S] laid end to end. chosen [T, layers, k]."""
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     total = torch.zeros((), device=chosen.device)
     for place, scores in routes.scores.items():
@@ -99,4 +99,5 @@ def sum_of_balance_losses(routes: RoutingRecord, chosen: Tensor, lengths: Tensor
 
 
 def _lengths(rows: Sequence[ScoreRow]) -> list[int]:
+    """Tokens that a forward reads of each row: those before its last predicted one."""
     return [int(row.predict[-1]) for row in rows]

@@ -1,4 +1,4 @@
-"""The learning rate of each update: a pure function of its number, so that a resumed run repeats it."""
+"""Learning-rate schedules: pure functions of the update's number, so that a resumed run repeats them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from rlloop.config.run import Schedule, TrainerConfig
 
 
 def learning_rate(update: int, config: TrainerConfig) -> float:
-    """The rate of update `update` (from 0) of `num_steps * num_minibatches`.
+    """The learning rate of update `update` (from 0) of `num_steps * num_minibatches`.
 
-    It climbs linearly over the first `warmup_steps` updates, the last of which already has the full rate. Then it stays
-    (`constant`), or falls (`linear`, `cosine`) to 0, which it would reach one update after the last: none is wasted.
+    It rises linearly over the first `warmup_steps` updates, the last of which has the full rate. Then it stays
+    (`constant`) or falls (`linear`, `cosine`) to 0, which it would reach one update after the last.
     """
     if update < config.warmup_steps:
         return config.lr * (update + 1) / config.warmup_steps

@@ -1,4 +1,4 @@
-"""The update, as verbs: `forward_backward(batch, loss)`, `optim_step()`, `save(folder)`, `restore(folder)`."""
+"""The update: `forward_backward(batch, loss)`, `optim_step()`, `save(folder)`, `restore(folder)`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ADAM = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one tensor
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one `forward_backward` saw."""
+    """Results of one `forward_backward`."""
 
     recomputed: Recomputed  # [P] a sequence, in batch order, before the update
     metrics: dict[str, Reduction]  # the loss's own and `loss/total`, over the whole step
@@ -52,20 +52,22 @@ class UpdateResult:
 
 
 class Trainer:
-    """Owns the masters of `model`, whose parameters (the compute copy) an engine may share.
+    """Trains `model`: owns its masters; an engine may share its parameters (the compute copy).
 
-    A gradient is a function of the batch alone: the denominators are those of the whole `forward_backward`, so
-    `max_batch_tokens` changes memory and speed, and of the gradient no more than the order of float32 sums.
-    Gradients of several `forward_backward` calls add up until `optim_step`, each under its own denominators.
+    A gradient is a function of the batch alone: denominators are those of the whole `forward_backward`, so
+    `max_batch_tokens` changes memory and speed, and in the gradient only the order of float32 sums. Gradients of
+    several `forward_backward` calls add up until `optim_step`, each under its own denominators.
     """
 
     def __init__(
         self, model: Model, config: TrainerConfig, *, reference: Model | None = None, redraws: bool = True
     ) -> None:
-        """`reference`, for KL terms to it, is only scored; its weights are its own. One that was loaded on another
-        device returns there between its uses: host memory holds it while a GPU trains.
+        """`reference`: a model with weights of its own that is only scored, for KL terms. One that was loaded on
+        another device, such as the host's, is moved to the trainer's for each use and back.
 
-        `redraws`: whether tokens that an engine drew are drawn again, to be compared.
+        `redraws`: draw an engine's tokens again, to compare them.
+
+        Sets `model.checkpoint_layers` to `config.checkpoint_layers`.
         """
         self.model = model
         self.config = config
@@ -80,30 +82,30 @@ class Trainer:
 
     @property
     def masters(self) -> Mapping[str, torch.nn.Parameter]:
-        """The weights that learn, float32, by Hugging Face name."""
+        """The weights that train, float32, by Hugging Face name."""
         return self._masters.tensors
 
     def recompute(self, batch: Batch) -> Recomputed:
-        """[P] a sequence, without learning: the bits that `forward_backward` would report now."""
+        """[P] a sequence, without training: the bits that `forward_backward` would report now."""
         step = self._flatten(batch)
         record = step.redraw_record(self.redraws)
         return step.recomputed(self._logprobs(step, record)[0], record)
 
     def logprobs(self, batch: Batch) -> Sequence[np.ndarray]:
-        """[P] float32 a sequence: those of `recompute`."""
+        """[P] float32 a sequence, those of `recompute`."""
         return self.recompute(batch).logprobs
 
     def replay_experts(self, on: bool) -> None:
-        """Whether the policy's forwards take the experts that the engine recorded."""
+        """Make the policy's forwards use the experts that the engine recorded, or their own (`on=False`)."""
         self.moe.replay = on
 
     def routing(self) -> dict[str, float]:
-        """`parity/router_different` and `parity/indexer_different` of the batch that was scored last, where it has
-        routers and its samples say what the engine chose."""
+        """`parity/router_different` and `parity/indexer_different` of the batch scored last; empty where the model has
+        no such choices or the samples record none."""
         return self.moe.counts.metrics()
 
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> list[float]:
-        """KL(policy ‖ reference) of each completion, summed over its tokens, from what it was sampled with. In nats."""
+        """KL(policy ‖ reference) of each completion in nats, summed over its tokens, from its rollout logprobs."""
         step = self._flatten(batch)
         scored = step.split(self._reference_logprobs(step))
         return [sequence_kl(each.completion.logprobs, ref, kind) for each, ref in zip(batch, scored, strict=True)]
@@ -111,9 +113,9 @@ class Trainer:
     def forward_backward(
         self, batch: Batch, loss: Loss, *, old_logprobs: Sequence[np.ndarray] | None = None
     ) -> UpdateResult:
-        """One forward and one backward a micro-batch, the loss computed with the logprobs of that same forward.
+        """One forward and one backward for each micro-batch; the loss uses the logprobs of that same forward.
 
-        `old_logprobs`, [P] a sequence, anchor the policy ratio; None: this very forward's, so that it starts at 1.
+        `old_logprobs`, [P] a sequence, anchor the policy ratio; None: this forward's, so that the ratio is 1.
         """
         began = time.perf_counter()
         step = self._flatten(batch, old_logprobs)
@@ -121,10 +123,10 @@ class Trainer:
         self.moe.begin()
         scored, metrics, moe, record = [], [], self.moe, step.redraw_record(self.redraws)
         reference = None if self.reference is None else self._reference_logprobs(step)
-        for part in step.micro_batches:
-            rows, anchored = step.rows[part.sequences], None if reference is None else reference[part.tokens]
+        for micro in step.micro_batches:
+            rows, anchored = step.rows[micro.sequences], None if reference is None else reference[micro.tokens]
             logprobs, entropy = score(self.model, rows, replay=moe.replay, watch=moe.watch, record=record)
-            out = loss(step.loss_batch(part, logprobs, entropy, anchored))
+            out = loss(step.loss_batch(micro, logprobs, entropy, anchored))
             (out.loss + moe.penalty(len(step.rows))).backward()
             self._masters.collect()
             scored.append(logprobs.detach())
@@ -135,11 +137,11 @@ class Trainer:
     def forward_backward_custom(
         self, batch: Batch, fn: Loss, *, old_logprobs: Sequence[np.ndarray] | None = None
     ) -> UpdateResult:
-        """The same for any Python function of the whole step's logprobs, at the price of a second forward.
+        """`forward_backward` for any function of the whole step's logprobs, at the cost of a second forward.
 
-        `fn` sees one `LossBatch` with every token of the step, however many micro-batches that is, so it may do what a
-        micro-batch's loss cannot: rank all sequences, say. A pass without a graph scores the tokens; the gradient of
-        `fn` by each logprob (and entropy) is what a second, differentiable pass is weighted with:
+        `fn` gets one `LossBatch` with every token of the step, over all micro-batches, so it can do what a
+        micro-batch's loss cannot, such as rank all sequences. A pass without a graph scores the tokens; the gradients
+        of `fn` by logprob and entropy then weight a second, differentiable pass:
         d loss / d theta = sum over tokens of (d loss / d logprob) (d logprob / d theta).
         """
         began = time.perf_counter()
@@ -151,10 +153,10 @@ class Trainer:
         logprobs, entropy = (leaf.requires_grad_() for leaf in leaves)
         out = fn(step.loss_batch(step.whole, logprobs, entropy, reference))
         out.loss.backward()
-        for part in step.micro_batches:
-            again = score(self.model, step.rows[part.sequences], replay=moe.replay, watch=moe.watch)
+        for micro in step.micro_batches:
+            again = score(self.model, step.rows[micro.sequences], replay=moe.replay, watch=moe.watch)
             used = [(output, leaf.grad) for output, leaf in zip(again, leaves, strict=True) if leaf.grad is not None]
-            gradients: list[Tensor | None] = [grad[part.tokens] for _, grad in used]
+            gradients: list[Tensor | None] = [grad[micro.tokens] for _, grad in used]
             if isinstance(penalty := moe.penalty(len(step.rows)), Tensor):
                 used.append((penalty, penalty))
                 gradients.append(None)
@@ -166,8 +168,9 @@ class Trainer:
     def optim_step(self) -> dict[str, float]:
         """Clip, update the masters, and round them into the live parameters.
 
-        Returns `loss/grad_norm` (before clipping), `trainer/lr` and `trainer/refused`: 1 where the norm was not finite.
-        Then weights and optimizer stay as they were and the gradient is dropped; the schedule goes on.
+        Returns `loss/grad_norm` (before clipping), `trainer/lr`, `trainer/refused` (1 where the norm was not finite)
+        and metrics of the experts' loads. A refused step leaves weights and optimizer unchanged, drops the gradient
+        and counts in the schedule. Raises `ConfigError` without a gradient.
         """
         if not self._has_gradient:
             raise ConfigError("optim_step has no gradient to apply; call forward_backward first")
@@ -188,7 +191,7 @@ class Trainer:
         return {"loss/grad_norm": float(norm), "trainer/lr": lr, "trainer/refused": refused, **self.moe.update()}
 
     def save(self, folder: Path) -> None:
-        """Masters as a Hugging Face folder that `load_model` and others read, and beside them what training needs."""
+        """Write masters and frozen weights as a Hugging Face folder, with the optimizer's state beside them."""
         save_model(self._masters.state(), folder, self.model.source_path, config=self.model.config)
         optimizer = {
             f"{key}.{name}": self._optimizer.state[tensor][key].cpu()
@@ -199,7 +202,10 @@ class Trainer:
         (folder / STATE).write_text(json.dumps({"format": FORMAT, "updates": self.updates}, indent=1) + "\n")
 
     def restore(self, folder: Path) -> None:
-        """Go on from what `save` wrote, bit for bit. An engine that shares the parameters has the weights at once."""
+        """Restore what `save` wrote, bit for bit; an engine that shares the parameters has the weights at once.
+
+        Raises `RunError` for another format, `ModelError` for another model's weights.
+        """
         state = json.loads((folder / STATE).read_text())
         if state["format"] != FORMAT:
             raise RunError(f"{folder / STATE} has format {state['format']}; this version reads {FORMAT}")
@@ -213,7 +219,7 @@ class Trainer:
         self.updates = state["updates"]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides the bits of the trainer's logprobs; equal to its engine's where they agree."""
+        """Everything besides the weights that decides the bits of logprobs; equal to the engine's where they agree."""
         return self.model.fingerprint()
 
     def _flatten(self, batch: Batch, old_logprobs: Sequence[np.ndarray] | None = None) -> StepBatch:
@@ -222,13 +228,13 @@ class Trainer:
 
     def _begin(self) -> None:
         if not self._has_gradient:
-            self._masters.zero_grad()  # whatever else was differentiated through the shared model is not ours
-        self._has_gradient = False  # until all of it is there: what raises on the way leaves none
+            self._masters.zero_grad()  # others may have differentiated through the shared model
+        self._has_gradient = False  # until the whole gradient is there; an exception on the way leaves none
 
     def _result(
         self, began: float, step: StepBatch, recomputed: Recomputed, metrics: dict[str, Reduction]
     ) -> UpdateResult:
-        """`recomputed` is on the host, so the device is done."""
+        """Build the result. `recomputed` is on the host, so the device has finished and the time is complete."""
         lengths = [len(row.token_ids) for row in step.rows]
         return UpdateResult(
             recomputed=recomputed,
@@ -245,12 +251,12 @@ class Trainer:
 
     @torch.no_grad()
     def _logprobs(self, step: StepBatch, record: RedrawRecord | None) -> tuple[Tensor, Tensor]:
-        """The policy's logprobs and entropies of all predicted tokens, without a graph."""
+        """[N] each: the policy's logprobs and entropies of all predicted tokens, without a graph."""
         self.moe.begin()
         return _score(self.model, step, step.micro_batches, self.moe, record)
 
     def _reference_logprobs(self, step: StepBatch) -> Tensor:
-        """[N] of all predicted tokens."""
+        """[N] the reference's logprobs of all predicted tokens."""
         assert self.reference is not None
         home = self.reference.context.device
         self.reference.to(self.model.context.device)
@@ -263,15 +269,15 @@ class Trainer:
 def _score(
     model: Model,
     step: StepBatch,
-    parts: Sequence[MicroBatch],
+    micro_batches: Sequence[MicroBatch],
     moe: MoeTraining | None = None,
     record: RedrawRecord | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies of the predicted tokens of some micro-batches, without a graph."""
+    """Logprobs and entropies of the predicted tokens of these micro-batches, without a graph."""
     watching: dict[str, Any] = {"record": record}
     if moe is not None:
         watching |= {"replay": moe.replay, "watch": moe.watch}
-    scored = [score(model, step.rows[part.sequences], **watching) for part in parts]
+    scored = [score(model, step.rows[micro.sequences], **watching) for micro in micro_batches]
     return torch.cat([logprobs for logprobs, _ in scored]), torch.cat([entropy for _, entropy in scored])
 
 
@@ -280,7 +286,7 @@ def _metrics(out: LossOutput) -> dict[str, Reduction]:
 
 
 def _adamw(masters: Mapping[str, torch.nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW whose decay spares norms and biases, with its state in place from the start."""
+    """AdamW with zeroed state, without weight decay for norms and biases."""
     decayed = {name for name, tensor in masters.items() if tensor.ndim >= 2 and not name.endswith("bias")}
     groups = [
         {"params": [masters[name] for name in masters if name in decayed], "weight_decay": config.weight_decay},

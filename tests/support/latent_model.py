@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import NumericsProfile
+from rlloop.parallel.context import ParallelContext
 from rlloop.types import Completion, SamplingParams
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 48, 32, 2, 2
@@ -17,6 +18,7 @@ class LatentModel(nn.Module):
     eos_token_ids = (2,)
     recurrent = False
     max_positions = 160
+    context = ParallelContext(torch.device("cpu"))
 
     def __init__(self, profile: NumericsProfile | None = None, seed: int = 0) -> None:
         super().__init__()

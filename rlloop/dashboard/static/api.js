@@ -1,4 +1,4 @@
-// The server's data: JSON by `get`, columns of numbers by `load`, news by `listen`.
+// Data from the server: JSON by `get`, columns of numbers by `load`, live events by `listen`.
 
 export async function get(path, parameters = {}) {
   const query = new URLSearchParams();
@@ -28,7 +28,7 @@ const waiting = new Map(); // run -> {names, promise}
 export const cached = (run, name) => cache.get(run)?.get(name);
 export const forget = (run) => cache.delete(run);
 
-// Names asked for within a moment travel together.
+// Names requested within a moment share one request.
 export function load(run, names) {
   let batch = waiting.get(run);
   if (!batch) {

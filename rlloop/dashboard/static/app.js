@@ -1,4 +1,4 @@
-// Starts everything: the list of runs, the views by address, news from the server, the keyboard.
+// Entry point: the list of runs, views by address, live events, keyboard.
 
 import { $, ago, breakable, h, number } from "./dom.js";
 import { get, listen } from "./api.js";
@@ -38,7 +38,7 @@ async function draw(force = false) {
 
 const STATUS = { live: "live", finished: "finished", stopped: "stopped", "parity broken": "bad", failed: "bad" };
 
-// The runs that the filter lets through.
+// Runs that pass the filter.
 const found = () => [...state.runs.values()].filter((run) => run.id.toLowerCase().includes($("filter").value.toLowerCase()));
 
 function listRuns() {
@@ -85,7 +85,7 @@ function announce({ runs, ids }) {
   else if (runs.length) REFRESH[route().view]?.(runs.map((run) => run.id));
 }
 
-// At first: all runs where they are few, or else what runs now, or else the run that ran last.
+// Runs chosen at first: all if they are few, else the live ones, else the one that ran last.
 function chooseFirst() {
   const all = [...state.runs.values()];
   const live = all.filter((run) => run.status === "live");

@@ -29,7 +29,7 @@ export const swatch = (colour, dash, width = 28) => {
   return box;
 };
 
-// A metric's name beside the panel's title. Of metrics that are one number by region, the region.
+// A metric's name next to the panel's title; for metrics by region, the region.
 function labelOf(metric, panel) {
   if (panel.metrics.length === 1 && !panel.named) return "";
   const parts = metric.split("/");
@@ -38,7 +38,7 @@ function labelOf(metric, panel) {
   return parts.slice(1).join(": ").replaceAll("_", " ").replace(": sync ", ": ").replace(panel.unit === "s" ? / seconds$/ : "", "");
 }
 
-// What a panel draws: one entry a run and metric that has points. A stack is of one run, `panel.run`.
+// A panel's series: one for each run and metric with points. A stack shows one run, `panel.run`.
 export function seriesOf(panel) {
   const stack = panel.kind === "stack";
   const found = [];
@@ -113,7 +113,7 @@ export class Chart {
     plot.setCursor({ left: plot.valToPos(plot.data[0][index], "x"), top: plot.over.clientHeight / 2 });
   }
 
-  // Fewer or more steps, around the one under the cursor or in the middle.
+  // Zoom, around the step under the cursor or in the middle.
   zoom(by) {
     if (!this.plot) return;
     const [first, last] = state.range ?? this.extent;
@@ -123,7 +123,7 @@ export class Chart {
     setRange(range[0] <= this.extent[0] && range[1] >= this.extent[1] ? null : range);
   }
 
-  // The numbers at a step, or the newest ones.
+  // Values at a step, or the newest ones.
   values(step) {
     this.onvalues(step, this.series.map((line) => {
       let at = line.xs.length - 1;
@@ -213,7 +213,7 @@ export class Chart {
     ctx.restore();
   }
 
-  // A number that is not finite has no place on the axis: a cross at the top says that it was there.
+  // A number that is not finite is drawn as a cross at the top.
   marks(plot) {
     const { ctx, bbox } = plot;
     ctx.save();
@@ -235,7 +235,7 @@ export class Chart {
 
 const STEPS = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power)); // between ticks
 
-// Each line on top of those before it; of a step's time, what no phase claims is waiting, at the top.
+// Stack the lines; the part of a step's time that is in no phase is waiting, at the top.
 function stacked(series, panel) {
   const tables = uPlot.join(series.map((line) => [line.xs, line.ys]));
   const xs = tables[0];

@@ -1,4 +1,4 @@
-// The view of all panels: what came out at the top, then one card a panel.
+// The view of all panels: results at the top, then one card for each panel.
 
 import { $, breakable, duration, h, number, percent, show, virtualTable } from "./dom.js";
 import { get, link, load } from "./api.js";
@@ -37,7 +37,7 @@ export async function showCharts(main) {
   await refreshStrip();
 }
 
-// Lines of several runs go over one another; a stack is of one run, so each has its own.
+// Lines of several runs share a panel; each run's stack has its own.
 const byRun = (panel) => (panel.kind === "stack" ? state.chosen.slice(0, STACKS).map((run) => ({ ...panel, run })) : [panel]);
 
 export function leaveCharts() {

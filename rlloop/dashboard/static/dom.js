@@ -20,7 +20,7 @@ export const svg = (tag, attributes = {}, ...children) => {
   return element;
 };
 
-// A name that may be broken after its punctuation, not within a word.
+// A name that may wrap after punctuation, but not within a word.
 export const breakable = (name) => name.split(/(?<=[,/_-])/).flatMap((part, index) => (index ? [h("wbr"), part] : [part]));
 
 export const $ = (id) => document.getElementById(id);
@@ -62,7 +62,7 @@ export function ago(timestamp) {
   return `${Math.round(seconds / 86400)} days ago`;
 }
 
-// A table whose rows are made when they come into view: ten thousand steps cost as much as twenty.
+// A table that creates rows when they come into view, so that ten thousand steps cost as much as twenty.
 export function virtualTable(headings, count, cells, { height = 200, start = "end", label = "" } = {}) {
   const ROW = 24;
   const body = h("tbody");

@@ -1,4 +1,4 @@
-// Tokens by log ratio, one step (SVG). It follows the cursor of the charts.
+// Histogram of tokens by log ratio, at one step (SVG). Follows the charts' cursor.
 
 import { h, number, percent, svg } from "./dom.js";
 import { cached, get } from "./api.js";
@@ -41,7 +41,7 @@ export class Histogram {
   }
 }
 
-// `found`: [{edges, counts, colour, dash}]. The height is logarithmic, since one token of a million is to be seen too.
+// `found`: [{edges, counts, colour, dash}]. Heights are logarithmic, so that one token in a million is visible.
 export function histogram(found, width, height) {
   const left = 44, bottom = 22, top = 8, right = 8;
   const [{ edges, counts }] = found;

@@ -1,4 +1,4 @@
-// What a run says of itself: its certificate, fingerprints and log; its configuration, alone or beside another's.
+// A run's records: certificate, fingerprints, log, and configuration, alone or beside another run's.
 
 import { $, h, number, virtualTable } from "./dom.js";
 import { get } from "./api.js";
@@ -6,7 +6,7 @@ import { go, shortName, state } from "./state.js";
 
 const digest = (text) => h("span", { class: "mono", title: text }, String(text).slice(0, 10), "…");
 
-// One line of the certificate, for people.
+// One line of the certificate as text.
 export function certificateFacts(line, mode) {
   const equal = line.engine === line.trainer;
   const besides = [["raw_different", "raw logprobs differ"], ["redrawn_different", "tokens are other draws"], ["faults", "completions are not as asked for"]]

@@ -1,4 +1,4 @@
-// From a step, or the whole run, to its completions: worst disagreement first, tokens coloured by the difference.
+// Completions of a step or of the whole run: largest differences first, tokens coloured by difference.
 
 import { $, h, number, percent, duration } from "./dom.js";
 import { get, link } from "./api.js";
@@ -112,7 +112,7 @@ function body() {
     h("article", { class: "card detail", id: "detail" }, h("p", { class: "muted" }, "Choose a completion.")));
 }
 
-// Whoever has chosen a completion, or scrolled, is left there by what comes in meanwhile.
+// New data does not move a reader who has chosen a completion, or scrolled.
 const untouched = () => (list.at ?? 0) === 0 && $("rollouts").scrollTop === 0;
 
 async function fetchPage(offset, unasked = false) {
@@ -172,7 +172,7 @@ export function refreshRollouts(runs) {
 
 // ---------------------------------------------------------------------------------------------- one completion
 
-// 0 to 1: from a difference of 1e-7, a last bit, to one of 1 nat, on a logarithmic scale.
+// 0 to 1, on a logarithmic scale from a difference of 1e-7 (a last bit) to 1 nat.
 const strength = (d) => (d === 0 ? 0 : Math.min(1, Math.max(0.06, (Math.log10(Math.abs(d)) + 7) / 7)));
 
 async function select(index, scroll = true) {

@@ -1,4 +1,4 @@
-// What is shown: the chosen runs, the view, and how runs look. The address holds it, so a page can be kept or sent.
+// State of the page: chosen runs, view, colours. It is kept in the address, so that a page can be bookmarked or sent.
 
 export const state = {
   runs: new Map(), // id -> overview, in the server's order
@@ -10,7 +10,7 @@ export const state = {
   drawn: 0, // views begun. What comes back for an earlier one is left out, or it would overwrite the page
 };
 
-// Okabe and Ito's palette, told apart by the colour-blind; lighter twins on a dark page. Dashes tell the rest.
+// Okabe and Ito's palette, safe for colour blindness; lighter colours on a dark page. Further lines differ by dashes.
 const COLOURS = {
   light: ["#0072b2", "#d55e00", "#008262", "#b4568d", "#b27f00", "#6a51a3", "#4d4d4d", "#2f8fc4"],
   dark: ["#58b4ee", "#f08a4b", "#3cc79e", "#e39cc4", "#e9b949", "#b7a3e8", "#c9c9c9", "#9ad4f5"],
@@ -39,7 +39,7 @@ export function shortName(run) {
   return state.chosen.some((other) => other !== run && other.endsWith(`/${last}`)) ? run : last;
 }
 
-// For the legend of a chart: of `arm=a,seed=0` beside `arm=a,seed=1`, what tells them apart.
+// A run's name in a legend: of `arm=a,seed=0` beside `arm=a,seed=1`, the part that differs.
 export function briefName(run) {
   const parts = (id) => shortName(id).split(",");
   const others = state.chosen.filter((other) => other !== run).map(parts);
@@ -61,7 +61,7 @@ export function address(view, parameters = {}) {
 
 export const go = (view, parameters) => { location.hash = address(view, parameters); };
 
-// [x, y] of a run's metric without the steps that do not have it. Infinity stays: it is to be seen.
+// [x, y] of a run's metric, without steps that lack it. Infinity is kept, since it is drawn.
 export function points(column, smooth = 0) {
   const xs = [], ys = [], raw = [];
   let mean = 0, weight = 0;

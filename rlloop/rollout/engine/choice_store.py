@@ -37,7 +37,7 @@ class ChoiceStore:
     @classmethod
     def of(cls, model: Model, num_slots: int) -> ChoiceStore | None:
         """None for a model without experts and indexers."""
-        store = cls(model.route_shape(), model.indexed_layers(), num_slots, model.head.device)
+        store = cls(model.route_shape(), model.indexed_layers(), num_slots, model.context.device)
         return None if store.experts is None and store.selected is None else store
 
     def write(self, slots: Tensor, routes: RoutingRecord) -> None:

@@ -90,7 +90,7 @@ class Engine(EngineFrontEnd):
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._prefix_caching = prefix_caching and not model.recurrent
-        self._device = model.head.device
+        self._device = model.context.device
         spec, dtype = model.cache_spec(), model.head.dtype
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size

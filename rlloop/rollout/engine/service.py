@@ -11,8 +11,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from rlloop.errors import ConfigError, RlloopError
+from rlloop.errors import ConfigError
 from rlloop.protocols import Listener, SteppedEngine
+from rlloop.rollout.errors import Busy, VersionUnavailable
 from rlloop.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -20,20 +21,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PauseMode = Literal["wait", "abort", "keep"]
 SHUT = "the engine was shut down"
-
-
-class VersionUnavailable(RlloopError):
-    """The engine's weights are not those that a request asks for. `passed`: and never will be again."""
-
-    def __init__(self, have: int, lowest: int | None, highest: int | None) -> None:
-        self.have, self.lowest, self.highest = have, lowest, highest
-        self.passed = highest is not None and have > highest
-        wanted = f"{lowest}" if lowest == highest else f"from {lowest} to {'any' if highest is None else highest}"
-        super().__init__(f"this engine has version {have} of the weights; asked for is {wanted}")
-
-
-class Busy(RlloopError):
-    """The engine takes no more work now: its queue is full, it was shut down, or the request was cancelled."""
 
 
 @dataclass(eq=False)

@@ -20,13 +20,12 @@ import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from rlloop.errors import ConfigError, RlloopError
-from rlloop.rollout.engine.service import Busy, VersionUnavailable
 from rlloop.rollout.engine.validation import one_for_each
+from rlloop.rollout.errors import BadAnswer, Busy, EngineLost, Fenced, VersionUnavailable, WrongToken
 from rlloop.rollout.fleet.wire import (
     CONTENT_TYPE,
     Answer,
     Ask,
-    BadAnswer,
     EngineState,
     Lease,
     decode,
@@ -41,18 +40,6 @@ PROMPTS_PER_CALL = 256
 MAX_ANSWER = 1 << 30  # bytes
 
 T = TypeVar("T")
-
-
-class EngineLost(RlloopError):
-    """The engine cannot be reached, or broke off in the middle."""
-
-
-class Fenced(RlloopError):
-    """Another process drives the engine now: this one's lease is over."""
-
-
-class WrongToken(ConfigError):
-    """The engine's server was started with another one."""
 
 
 class EngineClient:

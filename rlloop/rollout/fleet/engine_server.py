@@ -41,8 +41,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from rlloop.errors import ConfigError, RlloopError
-from rlloop.rollout.engine.service import Busy, EngineService, PauseMode, VersionUnavailable
+from rlloop.rollout.engine.service import EngineService, PauseMode
 from rlloop.rollout.engine.validation import one_for_each
+from rlloop.rollout.errors import Busy, VersionUnavailable
 from rlloop.rollout.fleet import wire
 from rlloop.rollout.fleet.answering import LEFT, OpenAiRoutes, outcome
 from rlloop.rollout.fleet.generation import BadField, LogprobsMode, Served

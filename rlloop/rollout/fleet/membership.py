@@ -18,17 +18,12 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from rlloop.errors import RlloopError
-from rlloop.rollout.engine.service import Busy, VersionUnavailable
-from rlloop.rollout.fleet.client import EngineLost
-from rlloop.rollout.fleet.wire import BadAnswer, EngineState
+from rlloop.rollout.errors import BadAnswer, Busy, EngineLost, NoEngine, VersionUnavailable
+from rlloop.rollout.fleet.wire import EngineState
 from rlloop.types import Completion, SamplingParams
 
 Status = Literal["joining", "behind", "serving", "quarantined", "lost"]
 Record = Callable[[Mapping[str, Any]], object]  # receives an event
-
-
-class NoEngine(RlloopError):
-    """No engine came to serve what was asked for, for as long as was allowed."""
 
 
 class PoolClient(Protocol):

@@ -23,20 +23,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlloop.errors import ConfigError
-from rlloop.rollout.engine.service import Busy, VersionUnavailable
 from rlloop.rollout.engine.validation import one_for_each
-from rlloop.rollout.fleet.client import EngineClient, EngineLost, LoopThread, WrongToken
+from rlloop.rollout.errors import BadAnswer, Busy, EngineLost, NoEngine, VersionUnavailable, WrongToken
+from rlloop.rollout.fleet.client import EngineClient, LoopThread
 from rlloop.rollout.fleet.membership import (
     Canary,
     Member,
     Membership,
-    NoEngine,
     PoolClient,
     PoolSettings,
     Record,
     reason,
 )
-from rlloop.rollout.fleet.wire import BadAnswer, EngineState
+from rlloop.rollout.fleet.wire import EngineState
 from rlloop.types import Completion, SamplingParams
 
 T = TypeVar("T")

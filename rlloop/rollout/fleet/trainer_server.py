@@ -27,8 +27,8 @@ from starlette.routing import Route
 
 from rlloop.config.fleet import is_address
 from rlloop.errors import ConfigError, RlloopError
-from rlloop.rollout.engine.service import VersionUnavailable
 from rlloop.rollout.engine.validation import one_for_each
+from rlloop.rollout.errors import VersionUnavailable
 from rlloop.rollout.fleet import wire
 from rlloop.rollout.fleet.pool import EnginePool
 from rlloop.sync.http import StoreRoutes

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from rlloop.errors import UNREADABLE, RlloopError
+from rlloop.rollout.errors import BadAnswer
 from rlloop.types import WHOLE, Completion, FinishReason, SamplingParams
 
 CONTENT_TYPE = "application/msgpack"
@@ -103,10 +104,6 @@ class EngineState(msgspec.Struct):
     paused: bool = False
     run_id: str = ""  # the run whose weights it has; "": none that was published
     follows: str = ""  # the only run whose weights it takes; "": any
-
-
-class BadAnswer(RlloopError):
-    """An engine's answer does not fit its request, or cannot be read."""
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """vLLM as rollout engine: its scheduler, paging, prefix cache and server around rlloop's model, or around its own.
 
-`build` makes what `rollout.engine` names. Nothing here imports vLLM until an engine is built or vLLM itself calls in.
+`build` creates the engine that `rollout.engine` names. Nothing here imports vLLM until an engine is built, or vLLM
+itself calls in.
 """
 
 from __future__ import annotations

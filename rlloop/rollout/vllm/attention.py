@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StepMetadata:
-    """One step's tokens, as our model wants them: made of vLLM's tensors when it asks."""
+    """One step's tokens as our model takes them, converted from vLLM's tensors on first use."""
 
     def __init__(self, step: CommonAttentionMetadata, block_size: int) -> None:
         self._step, self.block_size = step, block_size
@@ -32,12 +32,12 @@ class StepMetadata:
 
     @cached_property
     def slots(self) -> Tensor:
-        """Where each token's keys and values go. [T] int64"""
+        """Cache slot of each token's keys and values. [T] int64"""
         return self._step.slot_mapping[: self.count].long()
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Tokens of each request after this step: where the one that it samples will stand. [S] int64"""
+        """Tokens of each request after this step, which is the index of the token that it samples. [S] int64"""
         return self._step.seq_lens.long()
 
     @cached_property

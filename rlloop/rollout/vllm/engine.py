@@ -1,4 +1,4 @@
-"""Tier 1: vLLM schedules, pages and shares prefixes; every number comes of the trainer's own model and operations."""
+"""vLLM as scheduler: it pages and shares prefixes; every number comes from the trainer's own model and operations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEFAULT_CACHE_BYTES = 1 << 30
 
 @dataclass
 class _Request:
-    """One in flight: vLLM's core sends what each step made of it, and nobody else has to look at that."""
+    """A request in flight: collects the tokens and logprobs that vLLM's core sends after each step."""
 
     id: int
     prompt_ids: list[int]
@@ -101,7 +101,7 @@ class VllmEngine(EngineFrontEnd):
             max_cache_tokens = max(model.max_positions, min(whole, DEFAULT_CACHE_BYTES // token_bytes))
         super().__init__(Limits(len(model.head), model.max_positions, max_cache_tokens, model.eos_token_ids), seed)
         blocks = -(-max_cache_tokens // page_size) + 1  # vLLM keeps one to itself
-        gc.collect()  # engines that nobody has any more go now, not in the midst of this one's beginning
+        gc.collect()  # collect unreferenced engines before allocating
         if sleep and model.device.type == "cuda" and any(other.sleeps for other in _LIVE):
             raise ConfigError("another vLLM engine with sleep=True lives in this process; close it first")
         self._live = live = _Life(sleeps=sleep and model.device.type == "cuda")
@@ -127,7 +127,7 @@ class VllmEngine(EngineFrontEnd):
 
     @property
     def model(self) -> Model:
-        """What computes every number. Another view of the same weights may take its place between requests."""
+        """The model that computes every number. Another view of its weights may replace it between requests."""
         return self._model
 
     @model.setter
@@ -193,14 +193,14 @@ class VllmEngine(EngineFrontEnd):
             raise RunError("vLLM kept its prefix cache, though no request is in flight")
 
     def _forget_begun(self) -> None:
-        """A step that vLLM began for requests that are no more."""
+        """Discard a step that vLLM began for requests that have ended."""
         if not self._requests and (begun := self._llm.engine_core.engine_core.batch_queue):
             begun.clear()
 
     # ---------------------------------------------------------------------------------------------- weights and facts
 
     def sleep(self) -> None:
-        """Gives the memory of the caches back until `wake_up`, or until the next request. The weights stay."""
+        """Free the caches' memory until `wake_up`, or until the next request. The weights stay."""
         if self._asleep:
             return
         if self.has_work:
@@ -222,7 +222,7 @@ class VllmEngine(EngineFrontEnd):
         return self.model.fingerprint()
 
     def close(self) -> None:
-        """Gives the cache's memory back."""
+        """Free the cache's memory."""
         self._end()
 
     # ---------------------------------------------------------------------------------------------- vLLM
@@ -233,7 +233,7 @@ class VllmEngine(EngineFrontEnd):
 
         from rlloop.rollout.vllm.loading import lend
 
-        with tempfile.TemporaryDirectory() as folder, _process_left_alone():
+        with tempfile.TemporaryDirectory() as folder, _process_state_kept():
             (Path(folder) / "config.json").write_text(json.dumps(self.model.config.raw))
             settings |= {**self.formats, "additional_config": lend(self.model)}
             if self.model.device.type == "cuda":
@@ -265,7 +265,7 @@ class VllmEngine(EngineFrontEnd):
         return VllmParams(**vllm_params(sampling, stop, raw=self.raw_column, columns=int(self.raw_column)))
 
     def _completions(self, ended: list[tuple[_Request, str]]) -> list[tuple[int, Completion]]:
-        """Of requests that just ended, and why: vLLM's tables still know their pages."""
+        """Completions of requests that just ended, with the reasons; vLLM's tables still know their pages."""
         choices: list[Choices] = [(None, None)] * len(ended)
         if self._chooses and ended:
             asked = []
@@ -297,14 +297,14 @@ class VllmEngine(EngineFrontEnd):
         )
 
     def _logprobs(self, request: _Request, begin: int) -> tuple[np.ndarray, np.ndarray]:
-        """Those sampled with and the raw ones, from the `begin`-th token on."""
+        """Logprobs under the sampled distribution, and raw ones, from the `begin`-th token on."""
         columns = 1 + self.raw_column
         made = np.frombuffer(request.logprobs[4 * columns * begin :], np.float32).reshape(-1, columns).T.copy()
         return made[0], made[1] if self.raw_column else raw_of_stock(request.sampling, made[0])
 
 
 class _Life:
-    """Of an engine of this process, from its beginning on; of one that could not begin, nobody holds it."""
+    """Marks a live engine of this process. Held by the engine, so it is gone with an engine that could not start."""
 
     def __init__(self, sleeps: bool) -> None:
         """`sleeps`: by vLLM's sleep mode, which is the process's."""
@@ -329,7 +329,7 @@ def _shut_down(core: Any, live: _Life) -> None:
 
 
 @contextmanager
-def _process_left_alone() -> Iterator[None]:
+def _process_state_kept() -> Iterator[None]:
     """vLLM seeds Python, numpy and torch, and sets the number of threads, as if the process were its own."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     threads = torch.get_num_threads()

@@ -17,10 +17,10 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.sampler import ExactSampler
-from rlloop.rollout.vllm.worker_mixin import Inside
+from rlloop.rollout.vllm.worker_mixin import WorkerMixin
 
 
-class GpuWorker(Inside, Worker):
+class GpuWorker(WorkerMixin, Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
@@ -47,7 +47,7 @@ class GpuWorker(Inside, Worker):
             cache.zero_()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
-        """Of all that may sleep, caches only: weights are the trainer's, or written while the caches sleep."""
+        """Only caches sleep: weights are the trainer's, or written while the caches sleep."""
         if tag != "kv_cache" or not self.vllm_config.model_config.enable_sleep_mode:
             return nullcontext()
         gc.collect()
@@ -56,12 +56,12 @@ class GpuWorker(Inside, Worker):
 
 
 def _allocator() -> Any:
-    """Of what may sleep: CUDA's, which knows more than vLLM's protocol of it says."""
+    """CUDA's allocator of memory that may sleep; it has more methods than vLLM's protocol declares."""
     return get_mem_allocator_instance()
 
 
 class _Checked(AsyncModelRunnerOutput):
-    """A step's tokens, for which the host does not wait before it begins the next step."""
+    """A step's tokens, which the host checks when they arrive: it begins the next step before that."""
 
     def __init__(self, output: AsyncModelRunnerOutput) -> None:
         self._output = output

@@ -1,4 +1,4 @@
-"""How vLLM finds our model: a configuration format and a loader, and models lent to engines of this process."""
+"""Configuration and load formats by which vLLM loads our model, and models lent to engines of this process."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def policy_of(config: VllmConfig) -> Model:
 
 
 def facts_of(model: Any, config: VllmConfig) -> Facts | None:
-    """What a server tells of its model; None where vLLM loaded it by itself."""
+    """Facts about a server's model; None where vLLM loaded it by itself."""
     policy = getattr(model, "policy", None)
     return _FACTS.get(model) if policy is None else _facts(policy, config)
 
 
 def routes_of(model: Any) -> tuple[tuple[int, int, int] | None, int]:
-    """What can be recorded of it: `Model.route_shape()`, and the number of layers with an indexer."""
+    """The model's `route_shape()`, and the number of its layers with an indexer: the choices that can be recorded."""
     policy = getattr(model, "policy", None)
     return (_ROUTERS.get(model), 0) if policy is None else (policy.route_shape(), policy.indexed_layers())
 
@@ -79,7 +79,7 @@ class ConfigParser(ConfigParserBase):
 
 
 class OnGpu(VerifyAndUpdateConfig):
-    """What our architecture needs of a GPU build's configuration, whoever starts vLLM."""
+    """Settings of a GPU build that our architecture needs, however vLLM was started."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM's worker and `rlloop serve proxy` tell each other. Imports neither vLLM nor torch."""
+"""Messages between vLLM's worker and `rlloop serve proxy`. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Facts(msgspec.Struct, frozen=True):
     says_weights: bool = True  # whether its answers do (0.32's do); else its worker is asked
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """A replica in vLLM's worker."""
+class ReplicaState(msgspec.Struct, frozen=True):
+    """State of the replica in vLLM's worker."""
 
     busy: bool  # it looks for newer weights, or brings them over
     waiting: bool  # for nothing to be in flight
@@ -36,12 +36,12 @@ class Standing(msgspec.Struct, frozen=True):
     step: int  # of the weights that serve; TORN: of none
     label: str  # names these very weights in this very process
     metrics: dict[str, float]
-    run_id: str | None = None  # whose weights they are
+    run_id: str | None = None  # of the run whose weights they are
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """What requests that have ended chose: of each, its rows or nothing."""
+    """Discrete choices of requests that have ended: rows of each, or None."""
 
-    label: str  # of the weights that serve now: Standing's, empty where no store is followed
+    label: str  # of the weights that serve now: ReplicaState's, empty where no store is followed
     experts: list[Array | None]
     selected: list[Array | None]

@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
 from rlloop.models import RoutingRecord
+from rlloop.models.parameters import ParameterStore
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.vllm.attention import GpuStore, PagedStore, PagedStores, StepMetadata
 from rlloop.rollout.vllm.gpu_graphs import StepGraphs
@@ -82,7 +83,7 @@ class RlloopForCausalLM(nn.Module):
 
     def load_weights(self, weights: Any) -> set[str]:
         """In place, by Hugging Face name; every name must be a live parameter's."""
-        live = dict(self.policy.named_parameters())
+        live = ParameterStore(self.policy).tensors()
         loaded = set()
         with torch.no_grad():
             for name, tensor in weights:

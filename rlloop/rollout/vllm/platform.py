@@ -1,4 +1,4 @@
-"""vLLM's CPU platform with what our model needs of it, and a way around three faults of 0.32."""
+"""vLLM's CPU platform with the settings that our model needs, and workarounds for three faults of 0.32."""
 
 from __future__ import annotations
 

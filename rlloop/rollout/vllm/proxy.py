@@ -1,4 +1,4 @@
-"""What of a `vllm serve` may be reached, and nothing else.
+"""Proxy that lets exact routes of a `vllm serve` through, and nothing else.
 
 vLLM's API key covers /v1 alone: its routes for weights, pausing, caches, profiling and remote calls answer anyone who
 reaches the port. So vLLM listens on loopback, and this stands in front: exact routes, each of its own method; our

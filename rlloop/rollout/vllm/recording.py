@@ -1,4 +1,4 @@
-"""Which experts and past tokens a model inside vLLM chose for each token, kept by vLLM's slots."""
+"""Records the experts and past tokens that a model inside vLLM chose for each token, by vLLM's slots."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Recorder:
         if isinstance(model, RlloopForCausalLM):
             model.choices = recorder.store
         else:
-            recorder._listen(model)
+            recorder._hook_routers(model)
         return recorder
 
     def before(self, step: Any) -> None:
@@ -69,7 +69,7 @@ class Recorder:
             self._preempted.pop(id, None)
 
     def read(self, asked: Sequence[tuple[str, int]]) -> list[Choices]:
-        """Of the first `count` tokens of each request (id, count), which are computed; nothing where that is 0."""
+        """Choices for the first `count` tokens of each request (id, count), which are computed; None where it is 0."""
         kept = [self._preempted.get(id) for id, _ in asked]
         slots = [
             self._slots(id)[:count] if preempted is None else np.zeros(0, np.int64)
@@ -87,7 +87,7 @@ class Recorder:
         return made
 
     def take(self, names: Sequence[str]) -> list[Choices]:
-        """Of a server's requests, which have ended; whole blocks of tokens, and of an unknown one nothing."""
+        """Choices of a server's requests that have ended, in whole blocks of tokens; None for an unknown one."""
         known = {name: id for id in self._runner.requests if (name := self._name(id)) is not None}
         made: list[Choices] = []
         for name in names:
@@ -105,13 +105,13 @@ class Recorder:
         return None if params is None else (params.extra_args or {}).get(CHOICES)
 
     def _slots(self, id: str) -> np.ndarray:
-        """Of all the blocks that a request has; of one that had not begun, none."""
+        """Slots of all the blocks that a request has; none before it has begun."""
         state = self._runner.requests.get(id)
         blocks = np.array([] if state is None else state.block_ids[self._group], np.int64)
         return (blocks[:, None] * self._block_size + np.arange(self._block_size)).reshape(-1)
 
-    def _listen(self, model: nn.Module) -> None:
-        """To vLLM's own routers, through the hook of its `enable_return_routed_experts`.
+    def _hook_routers(self, model: nn.Module) -> None:
+        """Record vLLM's own routers, through the hook of its `enable_return_routed_experts`.
 
         That option itself copies each step's choices to the host, and in 0.32 needs the newer model runner.
         """

@@ -12,139 +12,31 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 
 from rlloop.errors import ConfigError, RlloopError, SyncError
 from rlloop.rollout.engine.front_end import EngineFrontEnd
-from rlloop.rollout.engine.service import EngineService, PauseMode, VersionUnavailable
+from rlloop.rollout.engine.service import EngineService, PauseMode
 from rlloop.rollout.engine.validation import Limits
-from rlloop.rollout.fleet.client import MAX_ANSWER, LoopThread
+from rlloop.rollout.errors import VersionUnavailable
 from rlloop.rollout.fleet.weight_follower import Source
 from rlloop.rollout.fleet.wire import Array, unpack_array
-from rlloop.rollout.vllm.messages import Chosen, Facts, Standing
+from rlloop.rollout.vllm.messages import Chosen, Facts, ReplicaState
 from rlloop.rollout.vllm.requests import RAW_ID, check_sampling, check_supported, raw_of_stock, vllm_params
+from rlloop.rollout.vllm.upstream import Answer, Upstream, UpstreamError, abort_route
 from rlloop.sync.replica import State
 from rlloop.sync.target import TORN
 from rlloop.types import NOTHING, Completion, ModelInput, Part, PromptScores, SamplingParams, stop_ids
-from rlloop.web.clients import CONNECT_SECONDS, async_client
 
-T = TypeVar("T")
 TICK = 0.01  # seconds that a step waits for vLLM, while other requests may come in
 LOOK = 0.05  # seconds between looks at a replica that is busy
-START = (
-    "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment and the options --worker-extension-cls "
-    "rlloop.rollout.vllm.worker_replica.Following and, where it has that one (0.32), --enable-scale-out"
-)
-
-
-class UpstreamError(RlloopError):
-    """vLLM's server does not answer, or not as it should."""
-
-
-class _Logprob(msgspec.Struct):
-    logprob: float
-    token_id: int | None = None
-    token: str = ""  # 0.26 says "token_id:7" in place of it
-
-    @property
-    def id(self) -> int:
-        return int(self.token.removeprefix("token_id:")) if self.token_id is None else self.token_id
-
-
-class _Content(msgspec.Struct):
-    logprob: float
-    top_logprobs: list[_Logprob]
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Content]
-
-
-class _Weights(msgspec.Struct):
-    version: str
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    logprobs: _Logprobs
-    finish_reason: Literal["stop", "length", "abort"]
-    weight_versions: list[_Weights] | None = None
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
-
-
-class Upstream:
-    """The routes of vLLM's server, for callers in any thread."""
-
-    def __init__(self, url: str, key: str | None = None, timeout: float = 600.0) -> None:
-        """`key`: what vLLM was started with (--api-key). `timeout`: seconds that one answer may take."""
-        self.url = url.rstrip("/")
-        self._thread = LoopThread(f"client of {url}")
-        self._http = async_client(
-            token=key,
-            most=MAX_ANSWER,
-            base_url=self.url,
-            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-        )
-
-    def start(self, path: str, body: Any) -> Future[bytes]:
-        return self._thread.start(self._post(path, body, {}))
-
-    def post(self, path: str, body: Any = None, **params: str) -> bytes:
-        return self._thread.run(self._post(path, body, params))
-
-    def rpc(self, kind: type[T], method: str, *arguments: str) -> T:
-        """Of the worker; rlloop's model and its stock twin have one."""
-        answer = self.post("/collective_rpc", {"method": method, "args": arguments})
-        return msgspec.convert(msgspec.json.decode(answer)["results"][0], kind)
-
-    def models(self) -> list[str]:
-        """The names it serves its model under."""
-        content = self._thread.run(self._send("GET", "/v1/models"))
-        return [each["id"] for each in msgspec.json.decode(content)["data"]]
-
-    def close(self) -> None:
-        self._thread.run(self._http.aclose())
-        self._thread.close()
-
-    def _post(self, path: str, body: Any, params: Mapping[str, str]) -> Coroutine[Any, Any, bytes]:
-        return self._send("POST", path, json=body, params=params)
-
-    async def _send(self, method: str, path: str, **request: Any) -> bytes:
-        try:
-            reply = await self._http.request(method, path, **request)
-        except httpx.TransportError as error:
-            raise UpstreamError(f"vLLM at {self.url} does not answer: {type(error).__name__} {error}") from None
-        if not reply.is_success:
-            raise UpstreamError(f"vLLM at {self.url} answers {path} with {reply.status_code}: {reply.text[:500]}")
-        return reply.content
-
-
-def facts_of(upstream: Upstream) -> Facts:
-    """Raises `ConfigError` where vLLM was not started for this."""
-    try:
-        facts = upstream.rpc(Facts, "rlloop_facts")
-        upstream.post(_abort_route(facts), {"request_ids": ["nobody's"]})
-    except UpstreamError as error:
-        raise ConfigError(f"{error}; {START}") from None
-    if facts.refused:
-        raise ConfigError(f"vLLM at {upstream.url} cannot be followed: {facts.refused}")
-    return facts
-
-
-def _abort_route(facts: Facts) -> str:
-    return "/inference/v1/abort_requests" if facts.says_weights else "/abort_requests"
 
 
 class ServedEngine(EngineFrontEnd):
@@ -194,7 +86,7 @@ class ServedEngine(EngineFrontEnd):
         answer.add_done_callback(lambda _: self._answered.put(id))
 
     def step(self) -> list[tuple[int, Completion]]:
-        """What vLLM finished meanwhile. Where one request fails, all in flight are dropped, as any engine does it."""
+        """Completions that vLLM finished meanwhile. Where one request fails, all in flight are dropped."""
         self._stats.steps += 1
         done = []
         try:
@@ -247,7 +139,7 @@ class ServedEngine(EngineFrontEnd):
         return self.facts.fingerprint
 
     def _chosen(self, ids: Sequence[int]) -> Chosen | None:
-        """What these requests chose, if anything; and which weights serve, where answers do not say it."""
+        """Discrete choices of these requests, and the label of the weights, where answers do not have it."""
         if not ids or not (self.facts.chooses or not self.facts.says_weights):
             return None
         names = msgspec.json.encode([self._name(id) for id in ids]).decode()
@@ -257,7 +149,7 @@ class ServedEngine(EngineFrontEnd):
         """`chosen.experts[at]` are its own."""
         prompt, sampling, answer = self._running.pop(id)
         try:
-            [made] = msgspec.json.decode(answer.result(), type=_Answer).choices
+            [made] = msgspec.json.decode(answer.result(), type=Answer).choices
             rows = made.logprobs.content
             logprobs = np.array([row.logprob for row in rows], np.float32)
             if self.facts.stock:
@@ -297,7 +189,7 @@ class ServedEngine(EngineFrontEnd):
 
     def _end(self, ids: Sequence[int]) -> None:
         names = [f"generate-tokens-{self._name(id)}" for id in ids]  # as vLLM calls them
-        self._upstream.post(_abort_route(self.facts), {"request_ids": names})
+        self._upstream.post(abort_route(self.facts), {"request_ids": names})
 
     def _name(self, id: int) -> str:
         return f"{self._boot}-{id}"
@@ -341,70 +233,70 @@ class ServedReplica:
         """`exclusively` runs a change with nothing in flight, as `EngineService.change_weights` does."""
         self._upstream, self._engine, self._exclusively = upstream, engine, exclusively
         self._source, self.any_run = msgspec.json.encode(source).decode(), source.any_run
-        self._standing: Standing | None = None
+        self._last: ReplicaState | None = None
         self._lost = ""  # why vLLM could not be asked
         self._paused = 0.0
 
     @property
     def state(self) -> State:
-        return State.error if self._lost or self._standing is None else self._standing.state
+        return State.error if self._lost or self._last is None else self._last.state
 
     @property
     def run_id(self) -> str | None:
-        return None if self._standing is None else self._standing.run_id
+        return None if self._last is None else self._last.run_id
 
     @property
     def error(self) -> str:
-        return self._lost or ("" if self._standing is None else self._standing.error)
+        return self._lost or ("" if self._last is None else self._last.error)
 
     @property
     def ready(self) -> bool:
-        standing = self._standing
-        return standing is not None and standing.ready and standing.label == self._engine.label
+        state = self._last
+        return state is not None and state.ready and state.label == self._engine.label
 
     @property
     def torn(self) -> bool:
-        return self._standing is not None and self._standing.torn
+        return self._last is not None and self._last.torn
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        known = {} if self._standing is None else self._standing.metrics
+        known = {} if self._last is None else self._last.metrics
         return {**known, "sync/pause_seconds": self._paused}
 
     def poll(self) -> bool:
         """Have the worker look for newer weights, and bring them over. Returns whether others serve now."""
         before = self._engine.label
         try:
-            standing = self._look("rlloop_follow", self._source)
+            state = self._look("rlloop_follow", self._source)
             while True:
-                other = standing.step != TORN and standing.label != self._engine.label
-                if standing.waiting or (other and not standing.busy):
-                    with suppress(SyncError):  # which the standing says, too
+                other = state.step != TORN and state.label != self._engine.label
+                if state.waiting or (other and not state.busy):
+                    with suppress(SyncError):  # which the state says, too
                         self._exclusively(self._settle)
-                elif standing.busy:
+                elif state.busy:
                     time.sleep(LOOK)
                 else:
                     break
-                standing = self._look("rlloop_standing")
+                state = self._look("rlloop_state")
         except UpstreamError as error:
             self._lost = str(error)
             return False
         self._lost = ""
         return self._engine.label != before
 
-    def _look(self, method: str, *arguments: str) -> Standing:
-        self._standing = self._upstream.rpc(Standing, method, *arguments)
-        return self._standing
+    def _look(self, method: str, *arguments: str) -> ReplicaState:
+        self._last = self._upstream.rpc(ReplicaState, method, *arguments)
+        return self._last
 
     def _settle(self) -> None:
         """Run what waits in the worker. Then vLLM's weights, what it calls them and what is said here are one."""
         began = time.perf_counter()
         self._upstream.post("/pause", mode="wait")  # which drops its caches, too
-        standing = self._upstream.rpc(Standing, "rlloop_commit")
-        if standing.step == TORN:  # and it stays paused
+        state = self._upstream.rpc(ReplicaState, "rlloop_commit")
+        if state.step == TORN:  # and it stays paused
             raise SyncError("the weights inside vLLM are of no version")
         if self._engine.facts.says_weights:
-            self._upstream.post("/update_weight_version", {"new_version": standing.label})
+            self._upstream.post("/update_weight_version", {"new_version": state.label})
         self._upstream.post("/resume")
-        self._engine.policy_version, self._engine.label = standing.step, standing.label
+        self._engine.policy_version, self._engine.label = state.step, state.label
         self._paused = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""A request as vLLM is asked, in this process or over HTTP. Imports neither vLLM nor torch."""
+"""Requests in vLLM's terms, for vLLM in this process or over HTTP. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RAW_ID = -1  # that column's token id where two columns are asked for, since ans
 
 
 def check_sampling(sampling: SamplingParams, stock: bool) -> None:
-    """Raises `ConfigError` for what vLLM takes otherwise than it is meant, or what its own model must not be asked."""
+    """Raises `ConfigError` for parameters that vLLM would change, or that its own model must not be asked for."""
     if 0 < sampling.temperature < LEAST_TEMPERATURE:
         raise ConfigError(
             f"temperature is {sampling.temperature}; vLLM takes 0 (greedy) or at least {LEAST_TEMPERATURE}"
@@ -67,7 +67,7 @@ def vllm_params(
 
 
 def raw_of_stock(sampling: SamplingParams, logprobs: np.ndarray) -> np.ndarray:
-    """vLLM gives one of the two, and where they differ it is the other that counts."""
+    """Raw logprobs from vLLM's one column: NaN where they differ from the logprobs sampled with."""
     raw = logprobs.copy()
     if sampling.temperature not in (0, 1) or sampling.min_tokens:
         raw[:] = np.nan

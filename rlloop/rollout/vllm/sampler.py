@@ -26,18 +26,18 @@ Drawn = tuple[Tensor, Tensor, Tensor]  # what `Ops.sample` returns
 
 @dataclass(frozen=True)
 class Rows:
-    """What the requests of a batch ask for, a row each."""
+    """Sampling parameters of a batch, a row for each request."""
 
     ids: list[str]
     sampling: list[SamplingParams]
     seeds: Tensor  # [N] int64
     warp: LogitsProcessing
-    bans: bool  # for one at least, which may be over with the next step
+    bans: bool  # stop tokens are banned for one request at least, which may be over with the next step
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a CUDA graph made of a step, in place of its hidden states; valid until the next one."""
+    """A CUDA graph's outputs of a step, in place of its hidden states; valid until the next one."""
 
     logits: Tensor  # [N, V] float32
     drawn: Drawn | None  # None: the sampler has to
@@ -59,7 +59,7 @@ class ExactSampler(Sampler):
         self._rows = Rows([], [], torch.empty(0), LogitsProcessing(), bans=False)
 
     def rows(self) -> Rows:
-        """Of the batch as it is. The last step's, unless requests came or went or may be banned something else now."""
+        """Rows of the present batch: the last step's, unless requests came or went, or bans may have ended."""
         ids = self.runner.input_batch.req_ids
         if ids != self._rows.ids or self._rows.bans:
             known = dict(zip(self._rows.ids, self._rows.sampling, strict=True))

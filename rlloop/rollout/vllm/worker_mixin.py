@@ -1,4 +1,4 @@
-"""What both of vLLM's workers, the CPU's and the GPU's, have of ours."""
+"""Mixin of the CPU and GPU vLLM workers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlloop.rollout.vllm.weights import Part, live_parts, renew
 from rlloop.rollout.vllm.worker_replica import Following
 
 
-class Inside:
-    """Stands before vLLM's worker among the bases. Its methods but the first three are for `collective_rpc`."""
+class WorkerMixin:
+    """Comes before vLLM's worker among the bases. Its methods but the first three are for `collective_rpc`."""
 
     model_runner: Any
     vllm_config: Any
@@ -54,7 +54,7 @@ class Inside:
         model.graphs = None
 
     def choices(self, asked: list[tuple[str, int]]) -> list[Choices]:
-        """What was chosen for the first tokens of requests (id, how many)."""
+        """Discrete choices for the first tokens of requests (id, count)."""
         assert self.recorder is not None
         return self.recorder.read(asked)
 
@@ -63,5 +63,5 @@ class Inside:
         return live_parts(self.model_runner.get_model())
 
     def renew(self) -> None:
-        """What a stock model makes of its weights, once they have changed."""
+        """Recompute the tensors that a stock model derives from its weights, once they have changed."""
         renew(self.model_runner.get_model(), self.vllm_config.model_config.dtype)

@@ -25,7 +25,7 @@ from rlloop.models.weights import EMBEDDING, HEAD
 from rlloop.rollout.fleet.weight_follower import Source
 from rlloop.rollout.fleet.wire import pack_array
 from rlloop.rollout.vllm.loading import facts_of
-from rlloop.rollout.vllm.messages import Chosen, Facts, Standing
+from rlloop.rollout.vllm.messages import Chosen, Facts, ReplicaState
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.weights import Packed, Part, live_parts, renew
 from rlloop.sync.bits import Bits
@@ -36,7 +36,7 @@ from rlloop.sync.target import TORN, Layout
 
 
 class Following:
-    """What vLLM mixes into its worker. Its own names must not be the worker's."""
+    """Mixed into vLLM's worker by vLLM, so its names must not be the worker's."""
 
     model_runner: Any
     vllm_config: Any
@@ -44,11 +44,11 @@ class Following:
     rlloop_replica: WorkerReplica | None = None
 
     def rlloop_facts(self) -> dict[str, Any]:
-        """What a proxy has to know of the model (`Facts`)."""
+        """`Facts` about the model, for the proxy."""
         return msgspec.to_builtins(self._facts())
 
     def rlloop_follow(self, source: str) -> dict[str, Any]:
-        """Look for newer weights at `source` (a `Source`, as JSON). Returns the `Standing` at once."""
+        """Look for newer weights at `source` (a `Source`, as JSON). Returns the `ReplicaState` at once."""
         asked = msgspec.json.decode(source, type=Source)
         replica = self.rlloop_replica
         if replica is None or replica.source != asked:
@@ -57,23 +57,23 @@ class Following:
             model, dtype = self.model_runner.get_model(), self.vllm_config.model_config.dtype
             replica = self.rlloop_replica = WorkerReplica(asked, _live(model), partial(renew, model, dtype))
         replica.look()
-        return self.rlloop_standing()
+        return self.rlloop_state()
 
-    def rlloop_standing(self) -> dict[str, Any]:
+    def rlloop_state(self) -> dict[str, Any]:
         assert self.rlloop_replica is not None, "rlloop_follow comes first"
-        return msgspec.to_builtins(self.rlloop_replica.standing())
+        return msgspec.to_builtins(self.rlloop_replica.state())
 
     def rlloop_commit(self) -> dict[str, Any]:
         """Run the change that waits. Call it with nothing in flight."""
         assert self.rlloop_replica is not None, "rlloop_follow comes first"
         self.rlloop_replica.commit()
-        return self.rlloop_standing()
+        return self.rlloop_state()
 
     def rlloop_chosen(self, names: str) -> dict[str, Any]:
         """`Chosen` by the requests of these names (a list, as JSON), once each. Arrays are in base64."""
         asked = msgspec.json.decode(names, type=list[str])
         choices = [(None, None)] * len(asked) if self.recorder is None else self.recorder.take(asked)
-        label = "" if self.rlloop_replica is None else self.rlloop_replica.standing().label
+        label = "" if self.rlloop_replica is None else self.rlloop_replica.state().label
         experts, selected = ([pack_array(of_it[part]) for of_it in choices] for part in (0, 1))
         return msgspec.to_builtins(Chosen(label, experts, selected))
 
@@ -96,7 +96,7 @@ class WorkerReplica:
     """A replica over vLLM's live weights, whose changes wait for `commit`."""
 
     def __init__(self, source: Source, live: Mapping[str, Part], renew: Callable[[], None]) -> None:
-        """`renew` makes what the model makes of its weights."""
+        """`renew` recomputes the tensors that the model derives from its weights."""
         self.source, self._renew = source, renew
         tied = {HEAD: EMBEDDING} if HEAD not in live else {}
         self._replica = Replica(
@@ -121,9 +121,9 @@ class WorkerReplica:
         if last is not None and last.done():
             last.result()
 
-    def standing(self) -> Standing:
+    def state(self) -> ReplicaState:
         replica = self._replica
-        return Standing(
+        return ReplicaState(
             busy=self._polling is not None and not self._polling.done(),
             waiting=self._waiting is not None,
             state=replica.state,
@@ -144,7 +144,7 @@ class WorkerReplica:
         change, answer = waiting
         try:
             result = change()
-        except Exception as error:  # belongs to the replica, which says so in its standing
+        except Exception as error:  # belongs to the replica, which says so in its state
             answer.set_exception(error)
         else:
             answer.set_result(result)
@@ -178,7 +178,7 @@ class WorkerReplica:
 
 
 class PartsTarget(LiveTarget):
-    """As `LiveTarget`, with parts whose numbers lie in an order of vLLM's own."""
+    """A `LiveTarget` with tensors whose numbers lie in an order of vLLM's own."""
 
     def __init__(self, live: Mapping[str, Part], *options: Any) -> None:
         views = {name: part for name, part in live.items() if not isinstance(part, Packed)}

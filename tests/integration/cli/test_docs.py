@@ -51,6 +51,8 @@ def test_modules_and_names_that_pages_name_exist():
 def test_every_public_name_has_a_section():
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     sections = set(re.findall(r"^::: (\S+)", pages, re.MULTILINE))
+    # `losses.grpo` is a module and its function, so the page says which.
+    sections |= {f"rlloop.algorithms.{name.rpartition('.')[2]}" for name in sections if ".algorithms.losses." in name}
     public = {f"rlloop.{name}" for name in rlloop.__all__ if not name.endswith("Error")}
     public |= {f"rlloop.algorithms.{name}" for name in algorithms.__all__}
     public |= {f"rlloop.rewards.{name}" for name in rewards.__all__}

@@ -19,15 +19,13 @@ from rlloop.errors import ConfigError
 from rlloop.rollout.engine.service import VersionUnavailable
 from rlloop.rollout.fleet.weight_follower import Source
 from rlloop.rollout.fleet.wire import Answer, Ask, pack, pack_array, unpack
-from rlloop.rollout.vllm.messages import Chosen, Facts, Standing
+from rlloop.rollout.vllm.messages import Chosen, Facts, ReplicaState
 from rlloop.rollout.vllm.remote_vllm import (
     ServedEngine,
     ServedReplica,
     ServedService,
-    Upstream,
-    UpstreamError,
-    facts_of,
 )
+from rlloop.rollout.vllm.upstream import Upstream, UpstreamError, facts_of
 from rlloop.sync.replica import State
 from rlloop.sync.target import TORN
 from rlloop.types import SamplingParams
@@ -82,7 +80,7 @@ class Vllm:
                 self.step, self.next_step, self.changes = self.next_step, None, self.changes + 1
         waiting, torn = self.next_step is not None, self.step == TORN
         return msgspec.to_builtins(
-            Standing(waiting, waiting, State.idle, "", not torn, torn, self.step, f"boot/{self.changes}", {})
+            ReplicaState(waiting, waiting, State.idle, "", not torn, torn, self.step, f"boot/{self.changes}", {})
         )
 
     def choice(self) -> dict[str, Any]:

@@ -250,6 +250,12 @@ def doubled(rewards, groups, *, scale: float = 2.0):
 
 def total(rewards, groups):
     return rewards.sum()
+
+def undefined(rewards, groups):
+    return rewards * float("nan")
+
+def bare(batch):
+    return batch.logprobs.sum()
 """
 
 
@@ -276,6 +282,8 @@ def test_a_loss_of_ones_own_trains_with_its_arguments_and_a_correction_of_ones_o
     correction = {"mine": target("half", factor=0.25), "veto": {}}
     weighed = loss_for(AlgorithmConfig(loss=target("loss"), advantage="raw", correction=correction))(batch)
     assert weighed.loss.item() == single.loss.item() / 4
+    with pytest.raises(ConfigError, match=r"own_algorithm\.bare returned a Tensor; a loss returns a LossOutput"):
+        loss_for(AlgorithmConfig(loss=target("bare"), advantage="raw"))(batch)
 
 
 @pytest.mark.usefixtures("own")
@@ -286,8 +294,9 @@ def test_an_estimator_of_ones_own():
 
     assert estimate("doubled") == ([2.0, 6.0], [True, True])
     assert estimate("doubled", scale=0.5) == ([0.5, 1.5], [True, True])
-    with pytest.raises(ConfigError, match=r"returned an array of shape \(\) for rewards of shape \(2,\)"):
-        estimate("total")
+    for name in ("total", "undefined"):
+        with pytest.raises(ConfigError, match=r"for 2 rewards; it must be an array of as many finite numbers"):
+            estimate(name)
 
 
 @pytest.mark.usefixtures("own")

@@ -180,8 +180,24 @@ def test_a_stranger_s_loss_advantage_and_engine_are_not_imported_either(run, tmp
     parts = find_parts(History(run), run_code=False, make_model=False)
     refusal = "stranger.code is not rlloop's own code; --run-code calls it"
     if named == "algorithm.advantage":
-        assert look(run, "advantages").found == f"not recomputed: {refusal}"
+        assert look(run, "advantages").summary == f"not recomputed: {refusal}"
     else:
         assert parts.no_training == refusal
     allowed = find_parts(History(run), run_code=True, make_model=False)
     assert (allowed.no_advantage, allowed.no_training) == (None, None)
+
+
+@pytest.mark.parametrize("section", ["model", "rollout"])
+def test_a_stranger_s_kernels_are_not_imported_either(run, tmp_path, monkeypatch, section):
+    (tmp_path / "stranger").mkdir()
+    (tmp_path / "stranger" / "kernels.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = OmegaConf.create(CONFIG)
+    for each in {"model", section}:
+        OmegaConf.update(config, f"{each}.profile.activation", "stranger.kernels")
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    refusal = "stranger.kernels is not rlloop's own code; --run-code calls it"
+    assert look(run, "re-scored", rescored=None).summary == f"not done: {refusal}"
+    parts = find_parts(History(run), run_code=False, make_model=False)
+    assert (parts.no_kernels, parts.no_training) == (refusal, refusal)
+    assert find_parts(History(run), run_code=True, make_model=False).no_kernels is None

@@ -209,8 +209,11 @@ def test_what_is_neither_a_name_nor_a_target_is_refused(override, says):
         ("trainer.lr=-1", "trainer.lr is -1.0; it must be 0 or more"),
         ("trainer.lr=nan", "trainer.lr is nan"),
         ("trainer.num_steps=0", "trainer.num_steps is 0; it must be at least 1"),
-        ("trainer.checkpoint_layers=0", "trainer.checkpoint_layers is '0'; it must be none, all, or n (at least 1)"),
-        ("trainer.checkpoint_layers=some", "trainer.checkpoint_layers is 'some'; it must be none, all, or n"),
+        (
+            "trainer.checkpoint_layers=0",
+            "trainer.checkpoint_layers is '0'; it must be none, all, or a whole number n from 1",
+        ),
+        ("trainer.checkpoint_layers=some", "trainer.checkpoint_layers is 'some'; it must be none, all, or a whole"),
         ("trainer.betas=[0.9]", "trainer.betas is [0.9]; it must be two numbers"),
         ("rollout.num_prompts=0", "rollout.num_prompts is 0; it must be at least 1"),
         ("rollout.min_tokens=300", "from 0 to rollout.max_tokens (256)"),

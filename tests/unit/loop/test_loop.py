@@ -74,6 +74,25 @@ def test_an_engine_of_another_version_stops_the_run(tmp_path):
         Run(tmp_path, sync=stale)()
 
 
+def test_an_engine_may_lag_on_purpose_as_far_as_its_parts_say(tmp_path):
+    class Late(FakeSync):
+        """Serves the version before the published one."""
+
+        def publish(self, version):
+            return super().publish(max(0, version - 1))
+
+    def run(folder: str, lag: int) -> Run:
+        policy = FakePolicy()
+        engine = FakeEngine(policy)
+        return Run(tmp_path / folder, policy=policy, engine=engine, sync=Late(engine), engine_lag=lag)
+
+    late = run("late", 1)
+    assert late() == 4
+    assert [record["rollout/version_lag"] for record in late.metrics()[1:]] == [0, 1, 1, 1]
+    with pytest.raises(ParityError, match="2/0/0: its weights are of version 0, and it was asked for of version 1"):
+        run("strict", 0)()
+
+
 def test_seeds_are_a_function_of_their_coordinates_and_all_different(tmp_path):
     run = Run(tmp_path)
     run()

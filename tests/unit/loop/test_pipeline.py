@@ -28,6 +28,7 @@ from rlloop.parity.monitor import ParityMonitor
 from rlloop.runs.folder import RunFolder, read_records, read_rollouts, rollout_files
 from rlloop.testing import FakeEngine, FakePolicy, FakeTrainer, fake_parts
 from rlloop.types import Recomputed
+from tests.support import loop_run
 
 
 def config(lag: int, **algorithm) -> RunConfig:
@@ -168,3 +169,47 @@ def test_a_lag_that_nothing_corrects_is_refused():
         FleetConfig(max_version_lag=1)
     with pytest.raises(ConfigError, match=r"fleet.engines.eu is \['host:1'\]; it must be a list of http"):
         FleetConfig(FleetKind.regions, engines={"eu": ["host:1"]})
+
+
+class Noted(InStep):
+    """A schedule of one's own."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def publish(self, sync, version):
+        self.calls.append(f"publish {version}")
+        return super().publish(sync, version)
+
+    def samples(self, sampler, step, version, first=0):
+        self.calls.append(f"samples {step} of {version}")
+        return super().samples(sampler, step, version, first)
+
+    def recompute(self, samples):
+        self.calls.append(f"recompute {len(samples)}")
+
+    def settle(self):
+        self.calls.append("settle")
+
+    def save(self, folder):
+        self.calls.append("save")
+        (folder / "mine").write_text("kept")
+
+    def restore(self, folder):
+        self.calls.append(f"restore {(folder / 'mine').read_text()}")
+
+    def close(self):
+        self.calls.append("close")
+
+
+def test_the_loop_drives_any_schedule(tmp_path):
+    settings = loop_run.config(trainer=TrainerConfig(num_steps=2), checkpoint=CheckpointConfig(every=0))
+    schedule = Noted()
+    run = loop_run.Run(tmp_path, settings, schedule=schedule)
+    assert run() == 2
+    run.loop.close()
+    steps = ["publish 0", "samples 1 of 0", "recompute 12", "publish 1", "samples 2 of 1", "recompute 12", "publish 2"]
+    assert schedule.calls == [*steps, "settle", "save", "close"]
+    again = Noted()
+    assert loop_run.Run(tmp_path, settings, schedule=again)() == 2
+    assert again.calls == ["restore kept"]

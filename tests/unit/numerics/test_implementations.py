@@ -6,10 +6,11 @@ import sys
 import pytest
 import torch
 
-from rlloop.config.numerics import ProfileConfig, RolloutProfile
+from rlloop.config.numerics import ProfileConfig
 from rlloop.config.run import RunConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.compose import build, compose_recipe
+from rlloop.launch.prepare import check_kernels
 from rlloop.numerics.implementations import OPERATIONS, outside, source_digest
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.probe import probe, same_bits
@@ -90,7 +91,9 @@ def test_every_operation_from_outside_is_probed(module):
 
 def test_require_asks_for_the_declaration(module):
     def config(path: str, *overrides: str) -> RunConfig:
-        return build(compose_recipe("countdown", [f"model.profile.activation={path}", *overrides]))
+        built = build(compose_recipe("countdown", [f"model.profile.activation={path}", *overrides]))
+        check_kernels(built)
+        return built
 
     assert config(module(INVARIANT)).model.profile.activation == "theirs.kernels"
     path = module(UNDECLARED, "undeclared")
@@ -116,11 +119,14 @@ def test_fingerprints_name_path_and_source(module, tmp_path):
 
 
 def test_mistakes_are_named_by_key(module):
+    def check(*overrides: str) -> None:
+        check_kernels(build(compose_recipe("countdown", ["parity.mode=observe", *overrides])))
+
     with pytest.raises(ConfigError, match=r"model\.profile\.activation: theirs\.absent cannot be imported"):
-        ProfileConfig(activation="theirs.absent")
+        check("model.profile.activation=theirs.absent")
     path = module("x = 1\n", "empty")
     with pytest.raises(ConfigError, match=rf"rollout\.profile\.rope: {path} has no function rope"):
-        RolloutProfile(rope=path)
+        check(f"rollout.profile.rope={path}")
     with pytest.raises(ValueError, match="has no function silu_mul or sigmoid_mul, which activation chooses"):
         NumericsProfile(activation=path)
     with pytest.raises(ConfigError, match=r"is 'sillu'; it must be rlloop, .* or the dotted path of a module"):
