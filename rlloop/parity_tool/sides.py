@@ -211,7 +211,10 @@ def parse_profile(text: str) -> NumericsProfile:
             raise ConfigError(f"profiles have no knob {knob!r}; knobs are {', '.join(knobs)}")
         if not allows(knob, value):
             raise ConfigError(f"{knob} is {value!r}; allowed are {choices(knob)}")
-        profile = dataclasses.replace(profile, **{knob: value})
+        try:
+            profile = dataclasses.replace(profile, **{knob: value})
+        except ValueError as error:  # a module that cannot be imported, or has none of the knob's operations
+            raise ConfigError(str(error)) from error
     return profile
 
 
