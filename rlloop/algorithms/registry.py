@@ -169,7 +169,8 @@ def _checked(loss: Loss, path: str) -> Loss:
 
 def _get(kind: str, registry: Mapping[str, Callable[..., Any]], name: str, args: dict[str, Any]) -> Any:
     if name not in registry:
-        raise ConfigError(f"there is no {kind} {name!r}; there are {', '.join(registry)}")
+        hint = f". A dotted path is the value of algorithm.{kind}._target_" if "." in name else ""
+        raise ConfigError(f"there is no {kind} {name!r}; there are {', '.join(registry)}{hint}")
     function = registry[name]
     parameters = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
     hints = get_type_hints(function)

@@ -23,6 +23,8 @@ from rlloop.types import Example
 
 __all__ = ["ConversationTask", "Environment", "EnvironmentSteps", "Message", "Reply", "as_reply"]
 
+CLOSED = RewardFailure("error", "the run has ended")
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -92,6 +94,7 @@ class EnvironmentSteps:
         self._waiting: dict[int, _Step] = {}
         self._keys = itertools.count()
         self._timeouts = self._others = 0  # outcomes of this batch
+        self._closed = False
 
     @property
     def busy(self) -> bool:
@@ -102,7 +105,10 @@ class EnvironmentSteps:
         """The reply, or why there is none; never an exception."""
         key, step = next(self._keys), _Step(environment, message)
         self._waiting[key] = step
-        self._start(key, step)
+        if self._closed:
+            self._finish(key, CLOSED)
+        else:
+            self._start(key, step)
         return step.outcome
 
     def check(self) -> None:
@@ -136,7 +142,11 @@ class EnvironmentSteps:
         self._calls, self._timeouts, self._others = self._new_calls(), 0, 0
 
     def close(self) -> None:
+        """The end of the run, from any thread: steps that wait are failures, so that a batch ahead comes to its end."""
+        self._closed = True
         self._drop_loop()
+        for key in list(self._waiting):
+            self._finish(key, CLOSED)
 
     def _new_calls(self) -> Calls:
         return Calls(_step, as_reply, self.timeout, self.concurrency)

@@ -148,6 +148,15 @@ def test_what_a_factory_makes_must_be_an_engine(train):
         assert name in ran.output
 
 
+def test_rays_actors_use_the_package_and_give_the_same_bits(everything, train):
+    pytest.importorskip("ray")
+    ran = train("ray", "launch=ray", "ray.replicas=1", "ray.cpus_per_worker=0.5")
+    assert ran.code == 0, ran.output
+    for key in ("token_ids", "logprobs", "reward", "advantage"):
+        assert [row[key] for row in ran.rows] == [row[key] for row in everything.rows], key
+    assert [step["loss/grad_norm"] for step in ran.metrics] == [step["loss/grad_norm"] for step in everything.metrics]
+
+
 def test_a_kernel_for_one_operation_runs_in_engine_and_trainer(everything, train):
     ran = train("kernel", KERNEL)
     assert ran.code == 0, ran.output

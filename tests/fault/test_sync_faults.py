@@ -257,7 +257,7 @@ def test_live_weights_that_changed_by_themselves_are_found_and_fetched_anew(line
     target.state["model.layers.0.mlp.up_proj.weight"].array[3, 4] ^= 0x80
     assert not replica.poll()
     assert replica.error == (
-        "live weights have changed by themselves, and are fetched anew: model.layers.0.mlp.up_proj.weight"
+        "live weights were altered in memory and are fetched again: model.layers.0.mlp.up_proj.weight"
     )
     assert (replica.ready, target.version) == (False, TORN)
     assert replica.poll()

@@ -173,6 +173,8 @@ def test_a_run_over_it(line, monkeypatch):
     command = ["train", "--config-name", "countdown/gpu", "run.dir=run", "model.path=model", *OVERRIDES]
     command += ["fleet=regions", "fleet.store=weights", "fleet.signing_key=key", "fleet.heartbeat=0.2"]
     command += [f'+fleet.engines.eu=["{line.url}"]']
+    Path("run").mkdir()
+    Path("run/fleet.json").write_text('{"run_id": "run"}')  # whose versions the engine follows since it began
     assert main([*command, *(["parity.mode=fallback", "trainer.lr=1e-3"] if line.stock else [])]) == 0
     records = list(read_records(Path("run/metrics.jsonl")))[1:]
     assert len(records) == 3

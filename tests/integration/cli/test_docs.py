@@ -19,7 +19,7 @@ PAGES = [
 ]
 PATH = re.compile(r"(?<![\w/.])((?:rlloop|tests|recipes|benchmarks|scripts|examples)/[\w/.*-]*[\w*])")
 ENTRY_POINTS = {"rlloop.kernels"}  # groups of them
-DOTTED = re.compile(r"\brlloop(?:\.\w+)+")
+DOTTED = re.compile(r"\brlloop(?:\.(?!md\b)\w+)+")
 
 
 def test_generated_pages_are_current():

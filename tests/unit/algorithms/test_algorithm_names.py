@@ -54,6 +54,7 @@ def test_arguments_reach_the_loss():
     ("get", "name", "args", "message"),
     [
         (get_loss, "gpro", {}, "no loss 'gpro'; there are grpo, dr_grpo, dapo"),
+        (get_loss, "mine.loss", {}, r"sft. A dotted path is the value of algorithm.loss._target_"),
         (get_advantage, "std", {}, "no advantage 'std'; there are group_norm, group_mean"),
         (get_loss, "grpo", {"clip": 0.2}, "loss grpo has no argument 'clip'; it has clip_low, clip_high"),
         (get_loss, "sft", {"kl_coef": 0.2}, "loss sft has no argument 'kl_coef'; it has none"),
@@ -83,6 +84,7 @@ def test_what_cannot_work_is_refused_by_name(get, name, args, message):
         ({"tis": {"caps": 2}}, "correction tis has no argument 'caps'; it has level, cap"),
         ({"tis": {"cap": 0}}, "cap is 0; it must be a number above 0"),
         ({"mask": {"low": 2.0, "high": 1.0}}, r"low \(2.0\) must be below high \(1.0\)"),
+        ({"mask": {"low": 1.0, "high": 1.0}}, r"low \(1.0\) must be below high \(1.0\)"),
         ({"icepop": {"low": 7.0}}, r"low \(7.0\) must be below high \(5.0\)"),
         ({"tis": {}, "icepop": {}}, "tis and icepop both weigh tokens"),
         ({"tis": 3}, "correction tis is 3; it must be a mapping of its arguments"),

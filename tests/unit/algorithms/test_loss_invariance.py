@@ -71,10 +71,11 @@ def test_a_sequence_adds_up_to_the_same_bits_among_any_neighbours():
 def test_masked_tokens_are_inert(loss):
     """Neither their numbers nor their infinities reach the loss, a gradient or a metric."""
     step = random_batch(seed=1)
+    step = replace(step, weights=torch.linspace(0.5, 1.5, len(step.mask), dtype=torch.float64))
     bare = take(step, step.mask.nonzero().flatten())
     poison = torch.tensor([float("nan"), float("inf"), float("-inf"), 1e30])
     spoiled = {}
-    for name in ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages"):
+    for name in ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "weights"):
         tensor = getattr(step, name).detach().clone()
         tensor[~step.mask] = poison.repeat(len(tensor))[: int((~step.mask).sum())].double()
         spoiled[name] = tensor

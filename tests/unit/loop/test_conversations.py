@@ -308,6 +308,37 @@ def test_an_interrupt_leaves_an_engine_and_environments_to_go_on_with(where, mon
     assert [each.completion.token_ids for each in again] == [each.completion.token_ids for each in whole]
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_end_of_a_run_ends_a_batch_that_waits_for_its_tools(kind):
+    """With a lag, a thread may sample the next step's batch when the run stops; no tool is to be waited for."""
+    waits, release = threading.Event(), threading.Event()
+
+    class Waiting(Countdown):
+        def step(self, message):
+            waits.set()
+            release.wait(EVER)
+            return super().step(message)
+
+    class AsyncWaiting(Countdown):
+        async def step(self, message):  # pyright: ignore[reportIncompatibleMethodOverride]
+            waits.set()
+            await asyncio.sleep(EVER)
+
+    class Task(TalkTask):
+        environment = Waiting if kind == "sync" else AsyncWaiting
+
+    conversations, played = Conversations(Task(), KNOWN, timeout=EVER), []
+    params = [SamplingParams(max_tokens=6, seed=seed) for seed in (0, 1)]
+    batch = lambda: played.extend(conversations.play(FakeEngine(FakePolicy()), examples(2, 2), params))  # noqa: E731
+    thread = threading.Thread(target=batch, daemon=True)
+    thread.start()
+    assert waits.wait(EVER)
+    conversations.close()
+    thread.join(EVER / 2)
+    release.set()
+    assert [each.broken for each in played] == ["environment error: the run has ended"] * 2
+
+
 def test_an_error_of_the_engine_is_raised_and_nothing_stays_in_flight(engine):
     asked = [*examples(2, 2), Example("long", [40], "p", {"turns": 1, "number": 9})]  # no id of the vocabulary
     with pytest.raises(ValueError, match="40"):
@@ -339,13 +370,13 @@ def test_a_step_that_blocks_the_event_loop_is_a_timeout_and_the_others_go_on():
 
 
 def test_where_every_step_blocks_the_rest_is_not_tried():
-    asked = examples(*[1] * 12)
+    asked = examples(*[1] * 16)
     for each in asked:
         each.data["blocks"] = True
-    played = play(Blocking, FakeEngine(FakePolicy(40)), asked, timeout=0.1)
-    reasons = [each.broken or "" for each in played]
-    assert sum("blocked its event loop" in reason for reason in reasons) == 8
-    assert reasons.count("environment timeout: not tried: the first 8 took longer than 0.1 s") == 4
+    reasons = [each.broken or "" for each in play(Blocking, FakeEngine(FakePolicy(40)), asked, timeout=0.2)]
+    blocked = reasons.count("environment timeout: blocked its event loop for longer than 0.2 s")
+    assert 8 <= blocked < 16  # now and then a slow machine cannot tell who blocks, and blames two
+    assert reasons.count(f"environment timeout: not tried: the first {blocked} took longer than 0.2 s") == 16 - blocked
 
 
 @pytest.mark.parametrize("error", [StopIteration("no more"), SystemExit(3), KeyError("tool")])

@@ -1,4 +1,5 @@
 import struct
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -115,7 +116,7 @@ def test_every_type_and_shape(dtype, shape):
     flips = rng.random(shape) < 0.05
     new = np.where(flips, old ^ rng.integers(1, 255, shape, dtype=kind), old).astype(kind)
     same_both_ways(Bits(dtype, new), Bits(dtype, old))
-    same_both_ways(Bits(dtype, new), None)
+    assert same_both_ways(Bits(dtype, new), None).changed == new.size
     assert encode(Bits(dtype, old), Bits(dtype, old.copy())) == codec.Encoded("unchanged", b"", 0)
 
 
@@ -141,13 +142,58 @@ def test_fuzzed_pairs(dtype, count, rate, reach, seed):
         codec.CHUNK = before
 
 
-def test_chunks_in_parallel_are_the_same_bytes(monkeypatch):
-    monkeypatch.setattr(codec, "CHUNK", 1000)
+class CountingPool(ThreadPoolExecutor):
+    maps = 0
+
+    def map(self, *args, **options):
+        self.maps += 1
+        return super().map(*args, **options)
+
+
+def bf16_and_float_pairs() -> list[tuple[str, Bits, Bits | None, int]]:
+    """Codec, new, old, and how often the encoder goes over the chunks."""
     old, new = trained_pair(10_500, 1e-5)
-    with ThreadPoolExecutor(3) as pool:
+    rng = np.random.default_rng(0)
+    floats = rng.standard_normal(10_500).astype(np.float32).view(np.uint32)
+    noise = Bits("BF16", rng.integers(0, 65536, 10_500, np.uint16))
+    return [
+        ("steps", new, old, 1),
+        ("planes", Bits("F32", floats + np.uint32(1)), Bits("F32", floats), 1),
+        ("full", new, None, 1),
+        ("full", new, noise, 2),  # once for the delta
+    ]
+
+
+@pytest.mark.parametrize(("kind", "new", "old", "maps"), bf16_and_float_pairs())
+def test_chunks_in_parallel_are_the_same_bytes(monkeypatch, kind, new, old, maps):
+    monkeypatch.setattr(codec, "CHUNK", 1000)
+    monkeypatch.setattr(codec, "SMALL", 0)
+    with CountingPool(3) as pool:
         made = encode(new, old, pool=pool)
+        assert (made.codec, pool.maps) == (kind, maps)
+        assert made.changed == (new.array.size if old is None else np.count_nonzero(new.array != old.array))
         assert made == encode(new, old)
-        assert decode(made.codec, made.content, "BF16", new.shape, old, pool=pool).same(new)
+        assert decode(made.codec, made.content, new.dtype, new.shape, old, pool=pool).same(new)
+        assert pool.maps == maps + 1
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_chunks_that_no_change_fell_into_stay(monkeypatch, dtype):
+    monkeypatch.setattr(codec, "CHUNK", 1000)
+    monkeypatch.setattr(codec, "SMALL", 0)
+    old = Bits(dtype, np.random.default_rng(0).integers(0, 200, 2500, UNSIGNED[WIDTH[dtype]]))
+    new = Bits(dtype, old.array.copy())
+    new.array[1700] += 1
+    assert same_by_both_coders(new, old).changed == 1
+
+
+@pytest.mark.parametrize(("new", "old"), [(new, old) for _, new, old, _ in bf16_and_float_pairs()])
+def test_finding_changes_takes_a_share_of_the_time(monkeypatch, new, old):
+    monkeypatch.setattr(codec, "SMALL", 0)
+    began = time.perf_counter()
+    seconds = [encode(new, old).diff_seconds, encode(new, new).diff_seconds]
+    assert sum(seconds) < time.perf_counter() - began
+    assert [each > 0 for each in seconds] == [old is not None, True]
 
 
 def test_numbers_of_every_length_come_back_and_limits_are_included():
@@ -267,7 +313,10 @@ def test_the_shortest_way_is_taken():
     rng = np.random.default_rng(0)
     old = Bits("BF16", rng.integers(0, 65536, 5000, np.uint16))
     fresh = Bits("BF16", bf16(rng.standard_normal(5000)))
-    assert encode(fresh, old).codec == "full"
+    whole = encode(fresh, old)
+    assert whole.codec == "full"
+    for known in (old, None):  # whether or not the receiver has what came before
+        assert decode("full", whole.content, "BF16", (5000,), known).same(fresh)
     one = Bits("BF16", old.array.copy())
     one.array[4321] ^= 1
     assert len(encode(one, old).content) < 40
