@@ -25,7 +25,7 @@ from rlloop.errors import ConfigError
 from rlloop.models import Model, RoutingRecord, load_model
 from rlloop.models.logits_processing import warp_for
 from rlloop.numerics.layout import AttentionLayout
-from rlloop.numerics.profile import IMPLEMENTATIONS, SETTINGS, NumericsProfile
+from rlloop.numerics.profile import IMPLEMENTATIONS, SETTINGS, NumericsProfile, allows, choices
 from rlloop.rollout import Engine
 from rlloop.runs.folder import read_rollouts, rollout_files
 from rlloop.runs.rollouts import unpack_experts
@@ -209,10 +209,12 @@ def parse_profile(text: str) -> NumericsProfile:
         knob, _, value = change.partition("=")
         if knob not in knobs:
             raise ConfigError(f"profiles have no knob {knob!r}; knobs are {', '.join(knobs)}")
-        allowed = SETTINGS.get(knob, IMPLEMENTATIONS)
-        if value not in allowed:
-            raise ConfigError(f"{knob} is {value!r}; allowed are {', '.join(allowed)}")
-        profile = dataclasses.replace(profile, **{knob: value})
+        if not allows(knob, value):
+            raise ConfigError(f"{knob} is {value!r}; allowed are {choices(knob)}")
+        try:
+            profile = dataclasses.replace(profile, **{knob: value})
+        except ValueError as error:  # a module that cannot be imported, or has none of the knob's operations
+            raise ConfigError(str(error)) from error
     return profile
 
 

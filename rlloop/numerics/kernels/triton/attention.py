@@ -19,11 +19,11 @@ from torch import Tensor
 from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, aligned, gluon_runs, power_of_two
 from rlloop.numerics.kernels.triton.segments import SEGMENT, TILE
 
-AHEAD = 8  # parts on their way to whom joins them
+AHEAD = 8  # parts of a softmax that are loaded before they are joined
 
 
 class Tiles(NamedTuple):
-    """Queries of a program, its warps, and how many tiles of keys are on their way. Here each warp has 16 queries to
+    """Queries of a program, its warps, and the number of tiles of keys in flight. Here each warp has 16 queries to
     itself, so that a query's masses are summed in one order. (Two warps with 32 share theirs: other bits, measured.)"""
 
     rows: int
@@ -57,7 +57,7 @@ def _find(starts, sequences, task, SHARE: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _join(top, total, sums, other_top, other_total, other_sums):
-    """Two parts of one softmax, rows in front."""
+    """Joins two parts of one softmax. Shapes begin with the rows."""
     highest = tl.maximum(top, other_top)
     fade, other_fade = tl.exp2(top - highest), tl.exp2(other_top - highest)
     total = tl.fma(total, fade, other_total * other_fade)
@@ -94,7 +94,7 @@ def _tile(
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
     REST: tl.constexpr, TILE: tl.constexpr, CONTIGUOUS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys. `MASKED`: some query does not see all of them."""
+    """One tile of keys. `MASKED`: some query does not attend to all of them."""
     lane = tl.arange(0, TILE)
     key = tile + lane
     seen = key <= last
@@ -262,7 +262,7 @@ def value_rows(v: Tensor) -> tuple[Tensor, int]:
 
 
 def _better_kernels(device: torch.device) -> tuple[ModuleType | None, ModuleType | None]:
-    """Of one query a sequence and of more, where there are."""
+    """(of one query a sequence, of more): the Gluon kernels, or None."""
     if not gluon_runs(device):
         return None, None
     from rlloop.numerics.kernels.triton import decode, prefill

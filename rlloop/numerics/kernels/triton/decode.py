@@ -77,7 +77,7 @@ def divided(sums, total):
 
 @gluon.jit
 def _masses(query, keys, top, total, scale, left, MASKED: gl.constexpr, MMA: gl.constexpr):
-    """(top, total, what remains of the sums, masses of a tile's keys). `MASKED`: only the first `left` are seen."""
+    """(top, total, factor of the sums so far, masses of a tile's keys). `MASKED`: only the first `left` keys count."""
     TILE: gl.constexpr = keys.shape[0]
     right = keys.permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
     scores = mma_v2(query, right, gl.zeros((query.shape[0], TILE), gl.float32, MMA), input_precision="ieee")

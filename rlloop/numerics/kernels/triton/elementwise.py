@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
 
-NUMBERS = 2048  # of a program of the activation
-NORM_NUMBERS = 2048  # of a program of the norm, about
-BACKWARD_PROGRAMS = 256  # of the norm's gradient: the weight's is summed over so many parts, in order
+NUMBERS = 2048  # a program of the activation has so many
+NORM_NUMBERS = 2048  # a program of the norm has about so many
+BACKWARD_PROGRAMS = 256  # of the norm's backward: the weight's gradient is the sum of so many parts, in order
 
 
 @triton.jit(do_not_specialize=["rows"])

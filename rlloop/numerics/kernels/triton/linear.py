@@ -1,7 +1,7 @@
 """Matrix products whose every output is one float32 chain over ascending K.
 
 Tiles, and which operand is the tensor core's left one, leave the bits alone, so both follow the shape. Nothing splits
-K. Few rows have a kernel of their own where it runs (`few_rows`). From `VENDOR_ROWS` rows on, cuBLAS does the work
+K. Few rows have a kernel of their own (`small_batch_linear`). From `VENDOR_ROWS` rows on, cuBLAS does the work
 where it gives the same bits for that very shape, which is tried once on numbers that tell orders apart: its choice of
 kernel hangs on the shape alone.
 """
@@ -110,15 +110,15 @@ def _linear(
     tl.store(at, sums.to(out.dtype.element_ty), (row < rows)[:, None] & (output < outputs)[None, :])
 
 
-def _by_few_rows(x: Tensor, outputs: int) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], None] | None:
-    """The better kernel, where there is one: its copies are of 16-bit rows that begin at multiples of 16 bytes."""
+def _small_batch(x: Tensor, outputs: int) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], None] | None:
+    """The kernel for few rows, or None: it copies 16-bit rows that begin at multiples of 16 bytes."""
     rows, width = x.shape
     if rows > FEW_ROWS or x.itemsize != 2 or width == 0 or width % 8 or not gluon_runs(x.device):
         return None
-    from rlloop.numerics.kernels.triton import small_batch_linear as few_rows
+    from rlloop.numerics.kernels.triton import small_batch_linear
 
-    tiles = few_rows.tiles_for(rows, outputs, width)
-    return tiles and partial(few_rows.product, tiles=tiles)
+    tiles = small_batch_linear.tiles_for(rows, outputs, width)
+    return tiles and partial(small_batch_linear.product, tiles=tiles)
 
 
 def chain(
@@ -131,8 +131,8 @@ def chain(
         out = x.new_empty(rows, outputs, dtype=dtype)
     if out.numel() == 0:
         return out
-    if tiles is None and (by_few_rows := _by_few_rows(x, outputs)):
-        by_few_rows(x, weight, bias, out)
+    if tiles is None and (small_batch := _small_batch(x, outputs)):
+        small_batch(x, weight, bias, out)
         return out
     tiles = tiles or tiles_for(rows, outputs, width, x.dtype)
     grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)
@@ -187,7 +187,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
     (rows, width), outputs = x.shape, len(weight)
     step = STEPS[rows >= MANY_ROWS]
     whole = rows // step * step  # the rows that cuBLAS can have
-    if _by_few_rows(x, outputs):
+    if _small_batch(x, outputs):
         return chain(x, weight, bias, dtype)
     if bias is None and whole >= VENDOR_ROWS and (rows == whole or rows >= MANY_ROWS) and outputs > 0:
         x, weight = aligned(x), aligned(weight)

@@ -36,7 +36,7 @@ GATED = ((64, 8192, Tiles(64, 64, 64, False, 4, 4)), (256, 2048, Tiles(64, 64, 6
 
 
 def _tiles_for(table: tuple[tuple[int, int, Tiles], ...], x: Tensor, weights: tuple[Tensor, ...]) -> Tiles | None:
-    """None: there are none for these."""
+    """The tiles for these shapes, or None."""
     rows, width = x.shape
     found = next((tiles for most_rows, most, tiles in table if rows <= most_rows and width <= most), None)
     if found is None or x.element_size() != 2 or rows == 0 or width % found.width:
@@ -45,7 +45,7 @@ def _tiles_for(table: tuple[tuple[int, int, Tiles], ...], x: Tensor, weights: tu
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _three(
+def _qkv(
     x, first, second, third, first_out, second_out, third_out, rows, FIRST: tl.constexpr, SECOND: tl.constexpr,
     THIRD: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, K: tl.constexpr,
     SWAPPED: tl.constexpr,
@@ -111,7 +111,7 @@ def qkv_linear(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) 
         return one, other, last
     one, other, last = (x.new_empty(len(x), len(weight)) for weight in weights)
     grid = (sum(map(len, weights)) // tiles.outputs * triton.cdiv(len(x), tiles.rows),)
-    _three[grid](
+    _qkv[grid](
         aligned(x), *map(aligned, weights), one, other, last, len(x), FIRST=len(q_weight), SECOND=len(k_weight),
         THIRD=len(v_weight), WIDTH=x.shape[1], ROWS=tiles.rows, OUTPUTS=tiles.outputs, K=tiles.width,
         SWAPPED=tiles.swapped, num_warps=tiles.warps, num_stages=tiles.stages,

@@ -86,7 +86,7 @@ def _fetch(
     store, described, step, column, pages, block_size, tile, end, full, into, WIDTH: gl.constexpr, BOX: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or values. What lies behind the sequence's `end` is another's: it is not read."""
+    """A tile of keys or values. Rows from the sequence's `end` on belong to another one and are not read."""
     if tile + TILE <= end:
         mbarrier.expect(full, TILE * WIDTH * 2)
         mbarrier.arrive(full, count=LOADERS - 1)
@@ -329,7 +329,7 @@ def _multiply(
                 out + at[:, None] * WIDTH + d[None, :], gl.convert_layout(made, WHOLE),
                 (stored < rows)[:, None] & (d < WIDTH)[None, :],
             )  # fmt: skip
-        else:  # nothing to do here
+        else:  # no rows for this warpgroup
             mbarrier.arrive(q_empty.index(place), count=1)
             for _ in range(0, last + 1, TILE):
                 stage = count % STAGES

@@ -6,7 +6,7 @@ places; and each output number continues one chain over ascending keys. So a que
 keys alone: not on the queries beside it, nor on where the keys lie. `backward` is in `attention_backward`.
 
 With a `split` (whole tiles; 0 is none) the softmax begins anew every so many keys, and each part joins those before it
-in ascending order: what a kernel computes that gives each part of a long context to another core, however many it has.
+in ascending order, as in kernels that give each part of a long context to another core, however many there are.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def _scale(values, at, width, factor):
 
 @kernel
 def _fade(top, highest, line):
-    """exp(top - highest): what sums made so far shrink by when the largest score grows."""
+    """exp(top - highest): the factor of the sums so far when the largest score grows."""
     store(line, 0, exp(splat(top - highest)))
     return line[0]
 
 
 @kernel
 def join(tops, totals, sums, r, chunk, v_wide, line):
-    """A query's part of the softmax, at r, takes in those before it, which lie `chunk` queries further on."""
+    """Joins a query's part of the softmax, at r, with the parts before it, which lie `chunk` queries further on."""
     highest = max(tops[chunk + r], tops[r])
     earlier, fade = _fade(tops[chunk + r], highest, line), _fade(tops[r], highest, line)
     tops[r] = highest
@@ -107,7 +107,7 @@ def begin_part(tops, totals, sums, r, chunk, v_wide):
 def _tile(
     q, k_packed, v_packed, width, wide, v_wide, first, num_rows, lows, counts, scale, scores, tops, totals, sums, line
 ):  # fmt: skip
-    """One tile of keys for the queries `first` to num_rows of a task, of which query r sees lows[r] to counts[r]."""
+    """One tile of keys for the queries `first` to num_rows of a task; query r attends to lows[r] up to counts[r]."""
     tiles, count = TILE // LANES, num_rows - first
     add_products(k_packed, 0, tiles, q, first * wide, wide, 1, count, width, scores, first * TILE, True)
     for r in range(first, num_rows):
@@ -118,7 +118,7 @@ def _tile(
         if fade != np.float32(1):
             _scale(sums, r * v_wide, v_wide, fade)
     r = first
-    while r < num_rows:  # queries that see equally many keys at once
+    while r < num_rows:  # queries that attend to equally many keys, at once
         end = r + 1
         while end < num_rows and counts[end] == counts[r]:
             end += 1
@@ -157,7 +157,7 @@ def forward(
             row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
             widen(q, row * width, width, queries, r * wide)
             tops[r], totals[r] = MINUS_INFINITY, np.float32(0)
-            if len(sinks) > 0:  # a first key, as it were, whose value is 0
+            if len(sinks) > 0:  # the sink counts as a first key whose value is 0
                 tops[r], totals[r] = sinks[group * share + (begin + r) % share], np.float32(1)
         for i in range(num_rows * v_wide):
             sums[i] = np.float32(0)

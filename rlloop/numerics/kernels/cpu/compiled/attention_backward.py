@@ -51,7 +51,7 @@ def _dot(a, b, at, width):
 
 @kernel
 def _masses_and_slopes(masses, slopes, num_rows, unseen, seen, lse, deltas, scale):
-    """Scores become masses p, and do . v becomes ds, in place; +0 for the keys that a query does not see."""
+    """Scores become masses p, and do . v becomes ds, in place; +0 for masked keys."""
     zero = splat(np.float32(0))
     for r in range(num_rows):
         for i in range(0, TILE, LANES):

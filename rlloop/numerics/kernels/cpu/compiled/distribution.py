@@ -60,7 +60,7 @@ def sum_of(values):
 
 @kernel
 def weighted_sum(e, z, m):
-    """The float32 sum of e (z − m), where no mass counts as nothing whatever its z."""
+    """The float32 sum of e (z − m), where a mass of 0 adds 0 whatever its z."""
     total = np.float32(0)
     for begin in range(0, e.size, BLOCK):
         lanes = splat(np.float32(0))
@@ -111,7 +111,7 @@ def log(x):
 
 @kernel
 def scratch_for(size):
-    """What one thread needs besides its rows: z, e; and for the rest: candidates, bucket weights, lanes, blocks."""
+    """Scratch memory of a thread: z and e of a row, candidates, bucket weights, lanes, blocks."""
     length = padded(size)
     return (
         np.empty(length, np.float32),
@@ -223,7 +223,7 @@ def draw(e, uniform, lanes, blocks):
     token = 0
     for i in range(block * BLOCK, min((block + 1) * BLOCK, e.size)):
         if e[i] > 0:
-            token = i  # the last possible one of the block, should rounding leave the limit a hair above their sum
+            token = i  # the last possible one of the block, if rounding leaves the limit just above their sum
             before += e[i]
             if before > limit:
                 break

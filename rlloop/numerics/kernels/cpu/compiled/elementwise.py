@@ -21,9 +21,9 @@ from rlloop.numerics.kernels.cpu.compiled.simd import (
     sub,
 )
 
-BLOCK = 1024  # of a sum of squares
-ROWS = 64  # of a task of the norm; the gradient of its weight adds up such blocks, in order
-NUMBERS = 1 << 14  # of a task of the others
+BLOCK = 1024  # numbers of a sum of squares that sixteen lanes add up
+ROWS = 64  # a task of the norm has so many; the gradient of its weight adds up such blocks, in order
+NUMBERS = 1 << 14  # a task of the other kernels has so many
 ZERO, ONE = np.float32(0), np.float32(1)
 
 

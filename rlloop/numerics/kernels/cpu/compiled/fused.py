@@ -1,7 +1,7 @@
-"""Operations that follow one another in one kernel, for a forward without gradients. Bits are those of each alone.
+"""Several consecutive operations in one kernel, for forwards without gradients. Bits are those of each alone.
 
-A small step's operations take hardly longer than waking the threads that share them, so fewer and larger ones are
-faster.
+The operations of a small step take hardly longer than waking the threads that share them, so fewer and larger ones
+are faster.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 @kernel
 def _turned(x, at, weight, eps, normed, cos, sin, table, half, line, out, to):
-    """One head to its place: normed as by `rms_norm`, rounded to what `line` holds, then turned as by `rope`."""
+    """Writes one head: normed as by `rms_norm`, rounded to what `line` holds, then turned as by `rope`."""
     width, source, begin = 2 * half, x, at
     if normed:
         scale = splat(np.float32(1) / np.sqrt(mean_square(x, at, width) + eps))

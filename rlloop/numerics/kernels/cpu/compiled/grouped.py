@@ -1,7 +1,7 @@
 """Many matrix products at once, one a group: the experts of a layer, or the heads of a projection.
 
-Each output is that of `linear`: the same chains, the same tree, one rounding. How many rows a group has decides how the
-work is cut and nothing else, so an expert's row has the bits that a dense layer of its weights gives.
+Each output is that of `linear`: the same chains, the same tree, one rounding. The number of rows of a group decides how
+the work is cut and nothing else, so an expert's row has the bits that a dense layer of its weights gives.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How kernels are compiled, cached and launched.
+"""Compiling, caching and launching kernels.
 
 A parallel kernel takes tasks off a shared counter until none is left. Several threads run it at once, each on what the
-others have not taken. Tasks write disjoint memory and read nothing that another writes, so who takes which cannot
-change a bit.
+others have not taken. Tasks write disjoint memory and read nothing that another writes, so the order in which
+threads take them cannot change a bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numba.core import cgutils
 from rlloop.numerics.folders import kernel_folder
 from rlloop.numerics.kernels.cpu.compiled.simd import intrinsic
 
-GRAIN = 1 << 20  # multiply-adds that are worth waking another thread for: it takes some 50 us to come
+GRAIN = 1 << 20  # multiply-adds that are worth waking another thread for, which takes some 50 us
 
 
 def _sources() -> str:
@@ -74,7 +74,7 @@ def parallel_kernel(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def threads_for(work: int) -> int:
-    """How many threads to use for so many multiply-adds."""
+    """The number of threads to use for so many multiply-adds."""
     return max(1, min(torch.get_num_threads(), work // GRAIN))
 
 
@@ -93,7 +93,7 @@ class _Pool:
             self.jobs.put((function, args, places, done))
         function(*args)
         begun = helpers
-        while places:  # whoever has not begun finds no place and turns to the next job
+        while places:  # a helper that has not begun finds no place left and turns to the next job
             with suppress(IndexError):
                 places.pop()
                 begun -= 1

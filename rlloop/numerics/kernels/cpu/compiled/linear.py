@@ -1,6 +1,6 @@
 """The matrix product: chains of fused multiply-adds over ascending k, joined by a fixed tree, the bias, one rounding.
 
-A chain has `segment` terms, a constant of whoever calls. Each begins at +0, and they join as a binary counter counts:
+A chain has `segment` terms, a constant of the caller. Each begins at +0, and they join as a binary counter counts:
 two sums of equally many chains become one at once, and what is left at the end joins from the last to the first. So the
 left part of each sum has as many chains as the largest power of two leaves. Nothing else can change a bit, and the work
 is cut as suits the caches: sixteen outputs of a row lie in the lanes.
@@ -37,7 +37,7 @@ def finish(sums, tiles, num_rows, bias, has_bias, out, at, column, columns):
 
 @inlined
 def room_for_sums(chunk, tiles, width, segment):
-    """Of `add_strip`: a place for each sum that the counter may hold, and one for the chain that is being made."""
+    """Memory for the sums of `add_strip`: each that the counter may hold, and the chain in progress."""
     places, segments = 1, (width - 1) // segment
     while segments > 0:
         places, segments = places + 1, segments // 2

@@ -1,8 +1,8 @@
-"""Recurrent layers' kernels: a short convolution, and a state that every token fades and writes to.
+"""Recurrent layers: a short convolution, and a state that every token decays and writes to.
 
-One token after the other, everywhere. Training, prefill and decode run this very loop, so where a sequence is cut, and
-who else is in the batch, cannot be seen in a bit: a state is all that crosses a cut, and it is kept in float32. Tasks
-are sequences times heads (or blocks of channels). Inside, columns of a state are independent of each other.
+One token after the other, everywhere. Training, prefill and decode run this very loop, so neither where a sequence is
+cut nor its neighbours in the batch change a bit: only a state crosses a cut, and it is kept in float32. Tasks are
+sequences times heads (or blocks of channels). Inside, columns of a state are independent of each other.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _step_back(
     before, state, slope, q, k, v, key_at, at, gate, decay, beta, corrects, key_width, width, read, written, slopes,
     grad, grad_q, grad_k, grad_v, grad_decay, grad_beta,
 ):  # fmt: skip
-    """One token of the backward pass: `state` is what it left, `slope` the gradient of that; then of what it found."""
+    """One token of the backward pass. `slope`: gradient of `state`, after the token; then of the one before it."""
     for i in range(key_width):
         grad_q[key_at + i] += _dot(state, i * width, grad, at, width)
         factor = q[key_at + i]

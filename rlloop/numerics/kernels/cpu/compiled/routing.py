@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with which weights, and the sum of what they say. Tokens are independent."""
+"""Routing of tokens to experts, and the weighted sum of the experts' outputs. Tokens are independent."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def route(
     counter, logits, bias, has_bias, count, top_k, sigmoid, groups, top_groups, normalise, epsilon, scale, given,
     scores, chosen, weights,
 ):  # fmt: skip
-    """`routing.Routing` over rows of `count` logits. `given`: `chosen` is what to weigh, not what to find."""
+    """`routing.Routing` over rows of `count` logits. `given`: `chosen` is an input, and only weights are computed."""
     values, worth = np.empty(count, np.float32), np.empty(groups, np.float32)
     tokens = len(logits) // count
     begin = take(counter) * ROWS
@@ -156,7 +156,7 @@ def combine(counter, slots, chosen, weights, shared, has_shared, each, width, to
 
 @parallel_kernel
 def combine_backward(counter, slots, weights, grad, width, top_k, grad_slots, grad_weights):
-    """Of the plain weighted sum: roundings are taken for the identity."""
+    """Gradients of the weighted sum, with roundings taken as the identity."""
     tokens = len(grad) // width
     begin = take(counter) * ROWS
     while begin < tokens:

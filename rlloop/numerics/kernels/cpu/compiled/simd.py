@@ -1,10 +1,10 @@
-"""Sixteen float32 lanes as a numba type, so that kernels can say in which order they add.
+"""Sixteen float32 lanes as a numba type, so that kernels fix the order of their sums.
 
 A plain loop leaves the order of a sum to the compiler's vectoriser, and with it the bits. Here the lanes are explicit:
-a kernel adds into sixteen of them and ends with `reduce_sum`, whose tree is fixed. LLVM maps the vector to what the CPU
-has (two AVX2 registers, one AVX-512 register, four NEON ones), which cannot change a bit: every operation is IEEE per
-lane, and `fma` is fused by definition. Arrays are flat and of float32, or of uint16 for bfloat16 bits and int16 for
-float16 bits: loading widens, storing rounds once.
+a kernel adds into sixteen of them and ends with `reduce_sum`, whose tree is fixed. LLVM maps the vector to the CPU's
+registers (two of AVX2, one of AVX-512, four of NEON), which cannot change a bit: every operation is IEEE per lane, and
+`fma` is fused by definition. Arrays are flat and of float32, or of uint16 for bfloat16 bits and int16 for float16 bits:
+loading widens, storing rounds once.
 """
 
 from __future__ import annotations

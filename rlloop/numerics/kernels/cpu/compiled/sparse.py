@@ -1,4 +1,4 @@
-"""The lightning indexer's choice, and attention over what it chose. One head of keys that all query heads share.
+"""The lightning indexer's selection, and attention over it. One head of keys that all query heads share.
 
 `select` scores every past position of a query: per head one chain over the width, times the scale, negative ones to 0;
 then one chain over the heads, in order. Attention then is that of `attention`, tile by tile of 64, over the selected

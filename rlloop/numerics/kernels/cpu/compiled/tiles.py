@@ -273,7 +273,7 @@ def widen(source, begin, count, target, at):
 
 @kernel
 def narrow(source, at, count, target, begin):
-    """The same the other way: rounded once to what the target holds, and not past `count`."""
+    """`widen` reversed: rounded once to the target's type, and not past `count`."""
     for i in range(0, count, LANES):
         if count - i >= LANES:
             store(target, begin + i, load(source, at + i))
