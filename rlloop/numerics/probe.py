@@ -135,7 +135,7 @@ def _further_cases(ops: Ops, draw: Draw) -> Iterator[tuple[str, Callable[[slice]
 
 
 def _prefill_and_decode(ops: Ops, draw: Draw, device: str | torch.device) -> tuple[Tensor, Tensor]:
-    """Outputs of a sequence's tokens: from one prefill, and one by one over scattered pages of 16."""
+    """Outputs of a sequence's tokens: from one prefill, and decoded over scattered pages of 16."""
     length, page, q, k, v = 140, 16, draw(140, 4, 24), draw(140, 2, 24), draw(140, 2, 24)
     whole = ops.attention(q, k, v, AttentionLayout.of_sequences([length], device), 0.2)
     blocks = torch.randperm(-(-length // page), generator=torch.Generator().manual_seed(1)).to(device)
@@ -143,14 +143,15 @@ def _prefill_and_decode(ops: Ops, draw: Draw, device: str | torch.device) -> tup
     slots = blocks[at // page] * page + at % page
     keys, values = (torch.zeros(len(blocks) * page, 2, 24, dtype=k.dtype, device=device) for _ in range(2))
     keys[slots], values[slots] = k, v
+    later = at[1:]  # not as many rows as the prefill has, since an implementation may go by their number
     layout = AttentionLayout(
-        query_start=torch.arange(length + 1, device=device),
-        context=at,
-        block_start=(blocks * page).repeat(length, 1),
+        query_start=torch.arange(length, device=device),
+        context=later,
+        block_start=(blocks * page).repeat(length - 1, 1),
         block_size=page,
         contiguous=False,
     )
-    return whole, ops.attention(q, keys, values, layout, 0.2)
+    return whole[later], ops.attention(q[later], keys, values, layout, 0.2)
 
 
 def _fused(ops: Ops, draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -67,6 +67,7 @@ def test_a_declared_one_holds_the_contract_and_is_probed(module):
     assert list(probe(Ops(NumericsProfile(activation=bad)), torch.float32)) == ["activation"]
 
 
+@pytest.mark.slow
 def test_every_operation_from_outside_is_probed(module):
     """Modules that pass ours on, and ones that add what the batch decides, knob by knob."""
     names = [name for names in OPERATIONS.values() for name in names]

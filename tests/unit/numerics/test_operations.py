@@ -39,6 +39,7 @@ def operations(ops: Ops, dtype):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", list(operations(OURS, torch.float32)))
 def test_a_row_has_the_same_bits_in_any_batch(name, dtype):
@@ -114,6 +115,7 @@ GRADIENT_CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(GRADIENT_CASES))
 def test_gradients_are_the_reference_in_float64(name):
     function, shapes = GRADIENT_CASES[name]
@@ -129,6 +131,7 @@ def test_gradients_are_the_reference_in_float64(name):
         torch.testing.assert_close(ours.double(), exact, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear", "rms_norm with residual", "silu_mul", "attention with narrower values"])
 def test_the_reference_itself_passes_finite_differences(name):
     function, shapes = GRADIENT_CASES[name]
@@ -137,6 +140,7 @@ def test_the_reference_itself_passes_finite_differences(name):
     assert torch.autograd.gradcheck(lambda *leaves: function(exact, *leaves), inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_probe_passes_ours(dtype):
     assert probe(OURS, dtype) == {}

@@ -21,6 +21,7 @@ def names(rows, seed=11):
     return torch.full((rows,), seed), torch.arange(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_logprobs_are_the_trainers_bits(vocabulary):
     rows = 128 if vocabulary < 5000 else 40

@@ -5,6 +5,7 @@ import pytest
 from tests.support.planted_faults import FAULTS, named
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", FAULTS)
 def test_the_planted_operation_is_named(planted):
     found = named(planted)

@@ -58,6 +58,7 @@ def same_by_both_coders(new: Bits, old: Bits | None) -> codec.Encoded:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_every_bf16_pattern_becomes_every_other(seed):
     patterns = np.arange(65536, dtype=np.uint16)
@@ -120,6 +121,7 @@ def test_every_type_and_shape(dtype, shape):
     assert encode(Bits(dtype, old), Bits(dtype, old.copy())) == codec.Encoded("unchanged", b"", 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     dtype=st.sampled_from(TYPES), count=st.integers(1, 3000), rate=st.floats(0, 1), reach=st.integers(0, 63),
@@ -324,6 +326,7 @@ def test_the_shortest_way_is_taken():
     assert len(encode(noise, None).content) <= max_encoded("F32", (5000,)) == 20_000 + 156 + 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", [0, codec.SMALL])
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3"])
 def test_damage_is_an_error_or_another_tensor_but_never_worse(monkeypatch, dtype, small):
