@@ -66,15 +66,20 @@ def note_reward(folder: RunFolder, reward: Any, step: int) -> str | None:
 
 def _collect(name: str, file: Path, root: Path, top: Path, digests: dict[str, str]) -> None:
     """Add digests of `file` and of what it imports from the folder `root`. Module names start at the folder `top`."""
-    source = file.read_bytes()
-    digests[name] = hashlib.sha256(source).hexdigest()
-    if file.suffix != ".py":
-        return
-    for imported in _imports(ast.parse(source), name if file.name == "__init__.py" else name.rpartition(".")[0]):
-        path = top.joinpath(*imported.split("."))
-        for other in (path.with_suffix(".py"), path / "__init__.py"):
-            if imported not in digests and other.is_relative_to(root) and other.is_file():
-                _collect(imported, other, root, top, digests)
+    unread = [(name, file)]
+    while unread:
+        name, file = unread.pop()
+        if name in digests:
+            continue
+        source = file.read_bytes()
+        digests[name] = hashlib.sha256(source).hexdigest()
+        if file.suffix != ".py":
+            continue
+        for imported in _imports(ast.parse(source), name if file.name == "__init__.py" else name.rpartition(".")[0]):
+            path = top.joinpath(*imported.split("."))
+            for other in (path.with_suffix(".py"), path / "__init__.py"):
+                if other.is_relative_to(root) and other.is_file():
+                    unread.append((imported, other))
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[str]:

@@ -166,7 +166,7 @@ def test_a_run_says_where_engines_join(tmp_path):
 
 def test_what_cannot_work_is_said_before_anything_starts(fleet, tmp_path, monkeypatch):
     for arguments, message in (
-        (["relay", "--upstream", "x", "--cache", "c", "--cache-bytes", "5"], "the relay's cache has 5 bytes"),
+        (["relay", "--upstream", "x", "--cache", "c", "--cache-bytes", "5"], "the relay's cache is limited to 5 bytes"),
         (["engine", "--model", "model", "--store", "x"], "--store and --public-key belong together"),
         (["engine", "--model", "nowhere"], "has no config.json"),
         (["relay", "--upstream", "x", "--cache", "c", "--host", "0.0.0.0", "--token-file", "no"], "cannot be read"),

@@ -1,5 +1,7 @@
 """`rlloop doctor`, and the refusal of a machine that does not keep the contract."""
 
+import sys
+
 import pytest
 import torch
 
@@ -26,6 +28,7 @@ def test_a_vllm_of_another_cuda_is_named(tmp_path, monkeypatch):
     (tmp_path / "vllm" / "__init__.py").touch()
     (tmp_path / "vllm" / "_C.abi3.so").write_bytes(b"\x7fELF..libcudart.so.13\0..")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)  # another test's
     monkeypatch.setattr(versions, "installed", lambda: ("0.26.0", False))
     monkeypatch.setattr(versions, "problems", list)
     monkeypatch.setattr(torch.version, "cuda", "12.8")

@@ -37,6 +37,7 @@ def narrow(model, page_size):
 def mine(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("mine", None)  # another test's
     yield
     sys.modules.pop("mine", None)
 
