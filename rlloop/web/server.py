@@ -234,7 +234,9 @@ class _Exchange:
             self._is_answered = True
             present = {name.lower() for name, _ in message.get("headers", ())}
             added = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in present]
-            if message["status"] == 500:  # its exception ends the connection: no client is to send another request on it
+            if (
+                message["status"] == 500
+            ):  # its exception ends the connection: no client is to send another request on it
                 added.append((b"connection", b"close"))
             message["headers"] = [*message.get("headers", ()), *added]
         if "body" in message:
