@@ -215,7 +215,7 @@ class SteppedEngine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether some request has not been handed out by `step` yet."""
+        """True while some request has not been handed out by `step` yet."""
         ...
 
     @property

@@ -241,7 +241,7 @@ class Requests:
         return problems
 
     def _fault(self, row: Row, asked: SamplingParams) -> str | None:
-        """How a completion differs from its request, if it does. Each turn of a conversation has an end of its own."""
+        """The difference of a completion from its request, or None. Each turn of a conversation ends by itself."""
         completion, vocabulary = as_sample(row).completion, self.parts.vocabulary
         if (vocabulary is None or completion.turns is not None) and completion.sampling != asked:
             return f"it was made with {completion.sampling}, and asked for with {asked}"

@@ -172,7 +172,7 @@ class History:
 
     @property
     def status(self) -> str | None:
-        """How the run ended: finished, interrupted, failed, ... None if it is running, was killed, or was resumed."""
+        """The run's end: finished, interrupted, failed, ... None if it is running, was killed, or was resumed."""
         whole = self.summary is not None and self.summary.get("step") == max(self.records, default=0)
         return str(self.summary.get("status")) if whole and self.summary is not None else None
 

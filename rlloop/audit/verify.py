@@ -27,7 +27,7 @@ from rlloop.runs.folder import SIGNATURES, require_run
 
 @dataclass(frozen=True)
 class Extent:
-    """How much to check. Numbers are of completions; None: all of them."""
+    """The amount to check. Numbers are of completions; None: all of them."""
 
     rescored: int | None = 0  # drawn and scored again; None also makes a task's own model if it is missing
     rewarded: int | None = 1000  # whose reward is computed again

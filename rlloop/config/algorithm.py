@@ -15,7 +15,7 @@ from rlloop.errors import ConfigError
 
 
 class Anchor(StrEnum):
-    """Whose logprobs the policy ratio of a clipped loss divides by; see `rlloop.algorithms.LossBatch`."""
+    """The side whose logprobs the policy ratio of a clipped loss divides by; see `rlloop.algorithms.LossBatch`."""
 
     trainer = "trainer"
     rollout = "rollout"

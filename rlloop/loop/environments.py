@@ -98,7 +98,7 @@ class EnvironmentSteps:
 
     @property
     def busy(self) -> bool:
-        """Whether some step has no outcome yet."""
+        """True while some step has no outcome yet."""
         return bool(self._waiting)
 
     def submit(self, environment: Environment, message: str) -> Future[Reply | RewardFailure]:

@@ -1,4 +1,4 @@
-"""How conversations submit single turns to engines: step by step, by calls that overlap, or by whole batches."""
+"""Submission of single turns to engines: step by step, by calls that overlap, or by whole batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Turns(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether `work` has something to do."""
+        """True if `work` has something to do."""
         ...
 
     def work(self) -> None:

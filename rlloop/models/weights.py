@@ -195,7 +195,7 @@ def _left_out(config: ModelConfig, stored: StoredWeights) -> set[str]:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Whether it has neither NaN nor infinity; makes no copy."""
+    """True if it has neither NaN nor infinity; makes no copy."""
     least, most = tensor.aminmax()
     return bool(least.isfinite() & most.isfinite())
 

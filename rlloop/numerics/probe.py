@@ -29,7 +29,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def probe(ops: Ops, dtype: torch.dtype, device: str | torch.device = "cpu") -> dict[str, str]:
-    """What varies, by profile knob; empty if the contract holds.
+    """The operations that vary, by profile knob, and how; empty if the contract holds.
 
     Each operation runs on 67 rows and on some of them alone, with all of torch's threads and with one; attention also
     as decode over a paged cache against prefill. Of the less common operations only those from outside run. On a GPU,

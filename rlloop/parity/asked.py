@@ -19,7 +19,7 @@ class Vocabulary:
 def fault_of(
     completion: Completion, prompt_ids: Sequence[int], sampling: SamplingParams, vocabulary: Vocabulary
 ) -> str | None:
-    """How a completion of one turn differs from its request; None if it does not.
+    """The difference of a completion of one turn from its request; None if there is none.
 
     Versions are not compared, nor is the choice of tokens: `rlloop.models.redraw` draws them again, from weights.
     """
@@ -36,7 +36,7 @@ def fault_of(
 def ending_fault(
     token_ids: Sequence[int], finish_reason: FinishReason, sampling: SamplingParams, eos_token_ids: tuple[int, ...]
 ) -> str | None:
-    """How the end of one turn contradicts its finish reason or its sampling parameters; None if it does not.
+    """A contradiction between the end of one turn and its finish reason or sampling parameters; None if there is none.
 
     A stop token may also be the last token allowed. Then both finish reasons are true.
     """

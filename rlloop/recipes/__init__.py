@@ -17,7 +17,7 @@ __path__ = [str(Path.cwd() / "recipes"), str(SHIPPED), str(_here)]
 
 
 def folders() -> list[Path]:
-    """Where recipes are looked for, first match first."""
+    """The folders that recipes are looked for in, first match first."""
     own = Path.cwd() / "recipes"
     return [SHIPPED] if own.resolve() == SHIPPED else [own, SHIPPED]
 

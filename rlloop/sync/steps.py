@@ -22,7 +22,7 @@ WIDE = 255  # of an overflow byte; one at the limit has an overflow word
 
 
 class Ordering(NamedTuple):
-    """How a dtype's bit patterns are ordered and grouped into classes."""
+    """The order of a dtype's bit patterns, and their classes."""
 
     bits: int
     floating: bool  # sign and magnitude; False: two's complement
