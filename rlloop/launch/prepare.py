@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlloop.algorithms import advantages_for, loss_for
 from rlloop.config.instantiate import lacking, resolve
 from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import ConfigError, ModelError
 from rlloop.launch.workers import engine_factory
 from rlloop.loop.parts import Advantages
+from rlloop.models.weights import usable_device
 from rlloop.numerics.implementations import batch_invariant, check_outside, is_outside
 from rlloop.protocols import Task
 from rlloop.rewards import resolve_reward
@@ -57,9 +56,7 @@ def prepare(config: RunConfig) -> Prepared:
             raise ModelError(
                 f"model.{key} is {path!r}, without a config.json; it must be a Hugging Face checkpoint folder"
             )
-    if config.device != "cpu" and not (config.device.startswith("cuda") and torch.cuda.is_available()):
-        have = "cpu, cuda" if torch.cuda.is_available() else "cpu (torch sees no CUDA device here)"
-        raise ConfigError(f"device is {config.device!r}; it must be one of {have}")
+    usable_device(config.device)
     check_kernels(config)
     task = resolve({"seed": config.seed, "model_path": config.model.path, **config.task}, "task")
     if missing := lacking(Task, task):

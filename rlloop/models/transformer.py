@@ -27,6 +27,7 @@ from rlloop.models.layers import Cache, Linear, Mlp, Norm, PlainMlp, Step, Weigh
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable
 from rlloop.models.routing_record import RoutingRecord
+from rlloop.numerics.kernels import SETTINGS, backend_of
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
@@ -210,7 +211,7 @@ class Model(nn.Module):
                 f"dtype is float64, and the profile's kernels of {', '.join(narrow[:3])} are for narrower types; use "
                 "dtype=float32, or NumericsProfile.preset('reference')"
             )
-        if self.device.type == "cuda" and profile.for_cpus:
+        if profile.for_cpus and SETTINGS in backend_of(self.device.type).lacks:
             raise ConfigError(
                 f"the profile has {', '.join(profile.for_cpus)}, whose kernels are for CPUs; leave out "
                 f"{'it' if len(profile.for_cpus) == 1 else 'them'}, or use device=cpu"
@@ -224,16 +225,18 @@ class Model(nn.Module):
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything besides the weights that decides the bits, as JSON values."""
+        kind = self.device.type
         facts = {
             "architecture": self.config.architecture,
             "dtype": str(self.dtype).removeprefix("torch."),
             "profile": self.profile.as_dict(),
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
+            "device": kind if kind == "cpu" else torch.get_device_module(kind).get_device_name(self.device),
             "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
             "versions": {name: version(name) for name in ("rlloop", "torch", "numba", "llvmlite")},
         }
-        if self.device.type == "cuda":
-            facts["versions"] |= {"triton": version("triton"), "cuda": torch.version.cuda}
+        facts["versions"] |= {package: version(package) for package in backend_of(kind).packages}
+        if kind == "cuda":
+            facts["versions"]["cuda"] = torch.version.cuda
         # rlloop's operations never depend on the number of threads; stock ones do.
         return facts if self.profile.holds_contract else {**facts, "threads": torch.get_num_threads()}
 

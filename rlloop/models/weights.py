@@ -23,6 +23,7 @@ from rlloop.models.parameters import ParameterStore
 from rlloop.models.ropes import RopeTable
 from rlloop.models.safetensors_io import StoredWeights, write_single
 from rlloop.models.transformer import Model
+from rlloop.numerics.kernels import RECURRENT, SINKS, backend_of, device_types
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
 
@@ -56,13 +57,11 @@ def load_model(
     or misshapen tensors, and weights that are not finite in `dtype`; `ConfigError` for a type, device or profile that
     cannot be used.
     """
-    where, compute, config = _device(device), _dtype(dtype), read_config(path)
-    if where.type == "cuda" and (config.delta is not None or config.mamba is not None):
-        raise ConfigError(f"{config.architecture} has recurrent layers, whose kernels are for CPUs; use device=cpu")
-    if where.type == "cuda" and config.sinks:
-        raise ConfigError(f"{config.architecture} has attention sinks, whose kernels are for CPUs; use device=cpu")
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())  # as tensors name it
+    where, compute, config = usable_device(device), _dtype(dtype), read_config(path)
+    recurs = config.delta is not None or config.mamba is not None
+    for feature, needed in ((RECURRENT, recurs), (SINKS, config.sinks)):
+        if needed and feature in backend_of(where.type).lacks:
+            raise ConfigError(f"{config.architecture} has {feature}, whose kernels are for CPUs; use device=cpu")
     state = _read(config, Path(path), compute, where)
     return _assemble(config, state, ParallelContext(where), profile, Path(path))
 
@@ -251,16 +250,22 @@ def _assemble(
     return model
 
 
-def _device(name: str | torch.device) -> torch.device:
+def usable_device(name: str | torch.device) -> torch.device:
+    """The device of a name, as tensors on it name it. Raises `ConfigError` where it has no kernels or is not here."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {str(name)!r}; it must be cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {str(name)!r}, and this machine has no CUDA device; use device=cpu")
-    return device
+    if device is None or device.type not in device_types():
+        raise ConfigError(f"device is {str(name)!r}; it must be {' or '.join(device_types())}")
+    if device.type == "cpu":
+        return device
+    module = torch.get_device_module(device)
+    if not module.is_available():
+        raise ConfigError(
+            f"device is {str(name)!r}, and this machine has no {device.type.upper()} device; use device=cpu"
+        )
+    return device if device.index is not None else torch.device(device.type, module.current_device())
 
 
 def _dtype(name: str) -> torch.dtype:

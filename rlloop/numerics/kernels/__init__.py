@@ -3,7 +3,7 @@
 The tensors' device chooses. A module is imported when the first tensor of its device type arrives, so a run on a GPU
 imports no numba and a run on a CPU no Triton. Another backend is one module and one registration, either of
 
-    register_kernels("npu", "their_package.kernels")  # before the first tensor of that type
+    register_kernels("npu", "their_package.kernels", packages=("their_package",))  # before its first tensor
 
     [project.entry-points."rlloop.kernels"]           # in the pyproject.toml of an installed package
     npu = "their_package.kernels"
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -28,21 +29,42 @@ if TYPE_CHECKING:
 
     _conforms: Kernels = backend
 
-_modules = {"cpu": "rlloop.numerics.kernels.cpu.backend", "cuda": "rlloop.numerics.kernels.triton.backend"}
+RECURRENT, SINKS, SETTINGS = "recurrent layers", "attention sinks", "settings"  # a backend may lack these
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A registration, which says what a run has to know before anything is imported."""
+
+    module: str
+    packages: tuple[str, ...]  # whose versions decide the bits, and stand in fingerprints
+    lacks: frozenset[str] = frozenset()  # of RECURRENT, SINKS and SETTINGS (`NumericsProfile.for_cpus`)
+
+
+_backends = {
+    "cpu": Backend("rlloop.numerics.kernels.cpu.backend", ("numba", "llvmlite")),
+    "cuda": Backend("rlloop.numerics.kernels.triton.backend", ("triton",), frozenset({RECURRENT, SINKS, SETTINGS})),
+}
 _loaded: dict[str, Kernels] = {}
 _by_device: dict[torch.device, Kernels] = {}
 _followers: list[Callable[[str], None]] = []
 
 
-def register_kernels(device_type: str, module: str) -> None:
+def register_kernels(
+    device_type: str, module: str, *, packages: tuple[str, ...] = (), lacks: Collection[str] = ()
+) -> None:
     """Let `module` have the kernels of `device_type`, as in `torch.device(...).type`.
+
+    `packages` and `lacks` as for `Backend`; models that need what it lacks are refused before they are loaded.
 
     Raises ValueError where kernels of that type have run already.
     """
     if device_type in _loaded:
-        raise ValueError(f"kernels for {device_type!r} are in use ({_modules[device_type]}); register others earlier")
-    known = device_type in _modules
-    _modules[device_type] = module
+        raise ValueError(
+            f"kernels for {device_type!r} are in use ({_backends[device_type].module}); register others earlier"
+        )
+    known = device_type in _backends
+    _backends[device_type] = Backend(module, packages, frozenset(lacks))
     if not known:
         for follow in _followers:
             follow(device_type)
@@ -51,8 +73,18 @@ def register_kernels(device_type: str, module: str) -> None:
 def follow_registrations(follow: Callable[[str], None]) -> None:
     """Calls `follow(device_type)` for each type that has kernels, now and whenever one more is registered."""
     _followers.append(follow)
-    for device_type in _modules:
+    for device_type in _backends:
         follow(device_type)
+
+
+def device_types() -> list[str]:
+    """The types of devices that have kernels."""
+    return list(_backends)
+
+
+def backend_of(device_type: str) -> Backend:
+    """The registration for a type of `device_types`. Imports nothing."""
+    return _backends[device_type]
 
 
 def kernels_for(device: torch.device) -> Kernels:
@@ -76,15 +108,15 @@ def kernel(device_type: str, name: str) -> Callable[..., Any]:
 
 
 def _load(device_type: str) -> Kernels:
-    if device_type not in _modules:
-        raise ValueError(f"no kernels for {device_type!r} are registered, only for {', '.join(_modules)}")
+    if device_type not in _backends:
+        raise ValueError(f"no kernels for {device_type!r} are registered, only for {', '.join(_backends)}")
     if device_type not in _loaded:
-        _loaded[device_type] = importlib.import_module(_modules[device_type])  # type: ignore[assignment]
+        _loaded[device_type] = importlib.import_module(_backends[device_type].module)  # type: ignore[assignment]
     return _loaded[device_type]
 
 
 def _missing(device_type: str, name: str, *_: Any) -> Any:
-    raise NotImplementedError(f"the kernels for {device_type!r} ({_modules[device_type]}) have no {name!r}")
+    raise NotImplementedError(f"the kernels for {device_type!r} ({_backends[device_type].module}) have no {name!r}")
 
 
 for _entry in entry_points(group="rlloop.kernels"):

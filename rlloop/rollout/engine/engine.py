@@ -222,7 +222,7 @@ class Engine(EngineFrontEnd):
             tokens_now = table.tokens[batch.rows[sequence], index]
             hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start)
             last, head = hidden[self._tensor(end[batch.emits] - 1)], self.model.head
-            at_once = max(1, LOGITS_AT_ONCE[self._device.type] // len(head))
+            at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // len(head))
             parts = (self.model.ops.logits(part, head) for part in last.split(at_once))
             token_ids, drawn = self._sample(parts, emitting, self._warp(emitting))
         self._scheduler.advance(batch)

@@ -175,7 +175,7 @@ def test_help_has_examples_and_lists_recipes(rlloop):
         (["model.reference_path=nosuch"], 2, "model.reference_path is 'nosuch'"),
         (["algorithm=null"], 2, "'algorithm=null': algorithm picks an entry of its group"),
         (["run.dir=${oc.env:NO_SUCH_VARIABLE}"], 2, "Environment variable 'NO_SUCH_VARIABLE' not found"),
-        (["device=tpu"], 2, "device is 'tpu'; it must be one of cpu"),
+        (["device=tpu"], 2, "device is 'tpu'; it must be cpu or cuda"),
         (["launch=slurm", "run.dir=out"], 2, "[local, ray]"),
         (["run.dir="], 2, "run.dir is empty"),
         (["run.dir=/dev/null/run"], 2, "cannot write a run into /dev/null/run: Not a directory"),

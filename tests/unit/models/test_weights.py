@@ -328,6 +328,7 @@ def test_what_has_no_kernels_for_gpus_is_refused_by_name(
 ):
     make_checkpoint(tmp_path, family)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(ConfigError, match=f"ForCausalLM has {named}, whose kernels are for CPUs; use device=cpu"):
         load_model(tmp_path, device="cuda")
 

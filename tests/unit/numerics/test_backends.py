@@ -45,7 +45,8 @@ THIRD = """
 import sys
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from rlloop.numerics.kernels import kernels_for, register_kernels
+from rlloop.models.weights import usable_device
+from rlloop.numerics.kernels import backend_of, kernels_for, register_kernels
 from rlloop.numerics.kernels.cpu import backend as cpu
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import NumericsProfile
@@ -77,7 +78,10 @@ def gated_linear(x, gate, up):
     return Elsewhere(cpu.gated_linear(x.here, gate.here, up.here))
 
 
-register_kernels("third", __name__)
+register_kernels("third", __name__, packages=("numpy",), lacks=("attention sinks",))
+device = usable_device("third")
+assert (device.type, device.index) == ("third", 0)
+assert backend_of("third").packages == ("numpy",)
 ops, x = ops_for(NumericsProfile()), torch.randn(4, 16)
 far = Elsewhere(x)
 assert far.device.type == "third"
