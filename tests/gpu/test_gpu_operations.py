@@ -85,7 +85,9 @@ def test_the_probe_finds_the_contract_kept(dtype):
 
 
 def test_the_probe_finds_stock_operations():
-    assert "attention" in probe(ops_for(NumericsProfile.preset("stock")), torch.bfloat16, "cuda")
+    """In float32: bfloat16's rounding hides what varies in tensors as small as the probe's."""
+    broken = probe(ops_for(NumericsProfile.preset("stock")), torch.float32, "cuda")
+    assert {"attention", "linear", "token_logprob"} <= broken.keys()
 
 
 def scores(ops, hidden, weight):
