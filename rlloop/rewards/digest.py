@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.util
 import inspect
 import json
 from collections.abc import Iterator, Mapping
+from modulefinder import ModuleFinder
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from rlloop.errors import RunError
@@ -75,20 +76,26 @@ def _collect(name: str, file: Path, root: Path, top: Path, digests: dict[str, st
         digests[name] = hashlib.sha256(source).hexdigest()
         if file.suffix != ".py":
             continue
-        for imported in _imports(ast.parse(source), name if file.name == "__init__.py" else name.rpartition(".")[0]):
+        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+        for imported in _imports(compile(source, file, "exec", dont_inherit=True), package):
             path = top.joinpath(*imported.split("."))
             for other in (path.with_suffix(".py"), path / "__init__.py"):
                 if other.is_relative_to(root) and other.is_file():
                     unread.append((imported, other))
 
 
-def _imports(tree: ast.AST, package: str) -> Iterator[str]:
-    """Modules that may be imported: `from a import b` gives `a` and `a.b`, which need not be a module."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            whole = importlib.util.resolve_name(base, package) if node.level else base
-            yield whole
-            yield from (f"{whole}.{each.name}" for each in node.names)
+def _imports(module: CodeType, package: str) -> Iterator[str]:
+    """Modules that may be imported: `from a import b` gives `a` and `a.b`, which need not be a module.
+
+    Read from bytecode: `ast.parse` fails where another thread calls it as well (Python 3.11, gh-106905).
+    """
+    finder, unread = ModuleFinder(), [module]
+    while unread:
+        code = unread.pop()
+        for kind, operands in finder.scan_opcodes(code):
+            if kind in ("absolute_import", "relative_import"):
+                level, names, base = operands if kind == "relative_import" else (0, *operands)
+                whole = importlib.util.resolve_name("." * level + base, package) if level else base
+                yield whole
+                yield from (f"{whole}.{each}" for each in names or ())
+        unread += [each for each in code.co_consts if isinstance(each, CodeType)]
