@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class TreeSum:
-    """A sum of tensors in a binary tree over their index, held as a binary counter: log2(n) + 1 partial sums of n terms.
+    """A sum of tensors in a binary tree over their index, held as a binary counter: log2(n) + 1 sums of n terms.
 
     Terms are pushed in order of index. Every push adds what it can: two sums of 2^i terms make one of 2^(i + 1).
     `total` adds what is left, the shortest sum first. Tensors that were pushed are the counter's: it adds in place.
