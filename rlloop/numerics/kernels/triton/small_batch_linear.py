@@ -70,10 +70,14 @@ def tiles_for(rows: int, outputs: int, width: int) -> Tiles | None:
 
 @gluon.jit(do_not_specialize=["rows"])
 def _few_rows(
-    xs, weights, bias, out, rows, outputs, width, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+    xs, weights, bias, out, rows, outputs, width, places, stride, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
     WIDTH: gl.constexpr, SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr,
+    PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Rows of x that a tile of 64 has no use for are never written: a sum has no other row in it."""
+    """Rows of x that a tile of 64 has no use for are never written: a sum has no other row in it.
+
+    `places` and `PLACES` as for `linear._linear`.
+    """
     HEIGHT: gl.constexpr = ROWS if SWAPPED else LEFT_ROWS
     LEFT: gl.constexpr = OUTPUTS if SWAPPED else HEIGHT
     RIGHT: gl.constexpr = HEIGHT if SWAPPED else OUTPUTS
@@ -127,8 +131,13 @@ def _few_rows(
         row, output = gl.expand_dims(left, 1), gl.expand_dims(first_output + right, 0)
     if HAS_BIAS:
         sums += gl.load(bias + output, output < outputs, 0.0).to(gl.float32)
-    at = out + (first_row + row).to(gl.int64) * outputs + output
-    gl.store(at, sums.to(out.dtype.element_ty), (row < ROWS) & (first_row + row < rows) & (output < outputs))
+    at = (first_row + row).to(gl.int64) * stride + output
+    inside = (row < ROWS) & (first_row + row < rows) & (output < outputs)
+    sums = sums.to(out.dtype.element_ty)
+    if PLACES == 0:
+        gl.store(out + at, sums, inside)
+    for place in gl.static_range(PLACES):
+        gl.store(gl.load(places + place).to(out.dtype) + at, sums, inside)
 
 
 _layouts: dict[tuple[int, int], Any] = {}
@@ -140,13 +149,16 @@ def _described(x: Tensor, *tile: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, list(tile), _layouts[tile])
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiles: Tiles) -> None:
-    """out [T, N] = x [T, K] weight [N, K]^T + bias [N], of 16-bit numbers; K a multiple of 8."""
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, places: Tensor | None = None, *, tiles: Tiles
+) -> None:
+    """out [T, N] = x [T, K] weight [N, K]^T + bias [N], of 16-bit numbers; K a multiple of 8. `places`: see `chain`."""
     (rows, width), outputs = x.shape, len(weight)
     x, weight = aligned(x), aligned(weight)
     _few_rows[(triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)](
         _described(x, tiles.rows, tiles.width), _described(weight, tiles.outputs, tiles.width),
-        weight if bias is None else aligned(bias), out, rows, outputs, width, ROWS=tiles.rows, OUTPUTS=tiles.outputs,
-        WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=tiles.stages, HAS_BIAS=bias is not None, EARLY=tiles.early,
+        weight if bias is None else aligned(bias), out, rows, outputs, width, out if places is None else places,
+        out.stride(0), ROWS=tiles.rows, OUTPUTS=tiles.outputs, WIDTH=tiles.width, SWAPPED=tiles.swapped,
+        STAGES=tiles.stages, HAS_BIAS=bias is not None, EARLY=tiles.early, PLACES=0 if places is None else len(places),
         num_warps=4, launch_pdl=tiles.early,
     )  # fmt: skip
