@@ -42,7 +42,8 @@ class PeerMemory:
 
     def buffer(self, rows: int, columns: int, first: int) -> Buffer:
         """The next gather's: [rows, columns], of which this rank writes those from `first` on (a multiple of 8)."""
-        assert rows * columns <= self.numbers and first % 8 == 0
+        assert rows * columns <= self.numbers
+        assert first % 8 == 0
         slot, self._next = self._next, (self._next + 1) % SLOTS
         begin = slot * self.numbers
         if (slot, first) not in self._places:

@@ -16,8 +16,8 @@ NUMBERS = 4096  # that a program copies
 
 @triton.jit(do_not_specialize=["rows", "first_row"])
 def _write(
-    x, gate, places, rows, width, x_stride, stride, first_row, ROWS: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
-    GATED: tl.constexpr,
+    x, gate, places, rows, width, x_stride, stride, first_row, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PLACES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -42,8 +42,8 @@ def write(x: Tensor, places: Tensor, stride: int, gate: Tensor | None = None, fi
     height = max(1, min(NUMBERS // block, power_of_two(rows)))
     if rows:
         _write[(triton.cdiv(rows, height), triton.cdiv(width, block))](
-            x, x if gate is None else gate, places, rows, width, x.stride(0), stride, first_row, ROWS=height, BLOCK=block,
-            PLACES=len(places), GATED=gate is not None, num_warps=8, **EXACT,
+            x, x if gate is None else gate, places, rows, width, x.stride(0), stride, first_row, ROWS=height,
+            BLOCK=block, PLACES=len(places), GATED=gate is not None, num_warps=8, **EXACT,
         )  # fmt: skip
 
 
