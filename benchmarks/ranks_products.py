@@ -20,7 +20,7 @@ from results_schema import Figure, report
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton import backend as kernels
-from rlloop.numerics.kernels.triton import linear, peers
+from rlloop.numerics.kernels.triton import peers
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.parallel.peers import PeerMemory
@@ -79,16 +79,19 @@ def main() -> None:
         peers.meet(memory.flags, memory.round, tp.rank)
         return buffer
 
-    def into(x: Tensor, columns: int, gate: Tensor | None = None) -> Tensor:
+    def into(x: Tensor, columns: int) -> Tensor:
         to = memory.buffer(len(x), columns, tp.rank * x.shape[1])
-        peers.write(x, to.places, columns, gate)
+        peers.write(x, to.places, columns)
         return met(to.whole)
 
-    def product_into(x: Tensor, w: Tensor, columns: int, fused: bool) -> Tensor:
-        if not fused:
-            return into(kernels.linear(x, w, None), columns)
+    def product_into(x: Tensor, w: Tensor, columns: int) -> Tensor:
         to = memory.buffer(len(x), columns, tp.rank * len(w))
-        linear.chain(x, w, None, x.dtype, out=to.whole, places=to.places)
+        peers.linear_into(x, w, None, to.whole, to.places)
+        return met(to.whole)
+
+    def activated_into(x: Tensor) -> Tensor:
+        to = memory.buffer(len(x), INNER, tp.rank * len(gate_r))
+        peers.gated_linear_into(x, gate_r, up_r, to.whole, to.places)
         return met(to.whole)
 
     def in_chunks(x: Tensor, w: Tensor, columns: int) -> Tensor:
@@ -104,21 +107,14 @@ def main() -> None:
         return met(to.whole)
 
     def chunked(x: Tensor) -> Tensor:
-        if len(x) < 512:
-            return written(x, True)
+        if len(x) < 1024:
+            return written(x)
         a = into(kernels.linear(x, qkv_r, None)[:, :heads], QUERIES)
-        y = in_chunks(a, o_r, WIDTH)
-        h = into(kernels.linear(y, up_r, None), INNER, kernels.linear(y, gate_r, None))
-        return in_chunks(h, down_r, WIDTH)
+        return in_chunks(activated_into(in_chunks(a, o_r, WIDTH)), down_r, WIDTH)
 
-    def written(x: Tensor, fused: bool) -> Tensor:
+    def written(x: Tensor) -> Tensor:
         a = into(kernels.linear(x, qkv_r, None)[:, :heads], QUERIES)
-        y = product_into(a, o_r, WIDTH, fused)
-        if len(x) <= 64:
-            h = into(kernels.gated_linear(y, gate_r, up_r), INNER)
-        else:
-            h = into(kernels.linear(y, up_r, None), INNER, kernels.linear(y, gate_r, None))
-        return product_into(h, down_r, WIDTH, fused)
+        return product_into(activated_into(product_into(a, o_r, WIDTH)), down_r, WIDTH)
 
     def local(x: Tensor) -> Tensor:
         """The products alone, which communicate nothing: a floor."""
@@ -130,8 +126,7 @@ def main() -> None:
     forms: dict[str, Callable[[Tensor], Tensor]] = {
         "all-reduce": reduced,
         "gather, NCCL": gathered,
-        "gather, written": lambda x: written(x, False),
-        "gather, written by the product": lambda x: written(x, True),
+        "gather, written": written,
         "gather, written in chunks": chunked,
         "products alone": local,
     }

@@ -115,7 +115,7 @@ def _linear(
         tl.store(tl.multiple_of(tl.load(places + place).to(out.dtype), 16) + at, sums, inside)
 
 
-def _small_batch(x: Tensor, outputs: int) -> Callable[..., None] | None:
+def few_rows(x: Tensor, outputs: int) -> Callable[..., None] | None:
     """The kernel for few rows, or None: it copies 16-bit rows that begin at multiples of 16 bytes."""
     rows, width = x.shape
     if rows > FEW_ROWS or x.itemsize != 2 or width == 0 or width % 8 or not gluon_runs(x.device):
@@ -140,7 +140,7 @@ def chain(
         out = x.new_empty(rows, outputs, dtype=dtype)
     if out.numel() == 0:
         return out
-    if tiles is None and (small_batch := _small_batch(x, outputs)):
+    if tiles is None and (small_batch := few_rows(x, outputs)):
         small_batch(x, weight, bias, out, places)
         return out
     tiles = tiles or tiles_for(rows, outputs, width, x.dtype)
@@ -197,7 +197,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
     (rows, width), outputs = x.shape, len(weight)
     step = STEPS[rows >= MANY_ROWS]
     whole = rows // step * step  # the rows that cuBLAS can have
-    if _small_batch(x, outputs):
+    if few_rows(x, outputs):
         return chain(x, weight, bias, dtype)
     if bias is None and whole >= VENDOR_ROWS and (rows == whole or rows >= MANY_ROWS) and outputs > 0:
         x, weight = aligned(x), aligned(weight)

@@ -8,8 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlloop.numerics.kernels.triton.launch import EXACT, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, hopper, power_of_two
+from rlloop.numerics.kernels.triton.linear import chain, few_rows, product
+from rlloop.numerics.kernels.triton.multi_linear import few_rows_gated
 
 NUMBERS = 4096  # that a program copies
 
@@ -17,8 +20,11 @@ NUMBERS = 4096  # that a program copies
 @triton.jit(do_not_specialize=["rows", "first_row"])
 def _write(
     x, gate, places, rows, width, x_stride, stride, first_row, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PLACES: tl.constexpr, GATED: tl.constexpr,
+    PLACES: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     at = row.to(tl.int64)[:, None] * x_stride + column[None, :]
@@ -43,13 +49,17 @@ def write(x: Tensor, places: Tensor, stride: int, gate: Tensor | None = None, fi
     if rows:
         _write[(triton.cdiv(rows, height), triton.cdiv(width, block))](
             x, x if gate is None else gate, places, rows, width, x.stride(0), stride, first_row, ROWS=height,
-            BLOCK=block, PLACES=len(places), GATED=gate is not None, num_warps=8, **EXACT,
+            BLOCK=block, PLACES=len(places), GATED=gate is not None, EARLY=hopper(x.device), num_warps=8,
+            launch_pdl=hopper(x.device), **EXACT,
         )  # fmt: skip
 
 
 @triton.jit
-def _meet(flags, round, rank, RANKS: tl.constexpr):
+def _meet(flags, round, rank, RANKS: tl.constexpr, EARLY: tl.constexpr):
     """`flags` [RANKS] are addresses of each rank's flags [RANKS]; `round` counts the meetings."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     now = tl.load(round) + 1
     for other in tl.static_range(RANKS):
         tl.atomic_xchg(tl.load(flags + other).to(round.dtype) + rank, now, sem="release", scope="sys")
@@ -65,4 +75,21 @@ def meet(flags: Tensor, round: Tensor, rank: int) -> None:
 
     flags [R] int64: addresses of R int64 each, zero at first; round [1] int64, zero at first.
     """
-    _meet[(1,)](flags, round, rank, RANKS=len(flags), num_warps=1)
+    early = hopper(flags.device)
+    _meet[(1,)](flags, round, rank, RANKS=len(flags), EARLY=early, num_warps=1, launch_pdl=early)
+
+
+def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, places: Tensor) -> None:
+    """x [T, K], weight [N, K], bias [N]: the outputs to each of `places`, whose rows lie as those of `out` [T, ...]."""
+    if few_rows(x, len(weight)):
+        chain(x, weight, bias, x.dtype, out=out, places=places)
+    else:  # from here on cuBLAS and a copy are faster than our kernel and its copies
+        write(product(x, weight, bias, x.dtype), places, out.stride(0))
+
+
+def gated_linear_into(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, places: Tensor) -> None:
+    """`silu_mul` of x [T, K] times gate and up [F, K], as `linear_into`."""
+    if few := few_rows_gated(x, gate, up):
+        few(x, gate, up, out, places)
+    else:
+        write(product(x, up, None, x.dtype), places, out.stride(0), product(x, gate, None, x.dtype))

@@ -61,12 +61,54 @@ TABLE = (  # (up to so many rows, outputs and K, the tiles); measured on an H200
 )
 
 
+# The same, without K, for three weights end to end (their outputs together), and for a gate with what it scales.
+TABLE_END_TO_END = (
+    (8, 4096, Tiles(8, 64, 256, True, 5)),
+    (8, None, Tiles(8, 64, 128, True, 5)),
+    (16, 4096, Tiles(16, 64, 256, True, 5)),
+    (16, None, Tiles(16, 64, 128, True, 5)),
+    (32, 4096, Tiles(32, 64, 256, True, 4)),
+    (32, None, Tiles(32, 64, 256, True, 4, early=False)),
+    (64, 4096, Tiles(32, 64, 256, True, 4)),
+    (64, None, Tiles(64, 64, 128, True, 5, early=False)),
+    (128, 4096, Tiles(64, 64, 128, True, 5)),
+)
+TABLE_GATED = (
+    (8, 4096, Tiles(8, 64, 128, True, 6)),
+    (8, 8192, Tiles(8, 64, 64, True, 6)),
+    (8, 12288, Tiles(8, 64, 128, True, 3, early=False)),
+    (8, None, Tiles(8, 64, 128, True, 6)),
+    (16, 4096, Tiles(16, 64, 128, True, 6)),
+    (16, 8192, Tiles(16, 64, 64, True, 6)),
+    (16, 12288, Tiles(16, 64, 128, True, 3, early=False)),
+    (16, None, Tiles(16, 64, 128, True, 6)),
+    (32, None, Tiles(32, 64, 128, True, 4)),
+    (64, 4096, Tiles(32, 64, 128, True, 4)),
+    (64, 8192, Tiles(64, 64, 128, True, 4, early=False)),
+    (64, 12288, None),
+    (64, None, Tiles(64, 64, 64, True, 8)),
+    (128, 8192, Tiles(64, 64, 64, True, 8, early=False)),
+)
+
+
 def tiles_for(rows: int, outputs: int, width: int) -> Tiles | None:
     for most_rows, most_outputs, most_width, tiles in TABLE:
         fits = (most_outputs is None or outputs <= most_outputs) and (most_width is None or width <= most_width)
         if rows <= most_rows and fits:
             return tiles
     return None
+
+
+def tiles_of(
+    table: tuple[tuple[int, int | None, Tiles | None], ...], x: Tensor, weights: tuple[Tensor, ...], outputs: int
+) -> Tiles | None:
+    """The tiles of a table for x [T, K] and weights of `outputs` together; None where another kernel has to do it."""
+    rows, width = x.shape
+    if rows == 0 or x.itemsize != 2 or width == 0 or width % 8:
+        return None
+    found = (tiles for most_rows, most, tiles in table if rows <= most_rows and (most is None or outputs <= most))
+    tiles = next(found, None)
+    return None if tiles is None or any(len(weight) % tiles.outputs for weight in weights) else tiles
 
 
 ONE, END_TO_END, GATED = (gl.constexpr(i) for i in range(3))  # how a launch uses its weights
@@ -102,7 +144,7 @@ def _few_rows(
     """Rows of x that a tile of 64 has no use for are never written: a sum has no other row in it.
 
     `places` and `PLACES` as for `linear._linear`. END_TO_END: the weights have FIRST, SECOND and other outputs, all
-    multiples of OUTPUTS. GATED: `silu(x first^T) * (x second^T)`, each rounded as it would be in between.
+    multiples of OUTPUTS. GATED, for SWAPPED alone: `silu(x first^T) * (x second^T)`, rounded as it would be in between.
     """
     HEIGHT: gl.constexpr = ROWS if SWAPPED else LEFT_ROWS
     LEFT: gl.constexpr = OUTPUTS if SWAPPED else HEIGHT
@@ -220,13 +262,14 @@ def product(
     _launch(x, (weight,), bias, (out,), places, tiles, ONE.value)
 
 
-def products(x: Tensor, weights: tuple[Tensor, Tensor, Tensor], tiles: Tiles) -> tuple[Tensor, ...]:
+def products(x: Tensor, weights: tuple[Tensor, Tensor, Tensor], tiles: Tiles) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, K] times each of three weights [N, K], whose outputs are multiples of the tile's -> [T, N] each."""
-    outs = tuple(x.new_empty(len(x), len(weight)) for weight in weights)
-    _launch(x, weights, None, outs, None, tiles, END_TO_END.value)
-    return outs
+    first, second, third = (x.new_empty(len(x), len(weight)) for weight in weights)
+    _launch(x, weights, None, (first, second, third), None, tiles, END_TO_END.value)
+    return first, second, third
 
 
 def gated(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, places: Tensor | None = None, *, tiles: Tiles) -> None:
     """out [T, F] = silu_mul of x [T, K] times gate and up [F, K]. `places`: see `chain`."""
+    assert tiles.swapped
     _launch(x, (gate, up), None, (out,), places, tiles, GATED.value)
