@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.support.rank_updates import everything, relay
 from tests.support.ranks import run_ranks
 
 
-def test_any_number_of_ranks_reports_saves_and_publishes_the_same_bytes(tmp_path: Path) -> None:
-    alone = {name.rpartition(" ")[0]: found for name, found in everything(tmp_path, 1).items()}
-    for size in (2, 3, 4):
-        for found in run_ranks(size, everything, tmp_path, size):
-            for name, result in found.items():
-                case = name[: name.index(" {")]
-                assert result == alone[case], f"{name} of {size} ranks is not what one rank has"
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found = everything(tmp_path_factory.mktemp("alone"), 1)
+    return {name.removesuffix(" {}"): result for name, result in found.items()}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_report_save_and_publish_the_bytes_of_one(alone: dict[str, Any], tmp_path: Path, size: int) -> None:
+    for found in run_ranks(size, everything, tmp_path, size):
+        assert found
+        for name, result in found.items():
+            assert result == alone[name[: name.index(" {")]], f"{name}, of {size} ranks, is not what one rank has"
 
 
 def test_a_run_goes_on_with_the_same_bytes_on_other_ranks(tmp_path: Path) -> None:

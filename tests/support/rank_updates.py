@@ -45,20 +45,20 @@ class Case:
     model: dict[str, Any]
     dtype: str = "float32"
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    steps: int = 6
+    steps: int = 3
     reference: bool = False
     custom: bool = False
 
 
 CASES = {
-    "dense": Case(DENSE, steps=20),
+    "dense": Case(DENSE),
     "dense bfloat16": Case(DENSE, "bfloat16", steps=20),
     "untied": Case({**DENSE, "tie_word_embeddings": False}, "bfloat16", {"checkpoint_layers": "all"}),
     "reference": Case({**DENSE, "tie_word_embeddings": False}, reference=True),
     "custom": Case(DENSE, "bfloat16", custom=True),
     "experts": Case(MIXTURE, settings={"balance_coef": 0.1, "expert_bias_rate": 0.01}, steps=20),
-    "experts bfloat16": Case(MIXTURE, "bfloat16", {"balance_coef": 0.1, "expert_bias_rate": 0.01}, steps=20),
-    "indexer": Case(INDEXED, "bfloat16", {"weight_decay": 0.1}, steps=3),
+    "experts bfloat16": Case(MIXTURE, "bfloat16", {"balance_coef": 0.1, "expert_bias_rate": 0.01}),
+    "indexer": Case(INDEXED, "bfloat16", {"weight_decay": 0.1}),
 }
 LAYOUTS = {
     1: [{}],
