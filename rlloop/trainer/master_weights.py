@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlloop.errors import ModelError
 from rlloop.models import Model, read_state
@@ -62,7 +62,7 @@ class MasterWeights:
 
     def gradient_norm(self) -> Tensor:
         """L2 norm of the gradient of all masters."""
-        return self._context.total_norm([tensor.grad for tensor in self.tensors.values() if tensor.grad is not None])
+        return get_total_norm([tensor.grad for tensor in self.tensors.values() if tensor.grad is not None])
 
     def clip_gradient(self, limit: float, norm: Tensor) -> None:
         """Scale a gradient of norm `norm` down to `limit`."""

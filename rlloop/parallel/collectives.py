@@ -1,0 +1,94 @@
+"""Copies between ranks: the only module that calls the network. It copies bits and never adds.
+
+Sums over ranks are sums on one rank, in an order that no network library chooses, of what was gathered before. So gloo
+and NCCL, in any version, on any topology, give the same bits. A test refuses calls that add.
+
+Tensors travel as bytes, so every type that torch has may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The ranks along one axis of a layout, of which this process is number `rank`.
+
+    Every rank of the group calls the same method in the same order. With one rank, each method returns its argument.
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def gather(self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+        """All ranks' tensors, end to end along `dim`. `sizes`: the extent of each rank's there; None: all have x's."""
+        if self.size == 1:
+            return x
+        dim %= x.ndim
+        extents = [x.shape[dim]] * self.size if sizes is None else list(sizes)
+        if (largest := max(extents)) > x.shape[dim]:  # all travel at one size
+            whole = x.new_empty((*x.shape[:dim], largest, *x.shape[dim + 1 :]))
+            whole.narrow(dim, 0, x.shape[dim]).copy_(x)
+            x = whole
+        parts = x.new_empty((self.size, *x.shape))
+        dist.all_gather_into_tensor(_bytes(parts), _bytes(x.contiguous()), group=self.group)
+        if dim == 0 and min(extents) == largest:
+            return parts.flatten(0, 1)
+        each = zip(parts.unbind(), extents, strict=True)
+        return torch.cat([part.narrow(dim, 0, extent) for part, extent in each], dim)
+
+    def exchange(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Rows [sum of sends, ...] to [sum of receives, ...]: `sends[r]` rows go to rank r, in order, and the
+        `receives[r]` rows from rank r come in order of rank."""
+        if self.size == 1:
+            return x
+        got = x.new_empty((sum(receives), *x.shape[1:]))
+        width = x[:1].numel() * x.element_size() if len(x) else got[:1].numel() * x.element_size()
+        dist.all_to_all_single(
+            _bytes(got), _bytes(x.contiguous()), [n * width for n in receives], [n * width for n in sends],
+            group=self.group,
+        )  # fmt: skip
+        return got
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Rank `source`'s tensor, into x, which must be contiguous."""
+        if self.size > 1:
+            dist.broadcast(_bytes(x), group=self.group, group_src=source)
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        dist.send(_bytes(x.contiguous()), group=self.group, group_dst=to)
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """Rank `source`'s tensor, into x, which must be contiguous."""
+        dist.recv(_bytes(x), group=self.group, group_src=source)
+        return x
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """All ranks' items, pickled; over the CPU's network."""
+        if self.size == 1:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+    def broadcast_object(self, item: Any, source: int = 0) -> Any:
+        """Rank `source`'s item, pickled; over the CPU's network."""
+        if self.size == 1:
+            return item
+        items = [item]
+        dist.broadcast_object_list(items, group=self.group, group_src=source, device=torch.device("cpu"))
+        return items[0]
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """A contiguous tensor as bytes [N]: the same memory."""
+    return x.view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)

@@ -1,0 +1,32 @@
+"""Runs a function in several processes, one a rank, over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(*args)` in `size` processes of one process group; their results, in order of rank.
+
+    `function` must be importable: a module's own. Starting processes takes seconds: put many cases into one call.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        work = partial(_rank, f"file://{Path(folder) / 'meeting'}", size, function, args)
+        with ProcessPoolExecutor(size, multiprocessing.get_context("spawn")) as pool:
+            return list(pool.map(work, range(size)))
+
+
+def _rank(address: str, size: int, function: Callable[..., Any], args: tuple[Any, ...], rank: int) -> Any:
+    from rlloop.parallel.start import process_group
+
+    torch.set_num_threads(1)
+    with process_group(torch.device("cpu"), address, rank, size):
+        return function(*args)
