@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
 from rlloop.models.adapter_weights import EXPERTS, AdapterWeights, Target, scaled, some
-from rlloop.models.checkpoint_names import stored_name
+from rlloop.models.checkpoint_names import stored_name, stored_state
 from rlloop.models.config_reader import read_json
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.safetensors_io import StoredWeights
@@ -47,7 +47,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def load_adapter(model: Model, folder: str | Path, name: str) -> int:
-    """Give `model` the adapter of a PEFT folder, under `name`: for `token_logprobs(..., adapter=name)`, and for engines.
+    """Give `model` the adapter of a PEFT folder under a name: for `token_logprobs(..., adapter=name)`, and engines.
 
     Returns its version: 1, or one more than an adapter of that name had, which it replaces.
 
@@ -91,8 +91,8 @@ def _config(folder: Path) -> dict[str, Any]:
     for key, plain in PLAIN.items():
         if key in config and config[key] not in plain:
             raise ConfigError(
-                f"{folder / CONFIG} asks for {WORDS.get(key, key)} ({key}={config[key]!r}), which is not computed here; "
-                f"train an adapter without it ({key}={json.dumps(plain[0])})"
+                f"{folder / CONFIG} asks for {WORDS.get(key, key)} ({key}={config[key]!r}), which is not computed "
+                f"here; train an adapter without it ({key}={json.dumps(plain[0])})"
             )
     for key in ("r", "lora_alpha"):
         if isinstance(config.get(key), bool) or not isinstance(config.get(key), (int, float)) or config[key] <= 0:
@@ -142,7 +142,7 @@ def _factors(
             target = next((targets[names[name]] for name in flat if _fits_flat(targets[names[name]], down, up)), None)
             if target is None or target.experts is None:
                 raise ConfigError(
-                    f"{folder}: {module} has shapes {list(down.shape)} and {list(up.shape)}, which are of no experts here"
+                    f"{folder}: {module} has shapes {list(down.shape)} and {list(up.shape)}, which no experts here have"
                 )
             count = target.experts
             factors[target.name] = down.unflatten(0, (count, -1)), up.unflatten(1, (-1, count)).permute(2, 0, 1)
@@ -157,10 +157,7 @@ def _factors(
         else:
             name = names.get(bare, bare)
             heads = targets[name].heads if name in targets else None
-            factors[name] = (
-                down,
-                up if heads is None else up.unflatten(0, (heads, -1)) if up.shape[0] % heads == 0 else up,
-            )
+            factors[name] = (down, up.unflatten(0, (heads, -1)) if heads and up.shape[0] % heads == 0 else up)
     for experts, parts in of_experts.items():
         factors |= _joined(experts, parts, names, targets, folder)
     return factors
@@ -197,7 +194,8 @@ def _joined(
             pairs = [found.get(part, {}).get(expert, none) for expert in range(count)]
             if any(a.shape != (rank, target.inputs) or b.shape != (width, rank) for a, b in pairs):
                 raise ConfigError(
-                    f"{folder}: factors of {experts}'s {part} are not all [{rank}, {target.inputs}] and [{width}, {rank}]"
+                    f"{folder}: factors of {experts}'s {part} are not all [{rank}, {target.inputs}] and "
+                    f"[{width}, {rank}]"
                 )
             downs.append(torch.stack([a for a, _ in pairs]))
             placed = [
@@ -254,7 +252,9 @@ def _written_config(model: Model, weights: AdapterWeights, targets: Mapping[str,
         "lora_dropout": 0.0, "bias": "none", "use_dora": False, "use_rslora": False, "modules_to_save": None,
         "fan_in_fan_out": False, "inference_mode": True, "base_model_name_or_path": str(model.source_path or ""),
         "target_modules": modules, "target_parameters": [stored[name] for name in parameters] or None,
-        "rank_pattern": {stored[name]: weights.rank_of(name) for name in plain if weights.rank_of(name) != weights.rank},
+        "rank_pattern": {
+            stored[name]: rank for name in plain if (rank := weights.rank_of(name)) != weights.rank
+        },
         "alpha_pattern": {
             stored[name]: alpha for name in weights.factors
             if (alpha := weights.scales[name] * weights.rank_of(name)) != weights.alpha
@@ -263,23 +263,26 @@ def _written_config(model: Model, weights: AdapterWeights, targets: Mapping[str,
 
 
 def base_digest(model: Model) -> str:
-    """BLAKE3 of the base's stored tensors by name, type, shape and bytes; of its live weights where it has no folder."""
-    digest = blake3()
+    """BLAKE3 of the base's stored tensors by name, type, shape and bytes; of live weights where it has no folder."""
+    if model.adapters.base_digest is not None:
+        return model.adapters.base_digest
+    digest = blake3(max_threads=blake3.AUTO)
 
     def add(name: str, tensor: Tensor) -> None:
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype!s} {list(plain.shape)}\n".encode())
-        digest.update(plain.flatten().view(torch.uint8).numpy().data, max_threads=blake3.AUTO)
+        digest.update(plain.flatten().view(torch.uint8).numpy().data)
 
     if model.source_path is None:
-        base = model.with_adapter(None)
-        for name, tensor in sorted(ParameterStore(base).as_stored().items()):
+        store = ParameterStore(model.with_adapter(None))
+        for name, tensor in sorted(stored_state(store.tensors(), model.config.architecture).items()):
             add(name, tensor)
     else:
         stored = StoredWeights.open(model.source_path)
         for name in sorted(stored.tensors):
             for _, tensor in stored.read({name}):
                 add(name, tensor)
+        model.adapters.base_digest = digest.hexdigest()
     return digest.hexdigest()
 
 

@@ -57,6 +57,7 @@ class AdapterRegistry:
     slots: int = SLOTS
     max_rank: int = MAX_RANK
     stats: AdapterStats = field(default_factory=AdapterStats)
+    base_digest: str | None = None  # of the base's stored weights, once somebody asked
 
     def __post_init__(self) -> None:
         self._newest: dict[str, LoadedAdapter] = {}
@@ -205,7 +206,8 @@ class _Store:
 
     def _widen(self, rank: int) -> None:
         target, count, like = self.target, self._slots + 1, self.target.weight.detach()
-        one = target.factors(*(torch.empty(shape, device="meta") for shape in target.shapes(rank)), torch.zeros(1))
+        a, b = target.shapes(rank)
+        one = target.factors(torch.empty(a, device="meta"), torch.empty(b, device="meta"), torch.zeros(1))
         down, up = (
             like.new_zeros([count if at == axis else size for at, size in enumerate(each.shape)])
             for each, axis in (
