@@ -141,7 +141,7 @@ def chain(
     if out.numel() == 0:
         return out
     if tiles is None and (small_batch := few_rows(x, outputs)):
-        small_batch(x, weight, bias, out, places)
+        small_batch(x, weight, bias, out, places=places)
         return out
     tiles = tiles or tiles_for(rows, outputs, width, x.dtype)
     grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)

@@ -90,6 +90,6 @@ def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pla
 def gated_linear_into(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, places: Tensor) -> None:
     """`silu_mul` of x [T, K] times gate and up [F, K], as `linear_into`."""
     if few := few_rows_gated(x, gate, up):
-        few(x, gate, up, out, places)
+        few(x, gate, up, out, places=places)
     else:
         write(product(x, up, None, x.dtype), places, out.stride(0), product(x, gate, None, x.dtype))

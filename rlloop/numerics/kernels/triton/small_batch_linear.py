@@ -256,7 +256,7 @@ def _launch(
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, places: Tensor | None = None, *, tiles: Tiles
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiles: Tiles, places: Tensor | None = None
 ) -> None:
     """out [T, N] = x [T, K] weight [N, K]^T + bias [N], of 16-bit numbers; K a multiple of 8. `places`: see `chain`."""
     _launch(x, (weight,), bias, (out,), places, tiles, ONE.value)
@@ -269,7 +269,7 @@ def products(x: Tensor, weights: tuple[Tensor, Tensor, Tensor], tiles: Tiles) ->
     return first, second, third
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, places: Tensor | None = None, *, tiles: Tiles) -> None:
+def gated(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, tiles: Tiles, places: Tensor | None = None) -> None:
     """out [T, F] = silu_mul of x [T, K] times gate and up [F, K]. `places`: see `chain`."""
     assert tiles.swapped
     _launch(x, (gate, up), None, (out,), places, tiles, GATED.value)
