@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError
-from rlloop.models.adapter_weights import AdapterWeights, Target, scaled
+from rlloop.models.adapter_weights import Adapter, AdapterWeights, Target, scaled
 from rlloop.numerics.layout import AdapterSlots, Factors
 
 SLOTS, MAX_RANK = 8, 64
@@ -29,14 +29,17 @@ class LoadedAdapter:
     name: str
     version: int
     weights: AdapterWeights
-    factors: dict[str, tuple[Tensor, Tensor]]  # A and B' in the compute type, on the host; pinned for a GPU
-    users: int = 0  # requests that still need it
-    gone: bool = False  # dropped, or followed by another version: nobody new may use it
+    factors: Mapping[str, tuple[Tensor, Tensor]]  # A and B' in the compute type, on the host; pinned for a GPU
 
     @property
     def key(self) -> str:
         """Name and version, for caches."""
         return f"{self.name}@{self.version}"
+
+    @classmethod
+    def live(cls, adapter: Adapter, version: int) -> LoadedAdapter:
+        """An adapter that is on the device and may train, at this version of its values."""
+        return cls(adapter.name, version, adapter.exact, adapter.live())
 
 
 @dataclass
@@ -47,7 +50,6 @@ class AdapterStats:
     swaps: int = 0  # copies into a slot
     swap_bytes: int = 0
     swap_seconds: float = 0.0  # of the host
-    waits: int = 0  # steps in which a request waited for a slot
 
 
 @dataclass(eq=False)
@@ -82,7 +84,7 @@ class AdapterRegistry:
         return self._newest[name]
 
     def add(self, name: str, weights: AdapterWeights, targets: Mapping[str, Target]) -> LoadedAdapter:
-        """Register a checked adapter; one of that name goes once its requests are done."""
+        """Register a checked adapter; it replaces one of that name."""
         if not name or not isinstance(name, str):
             raise ConfigError(f"an adapter's name is {name!r}; it must be a text of one character or more")
         most = max(weights.factors, key=weights.rank_of)
@@ -112,18 +114,8 @@ class AdapterRegistry:
         self._retire(name)
 
     def _retire(self, name: str) -> None:
-        old = self._newest.pop(name)
-        old.gone = True
-        self._forget(old)
-
-    def release(self, adapter: LoadedAdapter) -> None:
-        """A request is done with it."""
-        adapter.users -= 1
-        self._forget(adapter)
-
-    def _forget(self, adapter: LoadedAdapter) -> None:
-        if adapter.gone and adapter.users == 0:
-            self._resident.pop(adapter, None)  # its slot is overwritten by who comes next
+        # Its slot is free; requests that still have it bring it back with their next step.
+        self._resident.pop(self._newest.pop(name), None)
 
     # ------------------------------------------------------------------------------------------------ slots
 
@@ -155,7 +147,7 @@ class AdapterRegistry:
             )
             for name, store in self._stores.items():
                 store.write(slot, adapter.factors.get(name))
-            self._resident[adapter] = slot
+            self._resident[adapter] = slot  # a live adapter's last version is one of those that give way
             self.stats.swaps += 1
             self.stats.swap_bytes += sum(x.nbytes for pair in adapter.factors.values() for x in pair)
             self.stats.swap_seconds += time.perf_counter() - began

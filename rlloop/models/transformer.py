@@ -229,6 +229,10 @@ class Model(nn.Module):
         """The weights that adapters can adapt, by name."""
         return find_targets(self, self.head, None if self.config.latent is None else self.config.num_heads)
 
+    def logits(self, hidden: Tensor, adapters: AdapterSlots | None = None) -> Tensor:
+        """Logits [T, V] float32 of hidden states [T, D]; `adapters` as for `hidden`."""
+        return (self.ops if adapters is None else self.ops.with_adapters(adapters)).logits(hidden, self.head)
+
     def check_adapts(self) -> None:
         """Raises `ConfigError` where adapters cannot be computed under this profile or layout."""
         profile, layout = self.profile, self.context.layout
