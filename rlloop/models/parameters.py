@@ -19,10 +19,13 @@ class StoredParameter:
     live: nn.Parameter  # what operations read: the compute copy
     shape: tuple[int, ...]  # of the whole parameter; today `live` is the whole
     trains: bool  # whether a gradient moves it
+    scale: float = 1.0  # the live value is its master times this, rounded
 
 
 class ParameterStore:
     """The parameters of `model` by name. A tied weight has one entry, and its other name stands in `aliases`.
+
+    Of a model with an adapter they are the adapter's: its base is frozen, and known by its digest.
 
     A parameter trains if it requires a gradient: `parameter.requires_grad_(False)` freezes it. A store refers to the
     model's tensors; after a parameter is replaced or frozen, construct another.
@@ -31,12 +34,16 @@ class ParameterStore:
     """
 
     def __init__(self, model: Model) -> None:
+        adapter = model.adapter
+        named = model.named_parameters() if adapter is None else adapter.named_parameters().items()
         self.entries: dict[str, StoredParameter] = {
-            name: StoredParameter(live, tuple(live.shape), live.requires_grad)
-            for name, live in model.named_parameters()
+            name: StoredParameter(
+                live, tuple(live.shape), live.requires_grad, 1.0 if adapter is None else adapter.scale_of(name)
+            )
+            for name, live in named
         }
-        self.aliases: dict[str, str] = {HEAD: EMBEDDING} if model.lm_head is None else {}
-        self._architecture = model.config.architecture
+        self.aliases: dict[str, str] = {HEAD: EMBEDDING} if model.lm_head is None and adapter is None else {}
+        self._architecture = model.config.architecture if adapter is None else None
 
     def tensors(self) -> dict[str, Tensor]:
         """The live parameters, detached: writing into them changes the model."""
@@ -46,6 +53,8 @@ class ParameterStore:
         """The live parameters as checkpoints name them: experts one by one, as views into the tensor that holds all of
         them; tied weights under each of their names."""
         live = self.tensors()
+        if self._architecture is None:
+            return live
         return {**stored_state(live, self._architecture), **{alias: live[name] for alias, name in self.aliases.items()}}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
