@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.layout import AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
+from rlloop.parallel.context import ParallelContext
 
 
 class Cache(Protocol):
@@ -39,6 +40,8 @@ class Step:
     cache: Cache | None
     ops: Ops
     routes: RoutingRecord | None
+    context: ParallelContext
+    even: bool = False  # each rank of the layout has as many tokens, so that no host has to learn how many
     selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: its indexer's selection, [T, S] int64
 
 

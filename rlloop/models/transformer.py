@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from rlloop.errors import ConfigError
 from rlloop.models import attention, latent
@@ -38,7 +38,7 @@ from rlloop.parallel.context import ParallelContext
 class Layer(nn.Module):
     """Attention or a gated delta network, then an MLP or experts."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, context: ParallelContext) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
         self.input_layernorm = Norm(config.hidden_size, config.centred_norms)
@@ -49,7 +49,7 @@ class Layer(nn.Module):
             self.self_attn = Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
         self.post_attention_layernorm = Norm(config.hidden_size, config.centred_norms)
         if mixture is not None and layer in mixture.layers:
-            self.mlp = Mixture(config, mixture, mixture.layers.index(layer))
+            self.mlp = Mixture(config, mixture, mixture.layers.index(layer), context)
         else:
             self.mlp = Mlp(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
@@ -65,7 +65,7 @@ class Layer(nn.Module):
 class Block(nn.Module):
     """A layer of a single block: attention, a recurrence, experts or an MLP (Nemotron)."""
 
-    def __init__(self, config: ModelConfig, kinds: tuple[str, ...], layer: int) -> None:
+    def __init__(self, config: ModelConfig, kinds: tuple[str, ...], layer: int, context: ParallelContext) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
         self.norm = Norm(config.hidden_size, config.centred_norms)
@@ -75,7 +75,7 @@ class Block(nn.Module):
         elif kind == "full_attention":
             self.mixer = Attention(config, layer)
         elif kind == "moe" and config.mixture is not None:
-            self.mixer = Mixture(config, config.mixture, config.mixture.layers.index(layer))
+            self.mixer = Mixture(config, config.mixture, config.mixture.layers.index(layer), context)
         else:
             self.mixer = PlainMlp(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
@@ -87,12 +87,13 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm: Hugging Face's `model.` prefix."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
         super().__init__()
         self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
         kinds = config.blocks
         self.layers = nn.ModuleList(
-            Layer(config, layer) if kinds is None else Block(config, kinds, layer) for layer in range(config.num_layers)
+            Layer(config, layer, context) if kinds is None else Block(config, kinds, layer, context)
+            for layer in range(config.num_layers)
         )
         self.norm = Norm(config.hidden_size, config.centred_norms)
 
@@ -126,7 +127,7 @@ class Model(nn.Module):
         self.checkpoint_layers = 0
         self.source_path: Path | None = None  # the folder it was loaded from
         if weights_of is None:
-            self.model = Decoder(config)
+            self.model = Decoder(config, self.context)
             self.lm_head = None if config.tied else Weight(config.vocab_size, config.hidden_size)
             self.rope = RopeTable(config)
         else:
@@ -248,11 +249,13 @@ class Model(nn.Module):
         cache: Cache | None = None,
         *,
         routes: RoutingRecord | None = None,
+        even: bool = False,
     ) -> Tensor:
         """Last hidden states of flat tokens, normed. tokens and positions [T] int64 -> [T, D].
 
         Positions are for the rope alone; masks and the cache go by `layout`. Without a cache that must be the trainer's
         (`AttentionLayout.of_sequences`). `routes` records the experts of each token, or holds those to replay.
+        `even`: each rank of the layout has as many tokens; then no size has to be known on the host (CUDA graphs).
 
         Raises `ConfigError` for positions of several axes (MRoPE), which no rope here supports.
         """
@@ -262,12 +265,34 @@ class Model(nn.Module):
                 "a token (positions [T])"
             )
         rope = (self.rope.table[0], self.rope.table[1])
-        step = Step(positions, rope, layout, cache, self.ops, routes)
+        step = Step(positions, rope, layout, cache, self.ops, routes, self.context, even)
         delta, stream = embedding(tokens, self.model.embed_tokens.weight), None
-        every = self.checkpoint_layers if torch.is_grad_enabled() else 0
         for index, layer in enumerate(self.model.layers):
-            if every and index % every == 0:
-                delta, stream = checkpoint(layer, delta, stream, step, use_reentrant=False)
-            else:
-                delta, stream = layer(delta, stream, step)
+            delta, stream = self._run(index, layer, delta, stream, step)
         return self.ops.rms_norm(delta, self.model.norm.scale, self.config.rms_norm_eps, stream)[0]
+
+    def without_tokens(self) -> Tensor:
+        """`hidden` of a rank that has no tokens, while others of its expert group have: its experts work for theirs.
+
+        A zero that depends on every exchange: differentiate it where the others differentiate theirs.
+        """
+        mixture, nothing = self.config.mixture, torch.empty(0, dtype=torch.int64, device=self.device)
+        if mixture is None:
+            return torch.zeros((), device=self.device)
+        layout, rope = AttentionLayout.of_sequences([], self.device), (self.rope.table[0], self.rope.table[1])
+        step = Step(nothing, rope, layout, None, self.ops, None, self.context)
+        width = mixture.latent_size or self.config.hidden_size
+        x = torch.zeros(0, width, dtype=self.dtype, device=self.device, requires_grad=torch.is_grad_enabled())
+        for index, layer in enumerate(self.model.layers):
+            for module in layer.children():
+                if isinstance(module, Mixture):
+                    x = self._run(index, module.without_tokens, x, step)
+        return x.sum()
+
+    def _run(self, index: int, layer: Callable[..., Any], *args: Any) -> Any:
+        """A layer's results; those of every `checkpoint_layers`-th are made again in the backward pass."""
+        if not (self.checkpoint_layers and torch.is_grad_enabled()) or index % self.checkpoint_layers:
+            return layer(*args)
+        # Early stops would leave out the end of a layer, where ranks may meet.
+        with set_checkpoint_early_stop(self.context.layout.world_size == 1):
+            return checkpoint(layer, *args, use_reentrant=False)

@@ -83,7 +83,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor |
 # ------------------------------------------------------------------------------------------------------ experts
 
 
-class _Spread(torch.autograd.Function):
+class Spread(torch.autograd.Function):
     """Row `order[i] // copies` of x at i: each row `copies` times. Backward adds the copies' gradients in turn."""
 
     @staticmethod
@@ -134,16 +134,16 @@ def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, cl
     tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    counts = chosen.flatten().bincount(minlength=len(down))
+    counts = chosen.flatten().bincount(minlength=len(down))[: len(down)]
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     if clamped is not None:
-        inner = _biased(_Spread.apply(x, order, inverse, top_k), up, clamped.up_bias, offsets)
+        inner = _biased(Spread.apply(x, order, inverse, top_k), up, clamped.up_bias, offsets)
         out = _biased(_clamped_glu(inner, clamped), down, clamped.down_bias, offsets)
-        return _Spread.apply(out, inverse, order, 1).unflatten(0, (tokens, top_k))
+        return Spread.apply(out, inverse, order, 1).unflatten(0, (tokens, top_k))
     # No name outlives its use: what is freed at once is memory that the next result takes, without new pages.
-    inner = grouped_linear(_Spread.apply(x, order, inverse, top_k), up, True, offsets)
+    inner = grouped_linear(Spread.apply(x, order, inverse, top_k), up, True, offsets)
     inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else inner.relu().square()
-    return _Spread.apply(grouped_linear(inner, down, True, offsets), inverse, order, 1).unflatten(0, (tokens, top_k))
+    return Spread.apply(grouped_linear(inner, down, True, offsets), inverse, order, 1).unflatten(0, (tokens, top_k))
 
 
 # ------------------------------------------------------------------------------------------------------------ combine

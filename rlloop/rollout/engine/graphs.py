@@ -111,7 +111,7 @@ class DecodeGraphs:
             self._cache.slots = slots
             routes = None if self._choices is None else RoutingRecord()
             tokens = tokens.clamp(min=0)  # -1: no token could be drawn, of which the host knows later
-            hidden = self._model.hidden(tokens, positions, layout, self._cache, routes=routes)
+            hidden = self._model.hidden(tokens, positions, layout, self._cache, routes=routes, even=True)
             if self._choices is not None and routes is not None:
                 self._choices.write(slots, routes)
             logits = ops.logits(hidden, self._model.head)
