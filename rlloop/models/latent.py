@@ -52,14 +52,16 @@ class LatentAttention(nn.Module):
         values = keys[..., : latent.kv_rank]
         if ops.profile.latent == "expanded":
             return self.o_proj(self._expanded(torch.cat((q_nope, q_rope), dim=-1), keys, step).flatten(1), ops)
-        up = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))  # [H, nope + v, R]
-        queries = torch.cat((ops.head_linear(q_nope, up[:, : latent.nope_dim], by_row=False), q_rope), dim=-1)
+        weight = self.kv_b_proj.weight
+        up = weight.unflatten(0, (self.num_heads, -1))  # [H, nope + v, R]
+        keyed = ops.head_linear(q_nope, up[:, : latent.nope_dim], by_row=False, part_of=weight)
+        queries = torch.cat((keyed, q_rope), dim=-1)
         if latent.indexer is None:
             read = ops.attention(queries, keys, values, step.layout, latent.scale)
         else:
             selected = self._selected(x, reduced, step)
             read = ops.sparse_attention(queries, keys, values, selected, step.layout, latent.scale)
-        return self.o_proj(ops.head_linear(read, up[:, latent.nope_dim :], by_row=True).flatten(1), ops)
+        return self.o_proj(ops.head_linear(read, up[:, latent.nope_dim :], by_row=True, part_of=weight).flatten(1), ops)
 
     def _expanded(self, queries: Tensor, latents: Tensor, step: Step) -> Tensor:
         """Attention over the keys and values of every head, as the paper's equations have it; for comparisons.
