@@ -236,10 +236,10 @@ def _score(
         return torch.zeros(0, device=device), torch.zeros(0, device=device)
     hidden, targets, warp = _predicted(model, used, routes)
     if record is None:
-        return model.ops.token_logprob(hidden, model.head, targets, warp)
+        return model.ops.token_logprob(hidden, model.scoring_head, targets, warp)
     seeds, positions = (torch.from_numpy(each).to(device) for each in _random_names(used))
     logprobs, entropies, raw, ids = model.ops.token_redraw(
-        hidden, model.head, targets, warp, seeds if record.draws else None, positions
+        hidden, model.scoring_head, targets, warp, seeds if record.draws else None, positions
     )
     record.add(raw, ids)
     return logprobs, entropies

@@ -125,6 +125,7 @@ class Model(nn.Module):
         self.context = context or ParallelContext(torch.device("cpu"))
         self.ops = ops_for(self.profile)
         self.checkpoint_layers = 0
+        self.take_head_gradient: Callable[[Tensor], None] | None = None  # gets a tied weight's gradient as the head
         self.source_path: Path | None = None  # the folder it was loaded from
         if weights_of is None:
             self.model = Decoder(config, self.context)
@@ -144,6 +145,12 @@ class Model(nn.Module):
     def head(self) -> nn.Parameter:
         """The output projection [V, D]: the embedding itself where the two are tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def scoring_head(self) -> Tensor:
+        """`head` for differentiable products: `take_head_gradient` keeps a tied weight's two gradients apart."""
+        take = self.take_head_gradient
+        return self.head if self.lm_head is not None or take is None else _Apart.apply(self.head, take)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -296,3 +303,16 @@ class Model(nn.Module):
         # Early stops would leave out the end of a layer, where ranks may meet.
         with set_checkpoint_early_stop(self.context.layout.world_size == 1):
             return checkpoint(layer, *args, use_reentrant=False)
+
+class _Apart(torch.autograd.Function):
+    """A tensor whose gradient goes to `take`, and not on to the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.take(grads[0])
+        return None, None
