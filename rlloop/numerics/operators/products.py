@@ -10,7 +10,7 @@ from torch import Tensor
 from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.operators.library import operator
 
-_product = operator(
+product = operator(
     "product(Tensor rows, bool by_row, Tensor lanes, bool lanes_by_row, ScalarType dtype) -> Tensor",
     lambda rows, by_row, lanes, lanes_by_row, dtype: rows.new_empty(
         rows.shape[0 if by_row else 1], lanes.shape[0 if lanes_by_row else 1], dtype=dtype
@@ -24,12 +24,12 @@ def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
-    grad_x = _product(grad, True, weight, False, x.dtype) if needs[0] else None
-    grad_weight = _product(grad, False, x, False, weight.dtype) if needs[1] else None
+    grad_x = product(grad, True, weight, False, x.dtype) if needs[0] else None
+    grad_weight = product(grad, False, x, False, weight.dtype) if needs[1] else None
     if len(needs) == 2:
         return grad_x, grad_weight
     ones = torch.ones(1, len(grad), device=grad.device)
-    return grad_x, grad_weight, _product(ones, True, grad, False, weight.dtype)[0] if needs[2] else None
+    return grad_x, grad_weight, product(ones, True, grad, False, weight.dtype)[0] if needs[2] else None
 
 
 linear = operator(
@@ -55,7 +55,7 @@ def _grouped_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (rows, weight, offsets), needs = ctx.saved_tensors, ctx.needs_input_grad
-    grad_rows = _grouped_rows_gradient(grad, weight, not ctx.by_row, offsets) if needs[0] else None
+    grad_rows = grouped_rows_gradient(grad, weight, not ctx.by_row, offsets) if needs[0] else None
     left, right = (grad, rows) if ctx.by_row else (rows, grad)
     grad_weight = grouped_weight_gradient(left, right, offsets, weight.dtype) if needs[1] else None
     return grad_rows, grad_weight, None, None
@@ -69,7 +69,7 @@ grouped_weight_gradient = operator(
     "grouped_weight_gradient(Tensor left, Tensor right, Tensor offsets, ScalarType dtype) -> Tensor",
     lambda left, right, offsets, dtype: left.new_empty(len(offsets) - 1, left.shape[1], right.shape[1], dtype=dtype),
 )
-_grouped_rows_gradient = operator(
+grouped_rows_gradient = operator(
     "grouped_rows_gradient(Tensor rows, Tensor weight, bool by_row, Tensor offsets) -> Tensor", _rows_shape
 )
 grouped_linear = operator(
