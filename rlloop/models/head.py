@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlloop.errors import ConfigError
+from rlloop.models.tensor_parallel import NO_ADAPTERS
 from rlloop.numerics import operators
 from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.layout import LogitsProcessing
@@ -88,6 +90,8 @@ class Head:
         positions: Tensor | None, raw: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         assert self._division is not None
+        if self._ops.adapts(self._weight()):
+            raise ConfigError(NO_ADAPTERS)
         operators.distribution.check_targets(targets, self._division.count)
         return _CutLogprob.apply(hidden, self._weight(), targets, processing, seeds, positions, raw, self._division)
 

@@ -71,8 +71,10 @@ class LatentAttention(nn.Module):
         if ops.profile.latent == "expanded":
             read = self._expanded(torch.cat((q_nope, q_rope), dim=-1), keys, step)
             return self.o_proj.whole(read.flatten(1), ops, self.columns)
-        up = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))  # [H, nope + v, R]
-        queries = torch.cat((ops.head_linear(q_nope, up[:, : latent.nope_dim], by_row=False), q_rope), dim=-1)
+        weight = self.kv_b_proj.weight
+        up = weight.unflatten(0, (self.num_heads, -1))  # [H, nope + v, R]
+        keyed = ops.head_linear(q_nope, up[:, : latent.nope_dim], by_row=False, part_of=weight)
+        queries = torch.cat((keyed, q_rope), dim=-1)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, selected: Tensor | None) -> Tensor:
             if selected is None:
@@ -82,7 +84,7 @@ class LatentAttention(nn.Module):
         selected = None if latent.indexer is None else self._selected(x, reduced, step)
         heads = None if self.heads is None else (self.heads, None)
         read = cut_attention(attend, queries, keys, values, selected, step.layout, heads)
-        made = ops.head_linear(read, up[:, latent.nope_dim :], by_row=True).flatten(1)
+        made = ops.head_linear(read, up[:, latent.nope_dim :], by_row=True, part_of=weight).flatten(1)
         return self.o_proj.whole(made, ops, self.columns)
 
     def _expanded(self, queries: Tensor, latents: Tensor, step: Step) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -99,3 +100,64 @@ class LogitsProcessing:
         if self.banned_start is None:
             return LogitsProcessing(**cut)
         return LogitsProcessing(**cut, banned_start=self.banned_start[begin : end + 1], banned_ids=self.banned_ids)
+
+
+@dataclass(frozen=True)
+class AdapterTerms:
+    """Further terms of each output's sum in a product of R rows: those of low-rank adapters (LoRA, arXiv:2106.09685).
+
+    Row i, whose matrix is m = slots[i], gets `ranks[m]` terms more: z[i, k] * up[m, n, k], in ascending k.
+    """
+
+    z: torch.Tensor  # [R, r] the rows' products with A, rounded to the compute type
+    up: torch.Tensor  # [M, N, r] B times the adapter's scale, rounded; [M, r, N] if not by_row
+    by_row: bool
+    slots: torch.Tensor  # [R] int64
+    ranks: torch.Tensor  # [M] int64; 0: no terms
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factors of one weight [N, K], of all adapters in slots: S of them, in each of G groups (experts, heads)."""
+
+    down: torch.Tensor  # A: [S, r, K]; of experts [G, S, r, K]
+    up: torch.Tensor  # B times the scale: [S, N, r]; of experts [G, S, N, r], by head [G, S, N / G, r]
+    ranks: torch.Tensor  # [S] int64, at most r; 0: the slot has no factors of this weight
+
+
+class AdapterSlots:
+    """Which adapter each row of a forward has."""
+
+    def __init__(self, factors: Mapping[int, Factors], slots: torch.Tensor | None = None) -> None:
+        """`factors` by the id of the weight that they adapt. `slots` [T] int64; None: every row has the first slot."""
+        self._factors, self._slots = factors, slots
+
+    @property
+    def uniform(self) -> bool:
+        return self._slots is None
+
+    def of(self, weight: torch.Tensor) -> Factors | None:
+        return self._factors.get(id(weight))
+
+    def slots(self, like: torch.Tensor) -> torch.Tensor:
+        """[T] int64, for the rows of `like` [T, ...]."""
+        if self._slots is None:
+            return torch.zeros(len(like), dtype=torch.int64, device=like.device)
+        assert len(self._slots) == len(like), (len(self._slots), len(like))
+        return self._slots
+
+    def at(self, rows: torch.Tensor | slice) -> AdapterSlots:
+        """Of these rows only."""
+        return self if self._slots is None else AdapterSlots(self._factors, self._slots[rows])
+
+    @cached_property
+    def order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows by slot, stably, and the reverse: two permutations [T] int64."""
+        assert self._slots is not None
+        order = self._slots.argsort(stable=True)
+        return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def offsets_of(groups: torch.Tensor, count: int) -> torch.Tensor:
+    """[count + 1] where each group begins in ascending `groups` [R] int64; no host waits for it."""
+    return torch.searchsorted(groups, torch.arange(count + 1, device=groups.device))

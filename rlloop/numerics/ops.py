@@ -6,8 +6,10 @@ Compute dtype is that of the tensors; logits, logprobs, scores and weights of ex
 
 from __future__ import annotations
 
+import copy
 import functools
 from types import SimpleNamespace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,7 +17,14 @@ from torch import Tensor
 from rlloop.numerics import operators, reference, stock
 from rlloop.numerics.implementations import OPERATIONS, implementation
 from rlloop.numerics.kernels import kernels_for
-from rlloop.numerics.layout import AttentionLayout, AttentionMask, LogitsProcessing, RecurrentState
+from rlloop.numerics.layout import (
+    AdapterSlots,
+    AttentionLayout,
+    AttentionMask,
+    Factors,
+    LogitsProcessing,
+    RecurrentState,
+)
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.numerics.routing import Clamped, Routing
 from rlloop.numerics.tp_reduction import sum_over_ranks
@@ -40,6 +49,23 @@ class Ops:
         self._rank_sums = functools.partial(implementation(profile.linear, "router_logits"), exact=True)
         self._mask = AttentionMask(self._split)
         self._fuses = all(getattr(profile, knob) == "rlloop" for knob in OPERATIONS)
+        self._adapters: AdapterSlots | None = None
+
+    def with_adapters(self, adapters: AdapterSlots) -> Self:
+        """The same operations, whose products have the rows' adapters."""
+        view = copy.copy(self)
+        view._adapters = adapters
+        return view
+
+    def adapts(self, weight: Tensor) -> bool:
+        """True if a weight has adapters here."""
+        return self._adapted(weight) is not None
+
+    def _adapted(self, weight: Tensor | None) -> tuple[Factors, AdapterSlots] | None:
+        """The factors of a weight and which each row has; None where it has none."""
+        if self._adapters is None or weight is None or (factors := self._adapters.of(weight)) is None:
+            return None
+        return factors, self._adapters
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, across: bool = False) -> Tensor:
         """`x @ weight.T + bias`. x [T, K], weight [N, K], bias [N] -> [T, N].
@@ -47,6 +73,8 @@ class Ops:
         `across`: tensor-parallel ranks share the K terms. `profile.tp_segments` says how many, `all_reduce` how their
         sums are added.
         """
+        if adapted := self._adapted(weight):
+            return operators.adapted_linear(x, weight, bias, *adapted, x.dtype)
         if not across or self._ranks == 1:
             return self._as.linear(x, weight, bias)
         rounded = self._as.linear if self.profile.all_reduce == "rounded_chain" else None
@@ -83,10 +111,16 @@ class Ops:
         self, x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`linear` of one input by three weights, without biases. Only if `fuses`. [T, K], [N, K] -> [T, N] each."""
-        return kernels_for(x.device).qkv_linear(x, q_weight, k_weight, v_weight)
+        weights = (q_weight, k_weight, v_weight)
+        if any(map(self._adapted, weights)):
+            q, k, v = (self.linear(x, weight) for weight in weights)
+            return q, k, v
+        return kernels_for(x.device).qkv_linear(x, *weights)
 
     def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """`silu_mul` of two linears of one input, without biases. Only if `fuses`. [T, K], [F, K], [F, K] -> [T, F]."""
+        if self._adapted(gate) or self._adapted(up):
+            return self.silu_mul(self.linear(x, gate), self.linear(x, up))
         return kernels_for(x.device).gated_linear(x, gate, up)
 
     def qkv_cache_write(
@@ -130,8 +164,13 @@ class Ops:
         """
         return self._as.sparse_attention(q, k, v, selected, layout, scale)
 
-    def head_linear(self, x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
-        """Each head times its own matrix. x [T, H, K], weight [H, N, K] (if not by_row [H, K, N]) -> [T, H, N]."""
+    def head_linear(self, x: Tensor, weight: Tensor, by_row: bool, part_of: Tensor | None = None) -> Tensor:
+        """Each head times its own matrix. x [T, H, K], weight [H, N, K] (if not by_row [H, K, N]) -> [T, H, N].
+
+        `part_of`: the parameter that `weight` has the last rows of each head of, or, if not by_row, the first.
+        """
+        if adapted := self._adapted(part_of):
+            return operators.adapted_head_linear(x, weight, by_row, *adapted)
         return self._as.head_linear(x, weight, by_row)
 
     def router_logits(self, x: Tensor, weight: Tensor, exact: bool, bias: Tensor | None = None) -> Tensor:
@@ -159,6 +198,10 @@ class Ops:
         x [T, D], up [E, 2F, D] with the gate first (not gated: [E, F, D]), down [E, D, F], chosen [T, k] -> [T, k, D].
         `clamped` experts have other shapes and another activation.
         """
+        of_up, of_down = self._adapted(up), self._adapted(down)
+        if self._adapters is not None and (of_up or of_down):
+            factors = (of_up and of_up[0], of_down and of_down[0])
+            return operators.adapted_experts(x, up, down, chosen, gated, clamped, factors, self._adapters)
         return self._as.experts(x, up, down, chosen, gated, clamped)
 
     def combine(self, slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
@@ -216,6 +259,8 @@ class Ops:
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Logits of the vocabulary, as `token_logprob` makes them. hidden [T, K], weight [V, K] -> [T, V] float32."""
+        if adapted := self._adapted(weight):
+            return operators.logits(hidden, weight, adapted)
         return self._as.logits(hidden, weight)
 
     def token_logprob(
@@ -225,6 +270,8 @@ class Ops:
 
         hidden [T, K], weight [V, K], targets [T] int64 -> ([T] float32, [T] float32), both differentiable.
         """
+        if adapted := self._adapted(weight):
+            return operators.token_logprob(hidden, weight, targets, processing, adapted)
         return self._as.token_logprob(hidden, weight, targets, processing)
 
     def token_redraw(
@@ -242,7 +289,7 @@ class Ops:
         −1 where nothing is drawn: without seeds [T], for a negative one, and under a profile whose sampler is not ours.
         """
         if self.profile.token_logprob == "rlloop":
-            return operators.token_redraw(hidden, weight, targets, processing, seeds, positions)
+            return operators.token_redraw(hidden, weight, targets, processing, seeds, positions, self._adapted(weight))
         logprobs, entropies = self.token_logprob(hidden, weight, targets, processing)
         with torch.no_grad():
             raw = self.token_logprob(hidden, weight, targets, LogitsProcessing())[0]

@@ -94,8 +94,8 @@ class DriftedOps(Ops):
     ) -> Tensor:
         return self._stored(super().sparse_attention(q, k, v, selected, layout, scale))
 
-    def head_linear(self, x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
-        return self._stored(super().head_linear(x, weight, by_row))
+    def head_linear(self, x: Tensor, weight: Tensor, by_row: bool, part_of: Tensor | None = None) -> Tensor:
+        return self._stored(super().head_linear(x, weight, by_row, part_of))
 
     def experts(
         self, x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool = True, clamped: Clamped | None = None

@@ -8,7 +8,7 @@ from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
 
 OPS = ops_for(NumericsProfile())
-ROWS = [1, 16, 63, 64, 65, 129, 256, 257, 512, 513]
+ROWS = [1, 2, 8, 9, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129, 256, 257, 512, 513]
 
 
 def draw(*shape, dtype=torch.bfloat16):
@@ -20,6 +20,9 @@ def draw(*shape, dtype=torch.bfloat16):
     [
         (1024, (2048, 1024, 1024), torch.bfloat16),
         (4096, (4096, 1024, 1024), torch.float16),
+        (4096, (12288, 1024, 512), torch.bfloat16),
+        (2560, (9728, 512, 64), torch.bfloat16),
+        (1032, (17408, 1024, 1024), torch.bfloat16),
         (328, (40, 72, 72), torch.bfloat16),  # no tile fits
         (64, (64, 32, 32), torch.float32),
     ],

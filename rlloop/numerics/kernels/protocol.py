@@ -59,6 +59,22 @@ class Kernels(Protocol):
         """Each group's `left.T @ right`. [R, N], [R, K], offsets [G + 1] -> [G, N, K]; 0 for a group without rows."""
         ...
 
+    # Products whose sums go on over the terms of adapters (z, up, up_by_row, slots, ranks: `layout.AdapterTerms`)
+
+    def adapted_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, z: Tensor, up: Tensor,
+        up_by_row: bool, slots: Tensor, ranks: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """`linear`, in `dtype`: the terms follow the last of K, before the bias and the one rounding."""
+        ...
+
+    def adapted_grouped_linear(
+        self, rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor, z: Tensor, up: Tensor, up_by_row: bool,
+        slots: Tensor, ranks: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """`grouped_linear`, likewise."""
+        ...
+
     # Norms, activations, positions ---------------------------------------------------------------------------------
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,16 +211,20 @@ class Kernels(Protocol):
 
     def token_logprob(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor,
-        banned_ids: Tensor, seeds: Tensor | None, positions: Tensor | None, raw: bool,
+        banned_ids: Tensor, seeds: Tensor | None, positions: Tensor | None, raw: bool, *terms: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """hidden [T, K], weight [V, K] -> (logprobs [T], entropies [T], raw logprobs if asked for, ids if seeded)."""
+        """hidden [T, K], weight [V, K] -> (logprobs [T], entropies [T], raw logprobs if asked for, ids if seeded).
+
+        `terms`: z, up, slots and ranks of the head's adapters, or four times None.
+        """
         ...
 
     def token_logprob_backward(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor,
-        banned_ids: Tensor, entropies: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """-> (of hidden [T, K], of weight [V, K])."""
+        banned_ids: Tensor, entropies: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor, of_weight: bool,
+        z: Tensor | None, up: Tensor | None, slots: Tensor | None, ranks: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """-> (of hidden [T, K], of weight [V, K] or [0, K] unless `of_weight`, of z and of up or [0])."""
         ...
 
     def score_logits_backward(

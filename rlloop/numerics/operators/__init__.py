@@ -4,6 +4,7 @@ Shapes, meaning and signatures are those of `rlloop.numerics.ops.Ops`; the kerne
 `rlloop.numerics.kernels.protocol.Kernels`.
 """
 
+from rlloop.numerics.operators.adapted import adapted_experts, adapted_head_linear, adapted_linear
 from rlloop.numerics.operators.distribution import logits, sample, score_logits, token_logprob, token_redraw
 from rlloop.numerics.operators.elementwise import rms_norm, rope, sigmoid_mul, silu_mul
 from rlloop.numerics.operators.masked_attention import (
@@ -18,6 +19,9 @@ from rlloop.numerics.operators.products import head_linear, linear
 from rlloop.numerics.operators.recurrence import causal_conv, recurrent_gates, scan
 
 __all__ = [
+    "adapted_experts",
+    "adapted_head_linear",
+    "adapted_linear",
     "attention",
     "causal_conv",
     "combine",

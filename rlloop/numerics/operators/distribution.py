@@ -13,25 +13,31 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.kernels import kernels_for
-from rlloop.numerics.layout import LogitsProcessing
+from rlloop.numerics.layout import AdapterSlots, Factors, LogitsProcessing
+from rlloop.numerics.operators.adapted import adapted_linear, reduced
 from rlloop.numerics.operators.library import operator
 from rlloop.numerics.operators.products import linear_float32
 
+Adapted = tuple[Factors, AdapterSlots] | None  # the head's adapters, and which each row has
 
-def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+
+def logits(hidden: Tensor, weight: Tensor, adapted: Adapted = None) -> Tensor:
     """Logits of the vocabulary, the bits that `token_logprob` uses. hidden [T, K], weight [V, K] -> [T, V] float32."""
+    if adapted is not None:
+        return adapted_linear(hidden, weight, None, *adapted, torch.float32)
     return linear_float32(hidden, weight)
 
 
 def token_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing
+    hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing, adapted: Adapted = None
 ) -> tuple[Tensor, Tensor]:
     """Logprob and entropy. A target that the processing makes impossible has logprob −inf and sends no gradient.
 
     A row whose logits hold no distribution (NaN, +inf, all of them −inf) gives NaN.
     """
     check_targets(targets, len(weight))
-    return _token_logprob(hidden, weight, targets, *dense(processing, len(weight), targets), None, None, False)[:2]
+    processed = dense(processing, len(weight), targets)
+    return _token_logprob(hidden, weight, targets, *processed, None, None, False, *_terms(hidden, adapted))[:2]
 
 
 def token_redraw(
@@ -41,6 +47,7 @@ def token_redraw(
     processing: LogitsProcessing,
     seeds: Tensor | None,
     positions: Tensor,
+    adapted: Adapted = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`token_logprob`, raw logprobs and redrawn ids, of the same logits.
 
@@ -50,10 +57,18 @@ def token_redraw(
     plain = all(value is None for value in vars(processing).values())
     logprobs, entropies, raw, ids = _token_logprob(
         hidden, weight, targets, *dense(processing, len(weight), targets), seeds, None if seeds is None else positions,
-        not plain,
+        not plain, *_terms(hidden, adapted),
     )  # fmt: skip
     drawn = torch.full_like(targets, -1) if seeds is None else torch.where(seeds < 0, -1, ids)
     return logprobs, entropies, logprobs.detach() if plain else raw, drawn
+
+
+def _terms(hidden: Tensor, adapted: Adapted) -> tuple[Tensor | None, ...]:
+    """What the head's sums go on with: z, up, slots and ranks of `AdapterTerms`, or nothing."""
+    if adapted is None:
+        return (None,) * 4
+    factors, which = adapted
+    return reduced(hidden, factors.down, which), factors.up, which.slots(hidden), factors.ranks
 
 
 def check_targets(targets: Tensor, vocabulary: int) -> None:
@@ -134,21 +149,26 @@ def _result_shapes(hidden: Tensor, seeds: Tensor | None, raw: bool) -> tuple[Ten
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:6], output[1])
+    ctx.save_for_backward(*inputs[:6], output[1], *inputs[9:])
     ctx.mark_non_differentiable(*output[2:])
 
 
 def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return *_token_logprob_backward(*ctx.saved_tensors, grad_logprobs, grad_entropies), *[None] * 7
+    saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+    grads = _token_logprob_backward(*saved[:7], grad_logprobs, grad_entropies, needs[1], *saved[7:])
+    hidden, weight, z, up = (grad if need else None for grad, need in zip(grads, needs[:2] + needs[9:11], strict=True))
+    return hidden, weight, *[None] * 7, z, up, None, None
 
 
 def _floats(like: Tensor, count: int, copies: int) -> tuple[Tensor, ...]:
     return tuple(like.new_empty(count, dtype=torch.float32) for _ in range(copies))
 
 
+TERMS = "Tensor? z, Tensor? up, Tensor? slots, Tensor? ranks"  # of the head's adapters
 WARP = "Tensor settings, Tensor banned_start, Tensor banned_ids"
 _token_logprob = operator(
-    f"token_logprob(Tensor hidden, Tensor weight, Tensor targets, {WARP}, Tensor? seeds, Tensor? positions, bool raw)"
+    f"token_logprob(Tensor hidden, Tensor weight, Tensor targets, {WARP}, Tensor? seeds, Tensor? positions, bool raw,"
+    f" {TERMS})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     lambda hidden, *others: _result_shapes(hidden, others[5], others[7]),
     _backward,
@@ -156,8 +176,12 @@ _token_logprob = operator(
 )
 _token_logprob_backward = operator(
     f"token_logprob_backward(Tensor hidden, Tensor weight, Tensor targets, {WARP}, Tensor entropies, "
-    "Tensor grad_logprobs, Tensor grad_entropies) -> (Tensor, Tensor)",
-    lambda hidden, weight, *others: (torch.empty_like(hidden), torch.empty_like(weight)),
+    f"Tensor grad_logprobs, Tensor grad_entropies, bool of_weight, {TERMS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda hidden, weight, *others: (
+        torch.empty_like(hidden),
+        torch.empty_like(weight) if others[7] else weight.new_empty(0),
+        *(hidden.new_empty(0) if each is None else torch.empty_like(each) for each in others[8:10]),
+    ),
 )
 _sample = operator(
     f"sample(Tensor logits, Tensor seeds, Tensor positions, {WARP}) -> (Tensor, Tensor, Tensor)",

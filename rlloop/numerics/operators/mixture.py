@@ -20,7 +20,7 @@ def router_logits(x: Tensor, weight: Tensor, exact: bool, bias: Tensor | None = 
     logits = linear_float32(x, weight) if exact else linear(x, weight, None).float()
     if bias is None:
         return logits
-    logits = _AddBias.apply(logits, bias.float()[None], torch.tensor([0, len(x)], device=x.device))
+    logits = AddBias.apply(logits, bias.float()[None], torch.tensor([0, len(x)], device=x.device))
     return logits if exact else logits.to(x.dtype).float()
 
 
@@ -83,7 +83,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor |
 # ------------------------------------------------------------------------------------------------------ experts
 
 
-class _Spread(torch.autograd.Function):
+class Spread(torch.autograd.Function):
     """Row `order[i] // copies` of x at i: each row `copies` times. Backward adds the copies' gradients in turn."""
 
     @staticmethod
@@ -101,7 +101,7 @@ class _Spread(torch.autograd.Function):
         return grad, None, None, None
 
 
-class _AddBias(torch.autograd.Function):
+class AddBias(torch.autograd.Function):
     """Each group's bias [G, N] to its rows [R, N], in float32."""
 
     @staticmethod
@@ -118,10 +118,10 @@ class _AddBias(torch.autograd.Function):
 def _biased(rows: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """Products with the columns of each group's matrix, and its bias: float32 sums, rounded once."""
     sums = grouped_linear(rows.float(), weight, False, offsets)
-    return _AddBias.apply(sums, bias.float(), offsets).to(rows.dtype)
+    return AddBias.apply(sums, bias.float(), offsets).to(rows.dtype)
 
 
-def _clamped_glu(x: Tensor, rule: Clamped) -> Tensor:
+def clamped_glu(x: Tensor, rule: Clamped) -> Tensor:
     """In float32, one rounding."""
     gate, up = x[..., ::2].float().clamp(max=rule.limit), x[..., 1::2].float().clamp(-rule.limit, rule.limit)
     return sigmoid_mul(rule.alpha * gate, gate * (up + 1)).to(x.dtype)
@@ -137,13 +137,13 @@ def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, cl
     counts = chosen.flatten().bincount(minlength=len(down))
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     if clamped is not None:
-        inner = _biased(_Spread.apply(x, order, inverse, top_k), up, clamped.up_bias, offsets)
-        out = _biased(_clamped_glu(inner, clamped), down, clamped.down_bias, offsets)
-        return _Spread.apply(out, inverse, order, 1).unflatten(0, (tokens, top_k))
+        inner = _biased(Spread.apply(x, order, inverse, top_k), up, clamped.up_bias, offsets)
+        out = _biased(clamped_glu(inner, clamped), down, clamped.down_bias, offsets)
+        return Spread.apply(out, inverse, order, 1).unflatten(0, (tokens, top_k))
     # No name outlives its use: what is freed at once is memory that the next result takes, without new pages.
-    inner = grouped_linear(_Spread.apply(x, order, inverse, top_k), up, True, offsets)
+    inner = grouped_linear(Spread.apply(x, order, inverse, top_k), up, True, offsets)
     inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else inner.relu().square()
-    return _Spread.apply(grouped_linear(inner, down, True, offsets), inverse, order, 1).unflatten(0, (tokens, top_k))
+    return Spread.apply(grouped_linear(inner, down, True, offsets), inverse, order, 1).unflatten(0, (tokens, top_k))
 
 
 # ------------------------------------------------------------------------------------------------------------ combine

@@ -30,6 +30,8 @@ from rlloop.numerics.kernels.cpu.elementwise import (
 )
 from rlloop.numerics.kernels.cpu.mixture import combine, combine_backward, route
 from rlloop.numerics.kernels.cpu.products import (
+    adapted_grouped_linear,
+    adapted_linear,
     embedding_backward,
     grouped_linear,
     grouped_rows_gradient,
@@ -44,6 +46,8 @@ from rlloop.numerics.kernels.cpu.recurrence import causal_conv, recurrent_gates,
 gated_experts = head_linear = None
 
 __all__ = [
+    "adapted_grouped_linear",
+    "adapted_linear",
     "attention",
     "attention_backward",
     "causal_conv",

@@ -9,11 +9,30 @@ from torch import Tensor
 from rlloop.numerics.kernels.cpu.compiled import grouped
 from rlloop.numerics.kernels.cpu.compiled import linear as kernels
 from rlloop.numerics.kernels.cpu.compiled.jit import flat, threads_for
-from rlloop.numerics.kernels.cpu.compiled.linear import FORWARD, GRADIENT
+from rlloop.numerics.kernels.cpu.compiled.linear import FORWARD, GRADIENT, NO, YES, Further
+from rlloop.numerics.layout import AdapterTerms
+
+NO_SLOTS = np.empty(0, np.int64)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _multiply(x, True, weight, True, x.dtype, bias, FORWARD)
+
+
+def adapted_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, z: Tensor, up: Tensor, up_by_row: bool,
+    slots: Tensor, ranks: Tensor,
+) -> Tensor:  # fmt: skip
+    terms = AdapterTerms(z, up, up_by_row, slots, ranks)
+    return _multiply(x, True, weight, True, dtype, bias, FORWARD, terms)
+
+
+def adapted_grouped_linear(
+    rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor, z: Tensor, up: Tensor, up_by_row: bool, slots: Tensor,
+    ranks: Tensor,
+) -> Tensor:  # fmt: skip
+    terms = AdapterTerms(z, up, up_by_row, slots, ranks)
+    return _multiply_groups(rows, weight, by_row, flat(offsets), FORWARD, terms)
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
@@ -31,7 +50,7 @@ def sum_of_rows(x: Tensor) -> Tensor:
 
 def _multiply(
     rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype, bias: Tensor | None,
-    segment: np.int64,
+    segment: np.int64, terms: AdapterTerms | None = None,
 ) -> Tensor:  # fmt: skip
     """[M, N], each output summed in segments of so many terms."""
     (num_rows, width), columns = rows.shape if by_row else rows.T.shape, lanes.shape[0 if lanes_by_row else 1]
@@ -41,10 +60,22 @@ def _multiply(
     threads = threads_for(num_rows * columns * width)
     tiles, chunk = kernels.plan(num_rows, columns, width, threads, by_row, lanes_by_row)
     kernels.product(
-        threads, matrix, lanes_by_row, flat(rows.float().contiguous()), by_row, matrix if bias is None else flat(bias),
-        bias is not None, flat(out), num_rows, columns, width, segment, tiles, chunk,
+        threads, matrix, lanes_by_row, vectors := flat(rows.float().contiguous()), by_row,
+        matrix if bias is None else flat(bias), bias is not None, flat(out), num_rows, columns, width, segment, tiles,
+        chunk, _further(terms, vectors, matrix),
     )  # fmt: skip
     return out
+
+
+def _further(terms: AdapterTerms | None, rows: np.ndarray, lanes: np.ndarray) -> Further:
+    """The arguments of the kernels; `rows` and `lanes` stand in where there are no terms."""
+    if terms is None:
+        return Further(rows, lanes, YES, NO_SLOTS, NO_SLOTS, np.int64(0), np.int64(0))
+    matrices = _whole_matrices(terms.up)
+    return Further(
+        flat(terms.z.float().contiguous()), _flat_span(matrices), YES if terms.by_row else NO, flat(terms.slots),
+        flat(terms.ranks), np.int64(terms.z.shape[1]), np.int64(matrices.stride(0)),
+    )  # fmt: skip
 
 
 def embedding_backward(grad: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
@@ -64,15 +95,19 @@ def grouped_rows_gradient(rows: Tensor, weight: Tensor, by_row: bool, offsets: T
     return _multiply_groups(rows, weight, by_row, flat(offsets), GRADIENT)
 
 
-def _multiply_groups(rows: Tensor, weight: Tensor, by_row: bool, offsets: np.ndarray, segment: np.int64) -> Tensor:
+def _multiply_groups(
+    rows: Tensor, weight: Tensor, by_row: bool, offsets: np.ndarray, segment: np.int64,
+    terms: AdapterTerms | None = None,
+) -> Tensor:  # fmt: skip
     weight, columns = _whole_matrices(weight), weight.shape[1 if by_row else 2]
     out, width, counts = rows.new_empty(len(rows), columns), rows.shape[1], np.diff(offsets)
     if out.numel():
         first_task, tiles, chunk = grouped.plan(counts, columns, True)
         grouped.grouped_product(
-            threads_for(out.numel() * width), _flat_span(weight), np.arange(len(weight)) * weight.stride(0), by_row,
-            flat(rows.float().contiguous()), offsets[:-1] * width, True, flat(out), offsets[:-1] * columns, counts,
-            np.full(len(counts), width), first_task, columns, segment, tiles, chunk,
+            threads_for(out.numel() * width), lanes := _flat_span(weight), np.arange(len(weight)) * weight.stride(0),
+            by_row, vectors := flat(rows.float().contiguous()), offsets[:-1] * width, True, flat(out),
+            offsets[:-1] * columns, counts, np.full(len(counts), width), first_task, columns, segment, tiles, chunk,
+            _further(terms, vectors, lanes),
         )  # fmt: skip
     return out
 
@@ -84,9 +119,10 @@ def grouped_weight_gradient(left: Tensor, right: Tensor, offsets: Tensor, dtype:
     counts = np.full(len(widths), outputs)
     first_task, tiles, chunk = grouped.plan(counts, columns, False)
     grouped.grouped_product(
-        threads_for(len(left) * outputs * columns), flat(right.contiguous()), begins[:-1] * columns, False,
-        flat(left.float().contiguous()), begins[:-1] * outputs, False, flat(out),
+        threads_for(len(left) * outputs * columns), lanes := flat(right.contiguous()), begins[:-1] * columns, False,
+        vectors := flat(left.float().contiguous()), begins[:-1] * outputs, False, flat(out),
         np.arange(len(widths)) * outputs * columns, counts, widths, first_task, columns, GRADIENT, tiles, chunk,
+        _further(None, vectors, lanes),
     )  # fmt: skip
     return out
 

@@ -13,6 +13,7 @@ from rlloop.numerics.kernels.triton import attention as dense
 from rlloop.numerics.kernels.triton import attention_backward as dense_backward
 from rlloop.numerics.kernels.triton import linear as products
 from rlloop.numerics.kernels.triton import sparse
+from rlloop.numerics.kernels.triton.adapted import adapted_grouped_linear, adapted_linear, grouped_linear
 from rlloop.numerics.kernels.triton.elementwise import (
     layer_norm,
     rms_norm,
@@ -23,14 +24,12 @@ from rlloop.numerics.kernels.triton.elementwise import (
 )
 from rlloop.numerics.kernels.triton.experts import experts as gated_experts
 from rlloop.numerics.kernels.triton.experts import head_linear
-from rlloop.numerics.kernels.triton.grouped import product as grouped_product
 from rlloop.numerics.kernels.triton.grouped import weight_gradient as grouped_weight_gradient
 from rlloop.numerics.kernels.triton.launch import strict_products
 from rlloop.numerics.kernels.triton.linear import gradient as product
 from rlloop.numerics.kernels.triton.multi_linear import gated_linear, qkv_linear
 from rlloop.numerics.kernels.triton.qkv_cache_write import qkv_cache_write
 from rlloop.numerics.kernels.triton.routing import combine, combine_backward, route
-from rlloop.numerics.kernels.triton.sorting import groups_of
 from rlloop.numerics.kernels.triton.sparse import select, sparse_attention_backward
 from rlloop.numerics.kernels.triton.token_logprob import (
     logits_rows,
@@ -42,6 +41,8 @@ from rlloop.numerics.kernels.triton.token_logprob import (
 )
 
 __all__ = [
+    "adapted_grouped_linear",
+    "adapted_linear",
     "attention",
     "attention_backward",
     "combine",
@@ -84,10 +85,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     return products.product(x, weight, None, torch.float32)
-
-
-def grouped_linear(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
-    return grouped_product(rows, weight, groups_of(offsets, len(rows), rows.dtype), len(rows), by_row=by_row)
 
 
 grouped_rows_gradient = grouped_linear

@@ -129,15 +129,16 @@ def _fetchable(x: Tensor) -> bool:
 
 def product(
     x: Tensor, weight: Tensor, groups: Groups, rows: int, *, by_row: bool = True, order: Tensor | None = None,
-    gather: int = 0, scatter: bool = False, activate: bool = False,
+    gather: int = 0, scatter: bool = False, activate: bool = False, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Each group's rows times each row of its matrix, or each column where not by_row.
 
     x [R, K], weight [G, N, K] (else [G, K, N]) -> [R, N]. With `gather`, row i is x[order[i] // gather]; with `scatter`
     it goes to order[i]. With `activate`, N is 2F, gates over ups, and silu(gate) * up comes out: [R, F].
+    It is of `dtype`; None: of the type of x.
     """
     x, outputs = aligned(x), weight.shape[1 if by_row else 2] // (2 if activate else 1)
-    out, width = x.new_empty(rows, outputs), x.shape[1]
+    out, width = x.new_empty(rows, outputs, dtype=dtype), x.shape[1]
     if out.numel() == 0:
         return out
     if min(weight.stride()[1:]) != 1 or weight.data_ptr() % ALIGNMENT:

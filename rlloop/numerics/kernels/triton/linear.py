@@ -72,10 +72,11 @@ def tiles_for(rows: int, outputs: int, width: int, dtype: torch.dtype) -> Tiles:
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x, weight, bias, out, rows, outputs, width, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
-    SWAPPED: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x, weight, bias, out, rows, outputs, width, places, stride, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr, SWAPPED: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """`WHOLE`: the width is a multiple of WIDTH, so that no load needs a mask."""
+    """`WHOLE`: the width is a multiple of WIDTH, so that no load needs a mask. `PLACES`: the number of addresses in
+    `places` that the outputs are written to, rows `stride` apart, in place of `out`; 0: to `out`."""
     row_tiles, output_tiles = tl.cdiv(rows, ROWS), tl.cdiv(outputs, OUTPUTS)
     # Eight tiles of rows share what they read of the weights before the next outputs come.
     task, band = tl.program_id(0), 8 * output_tiles
@@ -106,11 +107,15 @@ def _linear(
         sums = sums.T
     if HAS_BIAS:
         sums += tl.load(bias + output, output < outputs, 0.0).to(tl.float32)[None, :]
-    at = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
-    tl.store(at, sums.to(out.dtype.element_ty), (row < rows)[:, None] & (output < outputs)[None, :])
+    at = row.to(tl.int64)[:, None] * stride + output[None, :]
+    inside, sums = (row < rows)[:, None] & (output < outputs)[None, :], sums.to(out.dtype.element_ty)
+    if PLACES == 0:
+        tl.store(out + at, sums, inside)
+    for place in tl.static_range(PLACES):
+        tl.store(tl.multiple_of(tl.load(places + place).to(out.dtype), 16) + at, sums, inside)
 
 
-def _small_batch(x: Tensor, outputs: int) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], None] | None:
+def few_rows(x: Tensor, outputs: int) -> Callable[..., None] | None:
     """The kernel for few rows, or None: it copies 16-bit rows that begin at multiples of 16 bytes."""
     rows, width = x.shape
     if rows > FEW_ROWS or x.itemsize != 2 or width == 0 or width % 8 or not gluon_runs(x.device):
@@ -123,23 +128,28 @@ def _small_batch(x: Tensor, outputs: int) -> Callable[[Tensor, Tensor, Tensor | 
 
 def chain(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tiles: Tiles | None = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, places: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, by our kernels."""
+    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, by our kernels.
+
+    `places` [P] int64: addresses, multiples of 16, of memory with the strides of `out`, that all get the outputs; then
+    `out` is one of them.
+    """
     (rows, width), outputs = x.shape, len(weight)
     if out is None:
         out = x.new_empty(rows, outputs, dtype=dtype)
     if out.numel() == 0:
         return out
-    if tiles is None and (small_batch := _small_batch(x, outputs)):
-        small_batch(x, weight, bias, out)
+    if tiles is None and (small_batch := few_rows(x, outputs)):
+        small_batch(x, weight, bias, out, places=places)
         return out
     tiles = tiles or tiles_for(rows, outputs, width, x.dtype)
     grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)
     _linear[grid](
         aligned(x), aligned(weight), weight if bias is None else aligned(bias), out, rows, outputs, width,
-        ROWS=tiles.rows, OUTPUTS=tiles.outputs, WIDTH=tiles.width, SWAPPED=tiles.swapped,
-        WHOLE=width % tiles.width == 0, HAS_BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+        out if places is None else places, out.stride(0), ROWS=tiles.rows, OUTPUTS=tiles.outputs, WIDTH=tiles.width,
+        SWAPPED=tiles.swapped, WHOLE=width % tiles.width == 0, HAS_BIAS=bias is not None,
+        PLACES=0 if places is None else len(places), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
 
@@ -187,7 +197,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
     (rows, width), outputs = x.shape, len(weight)
     step = STEPS[rows >= MANY_ROWS]
     whole = rows // step * step  # the rows that cuBLAS can have
-    if _small_batch(x, outputs):
+    if few_rows(x, outputs):
         return chain(x, weight, bias, dtype)
     if bias is None and whole >= VENDOR_ROWS and (rows == whole or rows >= MANY_ROWS) and outputs > 0:
         x, weight = aligned(x), aligned(weight)

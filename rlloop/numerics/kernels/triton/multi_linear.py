@@ -5,6 +5,8 @@ One projection of some hundred rows is too little work for a whole GPU; several 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import triton
@@ -12,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton.elementwise import silu_mul
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, gluon_runs
 from rlloop.numerics.kernels.triton.linear import product
 
 
@@ -105,6 +107,11 @@ def _gated(
 
 def qkv_linear(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     weights = (q_weight, k_weight, v_weight)
+    if gluon_runs(x.device):
+        from rlloop.numerics.kernels.triton import small_batch_linear as few
+
+        if tiles := few.tiles_of(few.TABLE_END_TO_END, x, weights, sum(map(len, weights))):
+            return few.products(x, weights, tiles)
     tiles = _tiles_for(QKV, x, weights)
     if tiles is None:
         one, other, last = (product(x, weight, None, x.dtype) for weight in weights)
@@ -119,7 +126,21 @@ def qkv_linear(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) 
     return one, other, last
 
 
+def few_rows_gated(x: Tensor, gate: Tensor, up: Tensor) -> Callable[..., None] | None:
+    """`small_batch_linear.gated` with its tiles; None where it is not for these shapes."""
+    if not gluon_runs(x.device):
+        return None
+    from rlloop.numerics.kernels.triton import small_batch_linear as few
+
+    tiles = few.tiles_of(few.TABLE_GATED, x, (gate, up), len(gate))
+    return tiles and partial(few.gated, tiles=tiles)
+
+
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    if few := few_rows_gated(x, gate, up):
+        out = x.new_empty(len(x), len(gate))
+        few(x, gate, up, out)
+        return out
     tiles = _tiles_for(GATED, x, (gate, up))
     if tiles is None:
         return silu_mul(product(x, gate, None, x.dtype), product(x, up, None, x.dtype))

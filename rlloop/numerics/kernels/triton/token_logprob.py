@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rlloop.numerics.kernels.terms import Optional4, rows_of, terms_gradients
 from rlloop.numerics.kernels.triton import linear as products
+from rlloop.numerics.kernels.triton.adapted import PRODUCTS, continued
 from rlloop.numerics.kernels.triton.distribution import Processing, Rows
 from rlloop.numerics.kernels.triton.launch import aligned
 
@@ -21,31 +23,28 @@ def logits_rows(vocabulary: int) -> int:
 
 
 def _chunks(
-    hidden: Tensor, weight: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor, raw: bool = False
-) -> Iterator[tuple[slice, Rows]]:
+    hidden: Tensor, weight: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
+    terms: Optional4, raw: bool = False,
+) -> Iterator[tuple[slice, Rows]]:  # fmt: skip
     """(rows, their logits measured), a bounded number of logits at a time."""
     step = logits_rows(len(weight))
     processing, hidden = Processing.of(settings, banned_start, banned_ids), aligned(hidden)
     for begin in range(0, len(hidden), step):
         rows = slice(begin, min(begin + step, len(hidden)))
-        yield (
-            rows,
-            Rows(
-                products.product(hidden[rows], weight, None, torch.float32),
-                processing.rows(rows.start, rows.stop),
-                raw=raw,
-            ),
-        )
+        logits = products.product(hidden[rows], weight, None, torch.float32)
+        if found := rows_of(terms, rows):
+            logits = continued(logits, None, torch.float32, *found)
+        yield rows, Rows(logits, processing.rows(rows.start, rows.stop), raw=raw)
 
 
 def token_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
-    seeds: Tensor | None, positions: Tensor | None, raw: bool,
+    seeds: Tensor | None, positions: Tensor | None, raw: bool, *terms: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(logprobs, entropies, raw logprobs if asked for, ids where there are seeds)"""
     logprobs, entropies, raws = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
     ids = torch.empty_like(targets)
-    for rows, measured in _chunks(hidden, weight, settings, banned_start, banned_ids, raw):
+    for rows, measured in _chunks(hidden, weight, settings, banned_start, banned_ids, terms, raw):
         logprobs[rows], entropies[rows], _ = measured.score(targets[rows])
         if raw:
             raws[rows] = measured.score(targets[rows], raw=True)[0]
@@ -56,15 +55,22 @@ def token_logprob(
 
 def token_logprob_backward(
     hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
-    entropies: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-    for rows, measured in _chunks(hidden, weight, settings, banned_start, banned_ids):
+    entropies: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor, of_weight: bool, z: Tensor | None = None,
+    up: Tensor | None = None, slots: Tensor | None = None, ranks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros_like(weight if of_weight else weight[:0], dtype=torch.float32)
+    grad_z, grad_up = (torch.zeros(0 if x is None else x.shape, device=hidden.device) for x in (z, up))
+    for rows, measured in _chunks(hidden, weight, settings, banned_start, banned_ids, (z, up, slots, ranks)):
         given = (targets[rows], entropies[rows], grad_logprobs[rows], grad_entropies[rows])
         grad_logits = measured.gradient(*given, hidden.dtype)
         grad_hidden[rows] = torch.mm(grad_logits, weight)
-        grad_weight += products.gradient(grad_logits, False, hidden[rows], False, torch.float32)
-    return grad_hidden, grad_weight.to(weight.dtype)
+        if of_weight:
+            grad_weight += products.gradient(grad_logits, False, hidden[rows], False, torch.float32)
+        if z is not None and up is not None and slots is not None:
+            grad_z[rows], of_up = terms_gradients(PRODUCTS, grad_logits, z[rows], up, True, slots[rows], torch.float32)
+            grad_up += of_up
+    return grad_hidden, grad_weight.to(weight.dtype), grad_z.to(hidden.dtype), grad_up.to(weight.dtype)
 
 
 def sample(

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from rlloop.numerics.kernels.cpu.compiled.elementwise import get, mean_square, put, silu_times
 from rlloop.numerics.kernels.cpu.compiled.jit import flat, kernel, parallel_kernel, take, threads_for
-from rlloop.numerics.kernels.cpu.compiled.linear import FORWARD, NO, PACKED, YES, add_strip, finish, plan, room_for_sums
+from rlloop.numerics.kernels.cpu.compiled.linear import (
+    FORWARD,
+    NO,
+    PACKED,
+    YES,
+    add_strip,
+    finish,
+    no_further,
+    plan,
+    room_for_sums,
+)
 from rlloop.numerics.kernels.cpu.compiled.simd import LANES, add, load, mul, splat, store, sub
 
 TOKENS = 8  # of a task of `_cache_write`
@@ -25,7 +35,7 @@ def _three_products(
     span = tiles * LANES
     ends = np.cumsum((columns + span - 1) // span)
     packed, starts, panel = np.empty(PACKED, np.float32), np.empty(span, np.int64), np.empty(0, np.float32)
-    sums = room_for_sums(chunk, tiles, width, FORWARD)
+    sums, further = room_for_sums(chunk, tiles, width, FORWARD), no_further(rows, first)
     task = take(counter)
     while task < ends[2] * ((num_rows + chunk - 1) // chunk):
         strip, row = task % ends[2], task // ends[2] * chunk
@@ -38,7 +48,7 @@ def _three_products(
         some = min(chunk, num_rows - row)
         add_strip(
             lanes, YES, rows, YES, column, count, row, some, num_rows, width, FORWARD, tiles, chunk, packed, panel,
-            starts, sums,
+            starts, sums, further, row,
         )  # fmt: skip
         finish(sums, tiles, some, sums, NO, out, row * count, column, count)
         task = take(counter)
@@ -63,7 +73,7 @@ def _gated_product(counter, gate, up, rows, out, num_rows, columns, width, tiles
     strips = (columns + span - 1) // span
     packed, starts, panel = np.empty(PACKED, np.float32), np.empty(span, np.int64), np.empty(0, np.float32)
     gates, ups = room_for_sums(chunk, tiles, width, FORWARD), room_for_sums(chunk, tiles, width, FORWARD)
-    rounded = np.empty(2 * LANES, out.dtype)
+    rounded, further = np.empty(2 * LANES, out.dtype), no_further(rows, gate)
     task = take(counter)
     while task < strips * ((num_rows + chunk - 1) // chunk):
         column, first = task % strips * span, task // strips * chunk
@@ -71,7 +81,7 @@ def _gated_product(counter, gate, up, rows, out, num_rows, columns, width, tiles
         for lanes, sums in ((gate, gates), (up, ups)):
             add_strip(
                 lanes, YES, rows, YES, column, columns, first, count, num_rows, width, FORWARD, tiles, chunk, packed,
-                panel, starts, sums,
+                panel, starts, sums, further, first,
             )  # fmt: skip
         for row in range(count):
             for n in range(0, min(span, columns - column), LANES):

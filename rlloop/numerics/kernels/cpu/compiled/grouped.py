@@ -29,7 +29,7 @@ def _group_of(first_task, task):
 @parallel_kernel
 def grouped_product(
     counter, lanes, lanes_at, by_row, rows, rows_at, rows_by_row, out, out_at, counts, widths, first_task, columns,
-    segment, tiles, chunk,
+    segment, tiles, chunk, further,
 ):  # fmt: skip
     """Per group g: out_g[m, n] = sum over k of R_g[m, k] * L_g[n, k], counts[g] x columns sums of widths[g] terms.
 
@@ -52,7 +52,7 @@ def grouped_product(
             sums[:] = np.float32(0)
         add_strip(
             matrix, by_row, vectors, rows_by_row, column, columns, first, count, num_rows, width, segment, tiles, chunk,
-            packed, panel, starts, sums,
+            packed, panel, starts, sums, further, out_at[group] // columns + first,
         )  # fmt: skip
         finish(sums, tiles, count, sums, NO, out, out_at[group] + first * columns, column, columns)
         task = take(counter)

@@ -4,13 +4,18 @@ A chain has `segment` terms, a constant of the caller. Each begins at +0, and th
 two sums of equally many chains become one at once, and what is left at the end joins from the last to the first. So the
 left part of each sum has as many chains as the largest power of two leaves. Nothing else can change a bit, and the work
 is cut as suits the caches: sixteen outputs of a row lie in the lanes.
+
+An adapter's terms (`Further`) continue the last chain before that joins the others, so a row without an adapter has the
+bits of the product alone.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel, parallel_kernel, take
+from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel, parallel_kernel, stay_apart, take
 from rlloop.numerics.kernels.cpu.compiled.simd import LANES, add, load, load_part, store, store_part
 from rlloop.numerics.kernels.cpu.compiled.tiles import MAIN, add_products, pack_columns, pack_rows
 
@@ -20,6 +25,25 @@ FEW_ROWS = 3
 YES, NO = np.bool_(True), np.bool_(False)
 FORWARD = np.int64(2048)  # terms of a chain; up to here a product is one chain
 GRADIENT = np.int64(256)  # in a backward, where shorter chains cost nothing and are nearer to the exact sum
+
+
+class Further(NamedTuple):
+    """Terms after those of the product, for rows that have an adapter. Arrays are flat; `slots` is empty where no row
+    has one."""
+
+    rows: np.ndarray  # [R, width] float32
+    lanes: np.ndarray  # matrix m begins at m * stride: [columns, width] if by_row, else [width, columns]
+    by_row: np.bool_
+    slots: np.ndarray  # [R] int64: which matrix a row's terms are of
+    ranks: np.ndarray  # [matrices] int64: how many terms; 0: none
+    width: np.int64
+    stride: np.int64
+
+
+@kernel
+def no_further(rows, lanes):
+    """Of the arrays' types, so that kernels are compiled once."""
+    return Further(rows, lanes, YES, np.empty(0, np.int64), np.empty(0, np.int64), np.int64(0), np.int64(0))
 
 
 @kernel
@@ -45,11 +69,41 @@ def room_for_sums(chunk, tiles, width, segment):
 
 
 @kernel
+def _continue(further, column, columns, first, count, tiles, packed, starts, sums, at):
+    """Adds the further terms of `count` rows, from `first` on, to their sums at `at`; neighbours in a slot at once."""
+    stay_apart()
+    depth, row, span = PACKED // (tiles * LANES), 0, tiles * LANES
+    for lane in range(span):
+        starts[lane] = min(column + lane, columns - 1) * further.width
+    while row < count:
+        slot, end = further.slots[first + row], row + 1
+        while end < count and further.slots[first + end] == slot:
+            end += 1
+        matrix = further.lanes[slot * further.stride :]
+        for begin in range(0, further.ranks[slot], depth):
+            last = min(further.ranks[slot], begin + depth)
+            if further.by_row:
+                for lane in range(0, span, LANES):
+                    pack_rows(matrix, starts, lane, begin, last, packed, lane, span)
+            else:
+                pack_columns(matrix, column, columns, begin, last, packed, tiles)
+            vectors = (first + row) * further.width + begin
+            add_products(
+                packed, 0, tiles, further.rows, vectors, further.width, 1, end - row, last - begin, sums,
+                at + row * span, False,
+            )  # fmt: skip
+        row = end
+
+
+@kernel
 def add_strip(
     lanes, by_row, rows, rows_by_row, column, columns, first, count, num_rows, width, segment, tiles, chunk, packed,
-    panel, starts, sums,
+    panel, starts, sums, further, further_first,
 ):  # fmt: skip
-    """sums [count, 16 * tiles] of `product`, for `count` rows from `first` on and the columns from `column` on."""
+    """sums [count, 16 * tiles] of `product`, for `count` rows from `first` on and the columns from `column` on.
+
+    Among the further terms' rows the first has the index `further_first`.
+    """
     depth, size = PACKED // (tiles * LANES), count * tiles * LANES
     for lane in range(tiles * LANES):  # the last row stands in for those past the end: its sums are not kept
         starts[lane] = min(column + lane, columns - 1) * width
@@ -69,6 +123,8 @@ def add_strip(
             else:
                 pack_columns(rows, first, num_rows, begin, end, panel, chunk // LANES)
                 add_products(packed, 0, tiles, panel, 0, 1, chunk, count, end - begin, sums, to, begin == chain)
+        if last == width and len(further.slots) > 0:
+            _continue(further, column, columns, further_first, count, tiles, packed, starts, sums, to)
         waiting = chain // segment  # in binary: a sum for each bit that is set, of as many chains as the bit says
         while to > 0 and (waiting % 2 == 1 or last == width):
             for i in range(to, to + size, LANES):
@@ -79,7 +135,8 @@ def add_strip(
 
 @parallel_kernel
 def product(
-    counter, lanes, by_row, rows, rows_by_row, bias, has_bias, out, num_rows, columns, width, segment, tiles, chunk
+    counter, lanes, by_row, rows, rows_by_row, bias, has_bias, out, num_rows, columns, width, segment, tiles, chunk,
+    further,
 ):  # fmt: skip
     """out[m, n] = sum over k of R[m, k] * L[n, k], plus bias[n]: num_rows x columns sums of `width` terms each.
 
@@ -96,7 +153,7 @@ def product(
         count = min(chunk, num_rows - first)
         add_strip(
             lanes, by_row, rows, rows_by_row, column, columns, first, count, num_rows, width, segment, tiles, chunk,
-            packed, panel, starts, sums,
+            packed, panel, starts, sums, further, first,
         )  # fmt: skip
         finish(sums, tiles, count, bias, has_bias, out, first * columns, column, columns)
         task = take(counter)

@@ -1,0 +1,95 @@
+"""Products whose sums go on over the terms of adapters, on CUDA.
+
+The product leaves its float32 sums, by whichever kernel suits its shape, and one more kernel continues them: z B' a
+further 16 terms of K at a time, for each of a tile's adapters in turn. Rows of another adapter get zeros there, which
+leave a sum as it is, so a row's bits do not depend on its neighbours. Its tiles are one constant shape.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlloop.numerics.kernels.terms import Products
+from rlloop.numerics.kernels.triton import grouped
+from rlloop.numerics.kernels.triton import linear as products
+from rlloop.numerics.kernels.triton.launch import aligned
+from rlloop.numerics.kernels.triton.sorting import groups_of
+
+ROWS, OUTPUTS, TERMS = 64, 64, 16
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _continue(
+    sums, z, up, slots, ranks, bias, out, rows, outputs, width, up_slot, up_output, up_term, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, TERMS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    NONE: tl.constexpr = 2147483647
+    output_tiles = tl.cdiv(outputs, OUTPUTS)
+    row = tl.program_id(0) // output_tiles * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(0) % output_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = (row < rows)[:, None] & (output < outputs)[None, :]
+    at = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    total = tl.load(sums + at, inside, 0.0)
+    slot = tl.load(slots + row, row < rows, 0).to(tl.int32)
+    has = (row < rows) & (tl.load(ranks + slot) > 0)
+    slot = tl.where(has, slot, NONE)
+    current = tl.min(slot, 0)
+    while current < NONE:
+        mine, matrix = slot == current, up + current.to(tl.int64) * up_slot
+        for begin in range(0, tl.load(ranks + current).to(tl.int32), TERMS):
+            k = begin + tl.arange(0, TERMS)
+            zs = tl.load(z + row.to(tl.int64)[:, None] * width + k[None, :], mine[:, None] & (k < width)[None, :], 0.0)
+            us = tl.load(
+                matrix + output.to(tl.int64)[None, :] * up_output + k.to(tl.int64)[:, None] * up_term,
+                (output < outputs)[None, :] & (k < width)[:, None], 0.0,
+            )  # fmt: skip
+            total = tl.dot(zs, us, total, input_precision="ieee")
+        current = tl.min(tl.where(slot > current, slot, NONE), 0)
+    if HAS_BIAS:
+        total += tl.load(bias + output, output < outputs, 0.0).to(tl.float32)[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), inside)
+
+
+def continued(
+    sums: Tensor, bias: Tensor | None, dtype: torch.dtype, z: Tensor, up: Tensor, by_row: bool, slots: Tensor,
+    ranks: Tensor,
+) -> Tensor:  # fmt: skip
+    """Sums [R, N] float32 with each row's terms and the bias, rounded to `dtype`; see `layout.AdapterTerms`."""
+    (rows, outputs), z = sums.shape, aligned(z)
+    up = up.to(z.dtype)
+    out = sums if dtype == torch.float32 else sums.new_empty(rows, outputs, dtype=dtype)
+    if out.numel():
+        up_slot, up_output, up_term = up.stride() if by_row else (up.stride(0), up.stride(2), up.stride(1))
+        grid = (triton.cdiv(rows, ROWS) * triton.cdiv(outputs, OUTPUTS),)
+        _continue[grid](
+            sums, z, up, slots.contiguous(), ranks, sums if bias is None else aligned(bias), out, rows, outputs,
+            z.shape[1], up_slot, up_output, up_term, ROWS=ROWS, OUTPUTS=OUTPUTS, TERMS=TERMS,
+            HAS_BIAS=bias is not None, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return out
+
+
+def adapted_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, z: Tensor, up: Tensor, up_by_row: bool,
+    slots: Tensor, ranks: Tensor,
+) -> Tensor:  # fmt: skip
+    return continued(products.product(x, weight, None, torch.float32), bias, dtype, z, up, up_by_row, slots, ranks)
+
+
+def adapted_grouped_linear(
+    rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor, z: Tensor, up: Tensor, up_by_row: bool, slots: Tensor,
+    ranks: Tensor,
+) -> Tensor:  # fmt: skip
+    groups = groups_of(offsets, len(rows), rows.dtype)
+    sums = grouped.product(rows, weight, groups, len(rows), by_row=by_row, dtype=torch.float32)
+    return continued(sums, None, rows.dtype, z, up, up_by_row, slots, ranks)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
+    return grouped.product(rows, weight, groups_of(offsets, len(rows), rows.dtype), len(rows), by_row=by_row)
+
+
+PRODUCTS = Products(products.gradient, grouped_linear, grouped.weight_gradient)

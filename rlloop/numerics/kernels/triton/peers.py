@@ -1,0 +1,95 @@
+"""Copies into the memory of other GPUs of this host, over NVLink, and the barrier that says they have arrived.
+
+A rank writes its columns straight into every rank's buffer, then all meet. Nothing is added, so bits are the writers'.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rlloop.numerics.kernels.triton.launch import EXACT, hopper, power_of_two
+from rlloop.numerics.kernels.triton.linear import chain, few_rows, product
+from rlloop.numerics.kernels.triton.multi_linear import few_rows_gated
+
+NUMBERS = 4096  # that a program copies
+
+
+@triton.jit(do_not_specialize=["rows", "first_row"])
+def _write(
+    x, gate, places, rows, width, x_stride, stride, first_row, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PLACES: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    at = row.to(tl.int64)[:, None] * x_stride + column[None, :]
+    values = tl.load(x + at, inside)
+    if GATED:
+        g = tl.load(gate + at, inside).to(tl.float32)
+        values = (g / (1.0 + tl.exp(-g)) * values.to(tl.float32)).to(x.dtype.element_ty)
+    to = (row + first_row).to(tl.int64)[:, None] * stride + column[None, :]
+    for place in tl.static_range(PLACES):
+        tl.store(tl.multiple_of(tl.load(places + place).to(x.dtype), 16) + to, values, inside)
+
+
+def write(x: Tensor, places: Tensor, stride: int, gate: Tensor | None = None, first_row: int = 0) -> None:
+    """x [T, N], whose rows may lie apart, to each address of `places` [P] int64, rows `stride` numbers apart there,
+    from row `first_row` on.
+
+    `gate` [T, N], of x's strides: `silu_mul(gate, x)` in place of x.
+    """
+    rows, width = x.shape
+    block = min(1024, power_of_two(width))
+    height = max(1, min(NUMBERS // block, power_of_two(rows)))
+    if rows:
+        _write[(triton.cdiv(rows, height), triton.cdiv(width, block))](
+            x, x if gate is None else gate, places, rows, width, x.stride(0), stride, first_row, ROWS=height,
+            BLOCK=block, PLACES=len(places), GATED=gate is not None, EARLY=hopper(x.device), num_warps=8,
+            launch_pdl=hopper(x.device), **EXACT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _meet(flags, round, rank, RANKS: tl.constexpr, EARLY: tl.constexpr):
+    """`flags` [RANKS] are addresses of each rank's flags [RANKS]; `round` counts the meetings."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    now = tl.load(round) + 1
+    for other in tl.static_range(RANKS):
+        tl.atomic_xchg(tl.load(flags + other).to(round.dtype) + rank, now, sem="release", scope="sys")
+    mine = tl.load(flags + rank).to(round.dtype)
+    for other in tl.static_range(RANKS):
+        while tl.atomic_add(mine + other, 0, sem="acquire", scope="sys") < now:
+            pass
+    tl.store(round, now)
+
+
+def meet(flags: Tensor, round: Tensor, rank: int) -> None:
+    """Waits, on the device, until every rank is here: what each wrote before has arrived.
+
+    flags [R] int64: addresses of R int64 each, zero at first; round [1] int64, zero at first.
+    """
+    early = hopper(flags.device)
+    _meet[(1,)](flags, round, rank, RANKS=len(flags), EARLY=early, num_warps=1, launch_pdl=early)
+
+
+def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, places: Tensor) -> None:
+    """x [T, K], weight [N, K], bias [N]: the outputs to each of `places`, whose rows lie as those of `out` [T, ...]."""
+    if few_rows(x, len(weight)):
+        chain(x, weight, bias, x.dtype, out=out, places=places)
+    else:  # from here on cuBLAS and a copy are faster than our kernel and its copies
+        write(product(x, weight, bias, x.dtype), places, out.stride(0))
+
+
+def gated_linear_into(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, places: Tensor) -> None:
+    """`silu_mul` of x [T, K] times gate and up [F, K], as `linear_into`."""
+    if few := few_rows_gated(x, gate, up):
+        few(x, gate, up, out, places=places)
+    else:
+        write(product(x, up, None, x.dtype), places, out.stride(0), product(x, gate, None, x.dtype))
