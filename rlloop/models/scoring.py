@@ -14,6 +14,7 @@ from rlloop.models.logits_processing import warp_for
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.transformer import Model
 from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
+from rlloop.parallel.progress import tick
 from rlloop.types import Alternatives, ModelInput, PromptScores, SamplingParams, as_model_input, is_ids
 
 LOGITS_AT_ONCE = 1 << 25  # most elements of logits held at a time while finding the likeliest tokens
@@ -81,6 +82,7 @@ def score(
 
     Raises `ConfigError` for a token outside the vocabulary or a sequence beyond the model's positions.
     """
+    tick()
     _check(model, rows)
     used = [row for row in rows if len(row.predict)]
     routes = RoutingRecord(_replayed(model, used) if replay and used and model.route_shape() is not None else None)

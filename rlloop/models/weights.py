@@ -26,6 +26,7 @@ from rlloop.models.transformer import Model
 from rlloop.numerics.kernels import RECURRENT, SINKS, backend_of, device_types
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
+from rlloop.parallel.progress import tick
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,10 @@ def load_model(
 ) -> Model:
     """Load a Hugging Face checkpoint folder of one of `families.FAMILIES`.
 
-    `context`: the rank, of which the model has the parts, and its device in place of `device`; each rank reads what it
-    holds. None: one rank. `dtype` is the compute type; weights of another type are rounded to it once, to nearest
-    (float64 is for the `reference` profile). `profile` names the implementation of each operation; None: the batch-invariant ones.
+    `dtype` is the compute type; weights of another type are rounded to it once, to nearest (float64 is for the
+    `reference` profile). `profile` names the implementation of each operation; None: the batch-invariant ones.
+    `context`: one rank of many, whose device counts instead of `device`, and which reads the parts that it holds; None:
+    one rank.
 
     Multi-token-prediction layers are left out, which is logged. Every weight is checked for NaN and infinity, at 1 to
     1.5 ms a million on a CPU: as long as copying it takes where the file is in memory already.
@@ -184,6 +186,7 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, context:
     cuts = {name: entries[rows.parameter].cut for name, rows in slices.items()}
     state: dict[str, Tensor] = {}
     for name, tensor in stored.read(found, {name: cut for name, cut in cuts.items() if cut is not None}):
+        tick()
         kind, rows = _compute(name, dtype) or tensor.dtype, slices.get(name)
         if rows is None or rows.expert is None:
             kept = state[name if rows is None else rows.parameter] = tensor.to(context.device, kind, copy=True)
