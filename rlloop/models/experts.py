@@ -10,12 +10,12 @@ from torch.nn.functional import pad
 
 from rlloop.models.architecture import MixtureConfig, ModelConfig
 from rlloop.models.expert_exchange import exchange_experts, same_tokens
-from rlloop.models.layers import Linear, Mlp, PlainMlp, Step
+from rlloop.models.layers import Divisions, Linear, Mlp, PlainMlp, Step
 from rlloop.numerics.routing import Clamped
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
-from rlloop.parallel.cut import Cut, share
 from rlloop.parallel.differentiable import gathered, own_part
+from rlloop.parallel.division import evenly
 
 BIAS = "e_score_correction_bias"  # stays float32 whatever the compute type; no gradient trains it
 
@@ -50,7 +50,7 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The weights of a layer's experts, one tensor for each projection, as in transformers.
 
-    Over the ranks of `ep` each holds a share of the `count` experts: `cut`; None: all.
+    Over the ranks of `ep` each holds a share of the `count` experts.
 
     `leaf_gradients`: where the ranks of `ep` compute several micro-batches at a time, a backward pass leaves the
     gradients of each here, by parameter, in order of rank, and none in `grad`. Whoever takes them clears it.
@@ -58,11 +58,11 @@ class Experts(nn.Module):
 
     def __init__(self, config: MixtureConfig, hidden_size: int, ep: Ranks) -> None:
         super().__init__()
-        begin, end = share(config.num_experts, ep.size, ep.rank)
-        self.cut = Cut(0, ((begin, end),)) if ep.size > 1 else None
+        self.division = evenly(config.num_experts, ep)
         self.leaf_gradients: dict[str, list[Tensor | None]] = {}
         self.count = config.num_experts
-        count, size = end - begin, config.expert_size
+        count = self.count if self.division is None else self.division.size
+        size = config.expert_size
         self.gated, self.clamp = config.gated, config.clamp
         if config.clamp is not None:
             self.gate_up_proj = nn.Parameter(torch.empty(count, hidden_size, 2 * size))
@@ -76,9 +76,13 @@ class Experts(nn.Module):
             self.up_proj = nn.Parameter(torch.empty(count, size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(count, hidden_size, size))
 
+    @property
+    def divisions(self) -> Divisions:
+        return {} if self.division is None else {name: (0, self.division) for name, _ in self.named_parameters()}
+
     def forward(self, x: Tensor, chosen: Tensor, step: Step) -> Tensor:
         """x [T, D], chosen [T, k] -> [T, k, D]"""
-        if self.cut is None:
+        if self.division is None:
             return self.computed(x, chosen, dict(self.named_parameters()), step)
         return exchange_experts(self, x, chosen, step)
 
@@ -96,26 +100,27 @@ class Mixture(nn.Module):
 
     def __init__(self, config: ModelConfig, mixture: MixtureConfig, place: int, context: ParallelContext) -> None:
         super().__init__()
-        width, size = config.hidden_size, mixture.shared_size
+        width, size, tp = config.hidden_size, mixture.shared_size, context.tp
         self.experts = Experts(mixture, mixture.latent_size or width, context.ranks("ep"))
         self.gate = Router(mixture, width, place)
         self.shared_experts = self.shared_expert = self.shared_expert_gate = None
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if mixture.shared_gate:
-            self.shared_expert, self.shared_expert_gate = Mlp(width, size), Linear(width, 1)
+            self.shared_expert, self.shared_expert_gate = Mlp(width, size, tp), Linear(width, 1)
         elif size:
-            self.shared_experts = Mlp(width, size) if mixture.gated else PlainMlp(width, size, config.mlp_bias)
+            self.shared_experts = Mlp(width, size, tp) if mixture.gated else PlainMlp(width, size, config.mlp_bias, tp)
         if mixture.latent_size is not None:
-            self.fc1_latent_proj = Linear(width, mixture.latent_size, config.mlp_bias)
-            self.fc2_latent_proj = Linear(mixture.latent_size, width, config.mlp_bias)
+            inner = mixture.latent_size
+            self.fc1_latent_proj = Linear(width, inner, config.mlp_bias, rows=evenly(inner, tp))
+            self.fc2_latent_proj = Linear(inner, width, config.mlp_bias, rows=evenly(width, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         weights, chosen = self.gate(x, step)
         shared = self._shared(x, step)
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
             return self._combined(x, chosen, weights, shared, step)
-        latent = self._combined(self.fc1_latent_proj(x, step.ops), chosen, weights, None, step)
-        out = self.fc2_latent_proj(latent, step.ops)
+        latent = self._combined(self.fc1_latent_proj.whole(x, step.ops), chosen, weights, None, step)
+        out = self.fc2_latent_proj.whole(latent, step.ops)
         return out if shared is None else out + shared
 
     def _combined(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, step: Step) -> Tensor:
@@ -136,7 +141,7 @@ class Mixture(nn.Module):
 
     def without_tokens(self, x: Tensor, step: Step) -> Tensor:
         """Takes part in the exchange of experts with no tokens: x [0, D] -> [0, D], of the experts' own width."""
-        if self.experts.cut is None:
+        if self.experts.division is None:
             return x
         chosen = torch.empty(0, self.gate.config.routing.top_k, dtype=torch.int64, device=x.device)
         return self.experts(x, chosen, step).sum(1)

@@ -22,8 +22,9 @@ from rlloop.models import attention, latent
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.attention import Attention
 from rlloop.models.experts import Mixture
+from rlloop.models.head import Head
 from rlloop.models.latent import LatentAttention
-from rlloop.models.layers import Cache, Linear, Mlp, Norm, PlainMlp, Step, Weight
+from rlloop.models.layers import Cache, Divisions, Linear, Mlp, Norm, PlainMlp, Step, Weight
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable
 from rlloop.models.routing_record import RoutingRecord
@@ -33,6 +34,7 @@ from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
+from rlloop.parallel.division import evenly, taken
 
 
 class Layer(nn.Module):
@@ -42,16 +44,18 @@ class Layer(nn.Module):
         super().__init__()
         self.eps = config.rms_norm_eps
         self.input_layernorm = Norm(config.hidden_size, config.centred_norms)
-        latent, mixture, self.linear_attn = config.latent, config.mixture, None
+        latent, mixture, self.linear_attn, tp = config.latent, config.mixture, None, context.tp
         if config.delta is not None and layer in config.delta.layers:
-            self.linear_attn = DeltaNet(config, config.delta, layer)
+            self.linear_attn = DeltaNet(config, config.delta, layer, tp)
+        elif latent is None:
+            self.self_attn = Attention(config, layer, tp)
         else:
-            self.self_attn = Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
+            self.self_attn = LatentAttention(config, latent, layer, tp)
         self.post_attention_layernorm = Norm(config.hidden_size, config.centred_norms)
         if mixture is not None and layer in mixture.layers:
             self.mlp = Mixture(config, mixture, mixture.layers.index(layer), context)
         else:
-            self.mlp = Mlp(config.hidden_size, config.intermediate_size, config.mlp_bias)
+            self.mlp = Mlp(config.hidden_size, config.intermediate_size, tp, config.mlp_bias)
 
     def forward(self, delta: Tensor, stream: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         """(delta, stream) -> (delta, stream), [T, D] each. `delta`, the last block's output, is still to be added."""
@@ -69,15 +73,15 @@ class Block(nn.Module):
         super().__init__()
         self.eps = config.rms_norm_eps
         self.norm = Norm(config.hidden_size, config.centred_norms)
-        kind = kinds[layer]
+        kind, tp = kinds[layer], context.tp
         if kind == "linear_attention" and config.mamba is not None:
-            self.mixer = Mamba(config, config.mamba, layer)
+            self.mixer = Mamba(config, config.mamba, layer, tp)
         elif kind == "full_attention":
-            self.mixer = Attention(config, layer)
+            self.mixer = Attention(config, layer, tp)
         elif kind == "moe" and config.mixture is not None:
             self.mixer = Mixture(config, config.mixture, config.mixture.layers.index(layer), context)
         else:
-            self.mixer = PlainMlp(config.hidden_size, config.intermediate_size, config.mlp_bias)
+            self.mixer = PlainMlp(config.hidden_size, config.intermediate_size, config.mlp_bias, tp)
 
     def forward(self, delta: Tensor, stream: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         x, stream = step.ops.rms_norm(delta, self.norm.scale, self.eps, stream)
@@ -127,9 +131,12 @@ class Model(nn.Module):
         self.checkpoint_layers = 0
         self.take_head_gradient: Callable[[Tensor], None] | None = None  # gets a tied weight's gradient as the head
         self.source_path: Path | None = None  # the folder it was loaded from
+        self.vocabulary = evenly(config.vocab_size, self.context.tp)  # of the output projection; the embedding is whole
         if weights_of is None:
+            self._check_heads()
             self.model = Decoder(config, self.context)
-            self.lm_head = None if config.tied else Weight(config.vocab_size, config.hidden_size)
+            held = config.vocab_size if self.vocabulary is None else self.vocabulary.size
+            self.lm_head = None if config.tied else Weight(held, config.hidden_size)
             self.rope = RopeTable(config)
         else:
             self.model, self.lm_head, self.rope = weights_of.model, weights_of.lm_head, weights_of.rope
@@ -138,23 +145,32 @@ class Model(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`to`, `cuda` and similar calls move the parameters; the context follows."""
         super()._apply(fn, recurse)
-        self.context = replace(self.context, device=self.head.device)
+        self.context = replace(self.context, device=self.model.embed_tokens.weight.device)
         return self
 
     @property
-    def head(self) -> nn.Parameter:
-        """The output projection [V, D]: the embedding itself where the two are tied."""
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+    def divisions(self) -> Divisions:
+        """How tensor-parallel ranks divide parameters that are no layer's."""
+        return {} if self.vocabulary is None else {"lm_head.weight": (0, self.vocabulary)}
 
     @property
-    def scoring_head(self) -> Tensor:
-        """`head` for differentiable products: `take_head_gradient` keeps a tied weight's two gradients apart."""
-        take = self.take_head_gradient
-        return self.head if self.lm_head is not None or take is None else _Apart.apply(self.head, take)
+    def head(self) -> Tensor:
+        """This rank's rows of the output projection [V, D]; where it is tied to the embedding, rows of that."""
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        weight, take = self.model.embed_tokens.weight, self.take_head_gradient
+        if take is not None and torch.is_grad_enabled():  # a tied weight's two gradients are kept apart
+            weight = _Apart.apply(weight, take)
+        return taken(weight, self.vocabulary, 0)
+
+    @property
+    def output(self) -> Head:
+        """Logits, logprobs and draws."""
+        return Head(self.ops, lambda: self.head, self.vocabulary)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.head.dtype
+        return self.model.embed_tokens.weight.dtype
 
     @property
     def device(self) -> torch.device:
@@ -174,15 +190,15 @@ class Model(nn.Module):
         if config.latent is not None:
             return [latent.cache_shapes(config.latent, layer) for layer in layers]
         attend = config.attention_layers
-        return [attention.cache_shapes(config) if layer in attend else {} for layer in layers]
+        return [attention.cache_shapes(config, self.context.tp) if layer in attend else {} for layer in layers]
 
     def state_spec(self) -> list[dict[str, tuple[int, ...]]]:
         """Shapes of the float32 states that each layer keeps for a sequence, by name; empty unless it is recurrent."""
-        config, layers = self.config, range(self.config.num_layers)
+        config, layers, tp = self.config, range(self.config.num_layers), self.context.tp
         if config.mamba is not None and config.blocks is not None:
-            return [mamba_states(config.mamba) if kind == "linear_attention" else {} for kind in config.blocks]
+            return [mamba_states(config.mamba, tp) if kind == "linear_attention" else {} for kind in config.blocks]
         if config.delta is not None:
-            return [delta_states(config.delta) if layer in config.delta.layers else {} for layer in layers]
+            return [delta_states(config.delta, tp) if layer in config.delta.layers else {} for layer in layers]
         return [{} for _ in layers]
 
     @property
@@ -210,6 +226,16 @@ class Model(nn.Module):
         view = Model(self.config, profile, self.context, weights_of=self)
         view.ops = ops(profile)
         return view
+
+    def _check_heads(self) -> None:
+        """Raises `ConfigError` where there are more tensor-parallel ranks than heads, so that some would have none."""
+        config = self.config
+        counts = [config.num_heads, *(part.num_heads for part in (config.delta, config.mamba) if part is not None)]
+        if min(counts) < self.context.tp.size:
+            raise ConfigError(
+                f"layout.tp is {self.context.tp.size}, and {config.architecture} has layers of {min(counts)} heads; "
+                f"set tp to {min(counts)} at most"
+            )
 
     def check_profile(self, profile: NumericsProfile) -> None:
         """Raises `ConfigError` for settings that this model does not support on its device or in its type."""
@@ -303,6 +329,7 @@ class Model(nn.Module):
         # Early stops would leave out the end of a layer, where ranks may meet.
         with set_checkpoint_early_stop(self.context.layout.world_size == 1):
             return checkpoint(layer, *args, use_reentrant=False)
+
 
 class _Apart(torch.autograd.Function):
     """A tensor whose gradient goes to `take`, and not on to the tensor."""

@@ -57,6 +57,10 @@ class Ops:
         view._adapters = adapters
         return view
 
+    def adapts(self, weight: Tensor) -> bool:
+        """True if a weight has adapters here."""
+        return self._adapted(weight) is not None
+
     def _adapted(self, weight: Tensor | None) -> tuple[Factors, AdapterSlots] | None:
         """The factors of a weight and which each row has; None where it has none."""
         if self._adapters is None or weight is None or (factors := self._adapters.of(weight)) is None:

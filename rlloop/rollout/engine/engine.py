@@ -64,6 +64,9 @@ class Engine(EngineFrontEnd):
     None of these decides a completion's bits, `seed` apart.
 
     The model's parameters may change in place (they do, in training); call `set_version` after.
+
+    Over tensor-parallel ranks each has an engine of the same settings, and every method is called on all of them alike,
+    with the same arguments: they schedule and draw the same.
     """
 
     def __init__(
@@ -91,17 +94,19 @@ class Engine(EngineFrontEnd):
         self._max_running = max_running
         self._prefix_caching = prefix_caching and not model.recurrent
         self._device = model.context.device
-        spec, dtype = model.cache_spec(), model.head.dtype
+        spec, dtype = model.cache_spec(), model.dtype
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
-            max_cache_tokens = max(page_size, min(whole, DEFAULT_CACHE_BYTES // max(1, bytes_per_token(spec, dtype))))
+            room = DEFAULT_CACHE_BYTES // max(1, bytes_per_token(spec, dtype))
+            room = min(model.context.tp.gather_objects(room))  # ranks with more heads have room for fewer tokens
+            max_cache_tokens = max(page_size, min(whole, room))
         if max_cache_tokens < page_size:
             raise ConfigError(
                 f"Engine's max_cache_tokens is {max_cache_tokens}; it must be at least one page ({page_size} tokens)"
             )
         self._num_blocks = max_cache_tokens // page_size
         room = self._num_blocks * page_size
-        super().__init__(Limits(len(model.head), model.max_positions, room, model.eos_token_ids), seed)
+        super().__init__(Limits(model.config.vocab_size, model.max_positions, room, model.eos_token_ids), seed)
         states = model.state_spec()
         self._cache = PagedCache(spec, room, dtype, self._device, states, max_running)
         self._choices = ChoiceStore.of(model, room) if record_choices else None
@@ -221,9 +226,9 @@ class Engine(EngineFrontEnd):
         else:
             tokens_now = table.tokens[batch.rows[sequence], index]
             hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start)
-            last, head = hidden[self._tensor(end[batch.emits] - 1)], self.model.head
-            at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // len(head))
-            parts = (self.model.ops.logits(part, head) for part in last.split(at_once))
+            last, output = hidden[self._tensor(end[batch.emits] - 1)], self.model.output
+            held = LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"])
+            parts = map(output.logits, last.split(max(1, held // self.model.config.vocab_size)))
             token_ids, drawn = self._sample(parts, emitting, self._warp(emitting))
         self._scheduler.advance(batch)
         return _Flight(batch, token_ids, self._to_host(drawn))
@@ -254,16 +259,16 @@ class Engine(EngineFrontEnd):
 
     def _sample(self, logits: Iterable[Tensor], rows: np.ndarray, warp: LogitsProcessing) -> tuple[Tensor, Tensor]:
         """Draw a token for each row of the table, whose logits come in parts: ids [E] and, as `packed`, [3, E]."""
-        table, ops, device = self._scheduler.table, self.model.ops, self._device
+        table, output, device = self._scheduler.table, self.model.output, self._device
         if len(rows) == 0:
             return torch.empty(0, dtype=torch.int64, device=device), torch.empty(3, 0, dtype=torch.int32, device=device)
         seeds, positions = self._tensor(table.seed[rows]), self._tensor(table.length[rows])
         parts, begin = [], 0
         for part in logits:
             end = begin + len(part)
-            parts.append(ops.sample(part, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
+            parts.append(output.sample(part, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
             for index in np.flatnonzero(table.top[rows[begin:end]]).tolist():
-                self._keep_likeliest(part[index : index + 1], int(rows[begin + index]))
+                self._keep_likeliest(output.whole(part[index : index + 1]), int(rows[begin + index]))
             begin = end
         drawn = [torch.cat(part) for part in zip(*parts, strict=True)]
         return drawn[0], packed(*drawn)

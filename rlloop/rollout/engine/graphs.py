@@ -34,7 +34,7 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor  # [R, 5 + B] int64: token, index, position, slot, seed, first slots of pages
     layout: AttentionLayout  # filled from them
-    outputs: tuple[Tensor, ...]  # logits [R, V] float32; or ids [R] int64 and, packed, [3, R] int32
+    outputs: tuple[Tensor, ...]  # logits; or ids [R] int64 and, packed, [3, R] int32
 
 
 class DecodeGraphs:
@@ -55,7 +55,7 @@ class DecodeGraphs:
     def logits(
         self, tokens: Tensor, index: np.ndarray, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray
     ) -> Tensor:
-        """Logits [S, V] float32 of one token a row. The host need not know the tokens.
+        """Logits of one token a row, as `Head.logits` has them. The host need not know the tokens.
 
         tokens, index in the sequence, position for the rope, slots [S]; pages [S, B]: the first slots of each row's.
 
@@ -93,7 +93,7 @@ class DecodeGraphs:
         return step.outputs
 
     def _record(self, rows: int, width: int, draws: bool) -> _Recorded:
-        device, ops = self._model.device, self._model.ops
+        device, output = self._model.device, self._model.output
         inputs = torch.zeros(rows, PAGES + width, dtype=torch.int64, device=device)
         inputs[:, SLOT], inputs[:, PAGES:] = self._cache.spare, self._cache.spare
         layout = AttentionLayout(
@@ -114,10 +114,10 @@ class DecodeGraphs:
             hidden = self._model.hidden(tokens, positions, layout, self._cache, routes=routes, even=True)
             if self._choices is not None and routes is not None:
                 self._choices.write(slots, routes)
-            logits = ops.logits(hidden, self._model.head)
+            logits = output.logits(hidden)
             if not draws:
                 return (logits,)
-            made = ops.sample(logits, LogitsProcessing(), seeds, index + 1)
+            made = output.sample(logits, LogitsProcessing(), seeds, index + 1)
             return made[0], packed(*made)
 
         work()  # compiles what has to be
