@@ -25,7 +25,8 @@ class OwnExperts(Protocol):
     """The experts that this rank holds of `count`."""
 
     count: int
-    leaf_gradients: dict[str, list[Tensor | None]]
+
+    def take_gradient(self, name: str, leaf: int, gradient: Tensor) -> None: ...
 
     def named_parameters(self) -> Any: ...
 
@@ -38,12 +39,6 @@ def same_tokens(context: ParallelContext) -> Ranks:
     """The ranks of an expert group that compute the same tokens: those of tensor parallelism."""
     ep, tp = context.ranks("ep"), context.tp
     return ALONE if ep.size == 1 else min(ep, tp, key=lambda ranks: ranks.size)
-
-
-def leaves(context: ParallelContext) -> int:
-    """Micro-batches that the ranks of an expert group compute at a time."""
-    layout = context.layout
-    return max(1, layout.ep // (layout.cp * layout.tp))
 
 
 def exchange_experts(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step) -> Tensor:
@@ -66,7 +61,7 @@ def exchange_experts(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step)
 
 def _by_leaf(experts: OwnExperts, rows: Tensor, chosen: Tensor, receives: list[int], step: Step) -> Tensor:
     """Outputs of the rows that came from each rank. Weights get one gradient for each leaf, as if it were alone."""
-    weights, count = dict(experts.named_parameters()), leaves(step.context)
+    weights, count = dict(experts.named_parameters()), step.context.layout.expert_leaves
     if count == 1 or not torch.is_grad_enabled():
         return experts.computed(rows, chosen, weights, step)[:, 0]
     ranks = len(receives) // count
@@ -74,9 +69,7 @@ def _by_leaf(experts: OwnExperts, rows: Tensor, chosen: Tensor, receives: list[i
     parts = []
     for leaf, (begin, end) in enumerate(pairwise(ends)):
         tapped = {
-            name: _OfLeaf.apply(weight, experts.leaf_gradients.setdefault(name, [None] * count), leaf)
-            if weight.requires_grad
-            else weight
+            name: _OfLeaf.apply(weight, experts, name, leaf) if weight.requires_grad else weight
             for name, weight in weights.items()
         }
         parts.append(experts.computed(rows[begin:end], chosen[begin:end], tapped, step)[:, 0])
@@ -84,19 +77,18 @@ def _by_leaf(experts: OwnExperts, rows: Tensor, chosen: Tensor, receives: list[i
 
 
 class _OfLeaf(torch.autograd.Function):
-    """A weight whose gradient goes to its leaf's place in a list."""
+    """A weight whose gradient is that of one leaf, and does not go on to the weight."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, gradients: list[Tensor | None], leaf: int) -> Tensor:
-        ctx.place = (gradients, leaf)
+    def forward(ctx: Any, weight: Tensor, experts: OwnExperts, name: str, leaf: int) -> Tensor:
+        ctx.place = (experts, name, leaf)
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        gradients, leaf = ctx.place
-        before = gradients[leaf]
-        gradients[leaf] = grads[0] if before is None else before + grads[0]
-        return None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        experts, name, leaf = ctx.place
+        experts.take_gradient(name, leaf, grads[0])
+        return None, None, None, None
 
 
 def _all_tokens(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step, ep: Ranks) -> Tensor:

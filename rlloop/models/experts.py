@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from rlloop.models.architecture import MixtureConfig, ModelConfig
 from rlloop.models.expert_exchange import exchange_experts, same_tokens
 from rlloop.models.layers import Divisions, Linear, Mlp, PlainMlp, Step
 from rlloop.numerics.routing import Clamped
-from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.differentiable import gathered, own_part
 from rlloop.parallel.division import evenly
@@ -52,14 +51,17 @@ class Experts(nn.Module):
 
     Over the ranks of `ep` each holds a share of the `count` experts.
 
-    `leaf_gradients`: where the ranks of `ep` compute several micro-batches at a time, a backward pass leaves the
-    gradients of each here, by parameter, in order of rank, and none in `grad`. Whoever takes them clears it.
+    Where the ranks of `ep` compute several micro-batches (leaves) at a time, a backward pass makes a gradient for each.
+    `taker(name, gradients [leaves, ...])` gets them, of one parameter after the other; without one their sum is added
+    to the parameter's `grad`.
     """
 
-    def __init__(self, config: MixtureConfig, hidden_size: int, ep: Ranks) -> None:
+    def __init__(self, config: MixtureConfig, hidden_size: int, context: ParallelContext) -> None:
         super().__init__()
-        self.division = evenly(config.num_experts, ep)
-        self.leaf_gradients: dict[str, list[Tensor | None]] = {}
+        self.division = evenly(config.num_experts, context.ranks("ep"))
+        self.leaves = 1 if self.division is None else context.layout.expert_leaves
+        self.taker: Callable[[str, Tensor], None] | None = None
+        self._arrived: dict[str, dict[int, Tensor]] = {}
         self.count = config.num_experts
         count = self.count if self.division is None else self.division.size
         size = config.expert_size
@@ -86,6 +88,21 @@ class Experts(nn.Module):
             return self.computed(x, chosen, dict(self.named_parameters()), step)
         return exchange_experts(self, x, chosen, step)
 
+    def take_gradient(self, name: str, leaf: int, gradient: Tensor) -> None:
+        """Keep the gradient of one leaf until all have come. The backward pass of `forward` calls it."""
+        arrived = self._arrived.setdefault(name, {})
+        arrived[leaf] = gradient
+        if len(arrived) < self.leaves:
+            return
+        gradients = torch.stack([arrived[at] for at in range(self.leaves)])
+        del self._arrived[name]
+        if self.taker is not None:
+            self.taker(name, gradients)
+            return
+        parameter = self.get_parameter(name)
+        total = gradients.sum(0)
+        parameter.grad = total if parameter.grad is None else parameter.grad + total
+
     def computed(self, x: Tensor, chosen: Tensor, weights: Mapping[str, Tensor], step: Step) -> Tensor:
         """`forward` of this rank's own experts, `chosen` counted from the first of them."""
         up, down = weights["gate_up_proj" if self.gated else "up_proj"], weights["down_proj"]
@@ -101,7 +118,7 @@ class Mixture(nn.Module):
     def __init__(self, config: ModelConfig, mixture: MixtureConfig, place: int, context: ParallelContext) -> None:
         super().__init__()
         width, size, tp = config.hidden_size, mixture.shared_size, context.tp
-        self.experts = Experts(mixture, mixture.latent_size or width, context.ranks("ep"))
+        self.experts = Experts(mixture, mixture.latent_size or width, context)
         self.gate = Router(mixture, width, place)
         self.shared_experts = self.shared_expert = self.shared_expert_gate = None
         self.fc1_latent_proj = self.fc2_latent_proj = None

@@ -9,10 +9,11 @@ import torch
 
 from rlloop.models import Model, load_model
 from rlloop.models.experts import Experts
+from rlloop.models.parameters import ParameterStore
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.scoring import ScoreRow, score
 from rlloop.numerics.layout import AttentionLayout
-from rlloop.parallel.context import ParallelContext, join
+from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from tests.support.checkpoints import make_checkpoint
 from tests.support.ranks import run_ranks
@@ -25,21 +26,6 @@ LEAVES = ([5, 17, 9], [31], [])  # lengths of the sequences of each rank's micro
 def rows_of(lengths: list[int], seed: int) -> list[ScoreRow]:
     generator = torch.Generator().manual_seed(seed)
     return [ScoreRow(torch.randint(3, 97, (n,), generator=generator).tolist(), range(n // 2, n)) for n in lengths]
-
-
-def part_of(whole: Model, context: ParallelContext) -> Model:
-    """What a rank holds of a model."""
-    with torch.device("meta"):
-        model = Model(whole.config, whole.profile, context)
-    state = whole.state_dict()
-    for name, module in model.named_modules():
-        if isinstance(module, Experts) and module.cut is not None:
-            ((begin, end),) = module.cut.ranges
-            for own, _ in module.named_parameters():
-                state[f"{name}.{own}"] = state[f"{name}.{own}"][begin:end].clone()
-    model.load_state_dict(state, assign=True)
-    model.rope = whole.rope
-    return model
 
 
 def gradients(model: Model) -> dict[str, torch.Tensor]:
@@ -58,8 +44,12 @@ def trained(folder: Path, every: int, dtype: str) -> list[str]:
             logprobs, entropy = score(whole, rows)
             (logprobs.square().sum() + entropy.sum()).backward()
             wanted.append((logprobs.detach(), gradients(whole)))
-    model, here, different = part_of(whole, context), context.rank, []
+    model, here, different = load_model(folder, dtype=dtype, context=context), context.rank, []
     model.checkpoint_layers = every
+    by_leaf = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            module.taker = lambda own, found, name=name: by_leaf.update({f"{name}.{own}": found})
     if leaves[here]:
         routes = []
         logprobs, entropy = score(model, leaves[here], watch=lambda record, _: routes.append(record.chosen()))
@@ -79,16 +69,15 @@ def trained(folder: Path, every: int, dtype: str) -> list[str]:
         model.without_tokens().backward()
         with torch.no_grad():
             model.without_tokens()
-    for name, module in model.named_modules():
-        if isinstance(module, Experts):
-            assert module.cut is not None
-            ((begin, end),) = module.cut.ranges
-            for own, by_leaf in module.leaf_gradients.items():
-                for leaf, (_, one) in enumerate(wanted):
-                    here = by_leaf[leaf]
-                    if here is None or not here.equal(one[f"{name}.{own}"][begin:end]):
-                        different.append(f"{name}.{own} of leaf {leaf}")
-            assert set(module.leaf_gradients) == {own for own, _ in module.named_parameters()}
+    for name, entry in ParameterStore(model).entries.items():
+        if ".experts." in name:
+            found = by_leaf.pop(name)
+            different += [
+                f"{name} of leaf {leaf}"
+                for leaf, (_, one) in enumerate(wanted)
+                if not found[leaf].equal(entry.part(one[name]))
+            ]
+    assert not by_leaf
     return different
 
 
@@ -96,7 +85,7 @@ def read(folder: Path, layout: Layout, dtype: str) -> list[str]:
     """Names of what differs from one rank in forwards whose sizes no host knows, and in ordinary ones."""
     context, different = join(CPU, layout), []
     whole = load_model(folder, dtype=dtype)
-    model, apart = part_of(whole, context), layout.tp == 1
+    model, apart = load_model(folder, dtype=dtype, context=context), layout.tp == 1
     for count in (1, 7):
         generator = torch.Generator().manual_seed(context.rank if apart else 0)
         tokens = torch.randint(3, 97, (count,), generator=generator)
