@@ -3,41 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlloop.models.checkpoint_names import EMBEDDING, HEAD, stored_state
-from rlloop.models.layers import Divisions
+from rlloop.models.stored_parameter import entries_of
 from rlloop.models.transformer import Model
-from rlloop.parallel.cut import Cut
-from rlloop.parallel.division import Division
-
-
-@dataclass(frozen=True, eq=False)
-class StoredParameter:
-    """One parameter of a model, as this rank holds it."""
-
-    live: nn.Parameter  # what operations read: the compute copy
-    shape: tuple[int, ...]  # of the whole parameter
-    trains: bool  # whether a gradient moves it
-    dim: int = 0  # that tensor-parallel ranks divide
-    division: Division | None = None  # None: `live` is the whole
-
-    @property
-    def cut(self) -> Cut | None:
-        """What this rank holds of the whole parameter; None: all of it."""
-        return None if self.division is None else self.division.cut(self.dim)
-
-    def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole parameter, or of another tensor of its shape; a view if it is one range."""
-        return whole if self.division is None else self.division.take(whole, self.dim)
-
-    def whole(self, part: Tensor | None = None) -> Tensor:
-        """The whole parameter, or (`part`, a tensor like `live`) another tensor of its shape. Collective."""
-        part = self.live.detach() if part is None else part
-        return part if self.division is None else self.division.gather(part, self.dim)
 
 
 class ParameterStore:
@@ -51,10 +23,7 @@ class ParameterStore:
     """
 
     def __init__(self, model: Model) -> None:
-        divisions = divisions_of(model)
-        self.entries: dict[str, StoredParameter] = {
-            name: _entry(live, *divisions.get(name, (0, None))) for name, live in model.named_parameters()
-        }
+        self.entries = entries_of(model)
         self.aliases: dict[str, str] = {HEAD: EMBEDDING} if model.lm_head is None else {}
         self._architecture = model.config.architecture
 
@@ -92,19 +61,3 @@ class ParameterStore:
         for name, whole in wholes:
             entry = self.entries[name]
             entry.live.copy_(entry.part(whole))
-
-
-def divisions_of(model: Model) -> Divisions:
-    """How tensor-parallel ranks divide the parameters of `model`, by their full names; those left out are whole."""
-    return {
-        f"{prefix}.{name}" if prefix else name: division
-        for prefix, module in model.named_modules()
-        for name, division in getattr(module, "divisions", {}).items()
-    }
-
-
-def _entry(live: nn.Parameter, dim: int, division: Division | None) -> StoredParameter:
-    shape = list(live.shape)
-    if division is not None:
-        shape[dim] = division.count
-    return StoredParameter(live, tuple(shape), live.requires_grad, dim, division)

@@ -28,6 +28,7 @@ from rlloop.models.layers import Cache, Divisions, Linear, Mlp, Norm, PlainMlp, 
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable
 from rlloop.models.routing_record import RoutingRecord
+from rlloop.models.stored_parameter import StoredParameter, entries_of
 from rlloop.numerics.kernels import SETTINGS, backend_of
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
@@ -121,7 +122,9 @@ class Model(nn.Module):
     ) -> None:
         """`context`: the rank, and the device of its tensors; None: one rank on the CPU.
 
-        `weights_of`: a model of the same configuration whose parameters are shared; None: the model has its own.
+        `weights_of`: a model of the same configuration whose parameters are shared; None: the model has its own. Where
+        that model is whole and this one a tensor-parallel rank, parts that are one piece of a whole are shared, and
+        others are copies; where both are cut, otherwise than each other, all are. `refresh` brings copies up to date.
         """
         super().__init__()
         self.config = config
@@ -130,6 +133,7 @@ class Model(nn.Module):
         self.ops = ops_for(self.profile)
         self.checkpoint_layers = 0
         self.source_path: Path | None = None  # the folder it was loaded from
+        self._copies: list[tuple[nn.Parameter, StoredParameter, StoredParameter]] = []
         self.vocabulary = evenly(config.vocab_size, self.context.tp)  # of the output projection; the embedding is whole
         if weights_of is None:
             self._check_heads()
@@ -137,9 +141,40 @@ class Model(nn.Module):
             held = config.vocab_size if self.vocabulary is None else self.vocabulary.size
             self.lm_head = None if config.tied else Weight(held, config.hidden_size)
             self.rope = RopeTable(config)
-        else:
-            self.model, self.lm_head, self.rope = weights_of.model, weights_of.lm_head, weights_of.rope
-            self.source_path, self.checkpoint_layers = weights_of.source_path, weights_of.checkpoint_layers
+            return
+        self.rope, self.source_path = weights_of.rope, weights_of.source_path
+        self.checkpoint_layers = weights_of.checkpoint_layers
+        if weights_of.context.tp.size == self.context.tp.size:
+            self.model, self.lm_head, self._copies = weights_of.model, weights_of.lm_head, weights_of._copies
+            return
+        with torch.device("meta"):
+            parts = Model(config, profile, self.context)
+        self.model, self.lm_head = parts.model, parts.lm_head
+        self._take_parts(weights_of)
+        self.refresh()
+
+    def _take_parts(self, whole: Model) -> None:
+        """Share what is one piece of a whole parameter; allocate the rest, and note where it comes from."""
+        source, state = entries_of(whole), {}
+        for name, entry in entries_of(self).items():
+            live, is_whole = source[name].live, source[name].division is None
+            if is_whole and entry.division is None:
+                state[name] = live
+            elif is_whole and entry.dim == 0 and len(entry.division.own) == 1:
+                state[name] = nn.Parameter(entry.part(live.detach()), requires_grad=False)
+            else:
+                shape = list(entry.shape)
+                if entry.division is not None:
+                    shape[entry.dim] = entry.division.size
+                state[name] = nn.Parameter(live.new_empty(shape), requires_grad=False)
+                self._copies.append((state[name], entry, source[name]))
+        self.load_state_dict(state, assign=True)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring copies of another model's weights (`weights_of`) up to date, in place. Collective if those are cut."""
+        for copy, entry, source in self._copies:
+            copy.copy_(entry.part(source.whole()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`to`, `cuda` and similar calls move the parameters; the context follows."""

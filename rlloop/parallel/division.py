@@ -20,6 +20,8 @@ from torch import Tensor
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.cut import Cut, Range, share
 
+VECTOR = 16  # elements
+
 
 @dataclass(frozen=True, eq=False)
 class Division:
@@ -93,10 +95,15 @@ class Division:
 
 
 def evenly(count: int, ranks: Ranks) -> Division | None:
-    """Consecutive parts that differ by one element at most; None for one rank."""
+    """Consecutive parts of about the same size; None for one rank.
+
+    Sizes are multiples of `VECTOR` where that makes no rank's share much larger: kernels then move whole vectors.
+    """
     if ranks.size == 1:
         return None
-    return Division(ranks, count, tuple((share(count, ranks.size, rank),) for rank in range(ranks.size)))
+    unit = VECTOR if count % VECTOR == 0 and count >= 16 * VECTOR * ranks.size else 1
+    parts = Division(ranks, count // unit, tuple((share(count // unit, ranks.size, r),) for r in range(ranks.size)))
+    return parts.times(unit)
 
 
 def heads_over(queries: int, groups: int, ranks: Ranks) -> tuple[Division, Division] | None:

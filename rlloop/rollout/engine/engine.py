@@ -189,6 +189,7 @@ class Engine(EngineFrontEnd):
     # ---------------------------------------------------------------------------------------------- weights and facts
 
     def _forget_cached(self) -> None:
+        self.model.refresh()
         self._scheduler.blocks.forget(self.policy_version)
         if self._graphs is not None:
             self._graphs.check_weights()
