@@ -25,6 +25,7 @@ from rlloop.models.experts import Mixture
 from rlloop.models.head import Head
 from rlloop.models.latent import LatentAttention
 from rlloop.models.layers import Cache, Divisions, Linear, Mlp, Norm, PlainMlp, Step, Weight
+from rlloop.models.peer_gathers import peers_of
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable
 from rlloop.models.routing_record import RoutingRecord
@@ -160,7 +161,7 @@ class Model(nn.Module):
             live, is_whole = source[name].live, source[name].division is None
             if is_whole and entry.division is None:
                 state[name] = live
-            elif is_whole and entry.dim == 0 and len(entry.division.own) == 1:
+            elif is_whole and entry.division is not None and entry.dim == 0 and len(entry.division.own) == 1:
                 state[name] = nn.Parameter(entry.part(live.detach()), requires_grad=False)
             else:
                 shape = list(entry.shape)
@@ -326,6 +327,8 @@ class Model(nn.Module):
                 f"positions have {positions.shape[0]} axes; the rope of {self.config.architecture} takes one position "
                 "a token (positions [T])"
             )
+        if (peers := peers_of(self.vocabulary)) is not None:
+            peers.begin()
         rope = (self.rope.table[0], self.rope.table[1])
         step = Step(positions, rope, layout, cache, self.ops, routes)
         delta, stream = embedding(tokens, self.model.embed_tokens.weight), None

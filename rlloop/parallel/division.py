@@ -20,7 +20,7 @@ from torch import Tensor
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.cut import Cut, Range, share
 
-VECTOR = 16  # elements
+UNITS = (64, 16, 1)  # elements: shares are multiples of the first of these that leaves ranks about as much each
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +53,16 @@ class Division:
     def repeats(self) -> bool:
         """True if some element is held more than once."""
         return sum(self.sizes) > self.count
+
+    def aligned(self, unit: int) -> bool:
+        """True if each rank has one range, which begins at a multiple of `unit`, and nothing is held twice."""
+        return self._alignment % unit == 0
+
+    @cached_property
+    def _alignment(self) -> int:
+        if self.repeats or any(len(ranges) != 1 for ranges in self.ranges):
+            return 1
+        return math.gcd(0, *(begin for ((begin, _),) in self.ranges))
 
     def cut(self, dim: int) -> Cut:
         """This rank's part of a tensor that is divided in `dim`."""
@@ -97,11 +107,11 @@ class Division:
 def evenly(count: int, ranks: Ranks) -> Division | None:
     """Consecutive parts of about the same size; None for one rank.
 
-    Sizes are multiples of `VECTOR` where that makes no rank's share much larger: kernels then move whole vectors.
+    Shares are multiples of a kernel's tile, or of a vector, where that makes no rank's much larger.
     """
     if ranks.size == 1:
         return None
-    unit = VECTOR if count % VECTOR == 0 and count >= 16 * VECTOR * ranks.size else 1
+    unit = next(unit for unit in UNITS if unit == 1 or (count % unit == 0 and count >= 8 * unit * ranks.size))
     parts = Division(ranks, count // unit, tuple((share(count // unit, ranks.size, r),) for r in range(ranks.size)))
     return parts.times(unit)
 

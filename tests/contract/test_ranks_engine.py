@@ -20,6 +20,7 @@ CONFIG = {
     "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 256, "tie_word_embeddings": False, "initializer_range": 0.1, "eos_token_id": 2,
 }  # fmt: skip
+SHARED = "model.layers.0.mlp.gate_proj.weight"
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6], list(range(3, 40)), [9]]
 SAMPLING = [
@@ -61,9 +62,8 @@ def layouts(folder: Path) -> dict[str, Any]:
         trained = model(contexts[trainer_tp])
         sampled = Model(trained.config, None, contexts[engine_tp], weights_of=trained)
         if trainer_tp == 1:
-            rows = sampled.model.layers[0].mlp.gate_proj.weight
-            begin = trained.model.layers[0].mlp.gate_proj.weight.data_ptr()
-            assert begin <= rows.data_ptr() < begin + 80 * 48 * 4, "a part of the whole takes no memory of its own"
+            whole, part = (dict(each.named_parameters())[SHARED].data_ptr() for each in (trained, sampled))
+            assert whole <= part < whole + 80 * 48 * 4, "a part of the whole takes no memory of its own"
         engine = Engine(sampled, page_size=8, max_batch_tokens=16)
         before = engine.generate(PROMPTS, SAMPLING)
         move(trained)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models.logits_processing import on_device, warp_for
+from rlloop.models.peer_gathers import open_peers
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.scoring import likeliest, score_prompt
 from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
@@ -111,6 +112,7 @@ class Engine(EngineFrontEnd):
         self._cache = PagedCache(spec, room, dtype, self._device, states, max_running)
         self._choices = ChoiceStore.of(model, room) if record_choices else None
         self._graphs = None
+        open_peers(model, model.context.tp, self._device, max_batch_tokens)
         if self._device.type == "cuda":
             self._graphs = DecodeGraphs(model, self._cache, page_size, self._choices)
         self._scheduler = self._new_scheduler()
