@@ -234,8 +234,7 @@ class Colocated(Replica):
         self.trainer.replay_experts(on)
 
     def save(self, folder: Path) -> None:
-        if self.world.rank == 0:
-            self.trainer.save(folder)
+        self.trainer.save(folder)
 
     def restore(self, folder: Path) -> None:
         self.trainer.restore(folder)

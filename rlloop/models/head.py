@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlloop.errors import ConfigError
-from rlloop.models.tensor_parallel import NO_ADAPTERS
 from rlloop.numerics import operators
 from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.layout import LogitsProcessing
@@ -33,12 +31,8 @@ class Head:
     def __init__(self, ops: Ops, weight: Callable[[], Tensor], division: Division | None) -> None:
         self._ops, self._weight, self._division = ops, weight, division
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[T, D] -> [T, v] float32 of this rank's tokens of the vocabulary; `whole` and `sample` take them."""
-        return self._ops.logits(hidden, self._weight())
-
     def whole(self, logits: Tensor) -> Tensor:
-        """[T, V] on every rank."""
+        """Logits of this rank's tokens of the vocabulary [T, v] -> [T, V], on every rank."""
         return gathered(logits, self._division)
 
     def sample(
@@ -90,8 +84,6 @@ class Head:
         positions: Tensor | None, raw: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         assert self._division is not None
-        if self._ops.adapts(self._weight()):
-            raise ConfigError(NO_ADAPTERS)
         check_targets(targets, self._division.count)
         return _CutLogprob.apply(hidden, self._weight(), targets, processing, seeds, positions, raw, self._division)
 

@@ -82,7 +82,7 @@ class Linear(nn.Module):
         if torch.is_grad_enabled():
             return gathered(cut_linear(x, self, ops, columns), self.rows)
         peers = peers_of(self.rows)
-        if peers is not None and ops.fuses and not ops.adapts(self.weight) and peers.takes(x, columns, self.rows):
+        if peers is not None and ops.fuses and peers.takes(x, columns, self.rows):
             return peers.product(x if columns is None else peers.gather(x, columns), self.weight, self.bias, self.rows)
         return gathered(ops.linear(gathered(x, columns), self.weight, self.bias, self.across), self.rows)
 
@@ -137,8 +137,7 @@ class Mlp(nn.Module):
         if gate.bias is None and ops.fuses:
             peers = peers_of(self.inner)
             if self.inner is not None and peers is not None and peers.takes(x, self.inner):
-                if not (ops.adapts(gate.weight) or ops.adapts(up.weight)):
-                    return self.down_proj.whole(peers.gated(x, gate.weight, up.weight, self.inner), ops)
+                return self.down_proj.whole(peers.gated(x, gate.weight, up.weight, self.inner), ops)
             made = ops.gated_linear(x, gate.weight, up.weight)
         else:
             made = ops.silu_mul(gate(x, ops), up(x, ops))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ class ParameterStore:
     """The parameters of `model` by name, as this rank holds them. A tied weight has one entry, and its other name
     stands in `aliases`.
 
+    Of a model with an adapter they are the adapter's: its base is frozen, and known by its digest.
+
     A parameter trains if it requires a gradient: `parameter.requires_grad_(False)` freezes it. A store refers to the
     model's tensors; after a parameter is replaced or frozen, construct another.
 
@@ -23,9 +26,13 @@ class ParameterStore:
     """
 
     def __init__(self, model: Model) -> None:
-        self.entries = entries_of(model)
-        self.aliases: dict[str, str] = {HEAD: EMBEDDING} if model.lm_head is None else {}
-        self._architecture = model.config.architecture
+        adapter = model.adapter
+        named = model.named_parameters() if adapter is None else adapter.named_parameters().items()
+        self.entries = entries_of(model, named)
+        if adapter is not None:
+            self.entries = {name: replace(entry, scale=adapter.scale_of(name)) for name, entry in self.entries.items()}
+        self.aliases: dict[str, str] = {HEAD: EMBEDDING} if model.lm_head is None and adapter is None else {}
+        self._architecture = model.config.architecture if adapter is None else None
 
     def tensors(self) -> dict[str, Tensor]:
         """The live parameters, detached: writing into them changes the model."""
@@ -35,6 +42,8 @@ class ParameterStore:
         """The live parameters as checkpoints name them: experts one by one, as views into the tensor that holds all of
         them; tied weights under each of their names."""
         live = self.tensors()
+        if self._architecture is None:
+            return live
         return {**stored_state(live, self._architecture), **{alias: live[name] for alias, name in self.aliases.items()}}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ class StoredParameter:
     live: nn.Parameter  # what operations read: the compute copy
     shape: tuple[int, ...]  # of the whole parameter
     trains: bool  # whether a gradient moves it
+    scale: float = 1.0  # the live value is its master times this, rounded
     dim: int = 0  # that tensor-parallel ranks divide
     division: Division | None = None  # None: `live` is the whole
 
@@ -36,18 +38,18 @@ class StoredParameter:
         return part if self.division is None else self.division.gather(part, self.dim)
 
 
-def entries_of(model: nn.Module) -> dict[str, StoredParameter]:
-    """The parameters of a model by name."""
+def entries_of(model: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> dict[str, StoredParameter]:
+    """The parameters of a model by name; `named`: these instead."""
     divisions: Divisions = {
         f"{prefix}.{name}" if prefix else name: division
         for prefix, module in model.named_modules()
         for name, division in getattr(module, "divisions", {}).items()
     }
-    return {name: _entry(live, *divisions.get(name, (0, None))) for name, live in model.named_parameters()}
+    return {name: _entry(live, *divisions.get(name, (0, None))) for name, live in named or model.named_parameters()}
 
 
 def _entry(live: nn.Parameter, dim: int, division: Division | None) -> StoredParameter:
     shape = list(live.shape)
     if division is not None:
         shape[dim] = division.count
-    return StoredParameter(live, tuple(shape), live.requires_grad, dim, division)
+    return StoredParameter(live, tuple(shape), live.requires_grad, dim=dim, division=division)

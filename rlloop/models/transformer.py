@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlloop.errors import ConfigError
 from rlloop.models import attention, latent
+from rlloop.models.adapter_slots import AdapterRegistry
+from rlloop.models.adapter_weights import Adapter, Target, find_targets
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.attention import Attention
 from rlloop.models.experts import Mixture
@@ -31,7 +33,7 @@ from rlloop.models.ropes import RopeTable
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.stored_parameter import StoredParameter, entries_of
 from rlloop.numerics.kernels import SETTINGS, backend_of
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import AdapterSlots, AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.profile import NumericsProfile
@@ -131,8 +133,11 @@ class Model(nn.Module):
         self.config = config
         self.profile = profile or NumericsProfile()
         self.context = context or ParallelContext(torch.device("cpu"))
-        self.ops = ops_for(self.profile)
+        self.adapter: Adapter | None = None if weights_of is None else weights_of.adapter  # of all rows
+        self.adapters = AdapterRegistry() if weights_of is None else weights_of.adapters  # those that rows may name
+        self.ops = self._with_own_adapter(ops_for(self.profile))
         self.checkpoint_layers = 0
+        self.take_head_gradient: Callable[[Tensor], None] | None = None  # gets a tied weight's gradient as the head
         self.source_path: Path | None = None  # the folder it was loaded from
         self._copies: list[tuple[nn.Parameter, StoredParameter, StoredParameter]] = []
         self.vocabulary = evenly(config.vocab_size, self.context.tp)  # of the output projection; the embedding is whole
@@ -197,8 +202,16 @@ class Model(nn.Module):
 
     @property
     def output(self) -> Head:
-        """Logits, logprobs and draws."""
-        return Head(self.ops, lambda: self.head, self.vocabulary)
+        """Logprobs and draws of hidden states and `logits`."""
+        return Head(self.ops, lambda: self.scoring_head, self.vocabulary)
+
+    @property
+    def scoring_head(self) -> Tensor:
+        """`head` for differentiable products: `take_head_gradient` keeps a tied weight's two gradients apart."""
+        take = self.take_head_gradient
+        if self.lm_head is not None or take is None:
+            return self.head
+        return taken(_Apart.apply(self.model.embed_tokens.weight, take), self.vocabulary, 0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -256,7 +269,7 @@ class Model(nn.Module):
         """
         self.check_profile(profile)
         view = Model(self.config, profile, self.context, weights_of=self)
-        view.ops = ops(profile)
+        view.ops = view._with_own_adapter(ops(profile))
         return view
 
     def _check_heads(self) -> None:
@@ -268,6 +281,49 @@ class Model(nn.Module):
                 f"layout.tp is {self.context.tp.size}, and {config.architecture} has layers of {min(counts)} heads; "
                 f"set tp to {min(counts)} at most"
             )
+
+    def with_adapter(self, adapter: Adapter | str | None) -> Model:
+        """A view of the model in which every token has this adapter, or the one of this name; None: the base itself.
+
+        Weights are shared. Raises `ConfigError` for an unknown name, and as `check_adapts`.
+        """
+        if isinstance(adapter, str):
+            loaded = self.adapters.get(adapter)
+            adapter = Adapter(loaded.weights, self.adapter_targets(), adapter)
+        if adapter is not None:
+            self.check_adapts()
+        view = Model(self.config, self.profile, self.context, weights_of=self)
+        view.adapter = adapter
+        view.ops = view._with_own_adapter(self.ops)
+        return view
+
+    def _with_own_adapter(self, ops: Ops) -> Ops:
+        return ops.with_adapters(None if self.adapter is None else AdapterSlots(self.adapter.factors))
+
+    def adapter_targets(self) -> dict[str, Target]:
+        """The weights that adapters can adapt, by name."""
+        return find_targets(self, self.head, None if self.config.latent is None else self.config.num_heads)
+
+    def logits(self, hidden: Tensor, adapters: AdapterSlots | None = None) -> Tensor:
+        """Logits [T, V] float32 of hidden states [T, D]; `adapters` as for `hidden`. Of tensor-parallel ranks, each has
+        those of its own tokens of the vocabulary, as `output` takes them."""
+        return (self.ops if adapters is None else self.ops.with_adapters(adapters)).logits(hidden, self.head)
+
+    def check_adapts(self) -> None:
+        """Raises `ConfigError` where adapters cannot be computed under this profile or layout."""
+        profile, layout = self.profile, self.context.layout
+        others = [op for op in ("linear", "experts", "token_logprob") if getattr(profile, op) != "rlloop"]
+        if others:
+            raise ConfigError(f"adapters need the profile's {', '.join(others)} to be rlloop; leave it at the default")
+        for name, value, needed in (("tp_segments", profile.tp_segments, "1"), ("latent", profile.latent, "absorbed")):
+            if value != needed:
+                raise ConfigError(f"adapters need profile.{name}={needed}, and it is {value}")
+        for axis in ("tp", "ep"):
+            if getattr(layout, axis) > 1:
+                raise ConfigError(
+                    f"adapters need whole weights on each rank: the layout's {axis} must be 1, and it is "
+                    f"{getattr(layout, axis)}"
+                )
 
     def check_profile(self, profile: NumericsProfile) -> None:
         """Raises `ConfigError` for settings that this model does not support on its device or in its type."""
@@ -314,11 +370,13 @@ class Model(nn.Module):
         cache: Cache | None = None,
         *,
         routes: RoutingRecord | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> Tensor:
         """Last hidden states of flat tokens, normed. tokens and positions [T] int64 -> [T, D].
 
         Positions are for the rope alone; masks and the cache go by `layout`. Without a cache that must be the trainer's
         (`AttentionLayout.of_sequences`). `routes` records the experts of each token, or holds those to replay.
+        `adapters` says which adapter each token has; None: all have the model's own, if it has one.
 
         Raises `ConfigError` for positions of several axes (MRoPE), which no rope here supports.
         """
@@ -330,7 +388,8 @@ class Model(nn.Module):
         if (peers := peers_of(self.vocabulary)) is not None:
             peers.begin()
         rope = (self.rope.table[0], self.rope.table[1])
-        step = Step(positions, rope, layout, cache, self.ops, routes)
+        ops = self.ops if adapters is None else self.ops.with_adapters(adapters)
+        step = Step(positions, rope, layout, cache, ops, routes)
         delta, stream = embedding(tokens, self.model.embed_tokens.weight), None
         every = self.checkpoint_layers if torch.is_grad_enabled() else 0
         for index, layer in enumerate(self.model.layers):
@@ -339,3 +398,17 @@ class Model(nn.Module):
             else:
                 delta, stream = layer(delta, stream, step)
         return self.ops.rms_norm(delta, self.model.norm.scale, self.config.rms_norm_eps, stream)[0]
+
+
+class _Apart(torch.autograd.Function):
+    """A tensor whose gradient goes to `take`, and not on to the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.take(grads[0])
+        return None, None

@@ -30,6 +30,9 @@ class Ranks:
     rank: int = 0
     group: dist.ProcessGroup | None = None
 
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self  # a copy of a model meets the same ranks
+
     @meets
     def gather(self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         """All ranks' tensors, end to end along `dim`. `sizes`: the extent of each rank's there; None: all have x's."""
@@ -61,6 +64,20 @@ class Ranks:
             group=self.group,
         )  # fmt: skip
         return got
+
+    @meets
+    def share_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """x [sum of sizes, ...], contiguous, filled in place: rank r has written its own `sizes[r]` rows."""
+        if self.size == 1 or not x.numel():
+            return x
+        rows = x.split(list(sizes))
+        if min(sizes) == max(sizes):
+            dist.all_gather_into_tensor(_bytes(x), _bytes(rows[self.rank]), group=self.group)
+            return x
+        for source, part in enumerate(rows):
+            if len(part):
+                dist.broadcast(_bytes(part), group=self.group, group_src=source)
+        return x
 
     @meets
     def broadcast(self, x: Tensor, source: int) -> Tensor:

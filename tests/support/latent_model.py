@@ -19,6 +19,7 @@ class LatentModel(nn.Module):
     recurrent = False
     max_positions = 160
     context = ParallelContext(torch.device("cpu"))
+    adapter = None
 
     def __init__(self, profile: NumericsProfile | None = None, seed: int = 0) -> None:
         super().__init__()
@@ -51,7 +52,9 @@ class LatentModel(nn.Module):
     def indexed_layers(self) -> int:
         return 0
 
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout, cache=None, routes=None):
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, layout: AttentionLayout, cache=None, routes=None, adapters=None
+    ):
         ops, x, rest = self.ops, self.embed[tokens], None
         for layer in range(LAYERS):
             normed, rest = ops.rms_norm(x, self.norm, 1e-6, rest)
@@ -62,6 +65,9 @@ class LatentModel(nn.Module):
                 (latent,) = cache.write(layer, latent=latent)
             x = ops.linear(ops.attention(q, latent, latent, layout, WIDTH**-0.5).flatten(1), self.out[layer])
         return ops.rms_norm(x, self.norm, 1e-6, rest)[0]
+
+    def logits(self, hidden: Tensor, adapters=None):
+        return self.ops.logits(hidden, self.head)
 
 
 PROMPTS = [[5, 6, 7], [9], list(range(3, 40)), [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]]

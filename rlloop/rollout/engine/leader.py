@@ -35,9 +35,11 @@ class LeadingEngine(Engine):
         self.model.context.tp.broadcast_object([*self._calls, (method, args)])
         self._calls = []
 
-    def _accept(self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int) -> None:
-        self._calls.append(("_accept", (id, prompt, sampling, top_logprobs)))
-        super()._accept(id, prompt, sampling, top_logprobs)
+    def _accept(
+        self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None
+    ) -> None:
+        self._calls.append(("_accept", (id, prompt, sampling, top_logprobs, adapter)))
+        super()._accept(id, prompt, sampling, top_logprobs, adapter)
 
     def abort(self, request_id: int) -> Completion | None:
         self._calls.append(("abort", (request_id,)))

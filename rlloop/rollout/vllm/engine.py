@@ -247,7 +247,9 @@ class VllmEngine(EngineFrontEnd):
         super()._check(prompt, sampling)
         check_sampling(sampling, stock=not self.raw_column)
 
-    def _accept(self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int) -> None:
+    def _accept(
+        self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None
+    ) -> None:
         self.wake_up()
         llm, asked = self._llm, {"prompt_token_ids": prompt.token_ids}
         tasks = llm.get_supported_tasks()
