@@ -28,11 +28,13 @@ _opened: WeakKeyDictionary[Ranks, PeerGathers] = WeakKeyDictionary()
 class PeerGathers:
     """Gathers of up to `numbers` bfloat16 numbers each. What one returns is valid until the third after it."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, numbers: int) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, numbers: int, before: PeerGathers | None) -> None:
+        """`before`: smaller ones, whose memory recorded graphs may write into."""
         from rlloop.numerics.kernels.triton import peers
         from rlloop.parallel.peers import PeerMemory
 
-        self._kernels, self._memory = peers, PeerMemory(ranks, device, -(-numbers // ALIGNED) * ALIGNED)
+        self.numbers, self._kernels, self._before = numbers, peers, before
+        self._memory = PeerMemory(ranks, device, -(-numbers // ALIGNED) * ALIGNED)
 
     def begin(self) -> None:
         """A forward begins: nobody reads what the one before gathered any more."""
@@ -56,8 +58,7 @@ class PeerGathers:
         if x.dtype != torch.bfloat16 or x.ndim != 2 or not len(x):
             return False
         return all(
-            each is None or (each.aligned(ALIGNED) and len(x) * each.count <= self._memory.numbers)
-            for each in divisions
+            each is None or (each.aligned(ALIGNED) and len(x) * each.count <= self.numbers) for each in divisions
         )
 
     def _made(self, x: Tensor, division: Division, make: Callable[[Buffer], None]) -> Tensor:
@@ -72,15 +73,17 @@ class PeerGathers:
 
 def open_peers(model: nn.Module, ranks: Ranks, device: torch.device, rows: int) -> None:
     """Let forwards of up to `rows` rows gather by peers. Collective; without effect where GPUs are out of reach."""
-    if ranks.size == 1 or device.type != "cuda" or ranks in _opened:
+    if ranks.size == 1 or device.type != "cuda":
+        return
+    divisions = (getattr(module, "rows", None) for module in model.modules())
+    numbers = min(rows, MOST_ROWS) * max((each.count for each in divisions if isinstance(each, Division)), default=0)
+    if (before := _opened.get(ranks)) is not None and before.numbers >= numbers:
         return
     at = ranks.gather_objects((socket.gethostname(), torch.device(device).index or 0))
     others = [index for _, index in at if index != device.index]
     reach = all(torch.cuda.can_device_access_peer(device, other) for other in others)
     if len({host for host, _ in at}) == 1 and len(others) == ranks.size - 1 and all(ranks.gather_objects(reach)):
-        divisions = (getattr(module, "rows", None) for module in model.modules())
-        widest = max((each.count for each in divisions if isinstance(each, Division)), default=0)
-        _opened[ranks] = PeerGathers(ranks, device, min(rows, MOST_ROWS) * widest)
+        _opened[ranks] = PeerGathers(ranks, device, numbers, before)
 
 
 def peers_of(division: Division | None) -> PeerGathers | None:

@@ -210,7 +210,7 @@ def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0)
     logprobs = model.output.token_logprob(hidden, ids[1:], LogitsProcessing())[0].cpu().numpy()
     if not top:
         return PromptScores(logprobs)
-    at_once = max(1, LOGITS_AT_ONCE // (model.config.vocab_size * (1 + top)))
+    at_once = max(1, LOGITS_AT_ONCE // (model.vocab_size * (1 + top)))
     chunks = (model.output.whole(model.logits(rows)) for rows in hidden.split(at_once))
     return PromptScores(logprobs, Alternatives.joined([likeliest(model, logits, top) for logits in chunks]))
 
@@ -322,7 +322,7 @@ def _batches(rows: Sequence[ScoreRow], max_tokens: int | None) -> Iterator[list[
 
 def _check(model: Model, rows: Sequence[ScoreRow]) -> None:
     """Raises `ConfigError` for rows that the model cannot score, by their index."""
-    vocabulary, limit = model.config.vocab_size, model.max_positions
+    vocabulary, limit = model.vocab_size, model.max_positions
     for index, row in enumerate(rows):
         ids = row.token_ids
         if not is_ids(ids):

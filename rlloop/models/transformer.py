@@ -222,6 +222,10 @@ class Model(nn.Module):
         return self.context.device
 
     @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self.config.eos_token_ids
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rlloop.models.head import Head
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import NumericsProfile
@@ -20,11 +21,13 @@ class LatentModel(nn.Module):
     max_positions = 160
     context = ParallelContext(torch.device("cpu"))
     adapter = None
+    vocab_size = VOCABULARY
 
     def __init__(self, profile: NumericsProfile | None = None, seed: int = 0) -> None:
         super().__init__()
         self.profile = profile or NumericsProfile()
         self.ops = ops_for(self.profile)
+        self.output = Head(self.ops, lambda: self.head, None)
         generator = torch.Generator().manual_seed(seed)
 
         def weight(*shape: int) -> nn.Parameter:
@@ -39,6 +42,13 @@ class LatentModel(nn.Module):
         frequency = 1e3 ** (-torch.arange(WIDTH // 2) / (WIDTH // 2))
         angle = torch.outer(torch.arange(self.max_positions), frequency).float()
         self.cos, self.sin = angle.cos(), angle.sin()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.dtype
+
+    def refresh(self) -> None:
+        """No weights are copies of others."""
 
     def state_spec(self) -> list[dict[str, tuple[int, ...]]]:
         return [{}] * LAYERS

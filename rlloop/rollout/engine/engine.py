@@ -118,7 +118,7 @@ class Engine(EngineFrontEnd):
             )
         self._num_blocks = max_cache_tokens // page_size
         room = self._num_blocks * page_size
-        super().__init__(Limits(model.config.vocab_size, model.max_positions, room, model.eos_token_ids), seed)
+        super().__init__(Limits(model.vocab_size, model.max_positions, room, model.eos_token_ids), seed)
         states = model.state_spec()
         self._cache = PagedCache(spec, room, dtype, self._device, states, max_running)
         self._choices = ChoiceStore.of(model, room) if record_choices else None
@@ -281,7 +281,7 @@ class Engine(EngineFrontEnd):
             tokens_now = table.tokens[batch.rows[sequence], index]
             adapters = self._with_slots(None if slots_of is None else slots_of[sequence])
             hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start, adapters)
-            last, vocabulary = hidden[self._tensor(end[batch.emits] - 1)], self.model.config.vocab_size
+            last, vocabulary = hidden[self._tensor(end[batch.emits] - 1)], self.model.vocab_size
             at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // vocabulary)
             adapters = self._with_slots(None if slots_of is None else slots_of[batch.emits])
             spans = (slice(begin, begin + at_once) for begin in range(0, len(last), at_once))
