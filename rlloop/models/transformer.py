@@ -150,7 +150,7 @@ class Model(nn.Module):
             return
         self.rope, self.source_path = weights_of.rope, weights_of.source_path
         self.checkpoint_layers = weights_of.checkpoint_layers
-        if weights_of.context.tp.size == self.context.tp.size:
+        if all(weights_of.context.ranks(axis).size == self.context.ranks(axis).size for axis in ("tp", "ep")):
             self.model, self.lm_head, self._copies = weights_of.model, weights_of.lm_head, weights_of._copies
             return
         with torch.device("meta"):
