@@ -11,7 +11,7 @@ from rlloop.models.tensor_parallel import cut_attention
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.collectives import Ranks
-from rlloop.parallel.division import Division, evenly, gathered, heads_over, taken
+from rlloop.parallel.division import Division, gathered, heads_over, in_tiles, taken
 
 
 class Attention(nn.Module):
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.hidden_size, kv_width, config.qkv_bias, rows=kv_rows)
         self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias, rows=kv_rows)
         self.o_proj = Linear(
-            width, config.hidden_size, config.output_bias, across=True, rows=evenly(config.hidden_size, tp)
+            width, config.hidden_size, config.output_bias, across=True, rows=in_tiles(config.hidden_size, tp)
         )
         self.whole_norm, self.rope_dim = config.whole_norm, config.rope_dim
         self._plain = not (config.output_gate or config.whole_norm) and config.rope_dim == config.head_dim
