@@ -86,8 +86,8 @@ class Attention(nn.Module):
 
         if sinks is not None and heads is not None and heads[1].repeats and torch.is_grad_enabled():
             sinks = gathered(sinks, heads[0], 0)  # a sink's gradient is a sum over all sequences: every rank makes all
-            whole = (gathered(x, part, 1) for x, part in ((q, heads[0]), (keys, heads[1]), (values, heads[1])))
-            read = taken(attend(*whole, step.layout, None), heads[0], 1).flatten(1)
+            k, v = gathered(keys, heads[1], 1), gathered(values, heads[1], 1)
+            read = taken(attend(gathered(q, heads[0], 1), k, v, step.layout, None), heads[0], 1).flatten(1)
         else:
             read = cut_attention(attend, q, keys, values, None, step.layout, heads).flatten(1)
         return self.o_proj.whole(read if gate is None else ops.sigmoid_mul(gate, read), ops, self.columns)
