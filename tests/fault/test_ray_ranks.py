@@ -14,13 +14,10 @@ from tests.support.tiny_run import train
 pytest.importorskip("ray")
 
 
-def test_the_death_of_a_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp_path, monkeypatch):
+def test_the_death_of_a_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp_path):
     owner = uuid.uuid4().hex
-    monkeypatch.setenv("RLLOOP_TEST_RUN", owner)
-    run = tmp_path / "run"
-    process = train(
-        run, SMALL, "launch=ray", "ray.elastic=true", "ray.cpus_per_worker=0.5", "trainer.layout.dp_shard=3"
-    )
+    run, overrides = tmp_path / "run", ("launch=ray", "ray.elastic=true", "trainer.layout.dp_shard=3")
+    process = train(run, SMALL, *overrides, env={**os.environ, "RLLOOP_TEST_RUN": owner})
     metrics = run / "metrics.jsonl"
     while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 4):
         time.sleep(0.01)
