@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlloop.algorithms import LossBatch, LossOutput, get_loss
 from rlloop.config.run import TrainerConfig
+from rlloop.metrics import is_timing
 from rlloop.models import Model, new_model
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
@@ -68,13 +67,12 @@ LAYOUTS = {
 }
 
 
-def ranked(case: Case, layout: dict[str, int]) -> Trainer:
+def ranked(case: Case, layout: dict[str, int], device: str = "cpu") -> Trainer:
     """A trainer of this process's rank."""
+    context = join(torch.device(device), Layout(**layout))
 
     def model() -> Model:
-        made = new_model(case.model, seed=0, dtype=case.dtype)
-        made.context = join(torch.device("cpu"), Layout(**layout))
-        return made
+        return new_model(case.model, seed=0, dtype=case.dtype, context=context)
 
     settings = {"lr": 1e-2, "grad_clip": 0.5, "max_batch_tokens": 30, "weight_decay": 0.01, **case.settings}
     return Trainer(model(), TrainerConfig(**settings), reference=model() if case.reference else None)
@@ -113,9 +111,14 @@ def everything(folder: Path, size: int) -> dict[str, tuple[str, dict[str, str], 
             trainer = ranked(case, layout)
             reported = list(go(trainer, case, range(case.steps)))
             saved = save(trainer, folder / f"{name} {layout} {size}")
-            live = b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in trainer.model.parameters())
-            found[f"{name} {layout}"] = (_digest(reported), saved, hashlib.sha256(live).hexdigest())
+            found[f"{name} {layout}"] = (digests_of(reported), saved, live(trainer))
     return found
+
+
+def live(trainer: Trainer) -> str:
+    """The digest of the weights that an engine would read."""
+    tensors = [parameter.detach().cpu().contiguous() for parameter in trainer.model.parameters()]
+    return hashlib.sha256(b"".join(each.view(torch.uint8).numpy().tobytes() for each in tensors)).hexdigest()
 
 
 def save(trainer: Trainer, folder: Path) -> dict[str, str]:
@@ -134,12 +137,16 @@ def relay(folder: Path, size: int, begin: int, end: int) -> list[tuple[str, dict
         if begin:
             trainer.restore(folder / f"{name} {begin}")
         reported = list(go(trainer, CASES[name], range(begin, end)))
-        found.append((_digest(reported[-1:]), save(trainer, folder / f"{name} {end}")))
+        found.append((digests_of(reported[-1:]), save(trainer, folder / f"{name} {end}")))
     return found
 
 
-def _digest(reported: Any) -> str:
-    plain = pickle.dumps(
-        [np.asarray(each, dtype=object) if isinstance(each, np.ndarray) else each for each in reported]
-    )
-    return hashlib.sha256(plain).hexdigest()
+def digests_of(reported: Iterable[Any]) -> str:
+    """A digest of what `go` yields: bytes and numbers, NaN among them; times differ."""
+    return hashlib.sha256("\n".join(repr(_without_times(each)) for each in reported).encode()).hexdigest()
+
+
+def _without_times(item: Any) -> Any:
+    if isinstance(item, dict):
+        return {name: value for name, value in item.items() if not is_timing(name)}
+    return tuple(map(_without_times, item)) if isinstance(item, tuple) else item
