@@ -14,6 +14,7 @@ from rlloop.models.tensor_parallel import cut_linear
 from rlloop.numerics.layout import AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.division import Division, gathered, in_tiles
 
 
@@ -43,6 +44,8 @@ class Step:
     cache: Cache | None
     ops: Ops
     routes: RoutingRecord | None
+    context: ParallelContext
+    even: bool = False  # each rank of the layout has as many tokens, so that no host has to learn how many
     selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: its indexer's selection, [T, S] int64
 
 
