@@ -78,6 +78,8 @@ def process_group(device: torch.device, address: str, rank: int, size: int) -> I
 
 def _stay_local(address: str) -> None:
     """Gloo listens where it is told by the environment alone: on loopback, for ranks that meet there."""
+    if address.startswith("file:"):  # where nobody outside this host is expected
+        address = "tcp://localhost:0"
     host = address.removeprefix("tcp://").partition("/")[0].rpartition(":")[0].strip("[]")
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
