@@ -191,7 +191,7 @@ class VerifiersPlayer:
         reward = float(trace.reward)
         verdict = {"reward": reward, "solved": reward >= self.task.solved_at, "components": components}
         data = {**example.data, "episode": {**verdict, "turns": len(turns)}, "trace": trace.id}
-        example = Example(example.id, first.prompt_ids, self.task.decode(first.prompt_ids), data)
+        example = Example(example.id, first.prompt_ids, example.prompt, data)
         return Played(example, completion, self.task.decode(completion.token_ids), fault=wrong)
 
     def _fault(self, turn: Completion, params: SamplingParams) -> str | None:
