@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,12 @@ from safetensors import SafetensorError
 from rlloop.config.fleet import FleetKind
 from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ParityError, RlloopError
+from rlloop.launch.layouts import check_launch
 from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
+from rlloop.launch.ranks import RankFailed, remaining
 from rlloop.launch.signals import Interrupts
+from rlloop.launch.torchrun import Leader
 from rlloop.loop.loop import Loop
 from rlloop.loop.parts import Parts
 from rlloop.parity.certificate import Certificate
@@ -51,13 +54,17 @@ class Job:
 Builder = Callable[[RunConfig, Prepared, RunFolder], AbstractContextManager[Parts]]
 
 
-def train(job: Job, console: Console) -> int:
-    """Run or resume to the last step. Returns the exit code: 0, or 130 for a run that was interrupted."""
+def train(job: Job, console: Console, leader: Leader | None = None) -> int:
+    """Run or resume to the last step. Returns the exit code: 0, or 130 for a run that was interrupted.
+
+    `leader`: of the other ranks, under torchrun.
+    """
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     with ExitStack() as stack:
+        check_launch(job.config, 1 if leader is None else leader.here.size)
         prepared = prepare(job.config)
         stack.callback(prepared.scorer.close)
         folder = stack.enter_context(RunFolder(job.folder))
@@ -68,9 +75,17 @@ def train(job: Job, console: Console) -> int:
             return 0
         interrupts = stack.enter_context(Interrupts(say))
         try:
-            certificate = Certificate(folder.parity, attest)
-            certificate.note(config=config_digest)
-            finished = _drive(job, prepared, folder, certificate, interrupts, console)
+            finished = None
+            while finished is None:
+                certificate = Certificate(folder.parity, attest)
+                certificate.note(config=config_digest)
+                builder = _builder(job.config) if leader is None else leader.parts
+                try:
+                    finished = _drive(job, prepared, builder, folder, certificate, interrupts, console)
+                except RankFailed as failure:
+                    job = replace(job, config=remaining(job.config, failure))
+                    folder.log(f"{failure}; it goes on with {job.config.world.size} ranks")
+                    say(f"{failure}. The run goes on from its last checkpoint with {job.config.world.size} ranks")
         except KeyboardInterrupt:
             finished = False
         except RlloopError as error:
@@ -111,6 +126,7 @@ def _builder(config: RunConfig) -> Builder:
 def _drive(
     job: Job,
     prepared: Prepared,
+    builder: Builder,
     folder: RunFolder,
     certificate: Certificate,
     interrupts: Interrupts,
@@ -119,7 +135,7 @@ def _drive(
     """Takes steps until the last, or an interrupt. Returns True at the last step."""
     config = job.config
     with ExitStack() as stack:
-        parts = stack.enter_context(_builder(config)(config, prepared, folder))
+        parts = stack.enter_context(builder(config, prepared, folder))
         engine, trainer = parts.engine.fingerprint(), parts.trainer.fingerprint()
         monitor = ParityMonitor(config.parity, certificate, engine, trainer)
         folder.note_fingerprints({monitor.fingerprints["engine"]: engine, monitor.fingerprints["trainer"]: trainer})
@@ -129,6 +145,7 @@ def _drive(
         loop = Loop(config, parts, folder, monitor, observers)
         stack.callback(loop.close)
         start = loop.restore()
+        certificate.note_layout(config.world.degrees())
         if start == 0:
             certificate.note(model=folder_digest(Path(prepared.task.model_folder())))
         if config.parity.redraw and not config.redraws:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rlloop.errors import ModelError
 from rlloop.models.config_reader import read_json
+from rlloop.parallel.cut import Cut
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -97,13 +99,15 @@ class StoredWeights:
     def tensors(self) -> dict[str, StoredTensor]:
         return {name: tensor for file in self.files for name, tensor in file.tensors.items()}
 
-    def read(self, names: Container[str]) -> Iterator[tuple[str, Tensor]]:
-        """These tensors, one at a time, memory-mapped and perhaps unaligned: copy what you keep."""
+    def read(self, names: Container[str], cuts: Mapping[str, Cut] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """These tensors, or of those in `cuts` the part alone, one at a time, memory-mapped and perhaps unaligned: copy
+        what you keep."""
         for stored in self.files:
             with safe_open(self.folder / stored.name, framework="pt") as file:
                 for name in stored.tensors:
                     if name in names:
-                        yield name, file.get_tensor(name)
+                        cut = None if cuts is None else cuts.get(name)
+                        yield name, file.get_tensor(name) if cut is None else _part(file.get_slice(name), cut)
 
     def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write the same files, index included, with the values of `state`."""
@@ -119,11 +123,38 @@ class StoredWeights:
             (folder / INDEX).write_bytes(text)
 
 
+def _part(stored: Any, cut: Cut) -> Tensor:
+    """The part of a stored tensor; nothing else is read."""
+    before = (slice(None),) * cut.dim
+    parts = [stored[(*before, slice(begin, end))] for begin, end in cut.ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
+
+
 def write_single(folder: Path, state: Mapping[str, Tensor]) -> None:
     """Write one model.safetensors, as transformers does."""
     refuse_other_weights(folder, {SINGLE})
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(plain, folder / SINGLE, metadata={"format": "pt"})
+
+
+def write_tensors(
+    path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor]
+) -> None:
+    """Write one safetensors file of these names, types and shapes, with one tensor in memory at a time.
+
+    `tensors` come in the order of `entries`.
+    """
+    names, header, end = {kind: name for name, kind in FLOATS.items()}, {}, 0
+    for name, (dtype, shape) in entries.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor, (dtype, shape) in zip(tensors, entries.values(), strict=True):
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def refuse_other_weights(folder: Path, ours: set[str]) -> None:

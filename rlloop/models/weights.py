@@ -7,6 +7,7 @@ import logging
 import math
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,27 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
 from rlloop.models.architecture import ModelConfig
-from rlloop.models.checkpoint_names import EMBEDDING, HEAD, stored_name, stored_shapes, stored_slices, stored_state
+from rlloop.models.checkpoint_names import (
+    EMBEDDING,
+    HEAD,
+    StoredSlice,
+    stored_name,
+    stored_shapes,
+    stored_slices,
+    stored_state,
+)
 from rlloop.models.config import parse_config, read_config
 from rlloop.models.experts import BIAS
 from rlloop.models.layers import Norm
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.ropes import RopeTable
 from rlloop.models.safetensors_io import StoredWeights, write_single
+from rlloop.models.stored_parameter import StoredParameter
 from rlloop.models.transformer import Model
 from rlloop.numerics.kernels import RECURRENT, SINKS, backend_of, device_types
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
+from rlloop.parallel.progress import tick
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +55,14 @@ def load_model(
     dtype: str = "float32",
     device: str | torch.device = "cpu",
     profile: NumericsProfile | None = None,
+    context: ParallelContext | None = None,
 ) -> Model:
     """Load a Hugging Face checkpoint folder of one of `families.FAMILIES`.
 
     `dtype` is the compute type; weights of another type are rounded to it once, to nearest (float64 is for the
     `reference` profile). `profile` names the implementation of each operation; None: the batch-invariant ones.
+    `context`: one rank of many, whose device counts instead of `device`, and which reads the parts that it holds; None:
+    one rank.
 
     Multi-token-prediction layers are left out, which is logged. Every weight is checked for NaN and infinity, at 1 to
     1.5 ms a million on a CPU: as long as copying it takes where the file is in memory already.
@@ -57,31 +71,41 @@ def load_model(
     or misshapen tensors, and weights that are not finite in `dtype`; `ConfigError` for a type, device or profile that
     cannot be used.
     """
-    where, compute, config = usable_device(device), _dtype(dtype), read_config(path)
+    context = context or ParallelContext(usable_device(device))
+    where, compute, config = context.device, _dtype(dtype), read_config(path)
     recurs = config.delta is not None or config.mamba is not None
     for feature, needed in ((RECURRENT, recurs), (SINKS, config.sinks)):
         if needed and feature in backend_of(where.type).lacks:
             raise ConfigError(f"{config.architecture} has {feature}, whose kernels are for CPUs; use device=cpu")
-    state = _read(config, Path(path), compute, where)
-    return _assemble(config, state, ParallelContext(where), profile, Path(path))
+    state = _read(config, Path(path), compute, context)
+    return _assemble(config, state, context, profile, Path(path))
 
 
 def new_model(
-    config: Mapping[str, Any], seed: int, *, dtype: str = "float32", profile: NumericsProfile | None = None
+    config: Mapping[str, Any],
+    seed: int,
+    *,
+    dtype: str = "float32",
+    profile: NumericsProfile | None = None,
+    context: ParallelContext | None = None,
 ) -> Model:
     """A randomly initialised model for `config`, the content of a config.json; the same seed gives the same bits.
+
+    `context`: the rank, of which the model has the parts, and its device; None: one rank on the CPU.
 
     Initialised much as transformers does: matrices and sinks normal with `initializer_range`, norms 1 (0 if centred),
     biases 0; in recurrent layers `dt_bias` and `D` are 1, and `A_log` is the logarithm of the head's number from 1 on.
     """
-    compute = _dtype(dtype)
+    compute, context = _dtype(dtype), context or ParallelContext(torch.device("cpu"))
     parsed = parse_config(config)
     with torch.device("meta"):
-        modules = Model(parsed).named_modules()
+        model = Model(parsed, None, context)
+    entries, modules = ParameterStore(model).entries, model.named_modules()
     centred = {f"{name}.weight" for name, module in modules if isinstance(module, Norm) and module.centred}
     generator = torch.Generator().manual_seed(seed)
     state = {}
-    for name, shape in _shapes(parsed).items():
+    for name, entry in entries.items():
+        shape = entry.shape
         if name.endswith("A_log"):
             tensor = torch.log(torch.arange(1.0, shape[0] + 1))
         elif (name.endswith("bias") and not name.endswith("dt_bias")) or name in centred:
@@ -90,13 +114,14 @@ def new_model(
             tensor = torch.ones(shape)
         else:
             tensor = torch.randn(shape, generator=generator) * parsed.initializer_range
-        state[name] = tensor.to(_compute(name, compute))
-    return _assemble(parsed, state, ParallelContext(torch.device("cpu")), profile, None)
+        part = entry.part(tensor)  # a view would keep the whole
+        state[name] = (part if part is tensor else part.clone()).to(context.device, _compute(name, compute))
+    return _assemble(parsed, state, context, profile, None)
 
 
 def read_state(folder: str | Path) -> dict[str, Tensor]:
     """The weights of a folder by parameter name, in their stored types, checked against its config.json."""
-    return _read(read_config(folder), Path(folder), None, torch.device("cpu"))
+    return _read(read_config(folder), Path(folder), None, ParallelContext(torch.device("cpu")))
 
 
 def save_model(
@@ -108,7 +133,8 @@ def save_model(
 ) -> None:
     """Write a Hugging Face folder: weights, config.json, and the source's tokenizer and generation files.
 
-    `model` is a model, or weights by parameter name. Files are laid out as in the source (`source_path`, or the folder
+    `model` is a model (collective: all ranks gather it, and the first writes), or weights by parameter name.
+    Files are laid out as in the source (`source_path`, or the folder
     that `model` was loaded from): same names, shards, order and metadata, so unchanged weights come out byte-equal, and
     multi-token-prediction layers are copied. Without a source there is one model.safetensors, and config.json is that
     of `config` (or of the model).
@@ -116,8 +142,10 @@ def save_model(
     Raises `ModelError` for weights that do not fit the configuration, and a folder that holds other weight files.
     """
     if isinstance(model, Model):
-        state = ParameterStore(model).tensors()
+        state = dict(ParameterStore(model).wholes())
         source_path, config = source_path or model.source_path, config or model.config
+        if model.context.rank > 0:
+            return
     else:
         state = dict(model)
     folder, source = Path(path), None if source_path is None else Path(source_path)
@@ -154,8 +182,10 @@ def _write_config(folder: Path, raw: Mapping[str, Any], source: Path | None, dty
     (folder / "config.json").write_bytes(text)
 
 
-def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: torch.device) -> dict[str, Tensor]:
-    """Weights by parameter name; names and shapes are checked before any tensor is read."""
+def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, context: ParallelContext) -> dict[str, Tensor]:
+    """The rank's weights by parameter name; names and shapes are checked before any tensor is read."""
+    with torch.device("meta"):
+        entries = ParameterStore(Model(config, None, context)).entries
     stored, shapes = StoredWeights.open(folder), _shapes(config)
     left_out = _left_out(config, stored)
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
@@ -163,15 +193,21 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: 
         log.warning("%s: multi-token-prediction heads are left out: %s", folder, _some(sorted(heads)))
     _check(config, found, stored_shapes(shapes, config.architecture), str(folder))
     slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture)}
+    tied = StoredSlice(EMBEDDING)  # perhaps stored under its other name as well
+    held = {name for name in found if _holds(entries, slices.get(name, tied))}
+    cuts = {name: entries[rows.parameter].cut for name, rows in slices.items() if name in held and rows.expert is None}
     state: dict[str, Tensor] = {}
-    for name, tensor in stored.read(found):
+    for name, tensor in stored.read(held, {name: cut for name, cut in cuts.items() if cut is not None}):
+        tick()
         kind, rows = _compute(name, dtype) or tensor.dtype, slices.get(name)
         if rows is None or rows.expert is None:
-            kept = state[name if rows is None else rows.parameter] = tensor.to(device=device, dtype=kind, copy=True)
+            kept = state[name if rows is None else rows.parameter] = tensor.to(context.device, kind, copy=True)
         else:
+            entry = entries[rows.parameter]
             if rows.parameter not in state:
-                state[rows.parameter] = torch.empty(shapes[rows.parameter], dtype=kind, device=device)
-            kept = rows.of(state[rows.parameter]).copy_(tensor)
+                state[rows.parameter] = torch.empty(entry.live.shape, dtype=kind, device=context.device)
+            first = 0 if entry.cut is None else entry.cut.ranges[0][0]
+            kept = replace(rows, expert=rows.expert - first).of(state[rows.parameter]).copy_(tensor)
         if not _finite(kept):
             raise ModelError(f"{folder}: {name} holds NaN or infinity (as {kept.dtype}); such a model scores NaN")
     if config.tied and HEAD in state and not torch.equal(state.pop(HEAD), state[EMBEDDING]):
@@ -180,6 +216,14 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: 
             "set tie_word_embeddings to false, or store one"
         )
     return state
+
+
+def _holds(entries: Mapping[str, StoredParameter], rows: StoredSlice) -> bool:
+    """True if a rank, whose parameters are `entries`, has a stored tensor or a part of it."""
+    entry = entries.get(rows.parameter)
+    if entry is None or entry.cut is None or rows.expert is None:
+        return entry is not None
+    return any(begin <= rows.expert < end for begin, end in entry.cut.ranges)
 
 
 def _left_out(config: ModelConfig, stored: StoredWeights) -> set[str]:

@@ -51,8 +51,10 @@ class Ops:
         self._fuses = all(getattr(profile, knob) == "rlloop" for knob in OPERATIONS)
         self._adapters: AdapterSlots | None = None
 
-    def with_adapters(self, adapters: AdapterSlots) -> Self:
-        """The same operations, whose products have the rows' adapters."""
+    def with_adapters(self, adapters: AdapterSlots | None) -> Self:
+        """The same operations, whose products have the rows' adapters; None: none has one."""
+        if adapters is self._adapters:
+            return self
         view = copy.copy(self)
         view._adapters = adapters
         return view
@@ -192,7 +194,8 @@ class Ops:
         """Outputs of each token's chosen experts: `down @ silu_mul(gate, up)`, or `down @ relu_squared(up)`.
 
         x [T, D], up [E, 2F, D] with the gate first (not gated: [E, F, D]), down [E, D, F], chosen [T, k] -> [T, k, D].
-        `clamped` experts have other shapes and another activation.
+        `clamped` experts have other shapes and another activation. A choice of E is nobody's: what comes out for it is
+        not defined (operations of rlloop's own, in forwards without a gradient).
         """
         of_up, of_down = self._adapted(up), self._adapted(down)
         if self._adapters is not None and (of_up or of_down):

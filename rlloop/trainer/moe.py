@@ -11,6 +11,7 @@ from rlloop.config.run import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.models import ChoiceCounts, Model, RoutingRecord, ScoreRow
 from rlloop.models.experts import Router
+from rlloop.parallel.collectives import Ranks
 
 
 class MoeTraining:
@@ -62,16 +63,22 @@ class MoeTraining:
         parts, self._penalties = self._penalties, []
         return self.config.balance_coef * torch.stack(parts).sum() / sequences if parts else 0.0
 
+    def gather(self, ranks: Ranks) -> None:
+        """Add up the comparisons of all ranks along dp. Collective."""
+        self.counts = ChoiceCounts.sum(ranks.gather_objects(self.counts))
+
     @torch.no_grad()
-    def update(self) -> dict[str, float]:
+    def update(self, ranks: Ranks) -> dict[str, float]:
         """Move the biases after an optimizer step, and return metrics of the loads since the last one.
 
         `experts/load_max` is the largest ratio of an expert's load to its layer's mean, `experts/unused` the fraction
-        of experts without a token.
+        of experts without a token. Collective along `ranks`, dp.
         """
-        if self._load is None:
+        parts = [] if not self._gates else ranks.gather_objects(None if self._load is None else self._load.cpu())
+        loads = [part for part in parts if part is not None]
+        if not loads:
             return {}
-        load, self._load = self._load.float(), None
+        load, self._load = torch.stack(loads).sum(0).to(self._gates[0].weight.device).float(), None
         mean = load.mean(-1, keepdim=True)
         if self.config.expert_bias_rate:
             for gate, step in zip(self._gates, (mean - load).sign() * self.config.expert_bias_rate, strict=True):
@@ -86,16 +93,19 @@ class MoeTraining:
 
 def sum_of_balance_losses(routes: RoutingRecord, chosen: Tensor, lengths: Tensor) -> Tensor:
     """DeepSeek-V3's balance loss, summed over sequences of `lengths` [S] laid end to end. chosen [T, layers, k]."""
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     total = torch.zeros((), device=chosen.device)
     for place, scores in routes.scores.items():
         experts, top_k = scores.shape[1], chosen.shape[2]
         hits = torch.zeros_like(scores).scatter(1, chosen[:, place], 1.0)
-        zeros = scores.new_zeros(len(lengths), experts)
-        shares = zeros.index_add(0, sequence, hits) * experts / (top_k * lengths[:, None])
-        means = zeros.index_add(0, sequence, scores / scores.sum(-1, keepdim=True)) / lengths[:, None]
+        shares = _sums(hits, lengths) * experts / (top_k * lengths[:, None])
+        means = _sums(scores / scores.sum(-1, keepdim=True), lengths) / lengths[:, None]
         total = total + (shares * means).sum()
     return total
+
+
+def _sums(rows: Tensor, lengths: Tensor) -> Tensor:
+    """[T, E] -> [S, E]: each sequence's rows, added in order; on a GPU `index_add` adds them in any."""
+    return torch.segment_reduce(rows, "sum", lengths=lengths, axis=0)
 
 
 def _lengths(rows: Sequence[ScoreRow]) -> list[int]:

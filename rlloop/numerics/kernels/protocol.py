@@ -40,6 +40,13 @@ class Kernels(Protocol):
         """For gradients of what every token reads: [T, N] -> [N]."""
         ...
 
+    def squares_of_rows(self, x: Tensor) -> Tensor:
+        """Sums of squares, for norms of gradients: [N, K] float32 or float64 -> [N] float64.
+
+        The bits of one row depend on nothing else.
+        """
+        ...
+
     def embedding_backward(self, grad: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
         """Rows of grad [T, D] added to those of their tokens [T]. -> [V, D] in the type of grad."""
         ...
@@ -225,6 +232,18 @@ class Kernels(Protocol):
         z: Tensor | None, up: Tensor | None, slots: Tensor | None, ranks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """-> (of hidden [T, K], of weight [V, K] or [0, K] unless `of_weight`, of z and of up or [0])."""
+        ...
+
+    def score_logits_backward(
+        self, logits: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
+        entropies: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor, dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        """Of logits [T, V], whose memory may be reused. -> [T, V] in the type that `token_logprob_backward` multiplies,
+        where hidden states have type `dtype`."""
+        ...
+
+    def logits_rows(self, vocabulary: int) -> int:
+        """Rows of logits that `token_logprob` and its backward make at a time."""
         ...
 
     def sample(

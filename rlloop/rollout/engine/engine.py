@@ -10,7 +10,8 @@ knows yet, and the host learns of both a step later.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,11 +19,15 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError
+from rlloop.models.adapter_files import load_adapter
+from rlloop.models.adapter_slots import MAX_RANK, SLOTS, AdapterStats, LoadedAdapter
 from rlloop.models.logits_processing import on_device, warp_for
+from rlloop.models.peer_gathers import open_peers
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.scoring import likeliest, score_prompt
-from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
+from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessing
 from rlloop.numerics.operators.distribution import check_drawn
+from rlloop.parallel.context import ALONE
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.graphs import DecodeGraphs, packed
@@ -59,11 +64,17 @@ class Engine(EngineFrontEnd):
       Off for models with recurrent layers: a block holds keys and values of its tokens, but not the state after them.
     - `max_running`: requests in one step.
     - `record_choices`: keep which experts and past tokens the model chose for each token; `Completion` has them.
+    - `adapter_slots`, `adapter_rank`: room for adapters on the model's device: how many may run at once, of which rank
+      at most. More may be loaded: their requests wait for a slot. Memory is taken by the weights that adapters adapt.
     - `seed`: of the stream that requests without a seed of their own draw theirs from.
 
     None of these decides a completion's bits, `seed` apart.
 
     The model's parameters may change in place (they do, in training); call `set_version` after.
+
+    Over tensor-parallel ranks each has an engine of the same settings, and every method is called on all of them alike,
+    with the same arguments: they schedule and draw the same. Ranks along dp_shard that share experts (data-parallel
+    attention) have requests of their own, and take steps together: all call `generate`, some perhaps for nothing.
     """
 
     def __init__(
@@ -77,11 +88,15 @@ class Engine(EngineFrontEnd):
         max_running: int = 512,
         record_choices: bool = True,
         seed: int = 0,
+        adapter_slots: int = SLOTS,
+        adapter_rank: int = MAX_RANK,
     ) -> None:
         for name, value in (
             ("page_size", page_size),
             ("max_batch_tokens", max_batch_tokens),
             ("max_running", max_running),
+            ("adapter_slots", adapter_slots),
+            ("adapter_rank", adapter_rank),
         ):
             if value < 1:
                 raise ConfigError(f"Engine's {name} is {value}; it must be at least 1")
@@ -89,23 +104,29 @@ class Engine(EngineFrontEnd):
         self.page_size = page_size
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
+        self._adapter_room = (adapter_slots, adapter_rank)
+        self._own = None if model.adapter is None else LoadedAdapter.live(model.adapter, 0)
         self._prefix_caching = prefix_caching and not model.recurrent
         self._device = model.context.device
-        spec, dtype = model.cache_spec(), model.head.dtype
+        self._together = model.context.ranks("ep") if model.context.layout.expert_leaves > 1 else ALONE
+        spec, dtype = model.cache_spec(), model.dtype
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
-            max_cache_tokens = max(page_size, min(whole, DEFAULT_CACHE_BYTES // max(1, bytes_per_token(spec, dtype))))
+            room = DEFAULT_CACHE_BYTES // max(1, bytes_per_token(spec, dtype))
+            room = min(model.context.tp.gather_objects(room))  # ranks with more heads have room for fewer tokens
+            max_cache_tokens = max(page_size, min(whole, room))
         if max_cache_tokens < page_size:
             raise ConfigError(
                 f"Engine's max_cache_tokens is {max_cache_tokens}; it must be at least one page ({page_size} tokens)"
             )
         self._num_blocks = max_cache_tokens // page_size
         room = self._num_blocks * page_size
-        super().__init__(Limits(len(model.head), model.max_positions, room, model.eos_token_ids), seed)
+        super().__init__(Limits(model.vocab_size, model.max_positions, room, model.eos_token_ids), seed)
         states = model.state_spec()
         self._cache = PagedCache(spec, room, dtype, self._device, states, max_running)
         self._choices = ChoiceStore.of(model, room) if record_choices else None
         self._graphs = None
+        open_peers(model, model.context.tp, self._device, max_batch_tokens)
         if self._device.type == "cuda":
             self._graphs = DecodeGraphs(model, self._cache, page_size, self._choices)
         self._scheduler = self._new_scheduler()
@@ -135,7 +156,12 @@ class Engine(EngineFrontEnd):
     def in_flight(self) -> int:
         return self._scheduler.num_requests + len(self._ended)
 
+    def _goes_on(self) -> bool:
+        return self.has_work if self._together.size == 1 else any(self._together.gather_objects(self.has_work))
+
     def step(self) -> list[tuple[int, Completion]]:
+        if self._together.size > 1:
+            return self._step_together()
         ended, self._ended = self._ended, []
         if self._scheduler.num_requests == 0:
             return self._completions(ended)
@@ -155,6 +181,36 @@ class Engine(EngineFrontEnd):
         if self._flight is not None and self._choices is not None:  # their choices come after the step in flight
             self._ended, late = late, []
         return self._completions(ended + late)
+
+    def _step_together(self) -> list[tuple[int, Completion]]:
+        """A step of every rank that shares experts. One whose requests are done works for the others' tokens."""
+        batch = self._scheduler.schedule() if self._scheduler.num_requests else None
+        wishes = self._together.gather(torch.tensor([self._wishes(batch)]))
+        works, eager, rows, pages, warped = wishes.amax(0).tolist()
+        if not works:
+            return []
+        if self._graphs is not None and not eager:
+            self._graphs.least = (rows, pages)
+        if batch is not None:
+            return self._completions(self._finish(self._start(batch, eager=bool(eager), warped=bool(warped))))
+        with torch.inference_mode():
+            if self._graphs is None or eager:
+                self.model.without_tokens()
+            else:
+                self._graphs.idle(draws=not warped)
+        return []
+
+    def _wishes(self, batch: ScheduledStep | None) -> tuple[int, ...]:
+        """What a step needs of all ranks: (it has work, no graph can run it, rows and pages of the graph, the graph
+        leaves drawing to the host)."""
+        if batch is None:
+            return (0, 0, 0, 0, 0)
+        if self._graphs is None or not (batch.emits.all() and (batch.counts == 1).all()):
+            return (1, 1, 0, 0, 0)
+        warp, table = self._warp(batch.rows), self._scheduler.table
+        pages = -(-int((batch.context + batch.counts).max()) // self.page_size)
+        warped = not self._draws_plainly(warp) or bool(table.top[batch.rows].any())
+        return (1, 0, *self._graphs.shape(len(batch.rows), pages), int(warped))
 
     def abort(self, request_id: int) -> Completion | None:
         self._settle()
@@ -184,19 +240,63 @@ class Engine(EngineFrontEnd):
     # ---------------------------------------------------------------------------------------------- weights and facts
 
     def _forget_cached(self) -> None:
+        self.model.refresh()
         self._scheduler.blocks.forget(self.policy_version)
+        if self.model.adapter is not None:
+            self._own = LoadedAdapter.live(self.model.adapter, self.policy_version)
         if self._graphs is not None:
             self._graphs.check_weights()
 
     def fingerprint(self) -> dict[str, Any]:
         return self.model.fingerprint()
 
+    # ---------------------------------------------------------------------------------------------- adapters
+
+    def load_adapter(self, name: str, folder: str | Path) -> int:
+        """Load a PEFT folder under `name`, between steps, while requests run; returns its version, from 1 on.
+
+        A name that is loaded already gets a new version: requests that are here keep theirs, later ones have the new
+        one, and no cached block of one is the other's. The adapter is the model's: its other engines have it, too.
+
+        Raises `ConfigError` or `ModelError` as `rlloop.load_adapter`, and then nothing has changed.
+        """
+        if not self.model.adapters.names:
+            self.model.adapters.configure(*self._adapter_room)
+        return load_adapter(self.model, folder, name)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it are finished with it. Raises `ConfigError` for an unknown name."""
+        self.model.adapters.drop(name)
+
+    def adapter_stats(self) -> AdapterStats:
+        """Counts of the model's adapters, since it was made."""
+        return replace(self.model.adapters.stats)
+
+    def _check_adapter(self, adapter: str | None) -> None:
+        if adapter is not None:
+            self.model.adapters.get(adapter)
+
+    def _slots(self, batch: ScheduledStep) -> np.ndarray | None:
+        """[S] int64 the slot of each request's adapter, −1: none; None where all have the model's own, or none."""
+        table = self._scheduler.table
+        if not table.adapted[batch.rows].any():
+            return None
+        adapters = [table.request(row).adapter or self._own for row in batch.rows.tolist()]
+        slots = self.model.adapters.place([each for each in adapters if each is not None])
+        return np.array([-1 if each is None else slots[each] for each in adapters])
+
+    def _with_slots(self, slots: np.ndarray | None) -> AdapterSlots | None:
+        return None if slots is None else self.model.adapters.rows(self._tensor(slots))
+
     # ---------------------------------------------------------------------------------------------- one step
 
     @torch.inference_mode()
-    def _start(self, batch: ScheduledStep, tokens_before: Tensor | None = None) -> _Flight:
+    def _start(
+        self, batch: ScheduledStep, tokens_before: Tensor | None = None, *, eager: bool = False, warped: bool = False
+    ) -> _Flight:
         """Compute the batch's tokens and draw the next one for each request that emits. `tokens_before` [E] are what
-        the step before drew, where the batch was scheduled ahead of them."""
+        the step before drew, where the batch was scheduled ahead of them. `eager`: without a graph; `warped`: not with
+        one that draws."""
         table = self._scheduler.table
         end = np.cumsum(batch.counts)
         query_start = np.concatenate(([0], end))
@@ -206,31 +306,34 @@ class Engine(EngineFrontEnd):
         blocks = -(-int((batch.context + batch.counts).max()) // self.page_size)
         block_start = table.blocks[batch.rows, :blocks] * self.page_size
         slots = block_start[sequence, index // self.page_size] + index % self.page_size
-        emitting = batch.rows[batch.emits]
+        emitting, slots_of = batch.rows[batch.emits], self._slots(batch)
         decodes = len(emitting) == end[-1] and positions.ndim == 1  # one token each
-        if self._graphs is not None and decodes:
+        if self._graphs is not None and decodes and not eager:
             if tokens_before is None:
                 tokens = self._tensor(table.tokens[batch.rows, index])
             else:
                 tokens = self._picked(tokens_before, batch.source)
-            where, warp = (tokens, index, positions, slots, block_start), self._warp(emitting)
-            if self._draws_plainly(warp) and not table.top[emitting].any():
+            where, warp = (tokens, slots_of, index, positions, slots, block_start), self._warp(emitting)
+            if not warped and self._draws_plainly(warp) and not table.top[emitting].any():
                 token_ids, drawn = self._graphs.draw(*where, table.seed[emitting])
             else:
                 token_ids, drawn = self._sample([self._graphs.logits(*where)], emitting, warp)
         else:
             tokens_now = table.tokens[batch.rows[sequence], index]
-            hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start)
-            last, head = hidden[self._tensor(end[batch.emits] - 1)], self.model.head
-            at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // len(head))
-            parts = (self.model.ops.logits(part, head) for part in last.split(at_once))
+            adapters = self._with_slots(None if slots_of is None else slots_of[sequence])
+            hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start, adapters)
+            last, vocabulary = hidden[self._tensor(end[batch.emits] - 1)], self.model.vocab_size
+            at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // vocabulary)
+            adapters = self._with_slots(None if slots_of is None else slots_of[batch.emits])
+            spans = (slice(begin, begin + at_once) for begin in range(0, len(last), at_once))
+            parts = (self.model.logits(last[span], adapters and adapters.at(span)) for span in spans)
             token_ids, drawn = self._sample(parts, emitting, self._warp(emitting))
         self._scheduler.advance(batch)
         return _Flight(batch, token_ids, self._to_host(drawn))
 
     def _hidden(
         self, batch: ScheduledStep, query_start: np.ndarray, token_ids: np.ndarray, positions: np.ndarray,
-        slots: np.ndarray, block_start: np.ndarray,
+        slots: np.ndarray, block_start: np.ndarray, adapters: AdapterSlots | None,
     ) -> Tensor:  # fmt: skip
         self._cache.slots, self._cache.rows = self._tensor(slots), self._tensor(batch.rows)
         layout = AttentionLayout(
@@ -242,7 +345,7 @@ class Engine(EngineFrontEnd):
         )
         routes = None if self._choices is None else RoutingRecord()
         tokens, at = self._tensor(token_ids), self._tensor(positions)
-        hidden = self.model.hidden(tokens, at, layout, self._cache, routes=routes)
+        hidden = self.model.hidden(tokens, at, layout, self._cache, routes=routes, adapters=adapters)
         if self._choices is not None and routes is not None:
             self._choices.write(self._cache.slots, routes)
         return hidden
@@ -254,16 +357,16 @@ class Engine(EngineFrontEnd):
 
     def _sample(self, logits: Iterable[Tensor], rows: np.ndarray, warp: LogitsProcessing) -> tuple[Tensor, Tensor]:
         """Draw a token for each row of the table, whose logits come in parts: ids [E] and, as `packed`, [3, E]."""
-        table, ops, device = self._scheduler.table, self.model.ops, self._device
+        table, output, device = self._scheduler.table, self.model.output, self._device
         if len(rows) == 0:
             return torch.empty(0, dtype=torch.int64, device=device), torch.empty(3, 0, dtype=torch.int32, device=device)
         seeds, positions = self._tensor(table.seed[rows]), self._tensor(table.length[rows])
         parts, begin = [], 0
         for part in logits:
             end = begin + len(part)
-            parts.append(ops.sample(part, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
+            parts.append(output.sample(part, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
             for index in np.flatnonzero(table.top[rows[begin:end]]).tolist():
-                self._keep_likeliest(part[index : index + 1], int(rows[begin + index]))
+                self._keep_likeliest(output.whole(part[index : index + 1]), int(rows[begin + index]))
             begin = end
         drawn = [torch.cat(part) for part in zip(*parts, strict=True)]
         return drawn[0], packed(*drawn)
@@ -326,7 +429,12 @@ class Engine(EngineFrontEnd):
             max_batch_tokens=self._max_batch_tokens,
             max_running=self._max_running,
             choices=self._choices,
+            adapter_slots=self._adapter_room[0],
+            own_adapter=self.model.adapter is not None,
         )
 
-    def _accept(self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int) -> None:
-        self._scheduler.add(Request.of(id, prompt, sampling, self.limits.eos_token_ids, top_logprobs))
+    def _accept(
+        self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None
+    ) -> None:
+        loaded = None if adapter is None else self.model.adapters.get(adapter)
+        self._scheduler.add(Request.of(id, prompt, sampling, self.limits.eos_token_ids, top_logprobs, loaded))

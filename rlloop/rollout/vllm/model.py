@@ -26,8 +26,11 @@ class RlloopForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         parallel = vllm_config.parallel_config
-        if (ranks := parallel.world_size) > 1:
-            raise ValueError(f"rlloop's model runs on one rank inside vLLM, and {ranks} were asked for")
+        if parallel.world_size > parallel.tensor_parallel_size:
+            raise ValueError(
+                f"rlloop's model takes tensor_parallel_size ({parallel.tensor_parallel_size}) inside vLLM, and "
+                f"{parallel.world_size} ranks were asked for; leave pipeline and context parallelism at 1"
+            )
         self.policy = policy_of(vllm_config)
         known = vllm_config.compilation_config.static_forward_context
         self.stores: list[dict[str, PagedStore]] = []
@@ -79,7 +82,7 @@ class RlloopForCausalLM(nn.Module):
         """[N, D] -> [N, V] float32"""
         if isinstance(hidden_states, Replayed):
             return hidden_states.logits
-        return self.policy.ops.logits(hidden_states, self.policy.head)
+        return self.policy.output.whole(self.policy.logits(hidden_states))
 
     def load_weights(self, weights: Any) -> set[str]:
         """In place, by Hugging Face name; every name must be a live parameter's."""

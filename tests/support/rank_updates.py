@@ -1,0 +1,155 @@
+"""Training on several ranks, whose results must be those of one rank: run by `run_ranks`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlloop.algorithms import LossBatch, LossOutput, get_loss
+from rlloop.config.run import TrainerConfig
+from rlloop.metrics import is_timing
+from rlloop.models import Model, new_model
+from rlloop.models.parameters import ParameterStore
+from rlloop.parallel.context import join
+from rlloop.parallel.layout import Layout
+from rlloop.trainer import Trainer, TrainSequence
+from tests.support.train_sequences import VOCAB, make_batch
+
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24,
+    "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "max_position_embeddings": 64, "tie_word_embeddings": True, "initializer_range": 0.2, "eos_token_id": 0,
+}  # fmt: skip
+MIXTURE = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": VOCAB, "hidden_size": 24,
+    "intermediate_size": 40, "moe_intermediate_size": 12, "num_hidden_layers": 2, "first_k_dense_replace": 1,
+    "num_attention_heads": 2, "n_routed_experts": 7, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "max_position_embeddings": 64, "initializer_range": 0.2, "eos_token_id": 0,
+}  # fmt: skip
+INDEXED = {  # whose indexer has no gradient
+    **MIXTURE, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "q_lora_rank": 12,
+    "index_topk": 6, "index_head_dim": 16, "index_n_heads": 4,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its type, settings of the trainer, and the number of updates; one of them is refused."""
+
+    model: dict[str, Any]
+    dtype: str = "float32"
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    steps: int = 3
+    reference: bool = False
+    custom: bool = False
+
+
+CASES = {
+    "dense": Case(DENSE),
+    "dense bfloat16": Case(DENSE, "bfloat16", steps=20),
+    "untied": Case({**DENSE, "tie_word_embeddings": False}, "bfloat16", {"checkpoint_layers": "all"}),
+    "reference": Case({**DENSE, "tie_word_embeddings": False}, reference=True),
+    "custom": Case(DENSE, "bfloat16", custom=True),
+    "experts": Case(MIXTURE, settings={"balance_coef": 0.1, "expert_bias_rate": 0.01}, steps=20),
+    "experts bfloat16": Case(MIXTURE, "bfloat16", {"balance_coef": 0.1, "expert_bias_rate": 0.01}),
+    "indexer": Case(INDEXED, "bfloat16", {"weight_decay": 0.1}),
+}
+LAYOUTS = {
+    1: [{}],
+    2: [{"dp_shard": 2}, {"dp_replicate": 2}],
+    3: [{"dp_shard": 3}],
+    4: [{"dp_shard": 4}, {"dp_shard": 2, "dp_replicate": 2}],
+}
+
+
+def ranked(case: Case, layout: dict[str, int], device: str = "cpu") -> Trainer:
+    """A trainer of this process's rank."""
+    context = join(torch.device(device), Layout(**layout))
+
+    def model() -> Model:
+        return new_model(case.model, seed=0, dtype=case.dtype, context=context)
+
+    settings = {"lr": 1e-2, "grad_clip": 0.5, "max_batch_tokens": 30, "weight_decay": 0.01, **case.settings}
+    return Trainer(model(), TrainerConfig(**settings), reference=model() if case.reference else None)
+
+
+def go(trainer: Trainer, case: Case, steps: Sequence[int]) -> Iterator[Any]:
+    """Everything that training reports. Ragged batches; two of them in every third update; one update refused."""
+    loss = get_loss("grpo", kl_coef=0.1) if case.reference else get_loss("grpo")
+
+    def explodes(batch: LossBatch) -> LossOutput:
+        out = loss(batch)
+        return dataclasses.replace(out, loss=out.loss * torch.inf)
+
+    for step in steps:
+        for part in range(2 if step % 3 == 2 else 1):
+            batch: list[TrainSequence] = make_batch(count=5 + (step + part) % 4, seed=10 * step + part)
+            run = trainer.forward_backward_custom if case.custom else trainer.forward_backward
+            result = run(batch, explodes if step == 1 else loss)
+            metrics = {name: value.value for name, value in result.metrics.items()}
+            yield [each.tobytes() for each in result.logprobs], result.micro_batches, metrics, trainer.routing()
+            raw = result.recomputed.raw_logprobs
+            yield None if raw is None else [each.tobytes() for each in raw]
+        yield trainer.optim_step()
+    yield [each.tobytes() for each in trainer.logprobs(make_batch(seed=99))]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def everything(
+    folder: Path, size: int, names: Sequence[str] = tuple(CASES), layouts: Sequence[dict[str, int]] | None = None
+) -> dict[str, tuple[str, dict[str, str], str]]:
+    """By case and layout: digests of all that is reported, of the folder that is saved, and of the live weights."""
+    found = {}
+    for name, case in ((name, CASES[name]) for name in names):
+        for layout in LAYOUTS[size] if layouts is None else layouts:
+            trainer = ranked(case, layout)
+            reported = list(go(trainer, case, range(case.steps)))
+            saved = save(trainer, folder / f"{name} {layout} {size}")
+            found[f"{name} {layout}"] = (digests_of(reported), saved, live(trainer))
+    return found
+
+
+def live(trainer: Trainer) -> str:
+    """The digest of the weights that an engine would read."""
+    tensors = [whole.detach().cpu().contiguous() for _, whole in ParameterStore(trainer.model).wholes()]
+    return hashlib.sha256(b"".join(each.view(torch.uint8).numpy().tobytes() for each in tensors)).hexdigest()
+
+
+def save(trainer: Trainer, folder: Path) -> dict[str, str]:
+    """The digests of what a trainer saves, on each rank."""
+    folder.mkdir(exist_ok=True, parents=True)
+    trainer.save(folder)
+    world = trainer.model.context.ranks("world")
+    return world.broadcast_object(digests(folder) if world.rank == 0 else None)
+
+
+def relay(folder: Path, size: int, begin: int, end: int) -> list[tuple[str, dict[str, str]]]:
+    """Train from step `begin` (restored, if above 0) up to `end`, and save, on so many ranks."""
+    found = []
+    for name in ("dense bfloat16", "experts"):
+        trainer = ranked(CASES[name], LAYOUTS[size][0])
+        if begin:
+            trainer.restore(folder / f"{name} {begin}")
+        reported = list(go(trainer, CASES[name], range(begin, end)))
+        found.append((digests_of(reported[-1:]), save(trainer, folder / f"{name} {end}")))
+    return found
+
+
+def digests_of(reported: Iterable[Any]) -> str:
+    """A digest of what `go` yields: bytes and numbers, NaN among them; times differ."""
+    return hashlib.sha256("\n".join(repr(_without_times(each)) for each in reported).encode()).hexdigest()
+
+
+def _without_times(item: Any) -> Any:
+    if isinstance(item, dict):
+        return {name: value for name, value in item.items() if not is_timing(name)}
+    return tuple(map(_without_times, item)) if isinstance(item, tuple) else item
