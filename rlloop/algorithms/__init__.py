@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         leave_one_out,
         raw,
     )
-    from rlloop.algorithms.batch import Loss, LossBatch, LossOutput
+    from rlloop.algorithms.batch import Loss, LossBatch, LossOutput, whole_step
     from rlloop.algorithms.corrections import (
         Weights,
         clip,
@@ -110,6 +110,7 @@ __all__ = [
     "tis",
     "token_mean",
     "veto",
+    "whole_step",
 ]
 
 _HOMES = ("advantages", "batch", "corrections", "kl", "losses", "registry", "shaping", "terms")

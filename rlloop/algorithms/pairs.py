@@ -17,7 +17,7 @@ def pairs_of(batch: LossBatch, values: Tensor) -> tuple[Tensor, Tensor]:
     signs = batch.sequence_mean(batch.advantages).sign()
     if len(values) % 2 or not (signs[0::2] > 0).all() or not (signs[1::2] < 0).all():
         raise ConfigError(
-            f"a loss of pairs got {len(values)} sequences whose advantages have the signs {signs.int().tolist()!s:.80}, "
+            f"a loss of pairs got {len(values)} sequences with advantages of the signs {signs.int().tolist()!s:.80}, "
             "and takes a chosen completion (above 0) and a rejected one (below) in turn, as a task with preferences "
             "gives them with rollout.group_size=2 and algorithm.advantage=raw"
         )

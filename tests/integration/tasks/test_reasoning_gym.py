@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-reasoning_gym = pytest.importorskip("reasoning_gym")
 
 from rlloop.cli.main import main
 from rlloop.errors import ConfigError
@@ -17,7 +16,10 @@ from rlloop.runs.folder import read_records
 from rlloop.tasks.reasoning_gym_tasks import ReasoningGym, reward
 from rlloop.types import Example
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # the library's own
+    pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs reasoning-gym: make test-environments"),
+]
 ROOM = {"max_tokens": 8, "max_sequence_tokens": 512}
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("verifiers")
 
 from rlloop.audit import Extent, verify
 from rlloop.cli.main import main
@@ -20,6 +19,7 @@ from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # the library's own
+    pytest.mark.skipif(find_spec("verifiers") is None, reason="needs verifiers: make test-environments"),
     pytest.mark.skipif(shutil.which("uv") is None, reason="the null harness of verifiers is started by uv"),
 ]
 SMALL = [
@@ -47,7 +47,7 @@ def train(*more: str) -> int:
 def test_conversations_of_its_loop_are_trained_without_a_difference(place):
     assert train("task.name=talk_twice") == 0
     [record] = [each for each in read_records(place / "run/metrics.jsonl") if each["step"] == 1]
-    assert record["parity/tokens"] == 2 * 2 * 6 or record["parity/tokens"] > 4
+    assert record["parity/tokens"] > 4
     assert record["parity/tokens_different"] == 0
     assert record["ledger/trained"] == 2
     rows = [row for file in rollout_files(place / "run") for row in read_rollouts(file)]
