@@ -120,8 +120,12 @@ class Trainer:
     ) -> UpdateResult:
         """One forward and one backward for each micro-batch; the loss uses the logprobs of that same forward.
 
+        A loss with the attribute `whole_step` compares sequences with each other: `forward_backward_custom`.
+
         `old_logprobs`, [P] a sequence, anchor the policy ratio; None: this forward's, so that the ratio is 1.
         """
+        if getattr(loss, "whole_step", False):
+            return self.forward_backward_custom(batch, loss, old_logprobs=old_logprobs)
         began = time.perf_counter()
         step = self._flatten(batch, old_logprobs)
         self._begin()
