@@ -64,8 +64,8 @@ class MoeTraining:
         return self.config.balance_coef * torch.stack(parts).sum() / sequences if parts else 0.0
 
     def gather(self, ranks: Ranks) -> None:
-        """Add up the comparisons of all ranks along dp. Collective."""
-        self.counts = ChoiceCounts.sum(ranks.gather_objects(self.counts))
+        """Add up the comparisons of all ranks along dp, and of all stages of a pipeline. Collective."""
+        self.counts = ChoiceCounts.sum(self._stage.gather_objects(ChoiceCounts.sum(ranks.gather_objects(self.counts))))
 
     @torch.no_grad()
     def update(self, ranks: Ranks) -> dict[str, float]:
@@ -74,20 +74,25 @@ class MoeTraining:
         `experts/load_max` is the largest ratio of an expert's load to its layer's mean, `experts/unused` the fraction
         of experts without a token. Collective along `ranks`, dp.
         """
-        parts = [] if not self._gates else ranks.gather_objects(None if self._load is None else self._load.cpu())
+        if not self._mixes:
+            return {}
+        parts = ranks.gather_objects(None if self._load is None else self._load.cpu())
         loads = [part for part in parts if part is not None]
+        own = torch.stack(loads).sum(0) if loads else None  # of this stage's layers
+        loads = [part for part in self._stage.gather_objects(own) if part is not None]
         if not loads:
             return {}
-        load, self._load = torch.stack(loads).sum(0).to(self._gates[0].weight.device).float(), None
-        mean = load.mean(-1, keepdim=True)
-        if self.config.expert_bias_rate:
+        every, self._load = torch.cat(loads).float(), None
+        if self.config.expert_bias_rate and own is not None:
+            load = own.to(self._gates[0].weight.device).float()
+            mean = load.mean(-1, keepdim=True)
             for gate, step in zip(self._gates, (mean - load).sign() * self.config.expert_bias_rate, strict=True):
                 bias = gate.bias_of_choice
                 if bias is not None:
                     bias.add_(step)
         return {
-            "experts/load_max": float((load / mean).max()),
-            "experts/unused": float((load == 0).float().mean()),
+            "experts/load_max": float((every / every.mean(-1, keepdim=True)).max()),
+            "experts/unused": float((every == 0).float().mean()),
         }
 
 
