@@ -33,14 +33,19 @@ class Head:
     """
 
     def __init__(
-        self, ops: Ops, weight: Callable[[], Tensor], division: Division | None, stage: Stage, vocabulary: int
+        self,
+        ops: Ops,
+        weight: Callable[[], Tensor],
+        division: Division | None,
+        stage: Stage | None = None,
+        vocabulary: int = 0,
     ) -> None:
         self._ops, self._weight, self._division = ops, weight, division
-        self._stage, self._vocabulary = stage, vocabulary
+        self._stage, self._vocabulary = None if stage is None or stage.whole else stage, vocabulary
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits of this rank's tokens of the vocabulary [T, v] -> [T, V], on every rank."""
-        if self._stage.whole:
+        if self._stage is None:
             return gathered(logits, self._division)
         every = torch.empty(len(logits), self._vocabulary, dtype=torch.float32, device=logits.device)
         return self._stage.shared(gathered(logits, self._division) if self._stage.last else every)
@@ -49,7 +54,7 @@ class Head:
         self, logits: Tensor, processing: LogitsProcessing, seeds: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`Ops.sample` of rows of `logits`: every rank gets all results."""
-        if self._stage.whole:
+        if self._stage is None:
             return self._sampled(logits, processing, seeds, positions)
         bits = torch.empty(3, len(seeds), dtype=torch.int32, device=seeds.device)
         if self._stage.last:
@@ -79,7 +84,7 @@ class Head:
 
     def token_logprob(self, hidden: Tensor, targets: Tensor, processing: LogitsProcessing) -> tuple[Tensor, Tensor]:
         """`Ops.token_logprob`."""
-        if not self._stage.last:
+        if self._stage is not None and not self._stage.last:
             return _placeholders(hidden)
         if not self._exchanges:
             return self._ops.token_logprob(hidden, self._whole_weight(), targets, processing)
@@ -89,7 +94,7 @@ class Head:
         self, hidden: Tensor, targets: Tensor, processing: LogitsProcessing, seeds: Tensor | None, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`Ops.token_redraw`."""
-        if not self._stage.last:
+        if self._stage is not None and not self._stage.last:
             logprobs, entropies = _placeholders(hidden)
             return logprobs, entropies, torch.zeros_like(entropies), torch.full_like(targets, -1)
         if not self._exchanges:
@@ -116,9 +121,8 @@ class Head:
 
 
 def _placeholders(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Zeros for logprobs and entropies [N]; the logprobs are in the graph of hidden [N, D]."""
-    logprobs = hidden[:, 0].float()
-    return logprobs, torch.zeros_like(logprobs)
+    """Zeros for logprobs and entropies [N], in the graph of hidden [N, D]."""
+    return hidden[:, 0].float(), hidden[:, 0].float()
 
 
 class _CutLogprob(torch.autograd.Function):

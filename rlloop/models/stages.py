@@ -65,6 +65,11 @@ class Stage:
                 )
 
     @property
+    def ahead(self) -> int:
+        """The number of stages after this one."""
+        return self._pipe.size - 1 - self._pipe.rank
+
+    @property
     def whole(self) -> bool:
         """True without a pipeline."""
         return self.first and self.last
@@ -97,12 +102,14 @@ class Stage:
             step.selected[reused] = self._pipe.receive(selected, source)
         both = torch.empty(2, count, self._width, dtype=dtype, device=device)
         if not torch.is_grad_enabled():
-            return tuple(self._pipe.receive(both, source).unbind())
+            delta, stream = self._pipe.receive(both, source).unbind()
+            return delta, stream
         anchor = torch.zeros((), device=device, requires_grad=True)
         return _Received.apply(anchor, both, self._pipe, self._back)
 
-    def end(self, delta: Tensor, stream: Tensor, step: Step) -> Tensor:
+    def end(self, delta: Tensor, stream: Tensor | None, step: Step) -> Tensor:
         """Gives the next stage its input. Returns zeros [T, D], whose gradient is what the next stage sends back."""
+        assert stream is not None, "a stage has a layer"
         if (reused := self._reused(self.layers[-1] + 1)) is not None:
             self._pipe.post(step.selected[reused], self._pipe.rank + 1)
         if torch.is_grad_enabled():

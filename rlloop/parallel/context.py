@@ -37,7 +37,8 @@ class ParallelContext:
 
     def ranks(self, axis: str) -> Ranks:
         """The ranks that differ from this one on `axis` alone: one of `AXES`, `dp` (dp_replicate and dp_shard), `ep`,
-        `pp_back` (those of pp, for gradients), `expert_shard` (the ranks along dp_shard that hold the same experts), or `world` (all of the layout)."""
+        `pp_back` (those of pp, for gradients), `expert_shard` (the ranks along dp_shard that hold the same experts), or
+        `world` (all of the layout)."""
         return self.groups.get(axis, ALONE)
 
     @property
@@ -82,5 +83,5 @@ def _ranks(grid: torch.Tensor, *, fresh: bool = False) -> Ranks:
     group = dist.group.WORLD
     if len(rows) > 1 or fresh:
         group, _ = dist.new_subgroups_by_enumeration(rows.tolist())
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)
     return Ranks(size, group.rank(), group)

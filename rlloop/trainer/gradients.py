@@ -9,7 +9,8 @@ log2(n) + 1 float32 shards and a few layers' gradients lie in memory, and one ra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,17 @@ class GradientSum:
         self.clear()
         return sums
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Forwards whose tied weight has two gradients: as the embedding, and as the head."""
+        before = self._model.take_head_gradient
+        if HEAD in self._uses and HEAD not in self._parameters:
+            self._model.take_head_gradient = lambda gradient: self._arrived(HEAD, gradient)
+        try:
+            yield
+        finally:
+            self._model.take_head_gradient = before
+
     def _run(self, work: Callable[[], None]) -> None:
         def hook(use: str) -> Callable[[nn.Parameter], None]:
             def take(parameter: nn.Parameter) -> None:
@@ -109,12 +121,10 @@ class GradientSum:
         hooks = [rows.live.register_post_accumulate_grad_hook(hook(name)) for name, rows in self._parameters.items()]
         for name, experts in self._experts.items():
             experts.taker = lambda own, gradients, name=name: self._arrived(f"{name}.{own}", gradients)
-        if HEAD in self._uses and HEAD not in self._parameters:
-            self._model.take_head_gradient = lambda gradient: self._arrived(HEAD, gradient)
         try:
-            work()
+            with self.apart():
+                work()
         finally:
-            self._model.take_head_gradient = None
             for experts in self._experts.values():
                 experts.taker = None
             for each in hooks:
