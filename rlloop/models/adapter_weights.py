@@ -29,7 +29,7 @@ class Target:
     """A weight that adapters can adapt: a matrix [N, K], or one for each expert."""
 
     name: str  # of the module, or of the experts' parameter: model.layers.0.mlp.experts.gate_up_proj
-    weight: nn.Parameter
+    weight: Tensor
     inputs: int
     outputs: int
     experts: int | None = None
@@ -50,7 +50,7 @@ class Target:
         )
 
 
-def find_targets(model: nn.Module, head: nn.Parameter, heads: int | None) -> dict[str, Target]:
+def find_targets(model: nn.Module, head: Tensor, heads: int | None) -> dict[str, Target]:
     """The targets of a model by name. `head`: its output projection; `heads`: of latent attention, else None."""
     found: list[Target] = []
     for name, module in model.named_modules():

@@ -67,7 +67,8 @@ def join(device: torch.device, layout: Layout) -> ParallelContext:
     ):
         dims = [axes.index(axis) for axis in joined]
         groups[name] = _ranks(grid.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)))
-    groups["ep"] = _ranks(world.view(-1, layout.ep))
+    # Tensor parallelism alone cuts experts, too: each rank has some of them whole.
+    groups["ep"] = groups["tp"] if layout.ep == 1 else _ranks(world.view(-1, layout.ep))
     groups["pp_back"] = _ranks(grid.movedim(axes.index("pp"), -1), fresh=True)  # gradients: none waits for an input
     groups["expert_shard"] = _ranks(grid.unflatten(3, (-1, layout.expert_leaves)).movedim(3, -1))
     here = int(dist.get_rank())

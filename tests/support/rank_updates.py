@@ -119,7 +119,7 @@ def everything(
 
 def live(trainer: Trainer) -> str:
     """The digest of the weights that an engine would read."""
-    tensors = [parameter.detach().cpu().contiguous() for parameter in trainer.model.parameters()]
+    tensors = [whole.detach().cpu().contiguous() for _, whole in ParameterStore(trainer.model).wholes()]
     return hashlib.sha256(b"".join(each.view(torch.uint8).numpy().tobytes() for each in tensors)).hexdigest()
 
 
