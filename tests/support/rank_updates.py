@@ -14,6 +14,7 @@ from rlloop.algorithms import LossBatch, LossOutput, get_loss
 from rlloop.config.run import TrainerConfig
 from rlloop.metrics import is_timing
 from rlloop.models import Model, new_model
+from rlloop.models.parameters import ParameterStore
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.trainer import Trainer, TrainSequence
