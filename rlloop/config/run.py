@@ -35,6 +35,7 @@ from rlloop.config.rollout import EngineKind, RolloutConfig
 from rlloop.errors import ConfigError
 from rlloop.numerics.implementations import is_outside
 from rlloop.numerics.profile import SETTINGS
+from rlloop.parallel.layout import Layout
 
 GPU_SHARE = Limit(ABOVE_ZERO_TO_ONE.holds, "above 0 and at most 1: a rank lies on one GPU")
 
@@ -233,7 +234,12 @@ class RunConfig:
     @property
     def world(self) -> World:
         """The ranks of `trainer.layout` and `rollout.layout`."""
-        return World.of(self.trainer.layout.checked("trainer"), self.rollout.layout.checked("rollout"))
+        return World.of(*self.layouts)
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """`trainer.layout` and `rollout.layout`."""
+        return self.trainer.layout.checked("trainer"), self.rollout.layout.checked("rollout")
 
     @property
     def replicas(self) -> int:
