@@ -149,11 +149,9 @@ class Rank:
         return {**fingerprint, "differing_ranks": differing} if differing else fingerprint
 
 
-def _same_parts(trainer: Layout, engine: Layout) -> bool:
-    """Whether a rank holds the same weights under both layouts."""
-    if trainer.pp > 1 or engine.pp > 1:
-        return trainer == engine
-    return (trainer.tp, trainer.ep) == (engine.tp, engine.ep)
+def _other_layers(trainer: Layout, engine: Layout) -> bool:
+    """True if a rank may hold other layers under the two layouts, so that neither's weights are the other's."""
+    return trainer != engine and (trainer.pp > 1 or engine.pp > 1)
 
 
 class Replica(Rank):
@@ -168,7 +166,7 @@ class Replica(Rank):
     def _open(self, config: RunConfig, path: str) -> None:
         """Loads the weights of `context`, and makes the engine, over those of `engine_context`."""
         self.model = self.sampled = load(config, path, self.context)
-        if not _same_parts(self.context.layout, self.engine_context.layout):
+        if _other_layers(self.context.layout, self.engine_context.layout):
             self.sampled = load(config, path, self.engine_context)
         elif self.context.layout != self.engine_context.layout:
             self.sampled = Model(self.model.config, self.model.profile, self.engine_context, weights_of=self.model)
@@ -210,7 +208,7 @@ class Colocated(Replica):
 
     def set_version(self, version: int) -> None:
         """The engine has the trainer's weights, now `version`; parts of another layout are copied from rank to rank."""
-        if not _same_parts(self.context.layout, self.engine_context.layout):
+        if _other_layers(self.context.layout, self.engine_context.layout):
             ParameterStore(self.sampled).copy_wholes(ParameterStore(self.model).wholes())
         self.engine.set_version(version)
 
