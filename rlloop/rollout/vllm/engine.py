@@ -58,8 +58,8 @@ class VllmEngine(EngineFrontEnd):
     """Continues prompts with `model` inside vLLM, in this process: the parameters are shared, nothing is copied.
 
     The arguments are those of `rlloop.Engine`, and as there, none of them decides a completion's bits. One caller at a
-    time. Over tensor-parallel ranks each has such an engine and makes the same calls; vLLM itself runs on one rank
-    then, of which it alone knows. The model's parameters may change in place; call `set_version` after, and `close` when done.
+    time. The model's parameters may change in place; call `set_version` after, and `close` when done. Tensor-parallel
+    ranks each have such an engine and make the same calls; vLLM itself knows of one rank.
 
     Raises `ConfigError` where vLLM cannot be used here (`rlloop doctor` says why, too).
     """
@@ -314,7 +314,7 @@ class _Life:
     """Marks a live engine of this process. Held by the engine, so it is gone with an engine that could not start."""
 
     def __init__(self, sleeps: bool, guest: bool) -> None:
-        """`sleeps`: by vLLM's sleep mode, which is the process's. `guest`: the process group is of the ranks of a run."""
+        """`sleeps`: by vLLM's sleep mode, which is the process's. `guest`: the process group is of a run's ranks."""
         self.sleeps, self.asleep, self.guest = sleeps, False, guest
 
 
