@@ -350,6 +350,12 @@ class RunConfig:
         """Refuses what runs on one rank alone beside a layout of several."""
         if self.world.size == 1:
             return
+        cut = [axis for layout in self.layouts for axis in ("tp", "pp", "ep") if getattr(layout, axis) > 1]
+        if cut and self.replicas:
+            raise ConfigError(
+                f"ray.replicas is {self.replicas}, and {cut[0]} is above 1 in a layout: replicas have whole weights; "
+                "set ray.replicas=0, or spread by dp_shard and dp_replicate alone"
+            )
         for key, alone, instead in (
             ("fleet=regions", self.fleet.kind is FleetKind.regions, "use fleet=node, with launch=ray"),
             (

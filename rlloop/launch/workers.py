@@ -26,7 +26,6 @@ from rlloop.config.run import ParityMode, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
 from rlloop.models.architecture import ModelConfig
-from rlloop.models.parameters import ParameterStore
 from rlloop.models.weights import usable_device
 from rlloop.numerics.probe import probe
 from rlloop.numerics.profile import Drift, NumericsProfile
@@ -149,11 +148,6 @@ class Rank:
         return {**fingerprint, "differing_ranks": differing} if differing else fingerprint
 
 
-def _other_layers(trainer: Layout, engine: Layout) -> bool:
-    """True if a rank may hold other layers under the two layouts, so that neither's weights are the other's."""
-    return trainer != engine and (trainer.pp > 1 or engine.pp > 1)
-
-
 class Replica(Rank):
     """One engine with weights of its own, rewritten in place at each version."""
 
@@ -166,9 +160,7 @@ class Replica(Rank):
     def _open(self, config: RunConfig, path: str) -> None:
         """Loads the weights of `context`, and makes the engine, over those of `engine_context`."""
         self.model = self.sampled = load(config, path, self.context)
-        if _other_layers(self.context.layout, self.engine_context.layout):
-            self.sampled = load(config, path, self.engine_context)
-        elif self.context.layout != self.engine_context.layout:
+        if self.engine_context.layout != self.context.layout:
             self.sampled = Model(self.model.config, self.model.profile, self.engine_context, weights_of=self.model)
         self.engine = make_engine(self.sampled, config.rollout.profile.over(config.model.profile), config.rollout)
         if close := getattr(self.engine, "close", None):
@@ -208,8 +200,7 @@ class Colocated(Replica):
 
     def set_version(self, version: int) -> None:
         """The engine has the trainer's weights, now `version`; parts of another layout are copied from rank to rank."""
-        if _other_layers(self.context.layout, self.engine_context.layout):
-            ParameterStore(self.sampled).copy_wholes(ParameterStore(self.model).wholes())
+        self.sampled.refresh()
         self.engine.set_version(version)
 
     def publish(self, version: int) -> Bundle:
