@@ -54,7 +54,7 @@ study study-full: $(VENV)/.ready
 	$(BIN)/rlloop compare $(STUDY) -o $(STUDY)/report.html
 
 test: $(VENV)/.ready-dev
-	$(BIN)/pytest -n auto --dist loadfile
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # The edit loop: tests of single modules, without those that take long.
 test-fast: $(VENV)/.ready-dev

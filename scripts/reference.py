@@ -24,16 +24,18 @@ from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 from rlloop.cli.main import COMMANDS
-from rlloop.config import numerics, run
+from rlloop.config import layout, numerics, run
 from rlloop.errors import ConfigError
 from rlloop.numerics.implementations import OPERATIONS
 from rlloop.numerics.profile import Drift, NumericsProfile
+from rlloop.parallel.layout import Layout
 
 DOCS = Path(__file__).parents[1] / "docs"
 MIRRORED = {  # sections whose keys another dataclass explains
     numerics.ProfileConfig: (NumericsProfile,),
     numerics.RolloutProfile: (NumericsProfile,),
     numerics.DriftConfig: (Drift,),
+    layout.LayoutConfig: (Layout,),
 }
 
 CONFIGURATION = """\

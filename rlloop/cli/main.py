@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from rlloop.errors import ConfigError, RlloopError
 
 if TYPE_CHECKING:
     from rlloop.launch.run import Job
+    from rlloop.launch.torchrun import Leader
 
 SHOWN_PROBLEMS = 20  # of each check
 
@@ -166,7 +168,16 @@ def _train(arguments: list[str]) -> int:
             print(f"# {name}\n" if name else "", end="")
             print(OmegaConf.to_yaml(compose_recipe(given.config_name, overrides), resolve=given.resolve), end="")
         return 0
-    return _run_jobs(_make_jobs(given.config_name, jobs))
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return _run_jobs(_make_jobs(given.config_name, jobs))
+
+    from rlloop.launch.torchrun import Leader, Torchrun, follow
+
+    here = Torchrun.here()
+    if here is not None and here.rank > 0:
+        return follow(here)
+    with nullcontext() if here is None else Leader(here) as leader:
+        return _run_jobs(_make_jobs(given.config_name, jobs), leader)
 
 
 def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]:
@@ -196,7 +207,7 @@ def _quoted(folder: Path) -> str:
     return f'"{folder}"' if set(str(folder)) & set("=, ") else str(folder)
 
 
-def _run_jobs(jobs: Sequence[Job]) -> int:
+def _run_jobs(jobs: Sequence[Job], leader: Leader | None = None) -> int:
     """Run jobs one after the other. After a failed one the next ones still run; an interrupt ends the sweep."""
     from rich.console import Console
 
@@ -208,7 +219,7 @@ def _run_jobs(jobs: Sequence[Job]) -> int:
         if len(jobs) > 1:
             console.rule(f"{index}/{len(jobs)}  {job.folder.name}")
         try:
-            ended = train(job, console)
+            ended = train(job, console, leader)
         except RlloopError as error:
             if len(jobs) == 1:
                 raise

@@ -17,6 +17,8 @@ RESUMABLE = (
     "run.dir",
     "launch",
     "ray.",
+    "trainer.layout.",
+    "rollout.layout.",
     "trainer.num_steps",
     "certificate.",
     "checkpoint.every",

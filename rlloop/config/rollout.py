@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from rlloop.config.instantiate import TARGET, names_target
+from rlloop.config.layout import LayoutConfig
 from rlloop.config.limits import (
     ABOVE_ZERO_TO_ONE,
     POSITIVE,
@@ -48,9 +49,11 @@ class RolloutConfig:
     sleep: bool = False  # of a vLLM engine: give its cache's memory back while the trainer works
     profile: RolloutProfile = field(default_factory=RolloutProfile)
     drift: DriftConfig = field(default_factory=DriftConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
 
     def __post_init__(self) -> None:
         check_limits("rollout", self)
+        self.layout.checked("rollout")
         require(
             "rollout.min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens,
             f"from 0 to rollout.max_tokens ({self.max_tokens})",

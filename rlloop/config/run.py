@@ -14,6 +14,7 @@ from omegaconf import MISSING
 
 from rlloop.config.algorithm import AlgorithmConfig, Anchor
 from rlloop.config.fleet import FleetConfig, FleetKind
+from rlloop.config.layout import LayoutConfig, World
 from rlloop.config.limits import (
     ABOVE_ZERO_TO_ONE,
     BELOW_ONE,
@@ -25,6 +26,7 @@ from rlloop.config.limits import (
     check_limits,
     limited,
     one_of,
+    or_null,
     require,
     zero_or_more,
 )
@@ -34,7 +36,7 @@ from rlloop.errors import ConfigError
 from rlloop.numerics.implementations import is_outside
 from rlloop.numerics.profile import SETTINGS
 
-GPU_SHARE = Limit(ABOVE_ZERO_TO_ONE.holds, "above 0 and at most 1: a model lies on one GPU")
+GPU_SHARE = Limit(ABOVE_ZERO_TO_ONE.holds, "above 0 and at most 1: a rank lies on one GPU")
 
 
 class Launch(StrEnum):
@@ -86,6 +88,7 @@ class TrainerConfig:
     balance_coef: float = limited(0.0, zero_or_more("off"))  # of the experts' load-balancing loss
     expert_bias_rate: float = limited(0.0, BELOW_ONE)  # step of the experts' biases towards even loads; 0: off
     checkpoint_layers: str = "none"  # recomputed in the backward pass, which saves memory: none, all, every n-th
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
 
     def __post_init__(self) -> None:
         require(
@@ -97,6 +100,7 @@ class TrainerConfig:
         good = self.checkpoint_layers in ("none", "all") or self.checkpoint_every > 0
         require("trainer.checkpoint_layers", self.checkpoint_layers, good, "none, all, or a whole number n from 1 on")
         check_limits("trainer", self)
+        self.layout.checked("trainer")
 
     @property
     def checkpoint_every(self) -> int:
@@ -168,10 +172,14 @@ class RayConfig:
     """For launch=ray."""
 
     address: str | None = None  # a running cluster's; null: Ray is started on this machine, for this run
-    replicas: int = limited(1, zero_or_more("none"))  # engines besides the one that shares the trainer's process
-    cpus_per_worker: float = limited(1.0, POSITIVE)  # what each worker reserves
-    gpus_per_worker: float = limited(1.0, GPU_SHARE)  # on a GPU: at 0.5, two workers share one
+    replicas: int | None = limited(  # engines besides those that share the trainer's ranks
+        None, or_null(zero_or_more("none"), "1 beside a trainer of one rank, else 0")
+    )
+    cpus_per_worker: float = limited(1.0, POSITIVE)  # what each worker, one for each rank, reserves
+    gpus_per_worker: float = limited(1.0, GPU_SHARE)  # on a GPU: at 0.5, two workers of one rank share one
     timeout: float = limited(60.0, SECONDS)  # to wait for room
+    elastic: bool = False  # after the death of a rank: go on from the last checkpoint on those that are left
+    rank_timeout: float = limited(600.0, SECONDS)  # without progress of a rank, which ends the run with its number
 
     def __post_init__(self) -> None:
         check_limits("ray", self)
@@ -220,6 +228,17 @@ class RunConfig:
         self._check_parity()
         self._check_fleet()
         self._check_engine()
+        self._check_ranks()
+
+    @property
+    def world(self) -> World:
+        """The ranks of `trainer.layout` and `rollout.layout`."""
+        return World.of(self.trainer.layout.checked("trainer"), self.rollout.layout.checked("rollout"))
+
+    @property
+    def replicas(self) -> int:
+        """`ray.replicas`, where it is null: 1 beside a trainer of one rank, else 0."""
+        return int(self.world.size == 1) if self.ray.replicas is None else self.ray.replicas
 
     @property
     def max_prompts(self) -> int:
@@ -320,3 +339,32 @@ class RunConfig:
                 "vLLM's logits, and one at the edge is impossible for the trainer; leave them off, or set "
                 "rollout.engine=vllm"
             )
+
+    def _check_ranks(self) -> None:
+        """Refuses what runs on one rank alone beside a layout of several."""
+        if self.world.size == 1:
+            return
+        for key, alone, instead in (
+            ("fleet=regions", self.fleet.kind is FleetKind.regions, "use fleet=node, with launch=ray"),
+            (
+                "rollout.drift and rollout.profile",
+                bool(self.rollout.drift.declared) or self.rollout.profile != RolloutProfile(),
+                "they compare numerics in one process",
+            ),
+            (
+                f"rollout.engine={self.rollout.engine_name}",
+                self.rollout.engine in (EngineKind.vllm, EngineKind.vllm_stock),
+                "use rollout.engine=embedded",
+            ),
+            (f"device={self.device}", ":" in self.device, "set device=cuda: each rank takes a GPU of its own"),
+            (
+                f"ray.gpus_per_worker={self.ray.gpus_per_worker:g}",
+                self.device != "cpu" and self.launch is Launch.ray and self.ray.gpus_per_worker != 1,
+                "ranks do not share a GPU: set it to 1",
+            ),
+        ):
+            if alone:
+                raise ConfigError(
+                    f"{key} is for one rank, and trainer.layout with rollout.layout has {self.world.size}; {instead}, "
+                    "or leave the layouts at 1"
+                )

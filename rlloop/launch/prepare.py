@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlloop.algorithms import advantages_for, loss_for
+from rlloop.algorithms import Loss, advantages_for, loss_for
 from rlloop.config.instantiate import lacking, resolve
 from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import ConfigError, ModelError
@@ -33,20 +33,9 @@ class Prepared:
 
 def prepare(config: RunConfig) -> Prepared:
     """Raises `ConfigError` or `ModelError`, within seconds, for what is not there or cannot work."""
-    algorithm = config.algorithm
-    corrects = algorithm.correction or algorithm.loss == "importance_sampling"
-    if config.parity.mode is ParityMode.fallback and not corrects:
-        # The rung under bitwise. Its weights are exactly 1 as long as engine and trainer agree, so it may always be on.
-        if algorithm.anchor is Anchor.rollout:
-            raise ConfigError(
-                "parity.mode=fallback corrects by the ratio of the trainer's logprobs to the engine's, and with "
-                "algorithm.anchor=rollout the loss sees the engine's alone; set algorithm.anchor=trainer, or "
-                "parity.mode=observe"
-            )
-        algorithm = replace(algorithm, correction={"tis": {}})
+    loss = loss_of(config)
     reward = resolve_reward(config.reward)
-    advantages = advantages_for(algorithm, config.rollout.max_tokens, config.rollout.group_size)
-    loss = loss_for(algorithm)
+    advantages = advantages_for(config.algorithm, config.rollout.max_tokens, config.rollout.group_size)
     if isinstance(config.rollout.engine, Mapping):
         engine_factory(config.rollout.engine)
     check_sinks(config.sinks)
@@ -63,6 +52,22 @@ def prepare(config: RunConfig) -> Prepared:
         raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
     scorer = RewardRunner(reward, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
     return Prepared(task, scorer, advantages, loss)
+
+
+def loss_of(config: RunConfig) -> Loss:
+    """The run's loss, with the correction that `parity.mode=fallback` adds."""
+    algorithm = config.algorithm
+    corrects = algorithm.correction or algorithm.loss == "importance_sampling"
+    if config.parity.mode is ParityMode.fallback and not corrects:
+        # The rung under bitwise. Its weights are exactly 1 as long as engine and trainer agree, so it may always be on.
+        if algorithm.anchor is Anchor.rollout:
+            raise ConfigError(
+                "parity.mode=fallback corrects by the ratio of the trainer's logprobs to the engine's, and with "
+                "algorithm.anchor=rollout the loss sees the engine's alone; set algorithm.anchor=trainer, or "
+                "parity.mode=observe"
+            )
+        algorithm = replace(algorithm, correction={"tis": {}})
+    return loss_for(algorithm)
 
 
 def check_kernels(config: RunConfig) -> None:

@@ -1,10 +1,13 @@
-"""launch=ray: the trainer with an engine of its own in one Ray actor, further engines in others."""
+"""launch=ray: the ranks of trainer and engine in Ray actors, one each; further engines in others."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,19 +15,24 @@ from rlloop.config.rollout import EngineKind
 from rlloop.config.run import RunConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.admission import canary_requests, numerics_objection
+from rlloop.launch.layouts import check_model
 from rlloop.launch.prepare import Prepared
 from rlloop.launch.ray_pool import ActorPool, RemoteTrainer, pool_settings
 from rlloop.launch.ray_session import RayHandle, import_ray, ray_session
 from rlloop.launch.workers import Colocated, Replica, vocabulary_of
 from rlloop.loop.parts import Parts
 from rlloop.models.config import read_config
+from rlloop.parallel.progress import Watch
+from rlloop.parallel.start import Place, PrefixStore, Store, host_store
 from rlloop.runs.folder import Journal, RunFolder
 from rlloop.trainer import CheckpointStore
+
+LOOPBACK = "127.0.0.1"
 
 
 @contextmanager
 def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
-    """One co-located trainer and engine, and `ray.replicas` more engines, each a Ray actor.
+    """One co-located trainer and engine, and `ray.replicas` more engines, each with an actor for each of its ranks.
 
     Starts Ray on this machine, or attaches to `ray.address`. At the end the actors and their placement group are
     removed, and Ray is shut down where this run started it.
@@ -37,12 +45,53 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
             "rollout.drift and rollout.profile compare numerics in one process; use launch=local for them"
         )
     path = str(Path(prepared.task.model_folder()).absolute())
-    threads = torch.get_num_threads()
-    environment = {"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}}
-    count = 1 + config.ray.replicas
+    check_model(config, read_config(path))
+    with ExitStack() as stack:
+        actors = stack.enter_context(_placed(ray, config, path))
+        trainer = actors.start(Colocated, "trainer", config.world.size)
+        replicas = [
+            actors.start(Replica, f"engine {index}", config.world.engine.world_size)
+            for index in range(1, config.replicas + 1)
+        ]
+        exact = config.rollout.engine in (EngineKind.embedded, EngineKind.vllm)  # other engines' bits may vary
+        pool = ActorPool(
+            trainer,
+            replicas,
+            trainer.reference,
+            pool_settings(config.fleet),
+            Journal(folder.path / "fleet.jsonl").append,
+            canary=canary_requests(config, prepared.task) if exact else ([], []),
+            objection=lambda trainer, state: numerics_objection(trainer, config.parity.mode, state),
+        )
+        stack.callback(pool.close)
+        yield Parts(
+            task=prepared.task,
+            engine=pool.engine,
+            trainer=RemoteTrainer(trainer),
+            sync=pool,
+            scorer=prepared.scorer,
+            advantages=prepared.advantages,
+            loss=prepared.loss,
+            checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+            vocabulary=vocabulary_of(read_config(path)),
+            doctor=lambda sample, difference: trainer.call("diagnose", sample, difference)(),
+            measured=pool.engine.pool.take_metrics,
+        )
+
+
+@contextmanager
+def _placed(ray: Any, config: RunConfig, path: str) -> Iterator[_Actors]:
+    """Room for all of a run's actors, which end with the context."""
+    world, count = config.world, config.world.size + config.replicas * config.world.engine.world_size
     needs = {"CPU": config.ray.cpus_per_worker}
     if config.device != "cpu":
         needs["GPU"] = config.ray.gpus_per_worker
+    meets = world.size > 1 or world.engine.world_size > 1
+    if meets and (config.ray.address or "").startswith("ray://"):
+        raise ConfigError(
+            f"ray.address={config.ray.address} is a client's, and ranks meet in the process that starts them; run on a "
+            "machine of the cluster, with ray.address=HOST:PORT or auto"
+        )
     with ExitStack() as stack:
         stack.enter_context(ray_session(ray, config.ray.address, needs["CPU"] * count))
         group = ray.util.placement_group([needs] * count, strategy="PACK")
@@ -52,41 +101,66 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
         except ray.exceptions.GetTimeoutError:
             raise ConfigError(
                 f"Ray has no room for {count} workers of {needs} each ({ray.available_resources()} are free); lower "
-                "ray.replicas, ray.cpus_per_worker or ray.gpus_per_worker, or attach to a larger cluster by ray.address"
+                "ray.replicas, trainer.layout or rollout.layout, ray.cpus_per_worker or ray.gpus_per_worker, or attach "
+                "to a larger cluster by ray.address"
             ) from None
+        here = ray.get_runtime_context().get_node_id()
+        nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        bundles = sorted(nodes, key=lambda bundle: (nodes[bundle] != here, nodes[bundle], bundle))
+        local = config.ray.address is None
+        host = LOOPBACK if local else ray.util.get_node_ip_address()
+        threads = torch.get_num_threads() // world.size if local else torch.get_num_threads()
+        store = host_store(host) if meets else None
+        address = "" if store is None else f"tcp://{host}:{store.port}"
+        actors = _Actors(ray, config, path, group, needs, bundles, max(1, threads), store, address)
+        stack.callback(actors.kill)
+        yield actors
 
-        def place(kind: type, bundle: int) -> RayHandle:
-            strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
-            actor = ray.remote(kind).options(
-                num_cpus=needs["CPU"], num_gpus=needs.get("GPU"), scheduling_strategy=strategy, runtime_env=environment
+
+@dataclass
+class _Actors:
+    """Starts workers in the bundles of a placement group, those of one node after each other."""
+
+    ray: Any
+    config: RunConfig
+    path: str
+    group: Any
+    needs: dict[str, float]
+    bundles: list[int]  # that are free
+    threads: int
+    store: Store | None  # where ranks meet
+    address: str
+
+    def __post_init__(self) -> None:
+        self._handles: list[RayHandle] = []
+
+    def start(self, kind: type, name: str, size: int) -> RayHandle:
+        """A worker of `size` ranks. Rank 0 of the first is on this machine, if there is room, for it writes files."""
+        ray = self.ray
+        mine, self.bundles = self.bundles[:size], self.bundles[size:]
+        variables = {"OMP_NUM_THREADS": str(self.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        boots = itertools.count()
+
+        def actor(bundle: int, place: Place) -> Any:
+            strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, bundle)
+            options = ray.remote(kind).options(
+                num_cpus=self.needs["CPU"],
+                num_gpus=self.needs.get("GPU"),
+                scheduling_strategy=strategy,
+                runtime_env={"env_vars": variables},
             )
-            name = "trainer" if kind is Colocated else f"engine {bundle}"
-            handle = RayHandle(ray, name, lambda: actor.remote(config, path, threads))
-            stack.callback(handle.kill)
-            return handle
+            return options.remote(self.config, self.path, self.threads, place)
 
-        trainer = place(Colocated, 0)
-        exact = config.rollout.engine in (EngineKind.embedded, EngineKind.vllm)  # other engines' bits may vary
-        actors = ActorPool(
-            trainer,
-            [place(Replica, bundle) for bundle in range(1, count)],
-            trainer.reference,
-            pool_settings(config.fleet),
-            Journal(folder.path / "fleet.jsonl").append,
-            canary=canary_requests(config, prepared.task) if exact else ([], []),
-            objection=lambda trainer, state: numerics_objection(trainer, config.parity.mode, state),
-        )
-        stack.callback(actors.close)
-        yield Parts(
-            task=prepared.task,
-            engine=actors.engine,
-            trainer=RemoteTrainer(trainer),
-            sync=actors,
-            scorer=prepared.scorer,
-            advantages=prepared.advantages,
-            loss=prepared.loss,
-            checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
-            vocabulary=vocabulary_of(read_config(path)),
-            doctor=lambda sample, difference: trainer.call("diagnose", sample, difference)(),
-            measured=actors.engine.pool.take_metrics,
-        )
+        def start() -> tuple[list[Any], Watch | None]:
+            prefix = f"{name} {next(boots)}".replace(" ", "-")
+            places = [Place(rank, size, f"{self.address}/{prefix}") for rank in range(size)]
+            watch = None if self.store is None or size == 1 else Watch(PrefixStore(prefix, self.store), size)
+            return [actor(*each) for each in zip(mine, places, strict=True)], watch
+
+        handle = RayHandle(ray, name, start, self.config.ray.rank_timeout)
+        self._handles.append(handle)
+        return handle
+
+    def kill(self) -> None:
+        for handle in self._handles:
+            handle.kill()

@@ -20,6 +20,7 @@ import numpy as np
 
 from rlloop.config.fleet import FleetConfig
 from rlloop.errors import RlloopError, SyncError
+from rlloop.rollout.engine.validation import one_for_each
 from rlloop.rollout.errors import EngineLost
 from rlloop.rollout.fleet.membership import Canary, PoolSettings, Record, hardware_class
 from rlloop.rollout.fleet.pool import EnginePool, PoolEngine
@@ -32,7 +33,11 @@ REGION = "node"  # of all engines in actors, in events and metrics
 
 
 class EngineDied(RlloopError):
-    """A worker's process is gone."""
+    """A worker's process is gone. `started`: False for one that could not start."""
+
+    def __init__(self, *args: object, started: bool = True) -> None:
+        super().__init__(*args)
+        self.started = started
 
 
 class Handle(Protocol):
@@ -240,6 +245,26 @@ def pool_settings(fleet: FleetConfig) -> PoolSettings:
         canary_seconds=None,
         origins=False,
     )
+
+
+class RemoteEngine:
+    """The engine of the loop, behind the co-located worker's handle, without a pool."""
+
+    policy_version = -1
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def set_version(self, version: int) -> None:
+        self._handle.call("set_version", version)()
+        self.policy_version = version
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
+        each = list(one_for_each(prompts, sampling))
+        return self._handle.call("generate", self.policy_version, prompts, each)()
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self._handle.call("fingerprint")()
 
 
 class RemoteTrainer:

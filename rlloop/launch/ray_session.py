@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rlloop.errors import ConfigError
+from rlloop.launch.ranks import GRACE, RankFailed, error_of
 from rlloop.launch.ray_pool import EngineDied
+from rlloop.parallel.progress import Watch
 
 
 def import_ray(address: str | None) -> Any:
@@ -69,35 +74,81 @@ def _require_listener(address: str) -> None:
 
 
 class RayHandle:
-    """A worker in a Ray actor: the `Handle` of `rlloop.launch.ray_pool`."""
+    """A worker in Ray actors, one for each of its ranks: the `Handle` of `rlloop.launch.ray_pool`.
 
-    def __init__(self, ray: Any, name: str, start: Callable[[], Any]) -> None:
-        self.name = name
-        self._ray, self._start, self._actor = ray, start, start()
+    A call is one of all ranks, and rank 0 has the result. What happens to one rank ends the call on all: others may
+    wait for it in a copy, so they are killed.
+    """
+
+    def __init__(
+        self, ray: Any, name: str, start: Callable[[], tuple[Sequence[Any], Watch | None]], timeout: float
+    ) -> None:
+        """`start` starts the actors, in order of rank, and a watch over them where they are several. `timeout`: seconds
+        without progress of a rank."""
+        self.name, self._ray, self._start, self._timeout = name, ray, start, timeout
+        self._actors, self._watch = start()
+        self._failure: Exception | None = None  # that ended the ranks
 
     def reference(self, method: str, *args: Any) -> Any:
         """Starts the call; the result stays in the node's shared memory, to be passed on by reference."""
-        return getattr(self._actor, method).remote(*args)
+        return self._begin(method, args)[0]
 
     def call(self, method: str, *args: Any) -> Callable[[], Any]:
-        reference = self.reference(method, *args)
-
-        def wait() -> Any:
-            try:
-                return self._ray.get(reference)
-            except self._ray.exceptions.RayTaskError as error:  # the worker's own error, as if raised here
-                raise error.cause from None
-            except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
-                lines = str(error).strip().splitlines()
-                if getattr(error, "actor_init_failed", False):  # only the text of what it raised is left, at the end
-                    raise EngineDied(f"{self.name} could not start: {lines[-1].strip()}") from error
-                raise EngineDied(lines[0]) from None
-
-        return wait
+        calls = self._begin(method, args)
+        return partial(self._result, calls[0]) if len(calls) == 1 else partial(self._result_of_all, calls)
 
     def revive(self) -> None:
         self.kill()
-        self._actor = self._start()
+        self._actors, self._watch = self._start()
+        self._failure = None
 
     def kill(self) -> None:
-        self._ray.kill(self._actor)
+        for actor in self._actors:
+            self._ray.kill(actor)
+
+    def _begin(self, method: str, args: Sequence[Any]) -> list[Any]:
+        if self._failure is not None:
+            raise self._failure
+        if len(self._actors) > 1:  # they share one copy on each node
+            args = [arg if isinstance(arg, self._ray.ObjectRef) else self._ray.put(arg) for arg in args]
+        return [actor.call.remote(method, *args) for actor in self._actors]
+
+    def _result(self, call: Any) -> Any:
+        try:
+            return self._ray.get(call)
+        except self._ray.exceptions.RayTaskError as error:  # the worker's own error, as if raised here
+            raise error.cause from None
+        except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
+            lines = str(error).strip().splitlines()
+            if getattr(error, "actor_init_failed", False):  # only the text of what it raised is left, at the end
+                raise EngineDied(f"{self.name} could not start: {lines[-1].strip()}", started=False) from error
+            raise EngineDied(lines[0]) from None
+
+    def _result_of_all(self, calls: list[Any]) -> Any:
+        waiting, failures, until = calls, dict[int, Exception](), math.inf
+        if self._watch is not None:
+            self._watch.reset()
+        while waiting and time.monotonic() < until:
+            ended, waiting = self._ray.wait(waiting, num_returns=1, timeout=0.5)
+            for call in ended:
+                try:
+                    self._result(call)
+                except Exception as error:
+                    failures[calls.index(call)] = error
+                    until = min(until, time.monotonic() + GRACE)
+            if not failures and not ended and (stalled := self._stalled()) is not None:
+                rank, known = stalled
+                failures[rank], until = EngineDied(known, started=False), 0.0
+        if not failures:
+            return self._ray.get(calls[0])
+        error = error_of(failures, len(calls))
+        if isinstance(error, RankFailed):
+            self.kill()
+            self._failure = error
+        raise error
+
+    def _stalled(self) -> tuple[int, str] | None:
+        if self._watch is None:
+            return None
+        self._watch.look()
+        return self._watch.stalled(self._timeout)

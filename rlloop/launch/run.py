@@ -19,9 +19,11 @@ from safetensors import SafetensorError
 from rlloop.config.fleet import FleetKind
 from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ParityError, RlloopError
+from rlloop.launch.layouts import check_launch
 from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
 from rlloop.launch.signals import Interrupts
+from rlloop.launch.torchrun import Leader
 from rlloop.loop.loop import Loop
 from rlloop.loop.parts import Parts
 from rlloop.parity.certificate import Certificate
@@ -51,13 +53,17 @@ class Job:
 Builder = Callable[[RunConfig, Prepared, RunFolder], AbstractContextManager[Parts]]
 
 
-def train(job: Job, console: Console) -> int:
-    """Run or resume to the last step. Returns the exit code: 0, or 130 for a run that was interrupted."""
+def train(job: Job, console: Console, leader: Leader | None = None) -> int:
+    """Run or resume to the last step. Returns the exit code: 0, or 130 for a run that was interrupted.
+
+    `leader`: of the other ranks, under torchrun.
+    """
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     with ExitStack() as stack:
+        check_launch(job.config, 1 if leader is None else leader.here.size)
         prepared = prepare(job.config)
         stack.callback(prepared.scorer.close)
         folder = stack.enter_context(RunFolder(job.folder))
@@ -70,7 +76,8 @@ def train(job: Job, console: Console) -> int:
         try:
             certificate = Certificate(folder.parity, attest)
             certificate.note(config=config_digest)
-            finished = _drive(job, prepared, folder, certificate, interrupts, console)
+            builder = _builder(job.config) if leader is None else leader.parts
+            finished = _drive(job, prepared, builder, folder, certificate, interrupts, console)
         except KeyboardInterrupt:
             finished = False
         except RlloopError as error:
@@ -111,6 +118,7 @@ def _builder(config: RunConfig) -> Builder:
 def _drive(
     job: Job,
     prepared: Prepared,
+    builder: Builder,
     folder: RunFolder,
     certificate: Certificate,
     interrupts: Interrupts,
@@ -119,7 +127,7 @@ def _drive(
     """Takes steps until the last, or an interrupt. Returns True at the last step."""
     config = job.config
     with ExitStack() as stack:
-        parts = stack.enter_context(_builder(config)(config, prepared, folder))
+        parts = stack.enter_context(builder(config, prepared, folder))
         engine, trainer = parts.engine.fingerprint(), parts.trainer.fingerprint()
         monitor = ParityMonitor(config.parity, certificate, engine, trainer)
         folder.note_fingerprints({monitor.fingerprints["engine"]: engine, monitor.fingerprints["trainer"]: trainer})

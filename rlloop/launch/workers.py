@@ -1,5 +1,8 @@
 """Plain classes that a launcher places in processes of their own: the co-located worker and the engine replica.
 
+Each is one rank of a group, the same program on every rank: a method is called on all of them with the same arguments,
+does its share, meets the others in copies (`rlloop.parallel.collectives`), and rank 0's result is the result.
+
 They know nothing of ray. What crosses between processes is completions, samples, logprobs and, once a version, what
 changed in the weights.
 """
@@ -7,6 +10,8 @@ changed in the weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +26,14 @@ from rlloop.config.run import ParityMode, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
 from rlloop.models.architecture import ModelConfig
+from rlloop.models.weights import usable_device
 from rlloop.numerics.probe import probe
 from rlloop.numerics.profile import Drift, NumericsProfile
+from rlloop.parallel.context import ParallelContext, join
+from rlloop.parallel.cut import share
+from rlloop.parallel.layout import Layout
+from rlloop.parallel.progress import doing, reported, rest
+from rlloop.parallel.start import Place, meet, process_group
 from rlloop.parity.asked import Vocabulary
 from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import Finding, TokenDifference
@@ -35,16 +46,17 @@ from rlloop.trainer import Trainer
 from rlloop.trainer.trainer import UpdateResult
 from rlloop.types import Completion, Recomputed, Sample, SamplingParams
 
+ALONE = Place()
 ENGINE_SETTINGS = ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")  # of `rlloop.Engine`
 
 
-def load(config: RunConfig, source: str | Path) -> Model:
-    """The model of a folder, under the run's type, device and profile.
+def load(config: RunConfig, source: str | Path, context: ParallelContext | None = None) -> Model:
+    """The model of a folder, under the run's type, device and profile; `context`: of one rank of many.
 
     Raises ConfigError where `parity.mode=require` meets a machine that fails the start-up probe.
     """
     profile = NumericsProfile(**vars(config.model.profile))
-    model = load_model(source, dtype=config.model.dtype, device=config.device, profile=profile)
+    model = load_model(source, dtype=config.model.dtype, device=config.device, profile=profile, context=context)
     if config.parity.mode is ParityMode.require:
         broken = probe(model.ops, model.dtype, model.device)
         if broken:
@@ -99,39 +111,85 @@ def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
     reference = None
     if config.algorithm.loss_kl_coef or config.algorithm.reward_kl_coef:
         settings, source = config.model, config.model.reference_path or path
-        home = "cpu" if settings.reference_swapped else config.device
-        reference = load_model(source, dtype=settings.dtype, device=home, profile=model.profile)
+        home = replace(model.context, device=torch.device("cpu")) if settings.reference_swapped else model.context
+        reference = load_model(source, dtype=settings.dtype, profile=model.profile, context=home)
     return Trainer(model, config.trainer, reference=reference, redraws=config.redraws)
 
 
-class Replica:
+class Rank:
+    """One rank of a group of processes that run the same program."""
+
+    def __init__(self, config: RunConfig, threads: int, place: Place, layout: Layout, engine: Layout) -> None:
+        """Meets the others at `place`. `layout` fills the group, `engine` once or several times over."""
+        torch.set_num_threads(threads)
+        self.process = ExitStack()
+        device = usable_device(place.device(config.device))
+        if place.size > 1:
+            self.process.enter_context(process_group(device, place.address, place.rank, place.size))
+            self.process.enter_context(reported(meet(place.address), place.rank))
+        self.context = join(device, layout)
+        self.engine_context = join(device, engine)
+        self.world = self.context.ranks("world")
+
+    def call(self, method: str, *args: Any) -> Any:
+        """A method's result on rank 0, None on others."""
+        rest()
+        with doing("computes"):
+            result = getattr(self, method)(*args)
+        return result if self.world.rank == 0 else None
+
+    def close(self) -> None:
+        self.process.close()
+
+    def compared(self, fingerprint: dict[str, Any]) -> dict[str, Any]:
+        """The fingerprint, with those of ranks that have another."""
+        prints = self.world.gather_objects(fingerprint)
+        differing = {f"rank {rank}": each for rank, each in enumerate(prints) if each != prints[0]}
+        return {**fingerprint, "differing_ranks": differing} if differing else fingerprint
+
+
+class Replica(Rank):
     """One engine with weights of its own, rewritten in place at each version."""
 
-    def __init__(self, config: RunConfig, path: str, threads: int) -> None:
-        torch.set_num_threads(threads)
-        self.model = load(config, path)
-        self.engine = make_engine(self.model, config.rollout.profile.over(config.model.profile), config.rollout)
+    def __init__(self, config: RunConfig, path: str, threads: int, place: Place = ALONE) -> None:
+        super().__init__(config, threads, place, config.world.engine, config.world.engine)
+        self._open(config, path)
         target = LiveTarget(named_weights(self.model).items(), self.engine.set_version)  # it is called between batches
         self._sync = BundleReplica(target, threads)
 
+    def _open(self, config: RunConfig, path: str) -> None:
+        self.model = load(config, path, self.context)
+        self.engine = make_engine(self.model, config.rollout.profile.over(config.model.profile), config.rollout)
+        if close := getattr(self.engine, "close", None):
+            self.process.callback(close)
+
     def generate(self, version: int, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
-        """Completions by the weights of `version`, which must be those that the engine has."""
+        """Completions by the weights of `version`, which must be those that the engines have.
+
+        Each engine of the world makes those of its share of the prompts, in order.
+        """
         assert self.engine.policy_version == version, f"has version {self.engine.policy_version}, not {version}"
-        return self.engine.generate(prompts, sampling)
+        size = self.engine_context.layout.world_size
+        engine, first = divmod(self.world.rank, size)
+        begin, end = share(len(prompts), self.world.size // size, engine)
+        completions = self.engine.generate(prompts[begin:end], sampling[begin:end]) if end > begin else []
+        shares = self.world.gather_objects(completions if first == 0 else [])
+        return [completion for each in shares for completion in each]
 
     def apply(self, bundle: Bundle) -> dict[str, float]:
         """Brings the live parameters to the bundle's version. Raises `SyncError`, and then keeps the previous one."""
         return self._sync.apply(bundle)
 
     def fingerprint(self) -> dict[str, Any]:
-        return self.engine.fingerprint()
+        return self.compared(self.engine.fingerprint())
 
 
 class Colocated(Replica):
     """Trainer and engine over one set of parameters: its sync costs nothing, the replicas' starts here."""
 
-    def __init__(self, config: RunConfig, path: str, threads: int) -> None:
-        super().__init__(config, path, threads)
+    def __init__(self, config: RunConfig, path: str, threads: int, place: Place = ALONE) -> None:
+        Rank.__init__(self, config, threads, place, config.world.trainer, config.world.engine)
+        self._open(config, path)
         self.trainer = make_trainer(self.model, config, path)
         self._publisher = BundlePublisher("node", threads)
         self._published: dict[str, float] = {}
@@ -182,7 +240,7 @@ class Colocated(Replica):
         self.trainer.restore(folder)
 
     def trainer_fingerprint(self) -> dict[str, Any]:
-        return self.trainer.fingerprint()
+        return self.compared(self.trainer.fingerprint())
 
     def diagnose(self, sample: Sample, difference: TokenDifference) -> Finding | None:
         doctor = doctor_for(self.engine, self.model)

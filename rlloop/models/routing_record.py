@@ -6,7 +6,7 @@ They are recorded, compared between engine and trainer, and expert choices can b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
@@ -86,6 +86,10 @@ class ChoiceCounts:
             different = (ours != engines).any(-1) if name == "experts" else ours != engines
             setattr(self, name, getattr(self, name) + different.size)
             setattr(self, f"{name}_different", getattr(self, f"{name}_different") + int(different.sum()))
+
+    @classmethod
+    def sum(cls, parts: Sequence[ChoiceCounts]) -> ChoiceCounts:
+        return cls(*(sum(numbers) for numbers in zip(*(astuple(part) for part in parts), strict=True)))
 
     def metrics(self) -> dict[str, float]:
         """`parity/router_different` and `parity/indexer_different`; absent where nothing was compared."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,26 @@ def write_single(folder: Path, state: Mapping[str, Tensor]) -> None:
     refuse_other_weights(folder, {SINGLE})
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(plain, folder / SINGLE, metadata={"format": "pt"})
+
+
+def write_tensors(
+    path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor]
+) -> None:
+    """Write one safetensors file of these names, types and shapes, with one tensor in memory at a time.
+
+    `tensors` come in the order of `entries`.
+    """
+    names, header, end = {kind: name for name, kind in FLOATS.items()}, {}, 0
+    for name, (dtype, shape) in entries.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor, (dtype, shape) in zip(tensors, entries.values(), strict=True):
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def refuse_other_weights(folder: Path, ours: set[str]) -> None:

@@ -14,6 +14,7 @@ from rlloop.models.logits_processing import warp_for
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.transformer import Model
 from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
+from rlloop.parallel.progress import tick
 from rlloop.types import Alternatives, ModelInput, PromptScores, SamplingParams, as_model_input, is_ids
 
 LOGITS_AT_ONCE = 1 << 25  # most elements of logits held at a time while finding the likeliest tokens
@@ -81,6 +82,7 @@ def score(
 
     Raises `ConfigError` for a token outside the vocabulary or a sequence beyond the model's positions.
     """
+    tick()
     _check(model, rows)
     used = [row for row in rows if len(row.predict)]
     routes = RoutingRecord(_replayed(model, used) if replay and used and model.route_shape() is not None else None)
@@ -237,10 +239,10 @@ def _score(
         return torch.zeros(0, device=device), torch.zeros(0, device=device)
     hidden, targets, warp = _predicted(model, used, routes)
     if record is None:
-        return model.ops.token_logprob(hidden, model.head, targets, warp)
+        return model.ops.token_logprob(hidden, model.scoring_head, targets, warp)
     seeds, positions = (torch.from_numpy(each).to(device) for each in _random_names(used))
     logprobs, entropies, raw, ids = model.ops.token_redraw(
-        hidden, model.head, targets, warp, seeds if record.draws else None, positions
+        hidden, model.scoring_head, targets, warp, seeds if record.draws else None, positions
     )
     record.add(raw, ids)
     return logprobs, entropies

@@ -128,6 +128,7 @@ class Model(nn.Module):
         self.adapters = AdapterRegistry() if weights_of is None else weights_of.adapters  # those that rows may name
         self.ops = self._with_own_adapter(ops_for(self.profile))
         self.checkpoint_layers = 0
+        self.take_head_gradient: Callable[[Tensor], None] | None = None  # gets a tied weight's gradient as the head
         self.source_path: Path | None = None  # the folder it was loaded from
         if weights_of is None:
             self.model = Decoder(config)
@@ -147,6 +148,12 @@ class Model(nn.Module):
     def head(self) -> nn.Parameter:
         """The output projection [V, D]: the embedding itself where the two are tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def scoring_head(self) -> Tensor:
+        """`head` for differentiable products: `take_head_gradient` keeps a tied weight's two gradients apart."""
+        take = self.take_head_gradient
+        return self.head if self.lm_head is not None or take is None else _Apart.apply(self.head, take)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -320,3 +327,17 @@ class Model(nn.Module):
             else:
                 delta, stream = layer(delta, stream, step)
         return self.ops.rms_norm(delta, self.model.norm.scale, self.config.rms_norm_eps, stream)[0]
+
+
+class _Apart(torch.autograd.Function):
+    """A tensor whose gradient goes to `take`, and not on to the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.take(grads[0])
+        return None, None

@@ -26,6 +26,7 @@ from rlloop.models.transformer import Model
 from rlloop.numerics.kernels import RECURRENT, SINKS, backend_of, device_types
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
+from rlloop.parallel.progress import tick
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +45,13 @@ def load_model(
     dtype: str = "float32",
     device: str | torch.device = "cpu",
     profile: NumericsProfile | None = None,
+    context: ParallelContext | None = None,
 ) -> Model:
     """Load a Hugging Face checkpoint folder of one of `families.FAMILIES`.
 
     `dtype` is the compute type; weights of another type are rounded to it once, to nearest (float64 is for the
     `reference` profile). `profile` names the implementation of each operation; None: the batch-invariant ones.
+    `context`: one rank of many, whose device counts instead of `device`; None: one rank.
 
     Multi-token-prediction layers are left out, which is logged. Every weight is checked for NaN and infinity, at 1 to
     1.5 ms a million on a CPU: as long as copying it takes where the file is in memory already.
@@ -57,13 +60,14 @@ def load_model(
     or misshapen tensors, and weights that are not finite in `dtype`; `ConfigError` for a type, device or profile that
     cannot be used.
     """
-    where, compute, config = usable_device(device), _dtype(dtype), read_config(path)
+    context = context or ParallelContext(usable_device(device))
+    where, compute, config = context.device, _dtype(dtype), read_config(path)
     recurs = config.delta is not None or config.mamba is not None
     for feature, needed in ((RECURRENT, recurs), (SINKS, config.sinks)):
         if needed and feature in backend_of(where.type).lacks:
             raise ConfigError(f"{config.architecture} has {feature}, whose kernels are for CPUs; use device=cpu")
     state = _read(config, Path(path), compute, where)
-    return _assemble(config, state, ParallelContext(where), profile, Path(path))
+    return _assemble(config, state, context, profile, Path(path))
 
 
 def new_model(
@@ -165,6 +169,7 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: 
     slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture)}
     state: dict[str, Tensor] = {}
     for name, tensor in stored.read(found):
+        tick()
         kind, rows = _compute(name, dtype) or tensor.dtype, slices.get(name)
         if rows is None or rows.expert is None:
             kept = state[name if rows is None else rows.parameter] = tensor.to(device=device, dtype=kind, copy=True)

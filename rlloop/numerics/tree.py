@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
 class TreeSum:
-    """A sum of tensors in a binary tree over their index, held as a binary counter: log2(n) + 1 sums of n terms.
+    """A float32 sum of n tensors in a binary tree over their index, held as a binary counter: log2(n) + 1 sums.
 
     Terms are pushed in order of index. Every push adds what it can: two sums of 2^i terms make one of 2^(i + 1).
-    `total` adds what is left, the shortest sum first. Tensors that were pushed are the counter's: it adds in place.
+    `total` adds what is left, the shortest sum first. A term of a narrower type is widened when it is first added.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self._sums: list[Tensor | None] = []  # of 2^i terms at i
 
-    def push(self, term: Tensor) -> None:
+    def push(self, term: Tensor, *, borrowed: bool = False) -> None:
+        """Add the next term. The counter adds in place and keeps the tensor, or a copy if it is `borrowed`."""
         self.count += 1
         for level, left in enumerate(self._sums):
             if left is None:
-                self._sums[level] = term
+                self._sums[level] = term.clone() if borrowed and level == 0 else term
                 return
-            term = left.add_(term)
+            term = _wide(left).add_(term)
             self._sums[level] = None
-        self._sums.append(term)
+        self._sums.append(term.clone() if borrowed and self.count == 1 else term)
 
     def total(self) -> Tensor | None:
         """The sum of all terms, which ends the counter; None without a term."""
         total = None
         for left in self._sums:
             if left is not None:
-                total = left if total is None else left.add_(total)
+                total = _wide(left) if total is None else _wide(left).add_(total)
         self._sums, self.count = [], 0
         return total
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """[...] the sum over the last dimension: neighbours are added, then neighbouring sums, until one is left."""
+    while (width := x.shape[-1]) > 1:
+        if width % 2:
+            x = torch.nn.functional.pad(x, (0, 1))
+        x = x[..., 0::2] + x[..., 1::2]
+    return x[..., 0] if x.shape[-1] else x.new_zeros(x.shape[:-1])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

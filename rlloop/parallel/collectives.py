@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlloop.parallel.progress import meets
+
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
@@ -28,6 +30,10 @@ class Ranks:
     rank: int = 0
     group: dist.ProcessGroup | None = None
 
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self  # a copy of a model meets the same ranks
+
+    @meets
     def gather(self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         """All ranks' tensors, end to end along `dim`. `sizes`: the extent of each rank's there; None: all have x's."""
         if self.size == 1:
@@ -45,6 +51,7 @@ class Ranks:
         each = zip(parts.unbind(), extents, strict=True)
         return torch.cat([part.narrow(dim, 0, extent) for part, extent in each], dim)
 
+    @meets
     def exchange(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         """Rows [sum of sends, ...] to [sum of receives, ...]: `sends[r]` rows go to rank r, in order, and the
         `receives[r]` rows from rank r come in order of rank."""
@@ -58,20 +65,38 @@ class Ranks:
         )  # fmt: skip
         return got
 
+    @meets
+    def share_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """x [sum of sizes, ...], contiguous, filled in place: rank r has written its own `sizes[r]` rows."""
+        if self.size == 1 or not x.numel():
+            return x
+        rows = x.split(list(sizes))
+        if min(sizes) == max(sizes):
+            dist.all_gather_into_tensor(_bytes(x), _bytes(rows[self.rank]), group=self.group)
+            return x
+        for source, part in enumerate(rows):
+            if len(part):
+                dist.broadcast(_bytes(part), group=self.group, group_src=source)
+        return x
+
+    @meets
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Rank `source`'s tensor, into x, which must be contiguous."""
         if self.size > 1:
             dist.broadcast(_bytes(x), group=self.group, group_src=source)
         return x
 
+    @meets
     def send(self, x: Tensor, to: int) -> None:
         dist.send(_bytes(x.contiguous()), group=self.group, group_dst=to)
 
+    @meets
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Rank `source`'s tensor, into x, which must be contiguous."""
         dist.recv(_bytes(x), group=self.group, group_src=source)
         return x
 
+    @meets
     def gather_objects(self, item: Any) -> list[Any]:
         """All ranks' items, pickled; over the CPU's network."""
         if self.size == 1:
@@ -80,6 +105,7 @@ class Ranks:
         dist.all_gather_object(items, item, group=self.group)
         return items
 
+    @meets
     def broadcast_object(self, item: Any, source: int = 0) -> Any:
         """Rank `source`'s item, pickled; over the CPU's network."""
         if self.size == 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlloop.algorithms import LossBatch
 from rlloop.errors import ConfigError
 from rlloop.models import RedrawRecord, ScoreRow
-from rlloop.types import ModelInput, Recomputed, Sample, SamplingParams
+from rlloop.types import ModelInput, Sample, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,6 @@ class StepBatch:
     def redraw_record(self, redraws: bool) -> RedrawRecord | None:
         """An empty record for the step's forwards; None where no engine sampled the sequences: nothing to compare."""
         return None if self.rollout_logprobs is None else RedrawRecord(draws=redraws)
-
-    def recomputed(self, logprobs: Tensor, record: RedrawRecord | None) -> Recomputed:
-        """The results of the step's forwards, on the host."""
-        if record is None:
-            return Recomputed(self.split(logprobs))
-        return Recomputed(*map(self.split, (logprobs, record.raw_logprobs, record.token_ids)))
 
     def split(self, flat: Tensor) -> list[np.ndarray]:
         """[N] -> one [P] array a sequence."""

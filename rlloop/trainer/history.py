@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlloop.models import Model, score
+from rlloop.models import Model
 from rlloop.models.parameters import ParameterStore
 from rlloop.trainer.batching import make_step_batch
+from rlloop.trainer.leaves import all_leaves, forward, mine, recomputed
 from rlloop.trainer.moe import MoeTraining
 from rlloop.types import Recomputed, Sample
 
@@ -34,6 +34,7 @@ class WeightHistory:
         """`moe` and `redraws`: the trainer's."""
         self._moe, self._redraws = moe, redraws
         self._live, self._keep, self._max_batch_tokens = model, keep, max_batch_tokens
+        self._ranks = model.context.ranks("dp")
         self._twin = copy.deepcopy(model).requires_grad_(False)
         self._versions: dict[int, dict[str, Tensor]] = {}
 
@@ -48,7 +49,6 @@ class WeightHistory:
         """[T] a sample: the trainer's recomputation under the weights that sampled it."""
         results: dict[int, tuple[np.ndarray, ...]] = {}
         self._moe.begin()
-        watching: dict[str, Any] = {"replay": self._moe.replay, "watch": self._moe.watch}
         for version in sorted({sample.completion.policy_version for sample in samples}):
             indices = [i for i, sample in enumerate(samples) if sample.completion.policy_version == version]
             ParameterStore(self._twin).copy_from(self._versions[version])
@@ -58,13 +58,14 @@ class WeightHistory:
                 old_logprobs=None,
                 device=self._twin.context.device,
             )
-            watching["record"] = record = batch.redraw_record(self._redraws)
-            scored = [score(self._twin, batch.rows[micro.sequences], **watching)[0] for micro in batch.micro_batches]
-            again = batch.recomputed(torch.cat(scored), record)
+            micros = mine(batch.micro_batches, self._ranks)
+            leaves = [forward(self._twin, batch, micro, self._moe, redraws=self._redraws) for micro in micros]
+            again = recomputed(batch, all_leaves(leaves, self._ranks, self._twin.context.device))
             assert again.raw_logprobs is not None, "samples come from engines"
             assert again.redrawn is not None
             arrays = zip(again.logprobs, again.raw_logprobs, again.redrawn, strict=True)
             results |= dict(zip(indices, arrays, strict=True))
+        self._moe.gather(self._ranks)
         return Recomputed(*zip(*(results[i] for i in range(len(samples))), strict=True))
 
     def save(self, folder: Path) -> None:

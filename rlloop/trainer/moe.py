@@ -11,6 +11,7 @@ from rlloop.config.run import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.models import ChoiceCounts, Model, RoutingRecord, ScoreRow
 from rlloop.models.experts import Router
+from rlloop.parallel.collectives import Ranks
 
 
 class MoeTraining:
@@ -62,16 +63,22 @@ class MoeTraining:
         parts, self._penalties = self._penalties, []
         return self.config.balance_coef * torch.stack(parts).sum() / sequences if parts else 0.0
 
+    def gather(self, ranks: Ranks) -> None:
+        """Add up the comparisons of all ranks along dp. Collective."""
+        self.counts = ChoiceCounts.sum(ranks.gather_objects(self.counts))
+
     @torch.no_grad()
-    def update(self) -> dict[str, float]:
+    def update(self, ranks: Ranks) -> dict[str, float]:
         """Move the biases after an optimizer step, and return metrics of the loads since the last one.
 
         `experts/load_max` is the largest ratio of an expert's load to its layer's mean, `experts/unused` the fraction
-        of experts without a token.
+        of experts without a token. Collective along `ranks`, dp.
         """
-        if self._load is None:
+        parts = [] if not self._gates else ranks.gather_objects(None if self._load is None else self._load.cpu())
+        loads = [part for part in parts if part is not None]
+        if not loads:
             return {}
-        load, self._load = self._load.float(), None
+        load, self._load = torch.stack(loads).sum(0).to(self._gates[0].weight.device).float(), None
         mean = load.mean(-1, keepdim=True)
         if self.config.expert_bias_rate:
             for gate, step in zip(self._gates, (mean - load).sign() * self.config.expert_bias_rate, strict=True):

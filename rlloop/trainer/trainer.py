@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlloop.algorithms import Loss, LossOutput
@@ -20,18 +20,19 @@ from rlloop.algorithms.kl import sequence_kl
 from rlloop.config.run import TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Mean, Reduction, Sum, merge
-from rlloop.models import Model, RedrawRecord, read_state, save_model, score
+from rlloop.models import Model, read_state, save_model, score
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
+from rlloop.trainer.leaves import Leaf, all_leaves, forward, joined, mine, recomputed, rounds
 from rlloop.trainer.master_weights import MasterWeights
 from rlloop.trainer.mfu import utilisation
 from rlloop.trainer.moe import MoeTraining
+from rlloop.trainer.optimizer import ShardedAdamW
 from rlloop.trainer.schedule import learning_rate
 from rlloop.types import Recomputed, Sample
 
 Batch = Sequence[Sample | TrainSequence]
 
-OPTIMIZER, STATE, FORMAT = "optimizer.safetensors", "trainer.json", 1
-ADAM = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one tensor
+STATE, FORMAT = "trainer.json", 1
 
 
 @dataclass(frozen=True)
@@ -74,22 +75,25 @@ class Trainer:
         self.reference = reference
         model.checkpoint_layers = config.checkpoint_every
         self.updates = 0  # optimizer steps taken or refused
+        self._ranks = model.context.ranks("dp")
         self._masters = MasterWeights(model)
-        self._optimizer = _adamw(self._masters.tensors, config)
+        self._optimizer = ShardedAdamW(self._masters, config)
         self._has_gradient = False
         self.moe = MoeTraining(model, config)
         self.redraws = redraws
 
     @property
-    def masters(self) -> Mapping[str, torch.nn.Parameter]:
-        """The weights that train, float32, by Hugging Face name."""
+    def masters(self) -> Mapping[str, Tensor]:
+        """The weights that train, float32, by Hugging Face name: the rows that this rank owns."""
         return self._masters.tensors
 
     def recompute(self, batch: Batch) -> Recomputed:
         """[P] a sequence, without training: the bits that `forward_backward` would report now."""
         step = self._flatten(batch)
-        record = step.redraw_record(self.redraws)
-        return step.recomputed(self._logprobs(step, record)[0], record)
+        self.moe.begin()
+        leaves = self._score(step)
+        self.moe.gather(self._ranks)
+        return recomputed(step, leaves)
 
     def logprobs(self, batch: Batch) -> Sequence[np.ndarray]:
         """[P] float32 a sequence, those of `recompute`."""
@@ -107,7 +111,8 @@ class Trainer:
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> list[float]:
         """KL(policy ‖ reference) of each completion in nats, summed over its tokens, from its rollout logprobs."""
         step = self._flatten(batch)
-        scored = step.split(self._reference_logprobs(step))
+        leaves = all_leaves(self._reference_leaves(step), self._ranks, self.model.context.device)
+        scored = step.split(joined(leaves, "logprobs"))
         return [sequence_kl(each.completion.logprobs, ref, kind) for each, ref in zip(batch, scored, strict=True)]
 
     def forward_backward(
@@ -121,18 +126,19 @@ class Trainer:
         step = self._flatten(batch, old_logprobs)
         self._begin()
         self.moe.begin()
-        scored, metrics, moe, record = [], [], self.moe, step.redraw_record(self.redraws)
-        reference = None if self.reference is None else self._reference_logprobs(step)
-        for micro in step.micro_batches:
-            rows, anchored = step.rows[micro.sequences], None if reference is None else reference[micro.tokens]
-            logprobs, entropy = score(self.model, rows, replay=moe.replay, watch=moe.watch, record=record)
-            out = loss(step.loss_batch(micro, logprobs, entropy, anchored))
-            (out.loss + moe.penalty(len(step.rows))).backward()
-            self._masters.collect()
-            scored.append(logprobs.detach())
-            metrics.append(_metrics(out))
-        self._has_gradient = True
-        return self._result(began, step, step.recomputed(torch.cat(scored), record), merge(metrics))
+        scored: list[Leaf] = []
+        references = iter(self._reference_leaves(step))
+
+        def work(micro: MicroBatch) -> None:
+            anchor = None if self.reference is None else next(references).logprobs
+            leaf = forward(self.model, step, micro, self.moe, redraws=self.redraws)
+            out = loss(step.loss_batch(micro, leaf.logprobs, leaf.entropy, anchor))
+            (out.loss + self.moe.penalty(len(step.rows))).backward()
+            scored.append(replace(leaf.to(self.model.context.device), metrics=_metrics(out)))
+
+        self._collect(step, work)
+        leaves = all_leaves(scored, self._ranks, self.model.context.device)
+        return self._result(began, step, leaves, merge(leaf.metrics for leaf in leaves))
 
     def forward_backward_custom(
         self, batch: Batch, fn: Loss, *, old_logprobs: Sequence[np.ndarray] | None = None
@@ -147,23 +153,23 @@ class Trainer:
         began = time.perf_counter()
         step = self._flatten(batch, old_logprobs)
         self._begin()
-        record, moe = step.redraw_record(self.redraws), self.moe
-        leaves = self._logprobs(step, record)
-        reference = None if self.reference is None else self._reference_logprobs(step)
-        logprobs, entropy = (leaf.requires_grad_() for leaf in leaves)
-        out = fn(step.loss_batch(step.whole, logprobs, entropy, reference))
+        self.moe.begin()
+        leaves = self._score(step)
+        reference = all_leaves(self._reference_leaves(step), self._ranks, self.model.context.device)
+        outputs = [joined(leaves, name).requires_grad_() for name in ("logprobs", "entropy")]
+        out = fn(step.loss_batch(step.whole, *outputs, joined(reference, "logprobs") if reference else None))
         out.loss.backward()
-        for micro in step.micro_batches:
-            again = score(self.model, step.rows[micro.sequences], replay=moe.replay, watch=moe.watch)
-            used = [(output, leaf.grad) for output, leaf in zip(again, leaves, strict=True) if leaf.grad is not None]
-            gradients: list[Tensor | None] = [grad[micro.tokens] for _, grad in used]
-            if isinstance(penalty := moe.penalty(len(step.rows)), Tensor):
-                used.append((penalty, penalty))
-                gradients.append(None)
-            torch.autograd.backward([output for output, _ in used], gradients)
-            self._masters.collect()
-        self._has_gradient = True
-        return self._result(began, step, step.recomputed(logprobs, record), _metrics(out))
+
+        def work(micro: MicroBatch) -> None:
+            leaf = forward(self.model, step, micro, self.moe, redraws=None)
+            again = zip((leaf.logprobs, leaf.entropy), outputs, strict=True)
+            used = [(output, whole.grad[micro.tokens]) for output, whole in again if whole.grad is not None]
+            if isinstance(penalty := self.moe.penalty(len(step.rows)), Tensor):
+                used.append((penalty, torch.ones_like(penalty)))
+            torch.autograd.backward(*map(list, zip(*used, strict=True)))
+
+        self._collect(step, work)
+        return self._result(began, step, leaves, _metrics(out))
 
     def optim_step(self) -> dict[str, float]:
         """Clip, update the masters, and round them into the live parameters.
@@ -174,35 +180,36 @@ class Trainer:
         """
         if not self._has_gradient:
             raise ConfigError("optim_step has no gradient to apply; call forward_backward first")
+        self._masters.sum_gradients()
         norm = self._masters.gradient_norm()
         finite = math.isfinite(norm)
         lr = learning_rate(self.updates, self.config)
         if finite:
             if self.config.grad_clip > 0:
                 self._masters.clip_gradient(self.config.grad_clip, norm)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
+            self._optimizer.step(lr)
             self._masters.publish()
         self._masters.zero_grad()
         self._has_gradient = False
         self.updates += 1
         refused = float(not finite)
-        return {"loss/grad_norm": float(norm), "trainer/lr": lr, "trainer/refused": refused, **self.moe.update()}
+        return {"loss/grad_norm": norm, "trainer/lr": lr, "trainer/refused": refused, **self.moe.update(self._ranks)}
 
     def save(self, folder: Path) -> None:
-        """Write masters and frozen weights as a Hugging Face folder, with the optimizer's state beside them."""
-        save_model(self._masters.state(), folder, self.model.source_path, config=self.model.config)
-        optimizer = {
-            f"{key}.{name}": self._optimizer.state[tensor][key].cpu()
-            for name, tensor in self.masters.items()
-            for key in ADAM
-        }
-        save_file(optimizer, folder / OPTIMIZER)
-        (folder / STATE).write_text(json.dumps({"format": FORMAT, "updates": self.updates}, indent=1) + "\n")
+        """Write masters and frozen weights as a Hugging Face folder, with the optimizer's state beside them.
+
+        Collective; the first rank writes, and the files do not know the layout.
+        """
+        writes = self.model.context.rank == 0
+        state = {name: tensor.cpu() for name, tensor in self._masters.gathered() if writes}
+        if writes:
+            save_model(state, folder, self.model.source_path, config=self.model.config)
+            (folder / STATE).write_text(json.dumps({"format": FORMAT, "updates": self.updates}, indent=1) + "\n")
+        self._optimizer.save(folder, writes=writes)
 
     def restore(self, folder: Path) -> None:
-        """Restore what `save` wrote, bit for bit; an engine that shares the parameters has the weights at once.
+        """Restore what `save` wrote under any layout, bit for bit; an engine that shares the parameters has the weights
+        at once. Collective.
 
         Raises `RunError` for another format, `ModelError` for another model's weights.
         """
@@ -210,10 +217,7 @@ class Trainer:
         if state["format"] != FORMAT:
             raise RunError(f"{folder / STATE} has format {state['format']}; this version reads {FORMAT}")
         self._masters.load(read_state(folder))
-        optimizer = load_file(folder / OPTIMIZER)
-        for name, tensor in self.masters.items():
-            for key in ADAM:
-                self._optimizer.state[tensor][key].copy_(optimizer[f"{key}.{name}"])
+        self._optimizer.restore(folder)
         self._masters.zero_grad()
         self._has_gradient = False
         self.updates = state["updates"]
@@ -231,13 +235,20 @@ class Trainer:
             self._masters.zero_grad()  # others may have differentiated through the shared model
         self._has_gradient = False  # until the whole gradient is there; an exception on the way leaves none
 
+    def _collect(self, step: StepBatch, work: Callable[[MicroBatch], None]) -> None:
+        """Differentiate this rank's micro-batches by `work`, and sum all ranks' gradients."""
+        for count, micro in rounds(step.micro_batches, self._ranks):
+            self._masters.gradients.collect(count, None if micro is None else partial(work, micro))
+        self.moe.gather(self._ranks)
+        self._has_gradient = True
+
     def _result(
-        self, began: float, step: StepBatch, recomputed: Recomputed, metrics: dict[str, Reduction]
+        self, began: float, step: StepBatch, leaves: Sequence[Leaf], metrics: dict[str, Reduction]
     ) -> UpdateResult:
-        """Build the result. `recomputed` is on the host, so the device has finished and the time is complete."""
-        lengths = [len(row.token_ids) for row in step.rows]
+        """Build the result. What is recomputed is on the host, so the device has finished and the time is complete."""
+        lengths, again = [len(row.token_ids) for row in step.rows], recomputed(step, leaves)
         return UpdateResult(
-            recomputed=recomputed,
+            recomputed=again,
             metrics={
                 **metrics,
                 "loss/total": Mean(metrics["loss/total"].value, 1),  # a sum over micro-batches, a mean over updates
@@ -250,51 +261,24 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _logprobs(self, step: StepBatch, record: RedrawRecord | None) -> tuple[Tensor, Tensor]:
-        """[N] each: the policy's logprobs and entropies of all predicted tokens, without a graph."""
-        self.moe.begin()
-        return _score(self.model, step, step.micro_batches, self.moe, record)
+    def _score(self, step: StepBatch) -> list[Leaf]:
+        """The policy's forwards over all micro-batches, without a graph. Collective."""
+        micros = mine(step.micro_batches, self._ranks)
+        leaves = [forward(self.model, step, micro, self.moe, redraws=self.redraws) for micro in micros]
+        return all_leaves(leaves, self._ranks, self.model.context.device)
 
-    def _reference_logprobs(self, step: StepBatch) -> Tensor:
-        """[N] the reference's logprobs of all predicted tokens."""
-        assert self.reference is not None
+    @torch.no_grad()
+    def _reference_leaves(self, step: StepBatch) -> list[Leaf]:
+        """The reference's forwards over this rank's micro-batches; empty without a reference."""
+        if self.reference is None:
+            return []
         home = self.reference.context.device
         self.reference.to(self.model.context.device)
-        logprobs = _score(self.reference, step, step.micro_batches)[0]
+        micros = mine(step.micro_batches, self._ranks)
+        leaves = [Leaf(*score(self.reference, step.rows[micro.sequences])) for micro in micros]
         self.reference.to(home)
-        return logprobs
-
-
-@torch.no_grad()
-def _score(
-    model: Model,
-    step: StepBatch,
-    micro_batches: Sequence[MicroBatch],
-    moe: MoeTraining | None = None,
-    record: RedrawRecord | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies of the predicted tokens of these micro-batches, without a graph."""
-    watching: dict[str, Any] = {"record": record}
-    if moe is not None:
-        watching |= {"replay": moe.replay, "watch": moe.watch}
-    scored = [score(model, step.rows[micro.sequences], **watching) for micro in micro_batches]
-    return torch.cat([logprobs for logprobs, _ in scored]), torch.cat([entropy for _, entropy in scored])
+        return leaves
 
 
 def _metrics(out: LossOutput) -> dict[str, Reduction]:
     return {**out.metrics, "loss/total": Sum(out.loss.item())}
-
-
-def _adamw(masters: Mapping[str, torch.nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW with zeroed state, without weight decay for norms and biases."""
-    decayed = {name for name, tensor in masters.items() if tensor.ndim >= 2 and not name.endswith("bias")}
-    groups = [
-        {"params": [masters[name] for name in masters if name in decayed], "weight_decay": config.weight_decay},
-        {"params": [masters[name] for name in masters if name not in decayed], "weight_decay": 0.0},
-    ]
-    beta1, beta2 = config.betas
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
-    for tensor in masters.values():
-        moments = {key: torch.zeros_like(tensor, requires_grad=False) for key in ADAM[1:]}
-        optimizer.state[tensor] = {"step": torch.zeros((), device=tensor.device), **moments}
-    return optimizer

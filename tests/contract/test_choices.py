@@ -18,6 +18,7 @@ from rlloop.rollout import Engine
 from rlloop.runs.rollouts import pack_experts, unpack_experts
 from tests.support.checkpoints import MIXTURES, make_checkpoint
 from tests.support.replay_cases import engine_of, measure, samples_of, trainer_of
+from tests.support.train_sequences import gradients
 
 LOSS = loss_for(AlgorithmConfig(loss="reinforce", advantage="grpo"))
 
@@ -88,15 +89,15 @@ def test_replay_reaches_backward_and_recomputation(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "deepseek_v3")
     model = load_model(tmp_path)
     samples = samples_of(engine_of(model, "weights int5"))
-    gradients = []
+    found = []
     for replay, recompute in ((False, False), (True, False), (True, True)):
         trainer = trainer_of(model)
         trainer.replay_experts(replay)
         model.checkpoint_layers = int(recompute)
         trainer.forward_backward(samples, LOSS)
-        gradients.append({name: tensor.grad for name, tensor in trainer.masters.items() if tensor.grad is not None})
+        found.append(gradients(trainer))
         assert (trainer.routing()["parity/router_different"] == 0) == replay
-    plain, replayed, recomputed = gradients
+    plain, replayed, recomputed = found
     gate = "model.layers.1.mlp.gate.weight"
     assert not torch.equal(plain[gate], replayed[gate])
     assert all(torch.equal(replayed[name], recomputed[name]) for name in replayed)

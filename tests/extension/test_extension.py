@@ -19,6 +19,7 @@ import pytest
 from rlloop.cli.main import main
 from rlloop.recipes.custom.tiny import write_tiny
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
+from tests.support.command import Command
 
 HERE = Path(__file__).parent
 KERNEL = "model.profile.activation=rlloop_plugin.kernels"
@@ -64,11 +65,12 @@ def train(installed, working_folder):
     """`rlloop train` in a process of its own."""
 
     def run(name: str, *overrides: str) -> Ran:
-        command = [sys.executable, "-m", "rlloop", "train", "--config-name", "outside", f"run.dir={name}", *overrides]
         paths = [str(installed), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        done = subprocess.run(command, cwd=working_folder, env=environment, capture_output=True, text=True)
-        return Ran(done.returncode, done.stdout + done.stderr, working_folder / name)
+        arguments = ["train", "--config-name", "outside", f"run.dir={name}", *overrides]
+        process = Command(*arguments, cwd=working_folder, env=environment)
+        output, _ = process.communicate()
+        return Ran(process.wait(), output, working_folder / name)
 
     return run
 

@@ -3,8 +3,6 @@
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,41 +10,14 @@ import pytest
 
 from rlloop.audit import Extent, verify
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
+from tests.support import fake_run
+from tests.support.command import Command
+from tests.support.fake_run import STEPS
 from tests.support.tiny_run import LEARNABLE, history, train
 
-STEPS = 60
 
-# A run over fakes whose steps take about a millisecond, so that many kills fit into a second.
-RUN = f"""
-import sys
-from pathlib import Path
-from rlloop.config.run import *
-from rlloop.loop.loop import Loop
-from rlloop.parity.certificate import Certificate
-from rlloop.parity.monitor import ParityMonitor
-from rlloop.audit import Extent, verify
-from rlloop.runs.folder import RunFolder
-from rlloop.testing import fake_parts
-
-config = RunConfig(
-    algorithm=AlgorithmConfig(loss="grpo", advantage="group_norm"),
-    trainer=TrainerConfig(num_steps={STEPS}),
-    rollout=RolloutConfig(num_prompts=4, group_size=4, max_tokens=6),
-    eval=EvalConfig(every=10, num_draws=8),
-    checkpoint=CheckpointConfig(every=3),
-)
-with RunFolder(Path(sys.argv[1])) as folder:
-    parts = fake_parts(folder.checkpoints)
-    loop = Loop(config, parts, folder, ParityMonitor(config.parity, Certificate(folder.parity), {{}}, {{}}))
-    start = loop.restore()
-    print(start, flush=True)
-    loop.run(start)
-    print(parts.trainer.policy.logits.tolist(), parts.trainer.momentum.tolist(), flush=True)
-"""
-
-
-def start(folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", RUN, str(folder)], stdout=subprocess.PIPE, text=True)
+def start(folder: Path) -> Command:
+    return Command(str(folder), cwd=folder.parent, program=fake_run.main)
 
 
 def finish(folder: Path) -> tuple[int, str]:
@@ -63,13 +34,13 @@ def kill_after(folder: Path, records: int) -> None:
     kill_when(start(folder), folder, records)
 
 
-def wait_for(process: subprocess.Popen[str], folder: Path, records: int) -> None:
+def wait_for(process: Command, folder: Path, records: int) -> None:
     metrics = folder / "metrics.jsonl"
     while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < records):
         time.sleep(0.001)
 
 
-def kill_when(process: subprocess.Popen[str], folder: Path, records: int) -> None:
+def kill_when(process: Command, folder: Path, records: int) -> None:
     wait_for(process, folder, records)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()

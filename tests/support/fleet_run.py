@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from rlloop.sync.manifest import new_key
+from tests.support.command import Command
 from tests.support.tiny_run import history, make_model
 
 HELD_REWARD = """
@@ -38,17 +37,13 @@ class Server:
     """`rlloop serve ...`; its address is known once `url` has returned."""
 
     def __init__(self, place: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "rlloop", "serve", *arguments]
         environment = {**os.environ, "RLLOOP_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=place, env=environment
-        )
+        self.process = Command("serve", *arguments, cwd=place, env=environment)
         self._url: str | None = None
 
     @property
     def url(self) -> str:
         if self._url is None:
-            assert self.process.stdout is not None
             line = self.process.stdout.readline()
             assert "http" in line, line + self.process.stdout.read()
             self._url = line.rpartition(" ")[2].strip()
@@ -100,7 +95,7 @@ class Fleet:
         return self.servers[-1]
 
 
-def until(condition, process: subprocess.Popen[str] | None = None, seconds: float = 240.0) -> None:
+def until(condition, process: Command | None = None, seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come"

@@ -1,13 +1,12 @@
 """A real run that takes seconds: countdown with a tiny random model and a reward that has signal from step one."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 from rlloop.metrics import is_timing
 from rlloop.models import new_model, save_model
 from rlloop.parity.certificate import comparison_of
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
+from tests.support.command import Command
 
 LEARNABLE = "def reward(prompt, completion, example):\n    return len(completion) % 7\n"  # as learnable.py
 
@@ -24,15 +23,15 @@ def history(folder: Path) -> list[object]:
     ]
 
 
-def train(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+def train(folder: Path, *overrides: str) -> Command:
     """Six steps, a checkpoint after every second; model and reward are made beside the run's folder."""
     if not (folder.parent / "model").exists():
         make_model(folder.parent)
-    command = [sys.executable, "-m", "rlloop", "train", "--config-name", "countdown", f"run.dir={folder}"]
+    command = ["train", "--config-name", "countdown", f"run.dir={folder}"]
     command += ["model.path=model", "trainer.num_steps=6", "checkpoint.every=2", "eval.num_draws=8", "eval.every=3"]
     command += ["rollout.num_prompts=4", "rollout.group_size=4", "trainer.lr=1e-2", "trainer.num_minibatches=2"]
     command += ["reward._target_=learnable.reward", *overrides]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder.parent)
+    return Command(*command, cwd=folder.parent)
 
 
 def make_model(place: Path) -> None:

@@ -1,6 +1,9 @@
-import numpy as np
+import copy
 
-from rlloop.trainer import TrainSequence
+import numpy as np
+from torch import Tensor
+
+from rlloop.trainer import Trainer, TrainSequence
 
 VOCAB = 61
 
@@ -21,3 +24,12 @@ def make_batch(count: int = 9, seed: int = 0) -> list[TrainSequence]:
             )
         )
     return batch
+
+
+def gradients(trainer: Trainer) -> dict[str, Tensor]:
+    """The sums of all micro-batches since the last update, by name; the trainer keeps them."""
+    sums = trainer._masters.gradients
+    kept = copy.deepcopy((sums._trees, sums._present))
+    found = {name: total for name, total in sums.totals().items() if total is not None}
+    sums._trees, sums._present = kept
+    return found

@@ -40,6 +40,13 @@ class Kernels(Protocol):
         """For gradients of what every token reads: [T, N] -> [N]."""
         ...
 
+    def squares_of_rows(self, x: Tensor) -> Tensor:
+        """Sums of squares, for norms of gradients: [N, K] float32 or float64 -> [N] float64.
+
+        The bits of one row depend on nothing else.
+        """
+        ...
+
     def embedding_backward(self, grad: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
         """Rows of grad [T, D] added to those of their tokens [T]. -> [V, D] in the type of grad."""
         ...

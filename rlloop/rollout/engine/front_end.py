@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlloop.errors import ConfigError
+from rlloop.parallel.progress import tick
 from rlloop.rollout.engine.scheduler import EngineStats
 from rlloop.rollout.engine.validation import Limits, adapter_for_each, check_request, drawn_seed, one_for_each
 from rlloop.types import Completion, ModelInput, Part, PromptScores, SamplingParams, as_model_input
@@ -115,6 +116,7 @@ class EngineFrontEnd(ABC):
             ids = [self._add(prompt, params, adapter=name) for prompt, params, name in requests]
             while self.has_work:
                 done.update(self.step())
+                tick()
                 if on_progress is not None:
                     on_progress(len(done), self._stats.made_tokens - before)
         finally:

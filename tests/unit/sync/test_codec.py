@@ -59,10 +59,9 @@ def same_by_both_coders(new: Bits, old: Bits | None) -> codec.Encoded:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_every_bf16_pattern_becomes_every_other(seed):
+def test_every_bf16_pattern_becomes_another():
     patterns = np.arange(65536, dtype=np.uint16)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     same_both_ways(Bits("BF16", rng.permutation(patterns)), Bits("BF16", patterns))
     near = patterns_of(np.clip(ordered(patterns, ORDERINGS["BF16"]) + rng.integers(-2, 3, 65536), -32768, 32767),
                        ORDERINGS["BF16"])  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 from rlloop.errors import ConfigError
 from rlloop.trainer import TrainSequence
 from rlloop.trainer.batching import make_step_batch
+from rlloop.trainer.leaves import Leaf, recomputed
 from rlloop.types import Completion, Example, ModelInput, RewardResult, Sample, SamplingParams
 from tests.support.train_sequences import make_batch
 
@@ -134,8 +135,9 @@ def test_what_an_engine_made_is_witnessed_and_split_by_sequence(redraws: bool) -
     record = step.redraw_record(redraws)
     assert record is not None
     assert record.draws is redraws
-    record.add(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([2, 3, 4]))
-    found = step.recomputed(torch.tensor([-4.0, -5.0, -6.0]), record)
+    logprobs, raw, ids = torch.tensor([-4.0, -5.0, -6.0]), torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([2, 3, 4])
+    parts = [t.split([2, 1]) for t in (logprobs, raw, ids)]
+    found = recomputed(step, [Leaf(x, x, y, z) for x, y, z in zip(*parts, strict=True)])
     assert [part.tolist() for part in found.logprobs] == [[-4.0, -5.0], [-6.0]]
     assert [part.tolist() for part in found.raw_logprobs or []] == [[-1.0, -2.0], [-3.0]]
     assert [part.tolist() for part in found.redrawn or []] == [[2, 3], [4]]
@@ -144,7 +146,7 @@ def test_what_an_engine_made_is_witnessed_and_split_by_sequence(redraws: bool) -
 def test_a_demonstration_has_nothing_to_be_compared_with() -> None:
     step = make_step_batch([TrainSequence.supervised([1], [2, 3])], max_batch_tokens=9)
     assert step.redraw_record(True) is None
-    found = step.recomputed(torch.tensor([-4.0, -5.0]), None)
+    found = recomputed(step, [Leaf(torch.tensor([-4.0, -5.0]), torch.zeros(2))])
     assert [part.tolist() for part in found.logprobs] == [[-4.0, -5.0]]
     assert (found.raw_logprobs, found.redrawn) == (None, None)
 

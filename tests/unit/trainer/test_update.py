@@ -15,18 +15,15 @@ from rlloop.config.run import Schedule, TrainerConfig
 from rlloop.errors import ConfigError, ModelError
 from rlloop.metrics import Mean, merge
 from rlloop.models import load_model, new_model
+from rlloop.models.checkpoint_names import EMBEDDING, HEAD
+from rlloop.numerics.tree import TreeSum
 from rlloop.trainer import Trainer, TrainSequence
 from rlloop.types import SamplingParams
-from tests.support.train_sequences import make_batch
+from tests.support.train_sequences import gradients, make_batch
 
 
 def make_trainer(folder: Path, dtype: str = "float32", **settings) -> Trainer:
     return Trainer(load_model(folder, dtype=dtype), TrainerConfig(**{"lr": 1e-2, **settings}))
-
-
-def gradients(trainer: Trainer) -> dict[str, Tensor]:
-    found = {name: tensor.grad for name, tensor in trainer.masters.items()}
-    return {name: grad.clone() for name, grad in found.items() if grad is not None}
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -181,7 +178,7 @@ def test_clipping_scales_the_gradient_and_reports_the_norm_before(folder: Path) 
         trainer = make_trainer(folder, grad_clip=clip, betas=(0.0, 0.0))
         trainer.forward_backward(make_batch(), policy_gradient)
         norms.append(trainer.optim_step()["loss/grad_norm"])
-        moments.append(torch.cat([trainer._optimizer.state[p]["exp_avg"].flatten() for p in trainer.masters.values()]))
+        moments.append(torch.cat([trainer._optimizer.moment(name, "exp_avg").flatten() for name in trainer.masters]))
     assert norms[0] == norms[1] > 0.05
     assert moments[0].norm().item() == pytest.approx(norms[0], rel=1e-5)
     assert moments[1].norm().item() == pytest.approx(0.05, rel=1e-4)
@@ -200,20 +197,21 @@ def test_decay_spares_norms(folder: Path) -> None:
 def test_a_tied_weight_is_one_master(folder: Path) -> None:
     trainer = make_trainer(folder)
     assert "lm_head.weight" not in trainer.masters
-    assert trainer.masters["model.embed_tokens.weight"] is trainer.model.head
+    assert trainer.masters["model.embed_tokens.weight"].data_ptr() == trainer.model.head.data_ptr()
 
 
 def test_a_gradient_that_is_not_finite_is_refused(folder: Path) -> None:
     trainer = make_trainer(folder)
     trainer.forward_backward(make_batch(), policy_gradient)
     trainer.optim_step()
-    before, moments = weights(trainer), [s["exp_avg"].clone() for s in trainer._optimizer.state.values()]
+    before = weights(trainer)
+    moments = {name: trainer._optimizer.moment(name, "exp_avg").clone() for name in before}
     trainer.forward_backward(make_batch(), lambda batch: LossOutput(batch.logprobs.sum() * torch.inf, {}))
     metrics = trainer.optim_step()
     assert metrics["trainer/refused"] == 1.0
     assert not np.isfinite(metrics["loss/grad_norm"])
     assert same_bits(before, weights(trainer))
-    assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(moments, trainer._optimizer.state.values(), strict=True))
+    assert all(torch.equal(kept, trainer._optimizer.moment(name, "exp_avg")) for name, kept in moments.items())
     trainer.forward_backward(make_batch(), policy_gradient)
     assert trainer.optim_step()["trainer/refused"] == 0.0
     assert not same_bits(before, weights(trainer))
@@ -280,18 +278,23 @@ def test_recomputed_layers_keep_less_and_change_no_bit(folder: Path) -> None:
     assert kept[0] > kept[1] > kept[2]
 
 
-def test_micro_batch_gradients_add_up_in_float32(folder: Path) -> None:
+def test_micro_batch_gradients_add_up_in_a_float32_tree(folder: Path) -> None:
     batch = make_batch()
     trainer = make_trainer(folder, "bfloat16", max_batch_tokens=25)
     trainer.forward_backward(batch, policy_gradient)
     total = sum(int(item.mask.sum()) for item in batch if item.mask is not None)
-    alone: dict[str, Tensor] = {}
+    alone = {use: TreeSum() for use in [HEAD, *trainer.masters]}
     for item in (item for item in batch if item.mask is not None and item.mask.any()):
         single = make_trainer(folder, "bfloat16")
         single.forward_backward([item], lambda seen: policy_gradient(dataclasses.replace(seen, total_tokens=total)))
-        for name, grad in gradients(single).items():
-            alone[name] = alone[name] + grad if name in alone else grad
-    assert same_bits(gradients(trainer), alone)
+        for use, tree in single._masters.gradients._trees.items():
+            (term,) = tree._sums
+            assert term is not None
+            assert term.dtype == torch.bfloat16
+            alone[use].push(term)
+    totals = {use: tree.total() for use, tree in alone.items()}
+    totals[EMBEDDING] += totals.pop(HEAD)  # a tied weight's two uses are two trees
+    assert same_bits(gradients(trainer), totals)
 
 
 def test_masters_of_a_rounded_model_begin_at_the_stored_weights(folder: Path) -> None:

@@ -32,6 +32,7 @@ from rlloop.numerics.kernels.cpu.products import (
     linear,
     linear_float32,
     product,
+    squares_of_rows,
     sum_of_rows,
 )
 from rlloop.numerics.kernels.cpu.recurrence import causal_conv, recurrent_gates, scan, scan_backward
@@ -74,6 +75,7 @@ __all__ = [
     "silu_mul_backward",
     "sparse_attention",
     "sparse_attention_backward",
+    "squares_of_rows",
     "sum_of_rows",
     "token_logprob",
     "token_logprob_backward",

@@ -14,6 +14,8 @@ from rlloop.numerics.layout import AdapterTerms
 
 NO_SLOTS = np.empty(0, np.int64)
 
+SQUARES = 1 << 16  # numbers that are squared at a time
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _multiply(x, True, weight, True, x.dtype, bias, FORWARD)
@@ -46,6 +48,19 @@ def product(rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype
 def sum_of_rows(x: Tensor) -> Tensor:
     """[T, N] -> [N] float32, by the product with ones: PyTorch's own order depends on threads."""
     return product(torch.ones(1, len(x)), True, x, False, torch.float32)[0]
+
+
+def squares_of_rows(x: Tensor) -> Tensor:
+    """[N, K] -> [N] float64, in halves: a column of the first half plus its fellow of the second, until one is left."""
+    out, step = torch.empty(len(x), dtype=torch.float64), max(1, SQUARES // max(1, x.shape[1]))
+    for begin in range(0, len(x), step):
+        sums = x[begin : begin + step].double().square_()
+        while (half := sums.shape[1] // 2) > 0:
+            odd = sums[:, 2 * half :]
+            sums = sums[:, :half].add_(sums[:, half : 2 * half])
+            sums[:, :1] += odd.sum(1, keepdim=True)  # of one number, or none
+        out[begin : begin + step] = sums.sum(1)
+    return out
 
 
 def _multiply(

@@ -21,6 +21,7 @@ from rlloop.numerics.kernels.triton.elementwise import (
     rope,
     silu_mul,
     silu_mul_backward,
+    squares_of_rows,
 )
 from rlloop.numerics.kernels.triton.experts import experts as gated_experts
 from rlloop.numerics.kernels.triton.experts import head_linear
@@ -63,6 +64,7 @@ __all__ = [
     "silu_mul_backward",
     "sparse_attention",
     "sparse_attention_backward",
+    "squares_of_rows",
     "token_logprob",
     "token_logprob_backward",
 ]

@@ -182,3 +182,28 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, sign: float) ->
             HEADS=heads, HALF=width // 2, BLOCK=block, ROWS=height, num_warps=4, **EXACT,
         )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["rows", "width"])
+def _squares_of_rows(x, out, rows, width, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, BLOCK), tl.float64)
+    for begin in range(0, width, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        values = tl.load(x + row.to(tl.int64)[:, None] * width + column[None, :], inside, 0.0).to(tl.float64)
+        total += values * values
+    tl.store(out + row, tl.sum(total, 1), row < rows)
+
+
+def squares_of_rows(x: Tensor) -> Tensor:
+    """[N, K] -> [N] float64. Tiles are chosen by K, and neither by N nor by the address."""
+    x, (rows, width) = aligned(x), x.shape
+    out = torch.empty(rows, dtype=torch.float64, device=x.device)
+    if rows:
+        block = min(1024, power_of_two(width))
+        height = 1024 // block
+        _squares_of_rows[(triton.cdiv(rows, height),)](
+            x, out, rows, width, BLOCK=block, ROWS=height, num_warps=4, **EXACT
+        )
+    return out

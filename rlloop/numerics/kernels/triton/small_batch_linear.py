@@ -196,13 +196,14 @@ def _few_rows(
             arrived.index(free), first_row, first_output, coming * WIDTH, FIRST, SECOND, FORM, ROWS, BYTES,
             (step > 0) & (coming < steps),
         )  # fmt: skip
-    left, right = gl.arange(0, LEFT, gl.SliceLayout(1, SUMS)), gl.arange(0, RIGHT, gl.SliceLayout(0, SUMS))
+    # At once: with other instructions in between, the assembler makes every product wait for the one before.
     if FORM == GATED:
         sums, ups = warpgroup_mma_wait(0, deps=[sums, ups])
         g, u = sums.to(out.dtype.element_ty).to(gl.float32), ups.to(out.dtype.element_ty).to(gl.float32)
         sums = g / (1.0 + gl.exp(-g)) * u
     else:
         sums = warpgroup_mma_wait(0, deps=[sums])
+    left, right = gl.arange(0, LEFT, gl.SliceLayout(1, SUMS)), gl.arange(0, RIGHT, gl.SliceLayout(0, SUMS))
     if FORM == END_TO_END:
         if first_output >= FIRST + SECOND:
             out, first_output, stride = third_out, first_output - FIRST - SECOND, stride - FIRST - SECOND

@@ -1,0 +1,40 @@
+"""Failures of ranks: what happened to one ends the call on all, and the error names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlloop.errors import RlloopError
+from rlloop.launch.ray_pool import EngineDied
+
+GRACE = 5.0  # seconds after a failure in which others may show that they are its cause
+
+
+class RankFailed(EngineDied):
+    """One of several ranks raised, died or stood still; none of them goes on.
+
+    `rank`: which. `lost`: the ranks whose processes ended by themselves.
+    """
+
+    def __init__(self, rank: int, size: int, reason: str, lost: frozenset[int] = frozenset()) -> None:
+        super().__init__(f"rank {rank} of {size}: {reason}")
+        self.rank, self.size, self.lost = rank, size, lost
+
+
+def error_of(failures: Mapping[int, Exception], size: int) -> Exception:
+    """The error of a call that failed on some of `size` ranks; `failures` in the order in which they came.
+
+    A death comes first: errors of those that meet the dead rank follow from it. Where all ranks raised the same error,
+    it is that one: nobody waits for another, and they can go on.
+    """
+    errors = list(failures.values())
+    if len(failures) == size and len({repr(error) for error in errors}) == 1:
+        return errors[0]
+    deaths = {rank: error for rank, error in failures.items() if isinstance(error, EngineDied)}
+    rank, cause = next(iter((deaths or failures).items()))
+    lost = frozenset(each for each, error in deaths.items() if isinstance(error, EngineDied) and error.started)
+    text = str(cause) if isinstance(cause, RlloopError) else f"{type(cause).__name__}: {cause}"
+    failed = RankFailed(rank, size, text, lost)
+    failed.exit_code = cause.exit_code if isinstance(cause, RlloopError) else failed.exit_code
+    failed.__cause__ = cause
+    return failed

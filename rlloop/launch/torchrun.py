@@ -1,0 +1,299 @@
+"""torchrun: `torchrun --nproc-per-node 2 -m rlloop train ...` runs the loop on rank 0, which the other ranks follow.
+
+Rank 0 sends each call to the others and does its own share in a thread, so that its main thread can look after the
+ranks and obey Ctrl-C. The other ranks touch neither the run's folder nor the terminal. All meet at a store:
+
+    job/N              by rank 0: what the ranks of the command's N-th run begin with; empty: there is no further run
+    job-N/failed/RANK  by a rank: the error that ended it
+    job-N/over         by rank 0: the run has failed, and every rank must end
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import os
+import pickle
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, TimeoutError
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from rlloop.config.run import RunConfig
+from rlloop.errors import RlloopError
+from rlloop.launch.layouts import check_model
+from rlloop.launch.prepare import Prepared, loss_of
+from rlloop.launch.ranks import GRACE, error_of
+from rlloop.launch.ray_pool import EngineDied, RemoteEngine, RemoteTrainer
+from rlloop.launch.workers import Colocated, vocabulary_of
+from rlloop.loop.parts import Parts
+from rlloop.models.config import read_config
+from rlloop.parallel.progress import SILENT, Watch
+from rlloop.parallel.start import NEVER, Place, Store, host_store, meet
+from rlloop.runs.folder import RunFolder
+from rlloop.sync.colocated import ColocatedSync
+from rlloop.trainer import CheckpointStore
+
+END = "end"  # a call that ends the ranks
+
+
+@dataclass(frozen=True)
+class Torchrun:
+    """This process among those that torchrun has started."""
+
+    rank: int
+    size: int
+    local: int  # index on this machine
+    address: str
+
+    @classmethod
+    def here(cls) -> Torchrun | None:
+        """None outside torchrun, or where it has started one process."""
+        rank, size, host, port = (
+            os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        )
+        if not (rank and size and host and port) or int(size) == 1:
+            return None
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return cls(
+            int(rank), int(size), int(os.environ.get("LOCAL_RANK", rank)), f"tcp://{host}:{port}/attempt-{attempt}"
+        )
+
+    def place(self, job: int) -> Place:
+        return Place(self.rank, self.size, f"{self.address}/job-{job}", self.local)
+
+
+# ------------------------------------------------------------------------------------------------ rank 0
+
+
+class Leader:
+    """Rank 0's end: begins runs, and ends the other ranks with the command."""
+
+    def __init__(self, here: Torchrun) -> None:
+        self.here, self._jobs = here, 0
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # a launcher without a store of its own
+            host, _, port = here.address.removeprefix("tcp://").partition("/")[0].rpartition(":")
+            self._hosted = host_store(host, int(port))
+        self._store = meet(here.address)
+
+    def __enter__(self) -> Leader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _put(self._store, f"job/{self._jobs}", None)
+
+    @contextmanager
+    def parts(self, config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
+        """Trainer and engines over all ranks."""
+        path = str(prepared.task.model_folder().absolute())
+        model = read_config(path)
+        check_model(config, model)
+        place = self.here.place(self._jobs)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.here.size))
+        start = (config, path, max(1, torch.get_num_threads() // here))
+        _put(self._store, f"job/{self._jobs}", start)
+        self._jobs += 1
+        ranks = LeadingHandle(partial(Colocated, *start, place), place, prepared.loss, config.ray.rank_timeout)
+        try:
+            engine = RemoteEngine(ranks)
+            yield Parts(
+                task=prepared.task,
+                engine=engine,
+                trainer=RemoteTrainer(ranks),
+                sync=ColocatedSync(engine),
+                scorer=prepared.scorer,
+                advantages=prepared.advantages,
+                loss=prepared.loss,
+                checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+                vocabulary=vocabulary_of(model),
+                doctor=lambda sample, difference: ranks.call("diagnose", sample, difference)(),
+            )
+        finally:
+            ranks.close()
+
+
+class LeadingHandle:
+    """All ranks behind rank 0, a `Handle` of `rlloop.launch.ray_pool`. Its thread does rank 0's share of each call."""
+
+    name = "trainer"
+
+    def __init__(self, make: Callable[[], Colocated], place: Place, loss: Callable[..., Any], timeout: float) -> None:
+        """`make` joins the other ranks. `timeout`: seconds without progress of a rank."""
+        self._make, self._loss, self._timeout, self.size = make, loss, timeout, place.size
+        self._store = meet(place.address)
+        self._watch = Watch(self._store, place.size)
+        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]]] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="rank 0", daemon=True)  # it may hang in a copy
+        self._thread.start()
+
+    def call(self, method: str, *args: Any) -> Callable[[], Any]:
+        if self._failure is not None:
+            raise self._failure
+        result: Future[Any] = Future()
+        self._calls.put((method, args, result))
+        self._watch.reset()
+        return partial(self._result, result)
+
+    def revive(self) -> None:
+        raise AssertionError("ranks of torchrun are started by torchrun")
+
+    def close(self) -> None:
+        """Ends all ranks, those that hang in a copy too."""
+        if self._failure is None:
+            self.call(END)
+            self._thread.join(GRACE)
+        if self._thread.is_alive() or self._failure is not None:
+            _put(self._store, "over", True)
+            self._thread.join(GRACE)
+
+    def _work(self) -> None:
+        failed, worker = None, None
+        while True:
+            method, args, result = self._calls.get()
+            try:
+                if failed is None:
+                    worker = worker or self._make()
+                    worker.world.broadcast_object(pack((method, args), self._loss))
+                    result.set_result(None if method == END else worker.call(method, *args))
+                    if method == END:
+                        worker.close()
+                        return
+                else:
+                    result.set_exception(failed)
+            except BaseException as error:
+                failed = error
+                result.set_exception(error)
+            if method == END:
+                return
+
+    def _result(self, result: Future[Any]) -> Any:
+        failures: dict[int, Exception] = {}
+        while not failures:
+            try:
+                return result.result(timeout=0.5)
+            except TimeoutError:
+                failures = self._failures()
+            except Exception as error:
+                failures = {0: error}
+        until = time.monotonic() + max(GRACE, SILENT) + 1
+        while len(failures) < self.size and time.monotonic() < until:  # the cause may be another's
+            time.sleep(0.2)
+            if result.done() and (mine := result.exception()) is not None:
+                failures.setdefault(0, mine if isinstance(mine, Exception) else RuntimeError(repr(mine)))
+            failures |= {rank: each for rank, each in self._failures().items() if rank not in failures}
+            if any(isinstance(error, EngineDied) for error in failures.values()):
+                break
+        self._failure = error_of(failures, self.size)
+        raise self._failure
+
+    def _failures(self) -> dict[int, Exception]:
+        """What other ranks have reported, or by what they show that they are no more."""
+        failures: dict[int, Exception] = {}
+        for rank in range(1, self.size):
+            if self._store.check([f"failed/{rank}"]):
+                failures[rank] = _get(self._store, f"failed/{rank}")
+        if not failures:
+            self._watch.look()
+            for rank in self._watch.silent():
+                failures[rank] = EngineDied("it reports no more: its process is gone or stopped")
+            if not failures and (stalled := self._watch.stalled(self._timeout)) is not None:
+                failures[stalled[0]] = EngineDied(stalled[1], started=False)
+        return failures
+
+
+# ------------------------------------------------------------------------------------------------ the other ranks
+
+
+def follow(here: Torchrun) -> int:
+    """Does this rank's share of rank 0's runs, until there is none any more. Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; rank 0 decides
+    store = meet(here.address)
+    for job in itertools.count():
+        store.wait([f"job/{job}"], NEVER)
+        start = _get(store, f"job/{job}")
+        if start is None:
+            return 0
+        if not _obey(here.place(job), *start):
+            return 1
+    return 0
+
+
+def _obey(place: Place, config: RunConfig, path: str, threads: int) -> bool:
+    """True where the run has ended in order."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that rank 0 can still see which rank is gone
+    store, done = meet(place.address), threading.Event()
+    threading.Thread(target=_end_with, args=(store, done), name="over", daemon=True).start()
+    try:
+        worker, loss = Colocated(config, path, threads, place), loss_of(config)
+        while True:
+            method, args = unpack(worker.world.broadcast_object(None), loss)
+            if method == END:
+                worker.close()
+                done.set()
+                signal.signal(signal.SIGTERM, before)
+                return True
+            worker.call(method, *args)
+    except Exception as error:
+        _put(store, f"failed/{place.rank}", _travelling(error))
+        done.wait(60)  # rank 0 says when it has seen that
+        return False
+
+
+def _end_with(store: Store, done: threading.Event) -> None:
+    """Ends this process with the run, wherever it hangs. The exit code is rank 0's to give: at the first one that is
+    not 0, torchrun ends all processes."""
+    while not done.wait(0.5):
+        try:
+            if store.check(["over"]):
+                os._exit(0)
+        except RuntimeError:  # the store is gone, and torchrun with it
+            os._exit(1)
+
+
+def _travelling(error: Exception) -> Exception:
+    """The error, or one with its text where it cannot be pickled."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RlloopError(f"{type(error).__name__}: {error}")
+
+
+def _put(store: Store, key: str, value: object) -> None:
+    store.set(key, base64.b64encode(pickle.dumps(value)).decode())
+
+
+def _get(store: Store, key: str) -> Any:
+    return pickle.loads(base64.b64decode(store.get(key)))
+
+
+# ------------------------------------------------------------------------------------------------ calls
+
+
+def pack(call: Any, loss: Callable[..., Any]) -> bytes:
+    """A call, pickled, but for the loss, which each rank makes by itself: it may be a closure."""
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> str | None:
+            return "loss" if obj is loss else None
+
+    data = io.BytesIO()
+    Pickler(data, pickle.HIGHEST_PROTOCOL).dump(call)
+    return data.getvalue()
+
+
+def unpack(data: bytes, loss: Callable[..., Any]) -> Any:
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            return loss
+
+    return Unpickler(io.BytesIO(data)).load()

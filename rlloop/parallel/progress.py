@@ -1,0 +1,160 @@
+"""Progress of ranks: each counts its work, and writes the count where a watcher reads it.
+
+Work ticks: a micro-batch, an engine's step, a tensor that was read, a copy between ranks. A rank that waits for others
+says so, which tells the one that is stuck from those that wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from torch._C._distributed_c10d import Store  # torch.distributed has it, but does not declare it
+from torch.distributed import DistError
+
+PERIOD = 0.5  # seconds between reports
+WAITS, IDLE = "waits in ", "is done"
+SILENT = 10 * PERIOD  # without a report: the process is stopped or gone
+
+
+class Group(Protocol):
+    @property
+    def size(self) -> int: ...
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+G = TypeVar("G", bound=Group)
+
+
+class _Here:
+    """This process's own rank."""
+
+    count = 0
+    doing = "starts"
+
+
+def tick() -> None:
+    """Count one piece of work."""
+    _Here.count += 1
+
+
+def rest() -> None:
+    """Say that the rank has nothing to do, from now on and whenever what it does is done."""
+    _Here.doing = IDLE
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Say what the rank does meanwhile, for a watcher's message; counts as progress at both ends."""
+    before, _Here.doing = _Here.doing, what
+    _Here.count += 1
+    try:
+        yield
+    finally:
+        _Here.count += 1
+        _Here.doing = before
+
+
+@contextmanager
+def reported(store: Store, rank: int) -> Iterator[None]:
+    """Report this process's progress as that of `rank`, until the context ends or the store is gone."""
+    over = threading.Event()
+
+    def report() -> None:
+        beat = 0
+        while not over.wait(PERIOD):
+            beat += 1
+            try:
+                store.set(_key(rank), json.dumps([beat, _Here.count, _Here.doing]))
+            except DistError:  # its host has ended: so will this process
+                return
+
+    thread = threading.Thread(target=report, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def meets(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
+    """For methods of `Ranks`, in which a rank waits for the others of its group."""
+    what = f"{WAITS}{method.__name__}"
+
+    @wraps(method)
+    def meet(ranks: G, *args: P.args, **kwargs: P.kwargs) -> R:
+        if ranks.size == 1:
+            return method(ranks, *args, **kwargs)
+        with doing(what):
+            return method(ranks, *args, **kwargs)
+
+    return meet
+
+
+def _key(rank: int) -> str:
+    return f"progress/{rank}"
+
+
+@dataclass
+class _Seen:
+    report: tuple[int, int, str] = (-1, -1, "starts")  # beat, count, doing
+    beat: float = 0.0  # when it was first seen
+    moved: float = 0.0  # when the count was
+
+
+class Watch:
+    """Reads the progress of `size` ranks. Times are this process's, so clocks of machines need not agree."""
+
+    def __init__(self, store: Store, size: int) -> None:
+        self._store, self.size = store, size
+        self.reset()
+
+    def reset(self) -> None:
+        """Count silence and standstill from now on."""
+        now = time.monotonic()
+        self._seen = [_Seen(beat=now, moved=now) for _ in range(self.size)]
+
+    def look(self) -> None:
+        now = time.monotonic()
+        for rank, seen in enumerate(self._seen):
+            if not self._store.check([_key(rank)]):
+                continue
+            beat, count, what = json.loads(self._store.get(_key(rank)))
+            if beat != seen.report[0]:
+                seen.beat = now
+            if count != seen.report[1]:
+                seen.moved = now
+            seen.report = beat, count, what
+
+    def silent(self) -> list[int]:
+        """Ranks that have not reported for `SILENT` seconds."""
+        now = time.monotonic()
+        return [rank for rank, seen in enumerate(self._seen) if now - seen.beat > SILENT]
+
+    def stalled(self, timeout: float) -> tuple[int, str] | None:
+        """A rank that has made no progress for `timeout` seconds, and all that is known of it; None: all go on.
+
+        A rank that waits for others is not blamed, unless all of them wait.
+        """
+        now, silent = time.monotonic(), self.silent()
+        still = [rank for rank, seen in enumerate(self._seen) if now - seen.moved > timeout]
+        waits = {rank for rank, seen in enumerate(self._seen) if seen.report[2].startswith((WAITS, IDLE))}
+        blamed = [rank for rank in still if rank in silent or rank not in waits]
+        if not blamed and len(still) < self.size:
+            return None
+        rank = min(blamed or still, key=lambda each: (each not in silent, self._seen[each].report[1]))
+        known = "; ".join(f"rank {each} {self._says(each, silent)}" for each in range(self.size))
+        return rank, f"no progress for {timeout:g} s. Of all ranks: {known}"
+
+    def _says(self, rank: int, silent: list[int]) -> str:
+        _, count, what = self._seen[rank].report
+        gone = ", and reports no more" if rank in silent else ""
+        return f"{what} (after {max(count, 0)} pieces of work{gone})"

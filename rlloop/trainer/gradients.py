@@ -1,0 +1,152 @@
+"""Gradients of micro-batches, summed in an order that no number of ranks changes.
+
+A round is one micro-batch on each data-parallel rank; round t has micro-batches t R up to (t + 1) R of R ranks. While
+the backward goes through the layers, each parameter's gradient is sent as bits, in its own type, to the ranks that own
+its rows; they widen it to float32 and add it to a binary tree over the micro-batches' index (`TreeSum`). So at most
+log2(n) + 1 float32 shards and a few layers' gradients lie in memory, and one rank makes the same sums as many.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rlloop.models import Model
+from rlloop.models.checkpoint_names import EMBEDDING, HEAD
+from rlloop.numerics.tree import TreeSum
+
+IN_FLIGHT = 1 << 30  # bytes of gradients that may be on their way on a GPU before the backward waits for the network
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A parameter and the number of its rows (of dimension 0) that each rank along dp_shard owns."""
+
+    live: nn.Parameter
+    sizes: tuple[int, ...]
+
+
+class GradientSum:
+    """The sums of one optimizer step: `collect` each round, then `totals`.
+
+    A parameter without a gradient in a micro-batch counts as zero there. A tied weight's two uses are two trees.
+    """
+
+    def __init__(self, model: Model, parameters: Mapping[str, Rows]) -> None:
+        self._model, self._parameters = model, parameters
+        context = model.context
+        self._shards, self._replicas = context.ranks("dp_shard"), context.ranks("dp_replicate")
+        self._ranks = context.ranks("dp")
+        uses = list(parameters)[::-1]  # about the order in which a backward reaches them
+        self._uses = [HEAD, *uses] if model.lm_head is None and EMBEDDING in parameters else uses
+        overlaps = context.device.type == "cuda" and self._ranks.size > 1
+        self._stream = torch.cuda.Stream(context.device) if overlaps else None
+        self._in_flight: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all micro-batches so far."""
+        self._trees = {use: TreeSum() for use in self._uses}
+        self._present: set[str] = set()
+
+    def collect(self, leaves: int, work: Callable[[], None] | None) -> None:
+        """Add a round of `leaves` micro-batches, those of the first ranks. `work` does the forward and backward of this
+        rank's; None on a rank that has none. Collective along dp."""
+        self._leaves, self._turn = leaves, 0
+        self._waiting: dict[str, Tensor] = {}
+        if work is not None:
+            self._run(work)
+        self._send(missing=True, idle=work is None)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._model.context.device).wait_stream(self._stream)
+            self._in_flight.clear()
+
+    def totals(self) -> dict[str, Tensor | None]:
+        """By name the gradient's rows that this rank owns, float32 or wider; None for a parameter that no micro-batch
+        reached. Ends the sums. Collective along dp."""
+        flags = torch.tensor([use in self._present for use in self._uses], device=self._model.context.device)
+        reached = self._ranks.gather(flags).view(-1, len(flags)).any(0).tolist()
+        sums = {use: self._trees[use].total() if one else None for use, one in zip(self._uses, reached, strict=True)}
+        if HEAD in sums and HEAD not in self._parameters and (head := sums.pop(HEAD)) is not None:
+            looked_up = sums[EMBEDDING]
+            sums[EMBEDDING] = head if looked_up is None else looked_up.add_(head)
+        self.clear()
+        return sums
+
+    def _run(self, work: Callable[[], None]) -> None:
+        def hook(use: str) -> Callable[[nn.Parameter], None]:
+            def take(parameter: nn.Parameter) -> None:
+                gradient, parameter.grad = parameter.grad, None
+                if gradient is not None:
+                    self._arrived(use, gradient)
+
+            return take
+
+        hooks = [rows.live.register_post_accumulate_grad_hook(hook(name)) for name, rows in self._parameters.items()]
+        if HEAD in self._uses and HEAD not in self._parameters:
+            self._model.take_head_gradient = lambda gradient: self._arrived(HEAD, gradient)
+        try:
+            work()
+        finally:
+            self._model.take_head_gradient = None
+            for each in hooks:
+                each.remove()
+
+    def _arrived(self, use: str, gradient: Tensor) -> None:
+        self._present.add(use)
+        self._waiting[use] = gradient
+        self._send()
+
+    def _send(self, *, missing: bool = False, idle: bool = False) -> None:
+        """Send what has arrived, in the order of `_uses`, which all ranks keep; `missing`: also what has not."""
+        while self._turn < len(self._uses):
+            use = self._uses[self._turn]
+            if use not in self._waiting and not missing:
+                return
+            gradient = self._waiting.pop(use, None)
+            if gradient is None and not idle:
+                gradient = torch.zeros_like(self._rows(use).live)
+            self._turn += 1
+            if self._stream is None:
+                self._add(use, gradient)
+            else:
+                self._add_beside(self._stream, use, gradient)
+
+    def _rows(self, use: str) -> Rows:
+        return self._parameters[use if use in self._parameters else EMBEDDING]
+
+    def _add(self, use: str, gradient: Tensor | None) -> None:
+        """Give a micro-batch's gradient to its owners, and add those of this rank's rows to their tree."""
+        tree, rows = self._trees[use], self._rows(use)
+        if self._ranks.size == 1:
+            assert gradient is not None, "a single rank has every micro-batch"
+            tree.push(gradient)
+            return
+        count, mine = self._shards.size, rows.sizes[self._shards.rank]
+        leaves = [min(max(self._leaves - replica * count, 0), count) for replica in range(self._replicas.size)]
+        here = leaves[self._replicas.rank]
+        sends = list(rows.sizes) if gradient is not None else [0] * count
+        if gradient is None:
+            gradient = rows.live.new_empty((0, *rows.live.shape[1:]))
+        parts = self._shards.exchange(gradient, sends, [mine] * here + [0] * (count - here))
+        parts = self._replicas.gather(parts, 0, [number * mine for number in leaves])
+        for part in parts.unflatten(0, (self._leaves, mine)):
+            tree.push(part, borrowed=True)
+
+    def _add_beside(self, stream: torch.cuda.Stream, use: str, gradient: Tensor | None) -> None:
+        """`_add` on a stream beside the backward's, which waits for it once `IN_FLIGHT` bytes are on their way."""
+        current = torch.cuda.current_stream(stream.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self._add(use, gradient)
+            done = stream.record_event()
+        if gradient is None:
+            return
+        self._in_flight.append((done, gradient))
+        while sum(tensor.nbytes for _, tensor in self._in_flight) > IN_FLIGHT:
+            event, _ = self._in_flight.popleft()
+            current.wait_event(event)

@@ -1,0 +1,70 @@
+"""Micro-batches over data-parallel ranks: rank r of R has those of index i with i % R = r, one in each round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from rlloop.metrics import Reduction
+from rlloop.models import Model, score
+from rlloop.parallel.collectives import Ranks
+from rlloop.trainer.batching import MicroBatch, StepBatch
+from rlloop.trainer.moe import MoeTraining
+from rlloop.types import Recomputed
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """The results of a forward over one micro-batch, by predicted token."""
+
+    logprobs: Tensor  # [n] float32
+    entropy: Tensor  # [n] float32
+    raw_logprobs: Tensor | None = None  # [n] float32; None: nothing to compare with
+    redrawn: Tensor | None = None  # [n] int64, likewise
+    metrics: dict[str, Reduction] = field(default_factory=dict)  # of the loss
+
+    def to(self, device: torch.device | str) -> Leaf:
+        """Detached, on a device."""
+        tensors = {name: value.detach().to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
+
+
+def forward(model: Model, step: StepBatch, micro: MicroBatch, moe: MoeTraining, *, redraws: bool | None) -> Leaf:
+    """One forward of the policy over a micro-batch. `redraws` as for `Trainer`; None: nothing is compared."""
+    record = None if redraws is None else step.redraw_record(redraws)
+    rows = step.rows[micro.sequences]
+    logprobs, entropy = score(model, rows, replay=moe.replay, watch=moe.watch, record=record)
+    return Leaf(logprobs, entropy, *(() if record is None else (record.raw_logprobs, record.token_ids)))
+
+
+def rounds(leaves: Sequence[MicroBatch], ranks: Ranks) -> Iterator[tuple[int, MicroBatch | None]]:
+    """(number of leaves, this rank's) of each round; None where this rank has none, in the last one."""
+    for first in range(0, len(leaves), ranks.size):
+        count = min(ranks.size, len(leaves) - first)
+        yield count, leaves[first + ranks.rank] if ranks.rank < count else None
+
+
+def mine(leaves: Sequence[MicroBatch], ranks: Ranks) -> Sequence[MicroBatch]:
+    return leaves[ranks.rank :: ranks.size]
+
+
+def all_leaves(leaves: list[Leaf], ranks: Ranks, device: torch.device) -> list[Leaf]:
+    """Every rank's leaves, in order of index, from this rank's. Collective."""
+    if ranks.size == 1:
+        return leaves
+    lists = ranks.gather_objects([leaf.to("cpu") for leaf in leaves])
+    return [lists[at % ranks.size][at // ranks.size].to(device) for at in range(sum(map(len, lists)))]
+
+
+def joined(leaves: Iterable[Leaf], name: str) -> Tensor:
+    """A field of all leaves, end to end."""
+    return torch.cat([getattr(leaf, name).detach() for leaf in leaves])
+
+
+def recomputed(step: StepBatch, leaves: Sequence[Leaf]) -> Recomputed:
+    """The leaves' results by sequence, on the host."""
+    names = ("logprobs",) if leaves[0].raw_logprobs is None else ("logprobs", "raw_logprobs", "redrawn")
+    return Recomputed(*(step.split(joined(leaves, name)) for name in names))

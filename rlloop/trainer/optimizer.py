@@ -1,0 +1,74 @@
+"""AdamW over the shards of master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rlloop.config.run import TrainerConfig
+from rlloop.models.safetensors_io import write_tensors
+from rlloop.trainer.master_weights import MasterWeights
+
+FILE = "optimizer.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ShardedAdamW:
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with zeroed state, without weight decay for norms and biases.
+
+    Masters are padded to whole vectors, so an element's bits do not know where its shard ends.
+    """
+
+    def __init__(self, masters: MasterWeights, config: TrainerConfig) -> None:
+        self._masters, shards = masters, masters.shards
+        decayed = {name for name, each in shards.items() if each.live.ndim >= 2 and not name.endswith("bias")}
+        groups = [
+            {"params": [shards[name].flat for name in shards if name in decayed], "weight_decay": config.weight_decay},
+            {"params": [shards[name].flat for name in shards if name not in decayed], "weight_decay": 0.0},
+        ]
+        beta1, beta2 = config.betas
+        self._adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+        for shard in shards.values():
+            moments = {key: torch.zeros_like(shard.flat, requires_grad=False) for key in MOMENTS}
+            self._adamw.state[shard.flat] = {"step": torch.zeros((), device=shard.flat.device), **moments}
+
+    def step(self, lr: float) -> None:
+        """Update the masters by their gradients."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+
+    def moment(self, name: str, key: str) -> Tensor:
+        """This rank's rows of a moment, of `MOMENTS`."""
+        shard = self._masters.shards[name]
+        return shard.of(self._adamw.state[shard.flat][key])
+
+    def save(self, folder: Path, *, writes: bool) -> None:
+        """Write the whole state, a tensor at a time; only a rank that `writes` touches the file. Collective."""
+
+        def tensors() -> Iterator[Tensor]:
+            for name, shard in self._masters.shards.items():
+                yield self._adamw.state[shard.flat]["step"]
+                yield from (self._masters.gather(name, self.moment(name, key)) for key in MOMENTS)
+
+        entries = {}
+        for name, shard in self._masters.shards.items():
+            entries[f"step.{name}"] = (torch.float32, ())
+            entries |= {f"{key}.{name}": (shard.flat.dtype, tuple(shard.live.shape)) for key in MOMENTS}
+        if writes:
+            write_tensors(folder / FILE, entries, tensors())
+        else:
+            for _ in tensors():
+                pass
+
+    def restore(self, folder: Path) -> None:
+        """Read this rank's rows of what `save` wrote."""
+        with safe_open(folder / FILE, framework="pt") as file:
+            for name, shard in self._masters.shards.items():
+                self._adamw.state[shard.flat]["step"].copy_(file.get_tensor(f"step.{name}"))
+                for key in MOMENTS:
+                    self.moment(name, key).copy_(file.get_slice(f"{key}.{name}")[shard.begin : shard.end])

@@ -1,0 +1,145 @@
+"""Training on several ranks, whose results must be those of one rank: run by `run_ranks`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlloop.algorithms import LossBatch, LossOutput, get_loss
+from rlloop.config.run import TrainerConfig
+from rlloop.models import Model, new_model
+from rlloop.parallel.context import join
+from rlloop.parallel.layout import Layout
+from rlloop.trainer import Trainer, TrainSequence
+from tests.support.train_sequences import VOCAB, make_batch
+
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24,
+    "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "max_position_embeddings": 64, "tie_word_embeddings": True, "initializer_range": 0.2, "eos_token_id": 0,
+}  # fmt: skip
+MIXTURE = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": VOCAB, "hidden_size": 24,
+    "intermediate_size": 40, "moe_intermediate_size": 12, "num_hidden_layers": 2, "first_k_dense_replace": 1,
+    "num_attention_heads": 2, "n_routed_experts": 7, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "max_position_embeddings": 64, "initializer_range": 0.2, "eos_token_id": 0,
+}  # fmt: skip
+INDEXED = {  # whose indexer has no gradient
+    **MIXTURE, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "q_lora_rank": 12,
+    "index_topk": 6, "index_head_dim": 16, "index_n_heads": 4,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its type, settings of the trainer, and the number of updates; one of them is refused."""
+
+    model: dict[str, Any]
+    dtype: str = "float32"
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    steps: int = 3
+    reference: bool = False
+    custom: bool = False
+
+
+CASES = {
+    "dense": Case(DENSE),
+    "dense bfloat16": Case(DENSE, "bfloat16", steps=20),
+    "untied": Case({**DENSE, "tie_word_embeddings": False}, "bfloat16", {"checkpoint_layers": "all"}),
+    "reference": Case({**DENSE, "tie_word_embeddings": False}, reference=True),
+    "custom": Case(DENSE, "bfloat16", custom=True),
+    "experts": Case(MIXTURE, settings={"balance_coef": 0.1, "expert_bias_rate": 0.01}, steps=20),
+    "experts bfloat16": Case(MIXTURE, "bfloat16", {"balance_coef": 0.1, "expert_bias_rate": 0.01}),
+    "indexer": Case(INDEXED, "bfloat16", {"weight_decay": 0.1}),
+}
+LAYOUTS = {
+    1: [{}],
+    2: [{"dp_shard": 2}, {"dp_replicate": 2}],
+    3: [{"dp_shard": 3}],
+    4: [{"dp_shard": 4}, {"dp_shard": 2, "dp_replicate": 2}],
+}
+
+
+def ranked(case: Case, layout: dict[str, int]) -> Trainer:
+    """A trainer of this process's rank."""
+
+    def model() -> Model:
+        made = new_model(case.model, seed=0, dtype=case.dtype)
+        made.context = join(torch.device("cpu"), Layout(**layout))
+        return made
+
+    settings = {"lr": 1e-2, "grad_clip": 0.5, "max_batch_tokens": 30, "weight_decay": 0.01, **case.settings}
+    return Trainer(model(), TrainerConfig(**settings), reference=model() if case.reference else None)
+
+
+def go(trainer: Trainer, case: Case, steps: Sequence[int]) -> Iterator[Any]:
+    """Everything that training reports. Ragged batches; two of them in every third update; one update refused."""
+    loss = get_loss("grpo", kl_coef=0.1) if case.reference else get_loss("grpo")
+
+    def explodes(batch: LossBatch) -> LossOutput:
+        out = loss(batch)
+        return dataclasses.replace(out, loss=out.loss * torch.inf)
+
+    for step in steps:
+        for part in range(2 if step % 3 == 2 else 1):
+            batch: list[TrainSequence] = make_batch(count=5 + (step + part) % 4, seed=10 * step + part)
+            run = trainer.forward_backward_custom if case.custom else trainer.forward_backward
+            result = run(batch, explodes if step == 1 else loss)
+            metrics = {name: value.value for name, value in result.metrics.items()}
+            yield [each.tobytes() for each in result.logprobs], result.micro_batches, metrics, trainer.routing()
+            raw = result.recomputed.raw_logprobs
+            yield None if raw is None else [each.tobytes() for each in raw]
+        yield trainer.optim_step()
+    yield [each.tobytes() for each in trainer.logprobs(make_batch(seed=99))]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def everything(folder: Path, size: int) -> dict[str, tuple[str, dict[str, str], str]]:
+    """By case and layout: digests of all that is reported, of the folder that is saved, and of the live weights."""
+    found = {}
+    for name, case in CASES.items():
+        for layout in LAYOUTS[size]:
+            trainer = ranked(case, layout)
+            reported = list(go(trainer, case, range(case.steps)))
+            saved = save(trainer, folder / f"{name} {layout} {size}")
+            live = b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in trainer.model.parameters())
+            found[f"{name} {layout}"] = (_digest(reported), saved, hashlib.sha256(live).hexdigest())
+    return found
+
+
+def save(trainer: Trainer, folder: Path) -> dict[str, str]:
+    """The digests of what a trainer saves, on each rank."""
+    folder.mkdir(exist_ok=True, parents=True)
+    trainer.save(folder)
+    world = trainer.model.context.ranks("world")
+    return world.broadcast_object(digests(folder) if world.rank == 0 else None)
+
+
+def relay(folder: Path, size: int, begin: int, end: int) -> list[tuple[str, dict[str, str]]]:
+    """Train from step `begin` (restored, if above 0) up to `end`, and save, on so many ranks."""
+    found = []
+    for name in ("dense bfloat16", "experts"):
+        trainer = ranked(CASES[name], LAYOUTS[size][0])
+        if begin:
+            trainer.restore(folder / f"{name} {begin}")
+        reported = list(go(trainer, CASES[name], range(begin, end)))
+        found.append((_digest(reported[-1:]), save(trainer, folder / f"{name} {end}")))
+    return found
+
+
+def _digest(reported: Any) -> str:
+    plain = pickle.dumps(
+        [np.asarray(each, dtype=object) if isinstance(each, np.ndarray) else each for each in reported]
+    )
+    return hashlib.sha256(plain).hexdigest()
