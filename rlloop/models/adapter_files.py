@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
-from rlloop.models.adapter_weights import EXPERTS, AdapterWeights, Target, scaled, some
+from rlloop.models.adapter_weights import EXPERTS, Adapter, AdapterWeights, Target, scaled, some
 from rlloop.models.checkpoint_names import stored_name, stored_state
 from rlloop.models.config_reader import read_json
 from rlloop.models.parameters import ParameterStore
@@ -80,6 +80,16 @@ def read_adapter(model: Model, folder: str | Path) -> AdapterWeights:
     weights = AdapterWeights(factors, scales, int(config["r"]), float(config["lora_alpha"]))
     weights.check(targets, model.dtype, str(folder))
     return weights
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """True for a PEFT folder."""
+    return (Path(folder) / CONFIG).is_file()
+
+
+def with_stored_adapter(model: Model, folder: str | Path) -> Model:
+    """A view of the model in which every token has the adapter of a PEFT folder. Raises as `load_adapter`."""
+    return model.with_adapter(Adapter(read_adapter(model, folder), model.adapter_targets()))
 
 
 def _config(folder: Path) -> dict[str, Any]:

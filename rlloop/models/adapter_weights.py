@@ -158,6 +158,14 @@ class Adapter:
             ranks = torch.tensor([weights.rank_of(each)], device=weight.device)
             self._factors[id(weight)] = self.targets[each].factors(a, b, ranks)
 
+    def attached(self, targets: Mapping[str, Target]) -> Adapter:
+        """A copy, live values included, for a copy of the model, which has these targets."""
+        twin = Adapter(self.exact, targets, self.name)
+        with torch.no_grad():
+            for name, parameter in twin._parameters.items():
+                parameter.copy_(self._parameters[name])
+        return twin
+
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """A and B' of each target, as `model.layers.0.self_attn.q_proj.lora_A.weight`."""
         return self._parameters
@@ -169,9 +177,13 @@ class Adapter:
 
     def exact_state(self) -> dict[str, Tensor]:
         """The float32 values that it was made of, by name of parameter; B unscaled."""
+        return self.state_of(self.exact)
+
+    def state_of(self, weights: AdapterWeights) -> dict[str, Tensor]:
+        """The values of `weights` by name of parameter."""
         return {
             parameter_name(name, letter): tensor
-            for name, pair in self.exact.factors.items()
+            for name, pair in weights.factors.items()
             for letter, tensor in zip((A, B), pair, strict=True)
         }
 

@@ -6,6 +6,7 @@ Face's names. Shapes: T flat tokens, D hidden width, H heads, G key-value heads,
 
 from __future__ import annotations
 
+import copy
 import platform
 from collections.abc import Callable
 from dataclasses import replace
@@ -228,6 +229,17 @@ class Model(nn.Module):
         view.adapter = adapter
         view.ops = view._with_own_adapter(self.ops)
         return view
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Model:
+        """An own adapter is attached to the copy's weights; loaded ones stay with the original."""
+        twin = memo[id(self)] = self.__class__.__new__(self.__class__)
+        for key, value in self.__dict__.items():
+            if key not in ("ops", "adapter", "adapters"):
+                twin.__dict__[key] = copy.deepcopy(value, memo)
+        twin.adapters = AdapterRegistry()
+        twin.adapter = None if self.adapter is None else self.adapter.attached(twin.adapter_targets())
+        twin.ops = twin._with_own_adapter(self.ops)
+        return twin
 
     def _with_own_adapter(self, ops: Ops) -> Ops:
         return ops.with_adapters(None if self.adapter is None else AdapterSlots(self.adapter.factors))

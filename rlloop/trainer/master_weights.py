@@ -28,6 +28,7 @@ class Shard(Rows):
     end: int
     flat: nn.Parameter
     shares_memory: bool  # with the live parameter
+    scale: float = 1.0  # the live value is the master's times this, rounded
 
     @property
     def rows(self) -> Tensor:
@@ -60,7 +61,7 @@ class MasterWeights:
         self.parameters = ParameterStore(model)
         self._context, self._ranks = model.context, model.context.ranks("dp_shard")
         self.shards = {
-            name: _shard(entry.live, self._ranks.size, self._ranks.rank)
+            name: _shard(entry.live, self._ranks.size, self._ranks.rank, entry.scale)
             for name, entry in self.parameters.entries.items()
             if entry.trains
         }
@@ -90,7 +91,8 @@ class MasterWeights:
         """Set the masters' gradients to the sums of what was collected. Collective."""
         for name, total in self.gradients.totals().items():
             if total is not None:
-                self.shards[name].flat.grad = _padded(total.view(-1))
+                shard = self.shards[name]
+                shard.flat.grad = _padded(total.view(-1) if shard.scale == 1.0 else total.view(-1) * shard.scale)
 
     def gradient_norm(self) -> float:
         """L2 norm of the gradient of all masters: squares summed in float64 within each row, then in one tree over all
@@ -123,7 +125,7 @@ class MasterWeights:
         """Round the masters into the live parameters: each rank its own rows, which are then copied. Collective."""
         for shard in self.shards.values():
             if not shard.shares_memory:
-                shard.rows.copy_(shard.master)
+                shard.rows.copy_(shard.master if shard.scale == 1.0 else shard.master * shard.scale)
             self._ranks.share_rows(shard.live.detach(), shard.sizes)
 
     @torch.no_grad()
@@ -147,7 +149,11 @@ class MasterWeights:
         self.publish()
 
     def _read_exact(self, model: Model) -> None:
-        """Start from the stored weights if they are wider than the live ones, and round to them."""
+        """Start from the stored weights if they are wider than the live ones, and round to them; from the values that
+        an adapter was made of."""
+        if model.adapter is not None:
+            self.load(model.adapter.exact_state())
+            return
         if model.source_path is None:
             return
         kinds = {tensor.dtype for tensor in StoredWeights.open(model.source_path).tensors.values()}
@@ -158,15 +164,21 @@ class MasterWeights:
             self.load(stored)
 
 
-def _shard(live: nn.Parameter, ranks: int, rank: int) -> Shard:
+def _shard(live: nn.Parameter, ranks: int, rank: int, scale: float) -> Shard:
     sizes = tuple(shares(len(live), ranks))
     begin, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
     rows = live.detach()[begin:end].reshape(-1)
     narrow = live.dtype in (torch.bfloat16, torch.float16)
-    in_place = not narrow and rows.numel() % VECTOR == 0 and rows.data_ptr() % VECTOR == 0 and live.is_contiguous()
+    in_place = (
+        not narrow
+        and scale == 1.0
+        and rows.numel() % VECTOR == 0
+        and rows.data_ptr() % VECTOR == 0
+        and live.is_contiguous()
+    )
     if not in_place:
         rows = _padded(rows.float() if narrow else rows.clone())
-    return Shard(live, sizes, begin, end, nn.Parameter(rows), in_place)
+    return Shard(live, sizes, begin, end, nn.Parameter(rows), in_place, scale)
 
 
 def _padded(flat: Tensor) -> Tensor:
