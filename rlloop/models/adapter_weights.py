@@ -33,6 +33,7 @@ class Target:
     inputs: int
     outputs: int
     experts: int | None = None
+    transposed: bool = False  # the weight is stored [K, N]
     heads: int | None = None  # whose rows are multiplied apart: kv_b_proj of absorbed latent attention
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -61,7 +62,7 @@ def find_targets(model: nn.Module, head: nn.Parameter, heads: int | None) -> dic
             for kind in ("gate_up_proj" if module.gated else "up_proj", "down_proj"):
                 weight: nn.Parameter = getattr(module, kind)
                 count, outputs, inputs = weight.shape if module.clamp is None else weight.mT.shape
-                found.append(Target(f"{name}.{kind}", weight, inputs, outputs, experts=count))
+                found.append(Target(f"{name}.{kind}", weight, inputs, outputs, count, module.clamp is not None))
     outputs, inputs = head.shape
     found.append(Target(HEAD, head, inputs, outputs))
     return {target.name: target for target in found}

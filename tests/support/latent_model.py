@@ -52,7 +52,9 @@ class LatentModel(nn.Module):
     def indexed_layers(self) -> int:
         return 0
 
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout, cache=None, routes=None, adapters=None):
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, layout: AttentionLayout, cache=None, routes=None, adapters=None
+    ):  # fmt: skip
         ops, x, rest = self.ops, self.embed[tokens], None
         for layer in range(LAYERS):
             normed, rest = ops.rms_norm(x, self.norm, 1e-6, rest)
