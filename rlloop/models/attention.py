@@ -6,29 +6,46 @@ import torch
 from torch import Tensor, nn
 
 from rlloop.models.architecture import ModelConfig
-from rlloop.models.layers import Cache, Linear, Norm, Step
+from rlloop.models.layers import Cache, Divisions, Linear, Norm, Step
+from rlloop.models.tensor_parallel import cut_attention
+from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import Ops
+from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.division import Division, evenly, gathered, heads_over, taken
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, tp: Ranks) -> None:
         super().__init__()
         self.layer, self.eps = layer, config.rms_norm_eps
         self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.output_gate = config.output_gate
-        self.q_proj = Linear(config.hidden_size, (1 + config.output_gate) * width, config.qkv_bias)
-        self.k_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
-        self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
-        self.o_proj = Linear(width, config.hidden_size, config.output_bias, across=True)
+        self.heads = heads_over(config.num_heads, config.num_kv_heads, tp)
+        queries, groups = self.heads or (None, None)
+        q_rows, kv_rows = (rows_of(part, config.head_dim) for part in (queries, groups))
+        self.columns, gate_width = q_rows, (1 + config.output_gate) * config.head_dim
+        self.q_proj = Linear(
+            config.hidden_size, (1 + config.output_gate) * width, config.qkv_bias, rows=rows_of(queries, gate_width)
+        )
+        self.k_proj = Linear(config.hidden_size, kv_width, config.qkv_bias, rows=kv_rows)
+        self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias, rows=kv_rows)
+        self.o_proj = Linear(
+            width, config.hidden_size, config.output_bias, across=True, rows=evenly(config.hidden_size, tp)
+        )
         self.whole_norm, self.rope_dim = config.whole_norm, config.rope_dim
         self._plain = not (config.output_gate or config.whole_norm) and config.rope_dim == config.head_dim
         self.window = config.window if layer in config.windowed else 0
-        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+        held = config.num_heads if queries is None else queries.size
+        self.sinks = nn.Parameter(torch.empty(held)) if config.sinks else None
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = Norm(width if config.whole_norm else config.head_dim, config.centred_norms)
             self.k_norm = Norm(kv_width if config.whole_norm else config.head_dim, config.centred_norms)
+
+    @property
+    def divisions(self) -> Divisions:
+        return {} if self.heads is None else {"sinks": (0, self.heads[0])}
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops = step.ops
@@ -40,7 +57,8 @@ class Attention(nn.Module):
             q, gate = (part.flatten(1) for part in q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1))
         else:
             gate = None
-        q, k = self._normed(q, self.q_norm, ops), self._normed(k, self.k_norm, ops)
+        queries, groups = self.heads or (None, None)
+        q, k = self._normed(q, self.q_norm, queries, ops), self._normed(k, self.k_norm, groups, ops)
         q, k, v = self._rotated(q, step), self._rotated(k, step), v.unflatten(-1, (-1, self.head_dim))
         keys, values = k, v
         if step.cache is not None:
@@ -61,18 +79,29 @@ class Attention(nn.Module):
         return q, keys, values
 
     def _read(self, q: Tensor, keys: Tensor, values: Tensor, gate: Tensor | None, step: Step) -> Tensor:
-        ops = step.ops
-        read = ops.attention(q, keys, values, step.layout, self.scale, self.sinks, self.window).flatten(1)
-        return self.o_proj(read if gate is None else ops.sigmoid_mul(gate, read), ops)
+        ops, sinks, heads = step.ops, self.sinks, self.heads
 
-    def _normed(self, x: Tensor, norm: Norm | None, ops: Ops) -> Tensor:
-        """[T, heads * head_dim] -> [T, heads, head_dim]"""
-        heads = x.unflatten(-1, (-1, self.head_dim))
+        def attend(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, _: Tensor | None) -> Tensor:
+            return ops.attention(q, k, v, layout, self.scale, sinks, self.window)
+
+        if sinks is not None and heads is not None and heads[1].repeats and torch.is_grad_enabled():
+            sinks = gathered(sinks, heads[0], 0)  # a sink's gradient is a sum over all sequences: every rank makes all
+            whole = (gathered(x, part, 1) for x, part in ((q, heads[0]), (keys, heads[1]), (values, heads[1])))
+            read = taken(attend(*whole, step.layout, None), heads[0], 1).flatten(1)
+        else:
+            read = cut_attention(attend, q, keys, values, None, step.layout, heads).flatten(1)
+        return self.o_proj.whole(read if gate is None else ops.sigmoid_mul(gate, read), ops, self.columns)
+
+    def _normed(self, x: Tensor, norm: Norm | None, heads: Division | None, ops: Ops) -> Tensor:
+        """[T, heads * head_dim] -> [T, heads, head_dim], of this rank's heads."""
+        own = x.unflatten(-1, (-1, self.head_dim))
         if norm is None:
-            return heads
-        if self.whole_norm:
-            return ops.rms_norm(x, norm.scale, self.eps)[0].unflatten(-1, (-1, self.head_dim))
-        return ops.rms_norm(heads, norm.scale, self.eps)[0]
+            return own
+        if not self.whole_norm and not torch.is_grad_enabled():
+            return ops.rms_norm(own, norm.scale, self.eps)[0]
+        every = gathered(own, heads, 1)  # the weight's gradient is a sum over all heads
+        normed, _ = ops.rms_norm(every.flatten(1) if self.whole_norm else every, norm.scale, self.eps)
+        return taken(normed.view(every.shape), heads, 1)
 
     def _rotated(self, x: Tensor, step: Step) -> Tensor:
         if not self.rope_dim:
@@ -81,7 +110,13 @@ class Attention(nn.Module):
         return turned if self.rope_dim == self.head_dim else torch.cat((turned, x[..., self.rope_dim :]), dim=-1)
 
 
-def cache_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def rows_of(heads: Division | None, width: int) -> Division | None:
+    """The rows of a projection that makes `width` numbers for each head."""
+    return None if heads is None else heads.times(width)
+
+
+def cache_shapes(config: ModelConfig, tp: Ranks) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that one layer caches for each token, by name."""
-    shape = (config.num_kv_heads, config.head_dim)
+    heads = heads_over(config.num_heads, config.num_kv_heads, tp)
+    shape = (config.num_kv_heads if heads is None else heads[1].size, config.head_dim)
     return {"k": shape, "v": shape}

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from rlloop.models.architecture import MixtureConfig, ModelConfig
 from rlloop.models.layers import Linear, Mlp, PlainMlp, Step
 from rlloop.numerics.routing import Clamped
+from rlloop.parallel.context import ParallelContext
+from rlloop.parallel.division import evenly
 
 BIAS = "e_score_correction_bias"  # stays float32 whatever the compute type; no gradient trains it
 
@@ -70,28 +72,29 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """A router with its experts. `place`: its index among the layers that have experts."""
 
-    def __init__(self, config: ModelConfig, mixture: MixtureConfig, place: int) -> None:
+    def __init__(self, config: ModelConfig, mixture: MixtureConfig, place: int, context: ParallelContext) -> None:
         super().__init__()
-        width, size = config.hidden_size, mixture.shared_size
+        width, size, tp = config.hidden_size, mixture.shared_size, context.tp
         self.experts = Experts(mixture, mixture.latent_size or width)
         self.gate = Router(mixture, width, place)
         self.shared_experts = self.shared_expert = self.shared_expert_gate = None
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if mixture.shared_gate:
-            self.shared_expert, self.shared_expert_gate = Mlp(width, size), Linear(width, 1)
+            self.shared_expert, self.shared_expert_gate = Mlp(width, size, tp), Linear(width, 1)
         elif size:
-            self.shared_experts = Mlp(width, size) if mixture.gated else PlainMlp(width, size, config.mlp_bias)
+            self.shared_experts = Mlp(width, size, tp) if mixture.gated else PlainMlp(width, size, config.mlp_bias, tp)
         if mixture.latent_size is not None:
-            self.fc1_latent_proj = Linear(width, mixture.latent_size, config.mlp_bias)
-            self.fc2_latent_proj = Linear(mixture.latent_size, width, config.mlp_bias)
+            inner = mixture.latent_size
+            self.fc1_latent_proj = Linear(width, inner, config.mlp_bias, rows=evenly(inner, tp))
+            self.fc2_latent_proj = Linear(inner, width, config.mlp_bias, rows=evenly(width, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         weights, chosen = self.gate(x, step)
         shared = self._shared(x, step)
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
             return step.ops.combine(self.experts(x, chosen, step), chosen, weights, shared)
-        outputs = self.experts(self.fc1_latent_proj(x, step.ops), chosen, step)
-        out = self.fc2_latent_proj(step.ops.combine(outputs, chosen, weights), step.ops)
+        outputs = self.experts(self.fc1_latent_proj.whole(x, step.ops), chosen, step)
+        out = self.fc2_latent_proj.whole(step.ops.combine(outputs, chosen, weights), step.ops)
         return out if shared is None else out + shared
 
     def _shared(self, x: Tensor, step: Step) -> Tensor | None:

@@ -13,27 +13,45 @@ from torch import Tensor, nn
 
 from rlloop.errors import ConfigError
 from rlloop.models.architecture import IndexerConfig, LatentConfig, ModelConfig
+from rlloop.models.attention import rows_of
 from rlloop.models.layers import Linear, Step, Weight
+from rlloop.models.tensor_parallel import cut_attention
+from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import Ops
+from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.division import evenly, taken
 
 LATENT_EPS = 1e-6  # epsilon of the latents' norms, whatever `rms_norm_eps` says
 
 
 class LatentAttention(nn.Module):
-    def __init__(self, config: ModelConfig, latent: LatentConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, latent: LatentConfig, layer: int, tp: Ranks) -> None:
         super().__init__()
-        self.layer, self.latent, self.num_heads = layer, latent, config.num_heads
+        self.heads = evenly(config.num_heads, tp)  # latents, and what the indexer reads, are whole on every rank
+        self.layer, self.latent = layer, latent
+        self.num_heads = config.num_heads if self.heads is None else self.heads.size
         heads, width = config.num_heads, latent.nope_dim + latent.rope_dim
+        rows, self.columns = rows_of(self.heads, width), rows_of(self.heads, latent.v_dim)
         if latent.q_rank is None:
-            self.q_proj = Linear(config.hidden_size, heads * width)
+            self.q_proj = Linear(config.hidden_size, heads * width, rows=rows)
         else:
             self.q_a_proj = Linear(config.hidden_size, latent.q_rank, config.qkv_bias)
             self.q_a_layernorm = Weight(latent.q_rank)
-            self.q_b_proj = Linear(latent.q_rank, heads * width)
+            self.q_b_proj = Linear(latent.q_rank, heads * width, rows=rows)
         self.kv_a_proj_with_mqa = Linear(config.hidden_size, latent.kv_rank + latent.rope_dim, config.qkv_bias)
         self.kv_a_layernorm = Weight(latent.kv_rank)
-        self.kv_b_proj = Linear(latent.kv_rank, heads * (latent.nope_dim + latent.v_dim))
-        self.o_proj = Linear(heads * latent.v_dim, config.hidden_size, config.output_bias, across=True)
+        self.kv_b_proj = Linear(
+            latent.kv_rank,
+            heads * (latent.nope_dim + latent.v_dim),
+            rows=rows_of(self.heads, latent.nope_dim + latent.v_dim),
+        )
+        self.o_proj = Linear(
+            heads * latent.v_dim,
+            config.hidden_size,
+            config.output_bias,
+            across=True,
+            rows=evenly(config.hidden_size, tp),
+        )
         indexer = latent.indexer
         self.indexed_by = max(at for at in indexer.layers if at <= layer) if indexer else None
         if indexer and latent.q_rank is not None and self.indexed_by == layer:
@@ -51,17 +69,23 @@ class LatentAttention(nn.Module):
             (keys,) = step.cache.write(self.layer, latent=step.ops.cached(keys))
         values = keys[..., : latent.kv_rank]
         if ops.profile.latent == "expanded":
-            return self.o_proj(self._expanded(torch.cat((q_nope, q_rope), dim=-1), keys, step).flatten(1), ops)
+            read = self._expanded(torch.cat((q_nope, q_rope), dim=-1), keys, step)
+            return self.o_proj.whole(read.flatten(1), ops, self.columns)
         weight = self.kv_b_proj.weight
         up = weight.unflatten(0, (self.num_heads, -1))  # [H, nope + v, R]
         keyed = ops.head_linear(q_nope, up[:, : latent.nope_dim], by_row=False, part_of=weight)
         queries = torch.cat((keyed, q_rope), dim=-1)
-        if latent.indexer is None:
-            read = ops.attention(queries, keys, values, step.layout, latent.scale)
-        else:
-            selected = self._selected(x, reduced, step)
-            read = ops.sparse_attention(queries, keys, values, selected, step.layout, latent.scale)
-        return self.o_proj(ops.head_linear(read, up[:, latent.nope_dim :], by_row=True, part_of=weight).flatten(1), ops)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, selected: Tensor | None) -> Tensor:
+            if selected is None:
+                return ops.attention(q, k, v, layout, latent.scale)
+            return ops.sparse_attention(q, k, v, selected, layout, latent.scale)
+
+        selected = None if latent.indexer is None else self._selected(x, reduced, step)
+        heads = None if self.heads is None else (self.heads, None)
+        read = cut_attention(attend, queries, keys, values, selected, step.layout, heads)
+        made = ops.head_linear(read, up[:, latent.nope_dim :], by_row=True, part_of=weight).flatten(1)
+        return self.o_proj.whole(made, ops, self.columns)
 
     def _expanded(self, queries: Tensor, latents: Tensor, step: Step) -> Tensor:
         """Attention over the keys and values of every head, as the paper's equations have it; for comparisons.
@@ -75,7 +99,8 @@ class LatentAttention(nn.Module):
         k_nope, values = self.kv_b_proj(c, ops).unflatten(-1, (self.num_heads, -1)).split(
             [latent.nope_dim, latent.v_dim], dim=-1
         )  # fmt: skip
-        keys = torch.cat((k_nope, k_rope[:, None].expand(-1, self.num_heads, -1)), dim=-1)
+        every = self.num_heads if self.heads is None else self.heads.count
+        keys = torch.cat((k_nope, taken(k_rope[:, None].expand(-1, every, -1), self.heads, 1)), dim=-1)
         return ops.attention(queries, keys, values, step.layout, latent.scale)
 
     def _queries(self, x: Tensor, ops: Ops) -> tuple[Tensor | None, Tensor]:

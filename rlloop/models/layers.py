@@ -8,9 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from rlloop.models.peer_gathers import peers_of
 from rlloop.models.routing_record import RoutingRecord
+from rlloop.models.tensor_parallel import cut_linear
 from rlloop.numerics.layout import AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
+from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.division import Division, evenly, gathered
 
 
 class Cache(Protocol):
@@ -42,20 +46,45 @@ class Step:
     selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: its indexer's selection, [T, S] int64
 
 
+Divisions = dict[str, tuple[int, Division]]  # by name of a module's parameter: the dimension that is cut, and how
+
+
 class Linear(nn.Module):
     """A weight [N, K] and perhaps a bias [N], multiplied by `Ops.linear`.
 
     `across`: tensor parallelism as usual would split its K inputs over ranks, so `profile.tp_segments` applies.
+    `rows`: of the N outputs, those that each rank makes; None: this rank makes all.
     """
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False, across: bool = False) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool = False, across: bool = False, rows: Division | None = None
+    ) -> None:
         super().__init__()
-        self.across = across
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.across, self.rows = across, rows
+        held = outputs if rows is None else rows.size
+        self.weight = nn.Parameter(torch.empty(held, inputs))
+        self.bias = nn.Parameter(torch.empty(held)) if bias else None
+
+    @property
+    def divisions(self) -> Divisions:
+        return {} if self.rows is None else {"weight": (0, self.rows), "bias": (0, self.rows)}
 
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        return ops.linear(x, self.weight, self.bias, self.across)
+        """x [T, K], whole on every rank -> this rank's outputs [T, n]."""
+        if self.rows is None or not torch.is_grad_enabled():
+            return ops.linear(x, self.weight, self.bias, self.across)
+        return cut_linear(x, self, ops)
+
+    def whole(self, x: Tensor, ops: Ops, columns: Division | None = None) -> Tensor:
+        """All outputs [T, N], on every rank. `columns`: those of x that each rank has; None: x is whole."""
+        if self.rows is None:
+            return ops.linear(x, self.weight, self.bias, self.across)
+        if torch.is_grad_enabled():
+            return gathered(cut_linear(x, self, ops, columns), self.rows)
+        peers = peers_of(self.rows)
+        if peers is not None and ops.fuses and peers.takes(x, columns, self.rows):
+            return peers.product(x if columns is None else peers.gather(x, columns), self.weight, self.bias, self.rows)
+        return gathered(ops.linear(gathered(x, columns), self.weight, self.bias, self.across), self.rows)
 
 
 class Weight(nn.Module):
@@ -82,26 +111,34 @@ class Norm(Weight):
 class PlainMlp(nn.Module):
     """An MLP without a gate: `down relu(up x) ** 2`."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, tp: Ranks) -> None:
         super().__init__()
-        self.up_proj = Linear(hidden_size, intermediate_size, bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True)
+        self.inner = evenly(intermediate_size, tp)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias, rows=self.inner)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True, rows=evenly(hidden_size, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        return self.down_proj(step.ops.relu_squared(self.up_proj(x, step.ops)), step.ops)
+        return self.down_proj.whole(step.ops.relu_squared(self.up_proj(x, step.ops)), step.ops, self.inner)
 
 
 class Mlp(nn.Module):
     """A gated MLP (SwiGLU): `down (silu(gate x) * up x)`."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, tp: Ranks, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, bias)
-        self.up_proj = Linear(hidden_size, intermediate_size, bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True)
+        self.inner = evenly(intermediate_size, tp)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias, rows=self.inner)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias, rows=self.inner)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True, rows=evenly(hidden_size, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops = step.ops
-        if self.gate_proj.bias is None and ops.fuses:
-            return self.down_proj(ops.gated_linear(x, self.gate_proj.weight, self.up_proj.weight), ops)
-        return self.down_proj(ops.silu_mul(self.gate_proj(x, ops), self.up_proj(x, ops)), ops)
+        gate, up = self.gate_proj, self.up_proj
+        if gate.bias is None and ops.fuses:
+            peers = peers_of(self.inner)
+            if self.inner is not None and peers is not None and peers.takes(x, self.inner):
+                return self.down_proj.whole(peers.gated(x, gate.weight, up.weight, self.inner), ops)
+            made = ops.gated_linear(x, gate.weight, up.weight)
+        else:
+            made = ops.silu_mul(gate(x, ops), up(x, ops))
+        return self.down_proj.whole(made, ops, self.inner)

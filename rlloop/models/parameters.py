@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlloop.models.checkpoint_names import EMBEDDING, HEAD, stored_state
+from rlloop.models.stored_parameter import entries_of
 from rlloop.models.transformer import Model
 
 
-@dataclass(frozen=True, eq=False)
-class StoredParameter:
-    """One parameter of a model, as this rank holds it."""
-
-    live: nn.Parameter  # what operations read: the compute copy
-    shape: tuple[int, ...]  # of the whole parameter; today `live` is the whole
-    trains: bool  # whether a gradient moves it
-    scale: float = 1.0  # the live value is its master times this, rounded
-
-
 class ParameterStore:
-    """The parameters of `model` by name. A tied weight has one entry, and its other name stands in `aliases`.
+    """The parameters of `model` by name, as this rank holds them. A tied weight has one entry, and its other name
+    stands in `aliases`.
 
     Of a model with an adapter they are the adapter's: its base is frozen, and known by its digest.
 
@@ -36,12 +28,9 @@ class ParameterStore:
     def __init__(self, model: Model) -> None:
         adapter = model.adapter
         named = model.named_parameters() if adapter is None else adapter.named_parameters().items()
-        self.entries: dict[str, StoredParameter] = {
-            name: StoredParameter(
-                live, tuple(live.shape), live.requires_grad, 1.0 if adapter is None else adapter.scale_of(name)
-            )
-            for name, live in named
-        }
+        self.entries = entries_of(model, named)
+        if adapter is not None:
+            self.entries = {name: replace(entry, scale=adapter.scale_of(name)) for name, entry in self.entries.items()}
         self.aliases: dict[str, str] = {HEAD: EMBEDDING} if model.lm_head is None and adapter is None else {}
         self._architecture = model.config.architecture if adapter is None else None
 
@@ -64,8 +53,20 @@ class ParameterStore:
         """A copy of all values."""
         return {name: tensor.clone() for name, tensor in self.tensors().items()}
 
+    def wholes(self) -> Iterator[tuple[str, Tensor]]:
+        """Each whole parameter, one at a time. Collective."""
+        for name, entry in self.entries.items():
+            yield name, entry.whole()
+
     @torch.no_grad()
     def copy_from(self, state: Mapping[str, Tensor]) -> None:
-        """Write values into the live parameters, in place."""
+        """Write values into the live parameters, in place. `state` has what this rank holds, as `snapshot` does."""
         for name, entry in self.entries.items():
             entry.live.copy_(state[name])
+
+    @torch.no_grad()
+    def copy_wholes(self, wholes: Iterable[tuple[str, Tensor]]) -> None:
+        """Write this rank's parts of whole parameters into the live ones, in place, as they come."""
+        for name, whole in wholes:
+            entry = self.entries[name]
+            entry.live.copy_(entry.part(whole))

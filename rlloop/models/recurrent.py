@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from rlloop.models.architecture import DeltaConfig, MambaConfig, ModelConfig
-from rlloop.models.layers import Linear, Step, Weight
+from rlloop.models.attention import rows_of
+from rlloop.models.layers import Divisions, Linear, Step, Weight
 from rlloop.numerics.layout import RecurrentState
 from rlloop.numerics.operators.parameters import each_row
+from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.division import Division, end_to_end, evenly, gathered, heads_over, taken
 
 LENGTH_EPS = 1e-6  # epsilon of the L2 norm of queries and keys, whatever `rms_norm_eps` says
 
@@ -21,10 +24,16 @@ LENGTH_EPS = 1e-6  # epsilon of the L2 norm of queries and keys, whatever `rms_n
 class Convolution(nn.Module):
     """Hugging Face's `conv1d`, with the activation that follows it."""
 
-    def __init__(self, channels: int, width: int, bias: bool) -> None:
+    def __init__(self, channels: int, width: int, bias: bool, division: Division | None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.division = division
+        held = channels if division is None else division.size
+        self.weight = nn.Parameter(torch.empty(held, 1, width))
+        self.bias = nn.Parameter(torch.empty(held)) if bias else None
+
+    @property
+    def divisions(self) -> Divisions:
+        return {} if self.division is None else {"weight": (0, self.division), "bias": (0, self.division)}
 
     def forward(self, x: Tensor, step: Step, layer: int) -> Tensor:
         """[T, C] -> [T, C]"""
@@ -32,23 +41,51 @@ class Convolution(nn.Module):
         return step.ops.silu_mul(sums, torch.ones_like(sums)).to(x.dtype)
 
 
-class DeltaNet(nn.Module):
+class _ByHead(nn.Module):
+    """A recurrent layer's parameters of each head, `dt_bias` and `A_log` among them."""
+
+    def __init__(self, count: int, groups: int, tp: Ranks) -> None:
+        super().__init__()
+        self.heads = heads_over(count, groups, tp)
+        self.values, self.keys = self.heads or (None, None)
+        held = count if self.values is None else self.values.size
+        self.dt_bias = nn.Parameter(torch.empty(held))
+        self.A_log = nn.Parameter(torch.empty(held))
+
+    @property
+    def divisions(self) -> Divisions:
+        return {} if self.values is None else dict.fromkeys(("dt_bias", "A_log", "D"), (0, self.values))
+
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, step: Step) -> Tensor:
+        """`Ops.scan` over this rank's heads. Where several ranks read a key head, its gradient is a sum over ranks: in
+        training every rank then makes all heads."""
+        states = _carried(step, self.layer, "state")
+        shared = self.keys is not None and self.keys.repeats and torch.is_grad_enabled()
+        keys, values = (self.keys, self.values) if shared else (None, None)
+        q, k = gathered(q, keys, 1), gathered(k, keys, 1)
+        v, decay, beta = (gathered(x, values, 1) for x in (v, decay, beta))
+        return taken(step.ops.scan(q, k, v, decay, beta, corrects, step.layout, states), values, 1)
+
+    layer: int
+
+
+class DeltaNet(_ByHead):
     """Gated delta network: Hugging Face's `linear_attn`."""
 
-    def __init__(self, config: ModelConfig, delta: DeltaConfig, layer: int) -> None:
-        super().__init__()
+    def __init__(self, config: ModelConfig, delta: DeltaConfig, layer: int, tp: Ranks) -> None:
+        super().__init__(delta.num_heads, delta.num_key_heads, tp)
         self.config, self.eps, self.layer = delta, config.rms_norm_eps, layer
         keys, values = delta.num_key_heads * delta.key_dim, delta.num_heads * delta.value_dim
-        self.widths = (keys, keys, values)
-        self.conv1d = Convolution(sum(self.widths), delta.conv_width, bias=False)
-        self.dt_bias = nn.Parameter(torch.empty(delta.num_heads))
-        self.A_log = nn.Parameter(torch.empty(delta.num_heads))
+        of_keys, self.columns = rows_of(self.keys, delta.key_dim), rows_of(self.values, delta.value_dim)
+        mixed = self.columns and of_keys and end_to_end([of_keys, of_keys, self.columns])
+        self.widths = _widths((keys, keys, values), (of_keys, of_keys, self.columns))
+        self.conv1d = Convolution(2 * keys + values, delta.conv_width, bias=False, division=mixed)
         self.norm = Weight(delta.value_dim)
-        self.out_proj = Linear(values, config.hidden_size, across=True)
-        self.in_proj_qkv = Linear(config.hidden_size, sum(self.widths))
-        self.in_proj_z = Linear(config.hidden_size, values)
-        self.in_proj_b = Linear(config.hidden_size, delta.num_heads)
-        self.in_proj_a = Linear(config.hidden_size, delta.num_heads)
+        self.out_proj = Linear(values, config.hidden_size, across=True, rows=evenly(config.hidden_size, tp))
+        self.in_proj_qkv = Linear(config.hidden_size, 2 * keys + values, rows=mixed)
+        self.in_proj_z = Linear(config.hidden_size, values, rows=self.columns)
+        self.in_proj_b = Linear(config.hidden_size, delta.num_heads, rows=self.values)
+        self.in_proj_a = Linear(config.hidden_size, delta.num_heads, rows=self.values)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops, delta = step.ops, self.config
@@ -59,10 +96,11 @@ class DeltaNet(nn.Module):
         b = self.in_proj_b(x, ops)
         b = b.to(torch.promote_types(b.dtype, torch.float32))
         beta = ops.sigmoid_mul(b, torch.ones_like(b))
-        v, states = v.unflatten(-1, (-1, delta.value_dim)), _carried(step, self.layer, "state")
-        read = ops.scan(q * delta.key_dim**-0.5, k, v, decay, beta, True, step.layout, states).to(x.dtype)
-        normed, _ = ops.rms_norm(read, self.norm.weight, self.eps)
-        return self.out_proj(ops.silu_mul(self.in_proj_z(x, ops), normed.flatten(1)), ops)
+        v = v.unflatten(-1, (-1, delta.value_dim))
+        read = self._scan(q * delta.key_dim**-0.5, k, v, decay, beta, True, step).to(x.dtype)
+        every = self.values if torch.is_grad_enabled() else None  # the weight's gradient is a sum over all heads
+        normed = taken(ops.rms_norm(gathered(read, every, 1), self.norm.weight, self.eps)[0], every, 1)
+        return self.out_proj.whole(ops.silu_mul(self.in_proj_z(x, ops), normed.flatten(1)), ops, self.columns)
 
     def _unit(self, x: Tensor, step: Step) -> Tensor:
         """x divided by its L2 norm, in float32: an RMS norm with weight and epsilon scaled accordingly."""
@@ -72,54 +110,65 @@ class DeltaNet(nn.Module):
         return step.ops.rms_norm(wide, weight, LENGTH_EPS / width)[0]
 
 
-class Mamba(nn.Module):
+class Mamba(_ByHead):
     """Mamba-2: Hugging Face's `mixer`."""
 
-    def __init__(self, config: ModelConfig, mamba: MambaConfig, layer: int) -> None:
-        super().__init__()
+    def __init__(self, config: ModelConfig, mamba: MambaConfig, layer: int, tp: Ranks) -> None:
+        super().__init__(mamba.num_heads, mamba.num_groups, tp)
         self.config, self.eps, self.layer = mamba, config.rms_norm_eps, layer
         width, inner = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim
-        self.widths = (width, inner, inner)
-        self.conv1d = Convolution(sum(self.widths), mamba.conv_width, mamba.conv_bias)
-        self.in_proj = Linear(config.hidden_size, width + sum(self.widths) + mamba.num_heads, mamba.bias)
-        self.dt_bias = nn.Parameter(torch.empty(mamba.num_heads))
-        self.A_log = nn.Parameter(torch.empty(mamba.num_heads))
+        of_groups, self.columns = rows_of(self.keys, mamba.state_dim), rows_of(self.values, mamba.head_dim)
+        mixed = self.columns and of_groups and end_to_end([self.columns, of_groups, of_groups])
+        rows = self.columns and mixed and self.values and end_to_end([self.columns, mixed, self.values])
+        self.widths = _widths((width, inner, inner), (self.columns, of_groups, of_groups))
+        self.conv1d = Convolution(width + 2 * inner, mamba.conv_width, mamba.conv_bias, division=mixed)
+        self.in_proj = Linear(config.hidden_size, 2 * width + 2 * inner + mamba.num_heads, mamba.bias, rows=rows)
         self.norm = Weight(width)
-        self.D = nn.Parameter(torch.empty(mamba.num_heads))
-        self.out_proj = Linear(width, config.hidden_size, mamba.bias, across=True)
+        self.D = nn.Parameter(torch.empty(len(self.A_log)))
+        self.out_proj = Linear(width, config.hidden_size, mamba.bias, across=True, rows=evenly(config.hidden_size, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops, mamba = step.ops, self.config
-        gate, mixed, dt = self.in_proj(x, ops).split((self.widths[0], sum(self.widths), mamba.num_heads), dim=-1)
+        gate, mixed, dt = self.in_proj(x, ops).split((self.widths[0], sum(self.widths), len(self.A_log)), dim=-1)
         v, k, q = self.conv1d(mixed, step, self.layer).split(self.widths, dim=-1)
-        k, q = (part.unflatten(-1, (mamba.num_groups, -1)) for part in (k, q))
-        v, states = v.unflatten(-1, (mamba.num_heads, -1)), _carried(step, self.layer, "state")
+        k, q = (part.unflatten(-1, (-1, mamba.state_dim)) for part in (k, q))
+        v = v.unflatten(-1, (-1, mamba.head_dim))
         decay, beta = ops.recurrent_gates(dt, self.A_log, self.dt_bias, mamba.least_step)
-        read = ops.scan(q, k, v, decay, beta, False, step.layout, states)
+        read = self._scan(q, k, v, decay, beta, False, step)
         read = (read + each_row(self.D.to(read.dtype), len(v))[..., None] * v).flatten(1)
-        gated = ops.silu_mul(gate.to(read.dtype), read).unflatten(-1, (mamba.num_groups, -1))
+        gated = gathered(ops.silu_mul(gate.to(read.dtype), read), self.columns)  # a rank may hold part of a group
+        gated = gated.unflatten(-1, (mamba.num_groups, -1))
         ones = torch.ones(gated.shape[-1], dtype=gated.dtype, device=x.device)
         normed = ops.rms_norm(gated, ones, self.eps)[0].flatten(1).to(x.dtype)
-        return self.out_proj(normed * each_row(self.norm.weight, len(x)), ops)
+        return self.out_proj.whole(normed * each_row(self.norm.weight, len(x)), ops)
 
 
 def _carried(step: Step, layer: int, name: str) -> RecurrentState | None:
     return None if step.cache is None else step.cache.carried(layer, name)
 
 
-def delta_states(config: DeltaConfig) -> dict[str, tuple[int, ...]]:
+def _widths(whole: tuple[int, ...], parts: tuple[Division | None, ...]) -> tuple[int, ...]:
+    """This rank's widths of what lies end to end."""
+    return tuple(width if part is None else part.size for width, part in zip(whole, parts, strict=True))
+
+
+def delta_states(config: DeltaConfig, tp: Ranks) -> dict[str, tuple[int, ...]]:
     """Shapes of the float32 states that one layer keeps for each sequence, by name."""
-    channels = 2 * config.num_key_heads * config.key_dim + config.num_heads * config.value_dim
+    heads, keys = _widths((config.num_heads, config.num_key_heads), _heads(config.num_heads, config.num_key_heads, tp))
     return {
-        "inputs": (config.conv_width - 1, channels),
-        "state": (config.num_heads, config.key_dim, config.value_dim),
+        "inputs": (config.conv_width - 1, 2 * keys * config.key_dim + heads * config.value_dim),
+        "state": (heads, config.key_dim, config.value_dim),
     }
 
 
-def mamba_states(config: MambaConfig) -> dict[str, tuple[int, ...]]:
+def mamba_states(config: MambaConfig, tp: Ranks) -> dict[str, tuple[int, ...]]:
     """As `delta_states`."""
-    channels = config.num_heads * config.head_dim + 2 * config.num_groups * config.state_dim
+    heads, groups = _widths((config.num_heads, config.num_groups), _heads(config.num_heads, config.num_groups, tp))
     return {
-        "inputs": (config.conv_width - 1, channels),
-        "state": (config.num_heads, config.state_dim, config.head_dim),
+        "inputs": (config.conv_width - 1, heads * config.head_dim + 2 * groups * config.state_dim),
+        "state": (heads, config.state_dim, config.head_dim),
     }
+
+
+def _heads(count: int, groups: int, tp: Ranks) -> tuple[Division | None, Division | None]:
+    return heads_over(count, groups, tp) or (None, None)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlloop.errors import ModelError
 from rlloop.models.config_reader import read_json
+from rlloop.parallel.cut import Cut
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -98,13 +99,15 @@ class StoredWeights:
     def tensors(self) -> dict[str, StoredTensor]:
         return {name: tensor for file in self.files for name, tensor in file.tensors.items()}
 
-    def read(self, names: Container[str]) -> Iterator[tuple[str, Tensor]]:
-        """These tensors, one at a time, memory-mapped and perhaps unaligned: copy what you keep."""
+    def read(self, names: Container[str], cuts: Mapping[str, Cut] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """These tensors, or of those in `cuts` the part alone, one at a time, memory-mapped and perhaps unaligned: copy
+        what you keep."""
         for stored in self.files:
             with safe_open(self.folder / stored.name, framework="pt") as file:
                 for name in stored.tensors:
                     if name in names:
-                        yield name, file.get_tensor(name)
+                        cut = None if cuts is None else cuts.get(name)
+                        yield name, file.get_tensor(name) if cut is None else _part(file.get_slice(name), cut)
 
     def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write the same files, index included, with the values of `state`."""
@@ -118,6 +121,13 @@ class StoredWeights:
                 index = {**self.index, "metadata": {**self.index["metadata"], "total_size": size}}
                 text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
             (folder / INDEX).write_bytes(text)
+
+
+def _part(stored: Any, cut: Cut) -> Tensor:
+    """The part of a stored tensor; nothing else is read."""
+    before = (slice(None),) * cut.dim
+    parts = [stored[(*before, slice(begin, end))] for begin, end in cut.ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
 
 
 def write_single(folder: Path, state: Mapping[str, Tensor]) -> None:

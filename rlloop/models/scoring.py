@@ -207,11 +207,11 @@ def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0)
         return PromptScores(np.zeros(0, np.float32))
     positions = torch.from_numpy(model_input.positions_at(0, count)).to(ids.device)
     hidden = model.hidden(ids[:-1], positions, AttentionLayout.of_sequences([count], ids.device))
-    logprobs = model.ops.token_logprob(hidden, model.head, ids[1:], LogitsProcessing())[0].cpu().numpy()
+    logprobs = model.output.token_logprob(hidden, ids[1:], LogitsProcessing())[0].cpu().numpy()
     if not top:
         return PromptScores(logprobs)
-    at_once = max(1, LOGITS_AT_ONCE // (len(model.head) * (1 + top)))
-    chunks = (model.ops.logits(rows, model.head) for rows in hidden.split(at_once))
+    at_once = max(1, LOGITS_AT_ONCE // (model.vocab_size * (1 + top)))
+    chunks = (model.output.whole(model.logits(rows)) for rows in hidden.split(at_once))
     return PromptScores(logprobs, Alternatives.joined([likeliest(model, logits, top) for logits in chunks]))
 
 
@@ -239,10 +239,10 @@ def _score(
         return torch.zeros(0, device=device), torch.zeros(0, device=device)
     hidden, targets, warp = _predicted(model, used, routes)
     if record is None:
-        return model.ops.token_logprob(hidden, model.scoring_head, targets, warp)
+        return model.output.token_logprob(hidden, targets, warp)
     seeds, positions = (torch.from_numpy(each).to(device) for each in _random_names(used))
-    logprobs, entropies, raw, ids = model.ops.token_redraw(
-        hidden, model.scoring_head, targets, warp, seeds if record.draws else None, positions
+    logprobs, entropies, raw, ids = model.output.token_redraw(
+        hidden, targets, warp, seeds if record.draws else None, positions
     )
     record.add(raw, ids)
     return logprobs, entropies
@@ -322,7 +322,7 @@ def _batches(rows: Sequence[ScoreRow], max_tokens: int | None) -> Iterator[list[
 
 def _check(model: Model, rows: Sequence[ScoreRow]) -> None:
     """Raises `ConfigError` for rows that the model cannot score, by their index."""
-    vocabulary, limit = len(model.head), model.max_positions
+    vocabulary, limit = model.vocab_size, model.max_positions
     for index, row in enumerate(rows):
         ids = row.token_ids
         if not is_ids(ids):

@@ -25,36 +25,42 @@ from rlloop.models.adapter_weights import Adapter, Target, find_targets
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.attention import Attention
 from rlloop.models.experts import Mixture
+from rlloop.models.head import Head
 from rlloop.models.latent import LatentAttention
-from rlloop.models.layers import Cache, Linear, Mlp, Norm, PlainMlp, Step, Weight
+from rlloop.models.layers import Cache, Divisions, Linear, Mlp, Norm, PlainMlp, Step, Weight
+from rlloop.models.peer_gathers import peers_of
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable
 from rlloop.models.routing_record import RoutingRecord
+from rlloop.models.stored_parameter import StoredParameter, entries_of
 from rlloop.numerics.kernels import SETTINGS, backend_of
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
+from rlloop.parallel.division import evenly, taken
 
 
 class Layer(nn.Module):
     """Attention or a gated delta network, then an MLP or experts."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, context: ParallelContext) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
         self.input_layernorm = Norm(config.hidden_size, config.centred_norms)
-        latent, mixture, self.linear_attn = config.latent, config.mixture, None
+        latent, mixture, self.linear_attn, tp = config.latent, config.mixture, None, context.tp
         if config.delta is not None and layer in config.delta.layers:
-            self.linear_attn = DeltaNet(config, config.delta, layer)
+            self.linear_attn = DeltaNet(config, config.delta, layer, tp)
+        elif latent is None:
+            self.self_attn = Attention(config, layer, tp)
         else:
-            self.self_attn = Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
+            self.self_attn = LatentAttention(config, latent, layer, tp)
         self.post_attention_layernorm = Norm(config.hidden_size, config.centred_norms)
         if mixture is not None and layer in mixture.layers:
-            self.mlp = Mixture(config, mixture, mixture.layers.index(layer))
+            self.mlp = Mixture(config, mixture, mixture.layers.index(layer), context)
         else:
-            self.mlp = Mlp(config.hidden_size, config.intermediate_size, config.mlp_bias)
+            self.mlp = Mlp(config.hidden_size, config.intermediate_size, tp, config.mlp_bias)
 
     def forward(self, delta: Tensor, stream: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         """(delta, stream) -> (delta, stream), [T, D] each. `delta`, the last block's output, is still to be added."""
@@ -68,19 +74,19 @@ class Layer(nn.Module):
 class Block(nn.Module):
     """A layer of a single block: attention, a recurrence, experts or an MLP (Nemotron)."""
 
-    def __init__(self, config: ModelConfig, kinds: tuple[str, ...], layer: int) -> None:
+    def __init__(self, config: ModelConfig, kinds: tuple[str, ...], layer: int, context: ParallelContext) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
         self.norm = Norm(config.hidden_size, config.centred_norms)
-        kind = kinds[layer]
+        kind, tp = kinds[layer], context.tp
         if kind == "linear_attention" and config.mamba is not None:
-            self.mixer = Mamba(config, config.mamba, layer)
+            self.mixer = Mamba(config, config.mamba, layer, tp)
         elif kind == "full_attention":
-            self.mixer = Attention(config, layer)
+            self.mixer = Attention(config, layer, tp)
         elif kind == "moe" and config.mixture is not None:
-            self.mixer = Mixture(config, config.mixture, config.mixture.layers.index(layer))
+            self.mixer = Mixture(config, config.mixture, config.mixture.layers.index(layer), context)
         else:
-            self.mixer = PlainMlp(config.hidden_size, config.intermediate_size, config.mlp_bias)
+            self.mixer = PlainMlp(config.hidden_size, config.intermediate_size, config.mlp_bias, tp)
 
     def forward(self, delta: Tensor, stream: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         x, stream = step.ops.rms_norm(delta, self.norm.scale, self.eps, stream)
@@ -90,12 +96,13 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm: Hugging Face's `model.` prefix."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
         super().__init__()
         self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
         kinds = config.blocks
         self.layers = nn.ModuleList(
-            Layer(config, layer) if kinds is None else Block(config, kinds, layer) for layer in range(config.num_layers)
+            Layer(config, layer, context) if kinds is None else Block(config, kinds, layer, context)
+            for layer in range(config.num_layers)
         )
         self.norm = Norm(config.hidden_size, config.centred_norms)
 
@@ -119,7 +126,9 @@ class Model(nn.Module):
     ) -> None:
         """`context`: the rank, and the device of its tensors; None: one rank on the CPU.
 
-        `weights_of`: a model of the same configuration whose parameters are shared; None: the model has its own.
+        `weights_of`: a model of the same configuration whose parameters are shared; None: the model has its own. Where
+        that model is whole and this one a tensor-parallel rank, parts that are one piece of a whole are shared, and
+        others are copies; where both are cut, otherwise than each other, all are. `refresh` brings copies up to date.
         """
         super().__init__()
         self.config = config
@@ -131,38 +140,91 @@ class Model(nn.Module):
         self.checkpoint_layers = 0
         self.take_head_gradient: Callable[[Tensor], None] | None = None  # gets a tied weight's gradient as the head
         self.source_path: Path | None = None  # the folder it was loaded from
+        self._copies: list[tuple[nn.Parameter, StoredParameter, StoredParameter]] = []
+        self.vocabulary = evenly(config.vocab_size, self.context.tp)  # of the output projection; the embedding is whole
         if weights_of is None:
-            self.model = Decoder(config)
-            self.lm_head = None if config.tied else Weight(config.vocab_size, config.hidden_size)
+            self._check_heads()
+            self.model = Decoder(config, self.context)
+            held = config.vocab_size if self.vocabulary is None else self.vocabulary.size
+            self.lm_head = None if config.tied else Weight(held, config.hidden_size)
             self.rope = RopeTable(config)
-        else:
-            self.model, self.lm_head, self.rope = weights_of.model, weights_of.lm_head, weights_of.rope
-            self.source_path, self.checkpoint_layers = weights_of.source_path, weights_of.checkpoint_layers
+            return
+        self.rope, self.source_path = weights_of.rope, weights_of.source_path
+        self.checkpoint_layers = weights_of.checkpoint_layers
+        if weights_of.context.tp.size == self.context.tp.size:
+            self.model, self.lm_head, self._copies = weights_of.model, weights_of.lm_head, weights_of._copies
+            return
+        with torch.device("meta"):
+            parts = Model(config, profile, self.context)
+        self.model, self.lm_head = parts.model, parts.lm_head
+        self._take_parts(weights_of)
+        self.refresh()
+
+    def _take_parts(self, whole: Model) -> None:
+        """Share what is one piece of a whole parameter; allocate the rest, and note where it comes from."""
+        source, state = entries_of(whole), {}
+        for name, entry in entries_of(self).items():
+            live, is_whole = source[name].live, source[name].division is None
+            if is_whole and entry.division is None:
+                state[name] = live
+            elif is_whole and entry.division is not None and entry.dim == 0 and len(entry.division.own) == 1:
+                state[name] = nn.Parameter(entry.part(live.detach()), requires_grad=False)
+            else:
+                shape = list(entry.shape)
+                if entry.division is not None:
+                    shape[entry.dim] = entry.division.size
+                state[name] = nn.Parameter(live.new_empty(shape), requires_grad=False)
+                self._copies.append((state[name], entry, source[name]))
+        self.load_state_dict(state, assign=True)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring copies of another model's weights (`weights_of`) up to date, in place. Collective if those are cut."""
+        for copy, entry, source in self._copies:
+            copy.copy_(entry.part(source.whole()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`to`, `cuda` and similar calls move the parameters; the context follows."""
         super()._apply(fn, recurse)
-        self.context = replace(self.context, device=self.head.device)
+        self.context = replace(self.context, device=self.model.embed_tokens.weight.device)
         return self
 
     @property
-    def head(self) -> nn.Parameter:
-        """The output projection [V, D]: the embedding itself where the two are tied."""
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+    def divisions(self) -> Divisions:
+        """How tensor-parallel ranks divide parameters that are no layer's."""
+        return {} if self.vocabulary is None else {"lm_head.weight": (0, self.vocabulary)}
+
+    @property
+    def head(self) -> Tensor:
+        """This rank's rows of the output projection [V, D]; where it is tied to the embedding, rows of that."""
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        return taken(self.model.embed_tokens.weight, self.vocabulary, 0)
+
+    @property
+    def output(self) -> Head:
+        """Logprobs and draws of hidden states and `logits`."""
+        return Head(self.ops, lambda: self.scoring_head, self.vocabulary)
 
     @property
     def scoring_head(self) -> Tensor:
         """`head` for differentiable products: `take_head_gradient` keeps a tied weight's two gradients apart."""
         take = self.take_head_gradient
-        return self.head if self.lm_head is not None or take is None else _Apart.apply(self.head, take)
+        if self.lm_head is not None or take is None:
+            return self.head
+        return taken(_Apart.apply(self.model.embed_tokens.weight, take), self.vocabulary, 0)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.head.dtype
+        return self.model.embed_tokens.weight.dtype
 
     @property
     def device(self) -> torch.device:
         return self.context.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -178,15 +240,15 @@ class Model(nn.Module):
         if config.latent is not None:
             return [latent.cache_shapes(config.latent, layer) for layer in layers]
         attend = config.attention_layers
-        return [attention.cache_shapes(config) if layer in attend else {} for layer in layers]
+        return [attention.cache_shapes(config, self.context.tp) if layer in attend else {} for layer in layers]
 
     def state_spec(self) -> list[dict[str, tuple[int, ...]]]:
         """Shapes of the float32 states that each layer keeps for a sequence, by name; empty unless it is recurrent."""
-        config, layers = self.config, range(self.config.num_layers)
+        config, layers, tp = self.config, range(self.config.num_layers), self.context.tp
         if config.mamba is not None and config.blocks is not None:
-            return [mamba_states(config.mamba) if kind == "linear_attention" else {} for kind in config.blocks]
+            return [mamba_states(config.mamba, tp) if kind == "linear_attention" else {} for kind in config.blocks]
         if config.delta is not None:
-            return [delta_states(config.delta) if layer in config.delta.layers else {} for layer in layers]
+            return [delta_states(config.delta, tp) if layer in config.delta.layers else {} for layer in layers]
         return [{} for _ in layers]
 
     @property
@@ -214,6 +276,16 @@ class Model(nn.Module):
         view = Model(self.config, profile, self.context, weights_of=self)
         view.ops = view._with_own_adapter(ops(profile))
         return view
+
+    def _check_heads(self) -> None:
+        """Raises `ConfigError` where there are more tensor-parallel ranks than heads, so that some would have none."""
+        config = self.config
+        counts = [config.num_heads, *(part.num_heads for part in (config.delta, config.mamba) if part is not None)]
+        if min(counts) < self.context.tp.size:
+            raise ConfigError(
+                f"layout.tp is {self.context.tp.size}, and {config.architecture} has layers of {min(counts)} heads; "
+                f"set tp to {min(counts)} at most"
+            )
 
     def with_adapter(self, adapter: Adapter | str | None) -> Model:
         """A view of the model in which every token has this adapter, or the one of this name; None: the base itself.
@@ -249,7 +321,8 @@ class Model(nn.Module):
         return find_targets(self, self.head, None if self.config.latent is None else self.config.num_heads)
 
     def logits(self, hidden: Tensor, adapters: AdapterSlots | None = None) -> Tensor:
-        """Logits [T, V] float32 of hidden states [T, D]; `adapters` as for `hidden`."""
+        """Logits [T, V] float32 of hidden states [T, D]; `adapters` as for `hidden`. Of tensor-parallel ranks, each has
+        those of its own tokens of the vocabulary, as `output` takes them."""
         return (self.ops if adapters is None else self.ops.with_adapters(adapters)).logits(hidden, self.head)
 
     def check_adapts(self) -> None:
@@ -328,6 +401,8 @@ class Model(nn.Module):
                 f"positions have {positions.shape[0]} axes; the rope of {self.config.architecture} takes one position "
                 "a token (positions [T])"
             )
+        if (peers := peers_of(self.vocabulary)) is not None:
+            peers.begin()
         rope = (self.rope.table[0], self.rope.table[1])
         ops = self.ops if adapters is None else self.ops.with_adapters(adapters)
         step = Step(positions, rope, layout, cache, ops, routes)

@@ -51,7 +51,8 @@ def load_model(
 
     `dtype` is the compute type; weights of another type are rounded to it once, to nearest (float64 is for the
     `reference` profile). `profile` names the implementation of each operation; None: the batch-invariant ones.
-    `context`: one rank of many, whose device counts instead of `device`; None: one rank.
+    `context`: one rank of many, whose device counts instead of `device`, and which reads the parts that it holds; None:
+    one rank.
 
     Multi-token-prediction layers are left out, which is logged. Every weight is checked for NaN and infinity, at 1 to
     1.5 ms a million on a CPU: as long as copying it takes where the file is in memory already.
@@ -66,26 +67,35 @@ def load_model(
     for feature, needed in ((RECURRENT, recurs), (SINKS, config.sinks)):
         if needed and feature in backend_of(where.type).lacks:
             raise ConfigError(f"{config.architecture} has {feature}, whose kernels are for CPUs; use device=cpu")
-    state = _read(config, Path(path), compute, where)
+    state = _read(config, Path(path), compute, context)
     return _assemble(config, state, context, profile, Path(path))
 
 
 def new_model(
-    config: Mapping[str, Any], seed: int, *, dtype: str = "float32", profile: NumericsProfile | None = None
+    config: Mapping[str, Any],
+    seed: int,
+    *,
+    dtype: str = "float32",
+    profile: NumericsProfile | None = None,
+    context: ParallelContext | None = None,
 ) -> Model:
     """A randomly initialised model for `config`, the content of a config.json; the same seed gives the same bits.
+
+    `context`: the rank, of which the model has the parts, and its device; None: one rank on the CPU.
 
     Initialised much as transformers does: matrices and sinks normal with `initializer_range`, norms 1 (0 if centred),
     biases 0; in recurrent layers `dt_bias` and `D` are 1, and `A_log` is the logarithm of the head's number from 1 on.
     """
-    compute = _dtype(dtype)
+    compute, context = _dtype(dtype), context or ParallelContext(torch.device("cpu"))
     parsed = parse_config(config)
     with torch.device("meta"):
-        modules = Model(parsed).named_modules()
+        model = Model(parsed, None, context)
+    entries, modules = ParameterStore(model).entries, model.named_modules()
     centred = {f"{name}.weight" for name, module in modules if isinstance(module, Norm) and module.centred}
     generator = torch.Generator().manual_seed(seed)
     state = {}
-    for name, shape in _shapes(parsed).items():
+    for name, entry in entries.items():
+        shape = entry.shape
         if name.endswith("A_log"):
             tensor = torch.log(torch.arange(1.0, shape[0] + 1))
         elif (name.endswith("bias") and not name.endswith("dt_bias")) or name in centred:
@@ -94,13 +104,14 @@ def new_model(
             tensor = torch.ones(shape)
         else:
             tensor = torch.randn(shape, generator=generator) * parsed.initializer_range
-        state[name] = tensor.to(_compute(name, compute))
-    return _assemble(parsed, state, ParallelContext(torch.device("cpu")), profile, None)
+        part = entry.part(tensor)  # a view would keep the whole
+        state[name] = (part if part is tensor else part.clone()).to(context.device, _compute(name, compute))
+    return _assemble(parsed, state, context, profile, None)
 
 
 def read_state(folder: str | Path) -> dict[str, Tensor]:
     """The weights of a folder by parameter name, in their stored types, checked against its config.json."""
-    return _read(read_config(folder), Path(folder), None, torch.device("cpu"))
+    return _read(read_config(folder), Path(folder), None, ParallelContext(torch.device("cpu")))
 
 
 def save_model(
@@ -112,16 +123,30 @@ def save_model(
 ) -> None:
     """Write a Hugging Face folder: weights, config.json, and the source's tokenizer and generation files.
 
+<<<<<<< HEAD
     `model` is a model (with an adapter: its base), or weights by parameter name. Files are laid out as in the source
     (`source_path`, or the folder that `model` was loaded from): same names, shards, order and metadata, so unchanged
     weights come out byte-equal, and multi-token-prediction layers are copied. Without a source there is one
     model.safetensors, and config.json is that of `config` (or of the model).
+=======
+    `model` is a model (collective: tensor-parallel ranks gather it and the first writes), or weights by parameter name.
+    Files are laid out as in the source (`source_path`, or the folder
+    that `model` was loaded from): same names, shards, order and metadata, so unchanged weights come out byte-equal, and
+    multi-token-prediction layers are copied. Without a source there is one model.safetensors, and config.json is that
+    of `config` (or of the model).
+>>>>>>> main
 
     Raises `ModelError` for weights that do not fit the configuration, and a folder that holds other weight files.
     """
     if isinstance(model, Model):
+<<<<<<< HEAD
         state = ParameterStore(model.with_adapter(None)).tensors()
+=======
+        state = dict(ParameterStore(model).wholes())
+>>>>>>> main
         source_path, config = source_path or model.source_path, config or model.config
+        if model.context.tp.rank > 0:
+            return
     else:
         state = dict(model)
     folder, source = Path(path), None if source_path is None else Path(source_path)
@@ -158,24 +183,27 @@ def _write_config(folder: Path, raw: Mapping[str, Any], source: Path | None, dty
     (folder / "config.json").write_bytes(text)
 
 
-def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: torch.device) -> dict[str, Tensor]:
-    """Weights by parameter name; names and shapes are checked before any tensor is read."""
-    stored, shapes = StoredWeights.open(folder), _shapes(config)
+def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, context: ParallelContext) -> dict[str, Tensor]:
+    """The rank's weights by parameter name; names and shapes are checked before any tensor is read."""
+    with torch.device("meta"):
+        entries = ParameterStore(Model(config, None, context)).entries
+    stored, shapes = StoredWeights.open(folder), {name: entry.shape for name, entry in entries.items()}
     left_out = _left_out(config, stored)
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
     if (heads := [name for name in left_out if math.prod(stored.tensors[name].shape)]) and dtype is not None:
         log.warning("%s: multi-token-prediction heads are left out: %s", folder, _some(sorted(heads)))
     _check(config, found, stored_shapes(shapes, config.architecture), str(folder))
     slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture)}
+    cuts = {name: entries[rows.parameter].cut for name, rows in slices.items()}
     state: dict[str, Tensor] = {}
-    for name, tensor in stored.read(found):
+    for name, tensor in stored.read(found, {name: cut for name, cut in cuts.items() if cut is not None}):
         tick()
         kind, rows = _compute(name, dtype) or tensor.dtype, slices.get(name)
         if rows is None or rows.expert is None:
-            kept = state[name if rows is None else rows.parameter] = tensor.to(device=device, dtype=kind, copy=True)
+            kept = state[name if rows is None else rows.parameter] = tensor.to(context.device, kind, copy=True)
         else:
             if rows.parameter not in state:
-                state[rows.parameter] = torch.empty(shapes[rows.parameter], dtype=kind, device=device)
+                state[rows.parameter] = torch.empty(shapes[rows.parameter], dtype=kind, device=context.device)
             kept = rows.of(state[rows.parameter]).copy_(tensor)
         if not _finite(kept):
             raise ModelError(f"{folder}: {name} holds NaN or infinity (as {kept.dtype}); such a model scores NaN")

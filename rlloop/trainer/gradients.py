@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class GradientSum:
         self._uses = [HEAD, *uses] if model.lm_head is None and EMBEDDING in parameters else uses
         overlaps = context.device.type == "cuda" and self._ranks.size > 1
         self._stream = torch.cuda.Stream(context.device) if overlaps else None
-        self._in_flight: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+        self._in_flight: deque[tuple[Any, Tensor]] = deque()
         self.clear()
 
     def clear(self) -> None:

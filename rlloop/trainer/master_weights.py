@@ -116,9 +116,9 @@ class MasterWeights:
     def clip_gradient(self, limit: float, norm: float) -> None:
         """Scale a gradient of norm `norm` down to `limit`."""
         if (scale := limit / (norm + 1e-6)) < 1:
-            torch._foreach_mul_(
-                [shard.flat.grad for shard in self.shards.values() if shard.flat.grad is not None], scale
-            )
+            for shard in self.shards.values():
+                if shard.flat.grad is not None:
+                    shard.flat.grad.mul_(scale)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -234,6 +234,18 @@ class Kernels(Protocol):
         """-> (of hidden [T, K], of weight [V, K] or [0, K] unless `of_weight`, of z and of up or [0])."""
         ...
 
+    def score_logits_backward(
+        self, logits: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
+        entropies: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor, dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        """Of logits [T, V], whose memory may be reused. -> [T, V] in the type that `token_logprob_backward` multiplies,
+        where hidden states have type `dtype`."""
+        ...
+
+    def logits_rows(self, vocabulary: int) -> int:
+        """Rows of logits that `token_logprob` and its backward make at a time."""
+        ...
+
     def sample(
         self, logits: Tensor, seeds: Tensor, positions: Tensor, settings: Tensor, banned_start: Tensor,
         banned_ids: Tensor,

@@ -35,8 +35,8 @@ def token_logprob(
 
     A row whose logits hold no distribution (NaN, +inf, all of them −inf) gives NaN.
     """
-    _check_targets(targets, len(weight))
-    processed = _dense(processing, len(weight), targets)
+    check_targets(targets, len(weight))
+    processed = dense(processing, len(weight), targets)
     return _token_logprob(hidden, weight, targets, *processed, None, None, False, *_terms(hidden, adapted))[:2]
 
 
@@ -53,10 +53,10 @@ def token_redraw(
 
     A row without a distribution draws −1, and so does one whose seed is negative.
     """
-    _check_targets(targets, len(weight))
+    check_targets(targets, len(weight))
     plain = all(value is None for value in vars(processing).values())
     logprobs, entropies, raw, ids = _token_logprob(
-        hidden, weight, targets, *_dense(processing, len(weight), targets), seeds, None if seeds is None else positions,
+        hidden, weight, targets, *dense(processing, len(weight), targets), seeds, None if seeds is None else positions,
         not plain, *_terms(hidden, adapted),
     )  # fmt: skip
     drawn = torch.full_like(targets, -1) if seeds is None else torch.where(seeds < 0, -1, ids)
@@ -71,7 +71,7 @@ def _terms(hidden: Tensor, adapted: Adapted) -> tuple[Tensor | None, ...]:
     return reduced(hidden, factors.down, which), factors.up, which.slots(hidden), factors.ranks
 
 
-def _check_targets(targets: Tensor, vocabulary: int) -> None:
+def check_targets(targets: Tensor, vocabulary: int) -> None:
     # Validating on a GPU would force a synchronisation: there, a target that is no token has logprob NaN.
     if len(targets) == 0 or not targets.is_cpu:
         return
@@ -90,7 +90,7 @@ def sample(
     The token is the first whose cumulative mass, in order of id and in float64, exceeds u times the whole, where u is
     the number that `random.uniform` gives for (seed, position).
     """
-    ids, logprobs, raw_logprobs = _sample(logits, seeds, positions, *_dense(processing, logits.shape[1], seeds))
+    ids, logprobs, raw_logprobs = draw(logits, processing, seeds, positions)
     if ids.is_cpu and (ids < 0).any():
         row = int((ids < 0).nonzero()[0])
         raise ValueError(
@@ -112,10 +112,17 @@ def check_drawn(ids: np.ndarray) -> None:
 
 def score_logits(logits: Tensor, targets: Tensor, processing: LogitsProcessing) -> tuple[Tensor, Tensor]:
     """`token_logprob` of logits [T, V] float32 that were made elsewhere; without a gradient."""
-    return kernels_for(logits.device).score_logits(logits, targets, *_dense(processing, logits.shape[1], targets))
+    return kernels_for(logits.device).score_logits(logits, targets, *dense(processing, logits.shape[1], targets))
 
 
-def _dense(processing: LogitsProcessing, vocabulary: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def draw(
+    logits: Tensor, processing: LogitsProcessing, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sample` that never raises: the id of a row without a distribution is −1."""
+    return _sample(logits, seeds, positions, *dense(processing, logits.shape[1], seeds))
+
+
+def dense(processing: LogitsProcessing, vocabulary: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The processing as arguments of an operator: settings [T, 4] float64, which is exact for all, and the bans.
 
     `like`, [T] int64, has the rows and the device.

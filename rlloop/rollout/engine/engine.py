@@ -22,6 +22,7 @@ from rlloop.errors import ConfigError
 from rlloop.models.adapter_files import load_adapter
 from rlloop.models.adapter_slots import MAX_RANK, SLOTS, AdapterStats, LoadedAdapter
 from rlloop.models.logits_processing import on_device, warp_for
+from rlloop.models.peer_gathers import open_peers
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.scoring import likeliest, score_prompt
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessing
@@ -69,6 +70,9 @@ class Engine(EngineFrontEnd):
     None of these decides a completion's bits, `seed` apart.
 
     The model's parameters may change in place (they do, in training); call `set_version` after.
+
+    Over tensor-parallel ranks each has an engine of the same settings, and every method is called on all of them alike,
+    with the same arguments: they schedule and draw the same.
     """
 
     def __init__(
@@ -102,21 +106,24 @@ class Engine(EngineFrontEnd):
         self._own = None if model.adapter is None else LoadedAdapter.live(model.adapter, 0)
         self._prefix_caching = prefix_caching and not model.recurrent
         self._device = model.context.device
-        spec, dtype = model.cache_spec(), model.head.dtype
+        spec, dtype = model.cache_spec(), model.dtype
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
-            max_cache_tokens = max(page_size, min(whole, DEFAULT_CACHE_BYTES // max(1, bytes_per_token(spec, dtype))))
+            room = DEFAULT_CACHE_BYTES // max(1, bytes_per_token(spec, dtype))
+            room = min(model.context.tp.gather_objects(room))  # ranks with more heads have room for fewer tokens
+            max_cache_tokens = max(page_size, min(whole, room))
         if max_cache_tokens < page_size:
             raise ConfigError(
                 f"Engine's max_cache_tokens is {max_cache_tokens}; it must be at least one page ({page_size} tokens)"
             )
         self._num_blocks = max_cache_tokens // page_size
         room = self._num_blocks * page_size
-        super().__init__(Limits(len(model.head), model.max_positions, room, model.eos_token_ids), seed)
+        super().__init__(Limits(model.vocab_size, model.max_positions, room, model.eos_token_ids), seed)
         states = model.state_spec()
         self._cache = PagedCache(spec, room, dtype, self._device, states, max_running)
         self._choices = ChoiceStore.of(model, room) if record_choices else None
         self._graphs = None
+        open_peers(model, model.context.tp, self._device, max_batch_tokens)
         if self._device.type == "cuda":
             self._graphs = DecodeGraphs(model, self._cache, page_size, self._choices)
         self._scheduler = self._new_scheduler()
@@ -195,6 +202,7 @@ class Engine(EngineFrontEnd):
     # ---------------------------------------------------------------------------------------------- weights and facts
 
     def _forget_cached(self) -> None:
+        self.model.refresh()
         self._scheduler.blocks.forget(self.policy_version)
         if self.model.adapter is not None:
             self._own = LoadedAdapter.live(self.model.adapter, self.policy_version)
@@ -273,8 +281,8 @@ class Engine(EngineFrontEnd):
             tokens_now = table.tokens[batch.rows[sequence], index]
             adapters = self._with_slots(None if slots_of is None else slots_of[sequence])
             hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start, adapters)
-            last, head = hidden[self._tensor(end[batch.emits] - 1)], self.model.head
-            at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // len(head))
+            last, vocabulary = hidden[self._tensor(end[batch.emits] - 1)], self.model.vocab_size
+            at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // vocabulary)
             adapters = self._with_slots(None if slots_of is None else slots_of[batch.emits])
             spans = (slice(begin, begin + at_once) for begin in range(0, len(last), at_once))
             parts = (self.model.logits(last[span], adapters and adapters.at(span)) for span in spans)
@@ -308,16 +316,16 @@ class Engine(EngineFrontEnd):
 
     def _sample(self, logits: Iterable[Tensor], rows: np.ndarray, warp: LogitsProcessing) -> tuple[Tensor, Tensor]:
         """Draw a token for each row of the table, whose logits come in parts: ids [E] and, as `packed`, [3, E]."""
-        table, ops, device = self._scheduler.table, self.model.ops, self._device
+        table, output, device = self._scheduler.table, self.model.output, self._device
         if len(rows) == 0:
             return torch.empty(0, dtype=torch.int64, device=device), torch.empty(3, 0, dtype=torch.int32, device=device)
         seeds, positions = self._tensor(table.seed[rows]), self._tensor(table.length[rows])
         parts, begin = [], 0
         for part in logits:
             end = begin + len(part)
-            parts.append(ops.sample(part, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
+            parts.append(output.sample(part, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
             for index in np.flatnonzero(table.top[rows[begin:end]]).tolist():
-                self._keep_likeliest(part[index : index + 1], int(rows[begin + index]))
+                self._keep_likeliest(output.whole(part[index : index + 1]), int(rows[begin + index]))
             begin = end
         drawn = [torch.cat(part) for part in zip(*parts, strict=True)]
         return drawn[0], packed(*drawn)

@@ -34,7 +34,7 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor  # [R, 6 + B] int64: token, adapter's slot, index, position, slot, seed, first slots of pages
     layout: AttentionLayout  # filled from them
-    outputs: tuple[Tensor, ...]  # logits [R, V] float32; or ids [R] int64 and, packed, [3, R] int32
+    outputs: tuple[Tensor, ...]  # logits; or ids [R] int64 and, packed, [3, R] int32
 
 
 class DecodeGraphs:
@@ -56,7 +56,7 @@ class DecodeGraphs:
         self, tokens: Tensor, adapters: np.ndarray | None, index: np.ndarray, positions: np.ndarray, slots: np.ndarray,
         pages: np.ndarray,
     ) -> Tensor:  # fmt: skip
-        """Logits [S, V] float32 of one token a row. The host need not know the tokens.
+        """Logits of one token a row, as `Model.logits` has them. The host need not know the tokens.
 
         tokens, adapters' slots (−1: none; None: all rows have the model's own), index in the sequence, position for the
         rope, slots [S]; pages [S, B]: the first slots of each row's.
@@ -104,7 +104,7 @@ class DecodeGraphs:
         return step.outputs
 
     def _record(self, rows: int, width: int, draws: bool, adapted: bool) -> _Recorded:
-        device, ops = self._model.device, self._model.ops
+        device, output = self._model.device, self._model.output
         inputs = torch.zeros(rows, PAGES + width, dtype=torch.int64, device=device)
         inputs[:, SLOT], inputs[:, PAGES:] = self._cache.spare, self._cache.spare
         layout = AttentionLayout(
@@ -129,7 +129,7 @@ class DecodeGraphs:
             logits = self._model.logits(hidden, adapters)
             if not draws:
                 return (logits,)
-            made = ops.sample(logits, LogitsProcessing(), seeds, index + 1)
+            made = output.sample(logits, LogitsProcessing(), seeds, index + 1)
             return made[0], packed(*made)
 
         work()  # compiles what has to be

@@ -11,7 +11,14 @@ from rlloop.numerics.kernels.cpu.attention import (
     sparse_attention_backward,
 )
 from rlloop.numerics.kernels.cpu.compiled.fused import gated_linear, qkv_cache_write, qkv_linear
-from rlloop.numerics.kernels.cpu.distribution import sample, score_logits, token_logprob, token_logprob_backward
+from rlloop.numerics.kernels.cpu.distribution import (
+    logits_rows,
+    sample,
+    score_logits,
+    score_logits_backward,
+    token_logprob,
+    token_logprob_backward,
+)
 from rlloop.numerics.kernels.cpu.elementwise import (
     layer_norm,
     rms_norm,
@@ -57,6 +64,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_float32",
+    "logits_rows",
     "product",
     "qkv_cache_write",
     "qkv_linear",
@@ -69,6 +77,7 @@ __all__ = [
     "scan",
     "scan_backward",
     "score_logits",
+    "score_logits_backward",
     "select",
     "sigmoid_mul",
     "silu_mul",

@@ -84,13 +84,28 @@ def score_logits(
     return logprobs, entropies
 
 
+def score_logits_backward(
+    logits: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor, entropies: Tensor,
+    grad_logprobs: Tensor, grad_entropies: Tensor, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """In float32, over the logits."""
+    inputs = _array(targets), tuple(_array(x) for x in (settings, banned_start, banned_ids))
+    gradients, out = (_array(x) for x in (entropies, grad_logprobs, grad_entropies)), _array(logits)
+    kernels.score_rows_backward(_threads(*logits.shape), out, *inputs, *gradients)
+    return torch.from_numpy(out)
+
+
+def logits_rows(vocabulary: int) -> int:
+    return max(1, LOGITS_BYTES // (4 * vocabulary))
+
+
 def _chunks(
     hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
     terms: tuple[Tensor | None, ...],
 ) -> Iterator[tuple[slice, tuple]]:  # fmt: skip
     """(rows, their logits, targets and processing for the kernels), at most `LOGITS_BYTES` of logits."""
     every, start, ids = (_array(x) for x in (settings, banned_start, banned_ids))
-    step = max(1, LOGITS_BYTES // (4 * len(weight)))
+    step = logits_rows(len(weight))
     for begin in range(0, len(hidden), step):
         rows = slice(begin, min(begin + step, len(hidden)))
         if (found := rows_of(terms, rows)) is None:

@@ -32,7 +32,14 @@ from rlloop.numerics.kernels.triton.multi_linear import gated_linear, qkv_linear
 from rlloop.numerics.kernels.triton.qkv_cache_write import qkv_cache_write
 from rlloop.numerics.kernels.triton.routing import combine, combine_backward, route
 from rlloop.numerics.kernels.triton.sparse import select, sparse_attention_backward
-from rlloop.numerics.kernels.triton.token_logprob import sample, score_logits, token_logprob, token_logprob_backward
+from rlloop.numerics.kernels.triton.token_logprob import (
+    logits_rows,
+    sample,
+    score_logits,
+    score_logits_backward,
+    token_logprob,
+    token_logprob_backward,
+)
 
 __all__ = [
     "adapted_grouped_linear",
@@ -50,6 +57,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_float32",
+    "logits_rows",
     "product",
     "qkv_cache_write",
     "qkv_linear",
@@ -59,6 +67,7 @@ __all__ = [
     "route",
     "sample",
     "score_logits",
+    "score_logits_backward",
     "select",
     "silu_mul",
     "silu_mul_backward",

@@ -17,13 +17,17 @@ LOGITS_ROWS = 2048  # at a time at most, in whole steps of what cuBLAS gets
 LOGITS_BYTES = 2 << 30
 
 
+def logits_rows(vocabulary: int) -> int:
+    step = min(LOGITS_ROWS, max(1, LOGITS_BYTES // (4 * vocabulary)))
+    return step // products.STEPS[1] * products.STEPS[1] or step
+
+
 def _chunks(
     hidden: Tensor, weight: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
     terms: Optional4, raw: bool = False,
 ) -> Iterator[tuple[slice, Rows]]:  # fmt: skip
     """(rows, their logits measured), a bounded number of logits at a time."""
-    step = min(LOGITS_ROWS, max(1, LOGITS_BYTES // (4 * len(weight))))
-    step = step // products.STEPS[1] * products.STEPS[1] or step
+    step = logits_rows(len(weight))
     processing, hidden = Processing.of(settings, banned_start, banned_ids), aligned(hidden)
     for begin in range(0, len(hidden), step):
         rows = slice(begin, min(begin + step, len(hidden)))
@@ -78,6 +82,17 @@ def sample(
     rows = Rows(logits, Processing.of(settings, banned_start, banned_ids), raw=True)
     ids = rows.draw(seeds, positions)
     return ids, rows.score(ids)[0], rows.score(ids, raw=True)[0]
+
+
+def score_logits_backward(
+    logits: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor, entropies: Tensor,
+    grad_logprobs: Tensor, grad_entropies: Tensor, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """In `dtype`."""
+    if len(logits) == 0:
+        return logits.to(dtype)
+    rows = Rows(logits, Processing.of(settings, banned_start, banned_ids))
+    return rows.gradient(targets, entropies, grad_logprobs, grad_entropies, dtype)
 
 
 def score_logits(

@@ -1,0 +1,148 @@
+"""The output projection: logits, logprobs and draws, over a vocabulary that tensor-parallel ranks may share.
+
+A rank makes the logits of its own tokens of the vocabulary. Ranks then exchange them into rows: each measures and draws
+some rows over the whole vocabulary, as one rank does, and their results go to all. So no rank holds all logits, and
+every distribution (greedy, truncated, banned, drawn again) has one rank's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlloop.numerics import operators
+from rlloop.numerics.kernels import kernels_for
+from rlloop.numerics.layout import LogitsProcessing
+from rlloop.numerics.operators.distribution import check_targets, dense, draw
+from rlloop.numerics.operators.products import product
+from rlloop.numerics.ops import Ops
+from rlloop.parallel.cut import share, shares
+from rlloop.parallel.division import Division, exchanged_parts, exchanged_rows, gathered
+
+FEW_ROWS = 2  # a rank: with fewer, all ranks measure all rows, which saves an exchange
+
+
+class Head:
+    """The output projection of a model. `weight` has this rank's rows of it; `division` says which, None: all."""
+
+    def __init__(self, ops: Ops, weight: Callable[[], Tensor], division: Division | None) -> None:
+        self._ops, self._weight, self._division = ops, weight, division
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits of this rank's tokens of the vocabulary [T, v] -> [T, V], on every rank."""
+        return gathered(logits, self._division)
+
+    def sample(
+        self, logits: Tensor, processing: LogitsProcessing, seeds: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`Ops.sample` of rows of `logits`: every rank gets all results."""
+        division = self._division
+        if division is None:
+            return self._ops.sample(logits, processing, seeds, positions)
+        ranks, count = division.ranks, len(logits)
+        # A rank alone must not raise for a row without a distribution; whoever reads the ids looks for -1.
+        draws = draw if self._ops.profile.token_logprob == "rlloop" else self._ops.sample
+        if count < FEW_ROWS * ranks.size:
+            return draws(division.gather(logits, 1), processing, seeds, positions)
+        rows = shares(count, ranks.size)
+        begin, end = share(count, ranks.size, ranks.rank)
+        own = exchanged_parts(logits, rows, division)
+        ids, logprobs, raw = draws(own, processing.rows(begin, end), seeds[begin:end], positions[begin:end])
+        bits = torch.stack((ids.int(), logprobs.view(torch.int32), raw.view(torch.int32)), 1)
+        ids, logprobs, raw = (column.contiguous() for column in ranks.gather(bits, 0, rows).unbind(1))
+        return ids.long(), logprobs.view(torch.float32), raw.view(torch.float32)
+
+    def token_logprob(self, hidden: Tensor, targets: Tensor, processing: LogitsProcessing) -> tuple[Tensor, Tensor]:
+        """`Ops.token_logprob`."""
+        if not self._exchanges:
+            return self._ops.token_logprob(hidden, self._whole_weight(), targets, processing)
+        return self._scored(hidden, targets, processing, None, None, False)[:2]
+
+    def token_redraw(
+        self, hidden: Tensor, targets: Tensor, processing: LogitsProcessing, seeds: Tensor | None, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`Ops.token_redraw`."""
+        if not self._exchanges:
+            return self._ops.token_redraw(hidden, self._whole_weight(), targets, processing, seeds, positions)
+        plain = all(value is None for value in vars(processing).values())
+        logprobs, entropies, raw, ids = self._scored(hidden, targets, processing, seeds, positions, not plain)
+        drawn = torch.full_like(targets, -1) if seeds is None else torch.where(seeds < 0, -1, ids)
+        return logprobs, entropies, logprobs.detach() if plain else raw, drawn
+
+    @property
+    def _exchanges(self) -> bool:
+        return self._division is not None and self._ops.profile.token_logprob == "rlloop"
+
+    def _whole_weight(self) -> Tensor:
+        return gathered(self._weight(), self._division, 0)
+
+    def _scored(
+        self, hidden: Tensor, targets: Tensor, processing: LogitsProcessing, seeds: Tensor | None,
+        positions: Tensor | None, raw: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        assert self._division is not None
+        check_targets(targets, self._division.count)
+        return _CutLogprob.apply(hidden, self._weight(), targets, processing, seeds, positions, raw, self._division)
+
+
+class _CutLogprob(torch.autograd.Function):
+    """`operators.token_redraw`'s kernel over a vocabulary in parts, with its chunks of rows and its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing, seeds: Tensor | None,
+        positions: Tensor | None, raw: bool, division: Division,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        made = []
+        for begin, rows, own in _chunks(hidden, division):
+            logits = exchanged_parts(operators.logits(hidden[begin : begin + sum(rows)], weight), rows, division)
+            logprobs, entropies = operators.score_logits(logits, targets[own], processing.rows(own.start, own.stop))
+            raws, ids = torch.zeros_like(logprobs), torch.zeros_like(targets[own])
+            if raw:
+                raws = operators.score_logits(logits, targets[own], LogitsProcessing())[0]
+            if seeds is not None and positions is not None:
+                ids = draw(logits, processing.rows(own.start, own.stop), seeds[own], positions[own])[0]
+            floats = (logprobs, entropies, raws)
+            bits = torch.stack((*(x.view(torch.int32) for x in floats), ids.int()), 1)
+            made.append(division.ranks.gather(bits, 0, rows))
+        logprobs, entropies, raws, ids = (column.contiguous() for column in torch.cat(made).unbind(1))
+        logprobs, entropies, raws = (x.view(torch.float32) for x in (logprobs, entropies, raws))
+        ids = ids.long()
+        ctx.save_for_backward(hidden, weight, targets, entropies)
+        ctx.processing, ctx.division = processing, division
+        ctx.mark_non_differentiable(raws, ids)
+        return logprobs, entropies, raws, ids
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, entropies = ctx.saved_tensors
+        division, grad_logprobs, grad_entropies = ctx.division, *grads[:2]
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        whole = division.gather(weight, 0) if needs_hidden else weight
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        kernels = kernels_for(hidden.device)
+        for begin, rows, own in _chunks(hidden, division):
+            chunk = slice(begin, begin + sum(rows))
+            logits = exchanged_parts(operators.logits(hidden[chunk], weight), rows, division)
+            processed = dense(ctx.processing.rows(own.start, own.stop), division.count, targets[own])
+            of_rows = (entropies[own], grad_logprobs[own], grad_entropies[own])
+            gradient = kernels.score_logits_backward(logits, targets[own], *processed, *of_rows, hidden.dtype)
+            if needs_hidden:
+                made = product(gradient, True, whole, False, hidden.dtype)
+                grad_hidden[chunk] = division.ranks.gather(made, 0, rows)
+            if needs_weight:
+                columns = exchanged_rows(gradient, rows, division)
+                grad_weight += product(columns, False, hidden[chunk], False, torch.float32)
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 6
+
+
+def _chunks(hidden: Tensor, division: Division):
+    """(first row, rows of each rank, own rows) of chunks as long as one rank's: gradients add up chunk by chunk."""
+    ranks, step = division.ranks, kernels_for(hidden.device).logits_rows(division.count)
+    for begin in range(0, len(hidden), step):
+        count = min(step, len(hidden) - begin)
+        first, last = share(count, ranks.size, ranks.rank)
+        yield begin, shares(count, ranks.size), slice(begin + first, begin + last)

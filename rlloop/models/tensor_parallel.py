@@ -1,0 +1,141 @@
+"""Tensor parallelism by output rows: products and attention whose operands are cut, with the bits of one rank.
+
+A rank holds some rows of each weight, and so makes whole outputs, each in one chain over all inputs. In the backward
+the input's gradient is such a product again, of the gathered output gradient and some *columns* of the weight, which
+the ranks exchange: one chain over all outputs. A weight's gradient needs own rows alone. Nothing is added across ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlloop.numerics import operators
+from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.operators.products import product
+from rlloop.numerics.ops import Ops
+from rlloop.parallel.division import (
+    Division,
+    evenly,
+    exchanged_parts,
+    exchanged_rows,
+    gathered,
+    spans,
+    taken,
+)
+
+if TYPE_CHECKING:
+    from rlloop.models.layers import Linear
+
+
+class _CutLinear(torch.autograd.Function):
+    """x [T, K], or the own columns of it where there is a division of them; own rows of weight and bias -> [T, n]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division, columns: Division | None
+    ) -> Tensor:
+        whole = x if columns is None else columns.gather(x, 1)
+        ctx.save_for_backward(whole, weight)
+        ctx.rows, ctx.columns = rows, columns
+        return operators.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (grad,), needs = ctx.saved_tensors, grads, ctx.needs_input_grad
+        grad = grad.contiguous()
+        grad_x = _input_gradient(grad, weight, x.dtype, ctx.rows, ctx.columns) if needs[0] else None
+        grad_weight = product(grad, False, x, False, weight.dtype) if needs[1] else None
+        grad_bias = None
+        if needs[2]:
+            grad_bias = product(torch.ones(1, len(grad), device=grad.device), True, grad, False, weight.dtype)[0]
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _input_gradient(
+    grad: Tensor, weight: Tensor, dtype: torch.dtype, rows: Division, columns: Division | None
+) -> Tensor:
+    """grad [T, n] and weight [n, K], own rows -> [T, K], or its own columns."""
+    wanted = columns or evenly(weight.shape[1], rows.ranks)
+    assert wanted is not None
+    lanes = exchanged_parts(weight.T, wanted.sizes, rows)  # own columns of all rows, [k, N]
+    made = product(rows.gather(grad, 1), True, lanes, True, dtype)
+    return made if columns is not None else wanted.gather(made, 1)
+
+
+def cut_linear(x: Tensor, linear: Linear, ops: Ops, columns: Division | None = None) -> Tensor:
+    """Own outputs of a product whose weight is cut by rows, differentiable. `columns`: of x, of which each rank has its
+    own; None: x is whole on every rank."""
+    rows = linear.rows
+    assert rows is not None
+    if ops.profile.linear == "rlloop" and not (linear.across and ops.profile.tp_segments != "1"):
+        return _CutLinear.apply(x, linear.weight, linear.bias, rows, columns)
+    # Others' products: the whole one on every rank, whatever they sum in their gradients.
+    bias = None if linear.bias is None else gathered(linear.bias, rows, 0)
+    whole = ops.linear(gathered(x, columns), gathered(linear.weight, rows, 0), bias, linear.across)
+    return taken(whole, rows)
+
+
+Attend = Callable[..., Tensor]  # (q, k, v, layout, selected) -> what was read
+
+
+class _SpreadAttention(torch.autograd.Function):
+    """Attention by heads, whose backward is by sequences.
+
+    Query heads of several ranks read one key-value head, so its gradient is a sum over ranks. In the backward each rank
+    gets all heads of some sequences and runs the whole attention of these: the sums are those of one rank.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, attend: Attend, layout: AttentionLayout,
+        queries: Division, groups: Division | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(q, k, v, selected)
+        ctx.attend, ctx.layout, ctx.queries, ctx.groups = attend, layout, queries, groups
+        return attend(q, k, v, layout, selected)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, selected = ctx.saved_tensors
+        queries, groups, ranks = ctx.queries, ctx.groups, ctx.queries.ranks
+        lengths: list[int] = ctx.layout.query_start.diff().tolist()
+        shares = spans([length**2 for length in lengths], ranks.size)
+        rows = [sum(lengths[begin:end]) for begin, end in shares]
+        first = sum(rows[: ranks.rank])
+        own = slice(first, first + rows[ranks.rank])
+
+        def of_own(x: Tensor, heads: Division | None) -> Tensor:
+            return (x[own] if heads is None else exchanged_parts(x, rows, heads)).detach().requires_grad_()
+
+        inputs, grad = (of_own(q, queries), of_own(k, groups), of_own(v, groups)), of_own(grads[0], queries)
+        begin, end = shares[ranks.rank]
+        if rows[ranks.rank]:
+            with torch.enable_grad():
+                layout = AttentionLayout.of_sequences(lengths[begin:end], q.device)
+                out = ctx.attend(*inputs, layout, None if selected is None else selected[own])
+                made: Sequence[Tensor] = torch.autograd.grad(out, inputs, grad)
+        else:
+            made = inputs
+        grad_q = exchanged_rows(made[0].detach(), rows, queries)
+        others = (
+            ranks.gather(x.detach(), 0, rows) if groups is None else exchanged_rows(x.detach(), rows, groups)
+            for x in made[1:]
+        )
+        return grad_q, *others, *[None] * 5
+
+
+def cut_attention(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, layout: AttentionLayout,
+    heads: tuple[Division, Division | None] | None,
+) -> Tensor:  # fmt: skip
+    """`attend(q, k, v, layout, selected)` over the own heads, differentiable.
+
+    `heads`: of queries and of keys and values; None in place of the latter: every rank has k and v whole.
+    """
+    if heads is None or not torch.is_grad_enabled() or not (heads[1] is None or heads[1].repeats):
+        return attend(q, k, v, layout, selected)
+    return _SpreadAttention.apply(q, k, v, selected, attend, layout, *heads)

@@ -1,0 +1,224 @@
+"""A dimension laid over the ranks of one axis, and differentiable copies between a whole tensor and its parts.
+
+A tensor that every rank has whole has its whole gradient on every rank, and a part has the part of that gradient. So
+nothing is added across ranks, in either direction: the backward of a gather takes the own part, and that of taking a
+part gathers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.cut import Cut, Range, share
+
+UNITS = (64, 16, 1)  # elements: shares are multiples of the first of these that leaves ranks about as much each
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """The parts of `count` elements that the ranks of an axis hold: each rank's ranges, end to end.
+
+    Several ranks, or one rank several times, may hold an element (a key-value head that queries on several ranks read).
+    All of its copies are equal, and so are those of its gradient.
+    """
+
+    ranks: Ranks
+    count: int
+    ranges: tuple[tuple[Range, ...], ...]  # by rank
+
+    @property
+    def own(self) -> tuple[Range, ...]:
+        return self.ranges[self.ranks.rank]
+
+    @property
+    def size(self) -> int:
+        """The number of elements that this rank holds."""
+        return self.sizes[self.ranks.rank]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The number of elements that each rank holds."""
+        return [sum(end - begin for begin, end in ranges) for ranges in self.ranges]
+
+    @property
+    def repeats(self) -> bool:
+        """True if some element is held more than once."""
+        return sum(self.sizes) > self.count
+
+    def aligned(self, unit: int) -> bool:
+        """True if each rank has one range, which begins at a multiple of `unit`, and nothing is held twice."""
+        return self._alignment % unit == 0
+
+    @cached_property
+    def _alignment(self) -> int:
+        if self.repeats or any(len(ranges) != 1 for ranges in self.ranges):
+            return 1
+        return math.gcd(0, *(begin for ((begin, _),) in self.ranges))
+
+    def cut(self, dim: int) -> Cut:
+        """This rank's part of a tensor that is divided in `dim`."""
+        return Cut(dim, self.own)
+
+    def times(self, width: int) -> Division:
+        """The division of `count` groups of `width` elements each."""
+        ranges = tuple(tuple((begin * width, end * width) for begin, end in each) for each in self.ranges)
+        return Division(self.ranks, self.count * width, ranges)
+
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        """The whole of a tensor of which each rank gives its part."""
+        return self.ordered(self.ranks.gather(part, dim, self.sizes), dim)
+
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part; a view where it is one range."""
+        parts = [whole.narrow(dim, begin, end - begin) for begin, end in self.own]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def ordered(self, parts: Tensor, dim: int) -> Tensor:
+        """All ranks' parts, end to end in order of rank, as the whole."""
+        if self._places is None:
+            return parts
+        if parts.device not in self._on:  # the copy of a CUDA graph that is being recorded must be here already
+            self._on[parts.device] = torch.tensor(self._places, device=parts.device)
+        return parts.index_select(dim, self._on[parts.device])
+
+    @cached_property
+    def _on(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    @cached_property
+    def _places(self) -> list[int] | None:
+        """Where the first copy of each element stands among all parts; None where they are the whole as they are."""
+        held = [index for each in self.ranges for begin, end in each for index in range(begin, end)]
+        if held == list(range(self.count)):
+            return None
+        first = {index: place for place, index in reversed(list(enumerate(held)))}
+        return [first[index] for index in range(self.count)]
+
+
+def evenly(count: int, ranks: Ranks) -> Division | None:
+    """Consecutive parts of about the same size; None for one rank.
+
+    Shares are multiples of a kernel's tile, or of a vector, where that makes no rank's much larger.
+    """
+    if ranks.size == 1:
+        return None
+    unit = next(unit for unit in UNITS if unit == 1 or (count % unit == 0 and count >= 8 * unit * ranks.size))
+    parts = Division(ranks, count // unit, tuple((share(count // unit, ranks.size, r),) for r in range(ranks.size)))
+    return parts.times(unit)
+
+
+def heads_over(queries: int, groups: int, ranks: Ranks) -> tuple[Division, Division] | None:
+    """Query heads and the key-value heads (`groups`) that they read; None for one rank.
+
+    Whole key-value heads with their queries where there are enough. Else queries are spread evenly, and a rank holds
+    the key-value heads that its own read: each once where as many of its queries read each, so that its heads are
+    grouped as the model's are; otherwise one copy for each query head.
+    """
+    if ranks.size == 1:
+        return None
+    each, of_queries, of_groups = queries // groups, [], []
+    for rank in range(ranks.size):
+        if groups >= ranks.size:
+            begin, end = share(groups, ranks.size, rank)
+            of_queries.append(((begin * each, end * each),))
+            of_groups.append(((begin, end),))
+            continue
+        begin, end = share(queries, ranks.size, rank)
+        read = [head // each for head in range(begin, end)]
+        if len({read.count(group) for group in read}) == 1:
+            of_groups.append(((read[0], read[-1] + 1),))
+        else:
+            of_groups.append(tuple((group, group + 1) for group in read))
+        of_queries.append(((begin, end),))
+    return Division(ranks, queries, tuple(of_queries)), Division(ranks, groups, tuple(of_groups))
+
+
+def end_to_end(divisions: Sequence[Division]) -> Division:
+    """The division of several dimensions that lie end to end in one, as those of a fused projection do."""
+    starts = [0, *accumulate(each.count for each in divisions)]
+    ranges = tuple(
+        tuple((start + begin, start + end) for each, start in zip(divisions, starts, strict=False)
+              for begin, end in each.ranges[rank])
+        for rank in range(divisions[0].ranks.size)
+    )  # fmt: skip
+    return Division(divisions[0].ranks, starts[-1], ranges)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, division: Division, dim: int) -> Tensor:
+        ctx.division, ctx.dim = division, dim
+        return division.gather(part, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.division.take(grads[0], ctx.dim), None, None
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, division: Division, dim: int) -> Tensor:
+        ctx.division, ctx.dim = division, dim
+        return division.take(whole, dim).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.division.gather(grads[0], ctx.dim), None, None
+
+
+def gathered(part: Tensor, division: Division | None, dim: int = -1) -> Tensor:
+    """The whole tensor, on every rank. Differentiable; without a division, the tensor itself."""
+    if division is None:
+        return part
+    return _Gathered.apply(part, division, dim) if torch.is_grad_enabled() else division.gather(part, dim)
+
+
+def taken(whole: Tensor, division: Division | None, dim: int = -1) -> Tensor:
+    """This rank's part of a tensor that every rank has whole. Differentiable; without a division, the tensor itself."""
+    if division is None:
+        return whole
+    return _Taken.apply(whole, division, dim) if torch.is_grad_enabled() else division.take(whole, dim)
+
+
+def exchanged_parts(x: Tensor, rows: Sequence[int], division: Division) -> Tensor:
+    """From own columns of all rows to all columns of own rows: [sum of rows, n, ...] -> [rows[rank], count, ...].
+
+    `rows`: how many each rank gets, in order.
+    """
+    ranks = division.ranks
+    mine, rest = rows[ranks.rank], math.prod(x.shape[2:])
+    sends = [count * x.shape[1] * rest for count in rows]
+    receives = [mine * size * rest for size in division.sizes]
+    got = ranks.exchange(x.contiguous().view(-1), sends, receives).split(receives)
+    parts = [part.view(mine, size, *x.shape[2:]) for part, size in zip(got, division.sizes, strict=True)]
+    return division.ordered(torch.cat(parts, 1), 1)
+
+
+def exchanged_rows(x: Tensor, rows: Sequence[int], division: Division) -> Tensor:
+    """The reverse of `exchanged_parts`: [rows[rank], count, ...] -> [sum of rows, n, ...]."""
+    ranks = division.ranks
+    parts = [torch.cat([x[:, begin:end] for begin, end in each], 1).reshape(-1) for each in division.ranges]
+    size = division.size
+    receives = [count * size * math.prod(x.shape[2:]) for count in rows]
+    got = ranks.exchange(torch.cat(parts), [len(part) for part in parts], receives)
+    return got.view(sum(rows), size, *x.shape[2:])
+
+
+def spans(costs: Sequence[float], count: int) -> list[Range]:
+    """`count` runs of consecutive items with about the same cost each; some may be empty.
+
+    Example: `spans([1, 1, 2], 2)` is `[(0, 2), (2, 3)]`.
+    """
+    until = [0.0, *accumulate(costs)]
+    wanted = [until[-1] * part / count for part in range(count)]
+    starts = [min(range(len(until)), key=lambda at, cost=cost: abs(until[at] - cost)) for cost in wanted]
+    return list(pairwise([*starts, len(costs)]))
