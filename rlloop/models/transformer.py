@@ -6,9 +6,9 @@ Face's names. Shapes: T flat tokens, D hidden width, H heads, G key-value heads,
 
 from __future__ import annotations
 
-import copy
 import platform
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -307,7 +307,7 @@ class Model(nn.Module):
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
         for key, value in self.__dict__.items():
             if key not in ("ops", "adapter", "adapters"):
-                twin.__dict__[key] = copy.deepcopy(value, memo)
+                twin.__dict__[key] = deepcopy(value, memo)
         twin.adapters = AdapterRegistry()
         twin.adapter = None if self.adapter is None else self.adapter.attached(twin.adapter_targets())
         twin.ops = twin._with_own_adapter(self.ops)

@@ -123,27 +123,16 @@ def save_model(
 ) -> None:
     """Write a Hugging Face folder: weights, config.json, and the source's tokenizer and generation files.
 
-<<<<<<< HEAD
-    `model` is a model (with an adapter: its base), or weights by parameter name. Files are laid out as in the source
-    (`source_path`, or the folder that `model` was loaded from): same names, shards, order and metadata, so unchanged
-    weights come out byte-equal, and multi-token-prediction layers are copied. Without a source there is one
-    model.safetensors, and config.json is that of `config` (or of the model).
-=======
-    `model` is a model (collective: tensor-parallel ranks gather it and the first writes), or weights by parameter name.
-    Files are laid out as in the source (`source_path`, or the folder
-    that `model` was loaded from): same names, shards, order and metadata, so unchanged weights come out byte-equal, and
-    multi-token-prediction layers are copied. Without a source there is one model.safetensors, and config.json is that
-    of `config` (or of the model).
->>>>>>> main
+    `model` is a model (with an adapter: its base; collective: tensor-parallel ranks gather it and the first writes), or
+    weights by parameter name. Files are laid out as in the source (`source_path`, or the folder that `model` was loaded
+    from): same names, shards, order and metadata, so unchanged weights come out byte-equal, and multi-token-prediction
+    layers are copied. Without a source there is one model.safetensors, and config.json is that of `config` (or of the
+    model).
 
     Raises `ModelError` for weights that do not fit the configuration, and a folder that holds other weight files.
     """
     if isinstance(model, Model):
-<<<<<<< HEAD
-        state = ParameterStore(model.with_adapter(None)).tensors()
-=======
-        state = dict(ParameterStore(model).wholes())
->>>>>>> main
+        state = dict(ParameterStore(model.with_adapter(None)).wholes())
         source_path, config = source_path or model.source_path, config or model.config
         if model.context.tp.rank > 0:
             return
