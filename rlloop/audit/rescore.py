@@ -77,8 +77,11 @@ class Rescored:
                 if version and (damage := find_damage(folder)) is not None:
                     raise ValueError(damage)
                 profile = NumericsProfile(**vars(config.model.profile))
-                adapter = folder if is_adapter(folder) else config.model.lora.path
-                base = self.weights.get(0, folder) if is_adapter(folder) else folder
+                adapter, base = config.model.lora.path, folder
+                if is_adapter(folder):
+                    adapter, base = folder, self.weights.get(0)
+                if base is None:
+                    raise ValueError("it is an adapter, and its base is not here")
                 model = load_model(base, dtype=config.model.dtype, device=config.device, profile=profile)
                 if adapter is not None:
                     model = with_stored_adapter(model, adapter)

@@ -11,6 +11,7 @@ from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.operators.elementwise import sigmoid_mul, silu_mul
 from rlloop.numerics.operators.library import operator
 from rlloop.numerics.operators.products import grouped_linear, grouped_weight_gradient, linear, linear_float32
+from rlloop.numerics.packed import is_packed
 from rlloop.numerics.routing import Clamped, Routing
 
 NO_BIAS = torch.zeros(0)
@@ -129,7 +130,7 @@ def clamped_glu(x: Tensor, rule: Clamped) -> Tensor:
 
 def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, clamped: Clamped | None = None) -> Tensor:
     whole = kernels_for(x.device).gated_experts
-    if whole is not None and gated and clamped is None:
+    if whole is not None and gated and clamped is None and not is_packed(up, down):
         return whole(x, up, down, chosen)
     tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
