@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from rlloop.models.architecture import MixtureConfig, ModelConfig
-from rlloop.models.layers import Linear, Mlp, PlainMlp, Step
+from rlloop.models.expert_exchange import exchange_experts, same_tokens
+from rlloop.models.layers import Divisions, Linear, Mlp, PlainMlp, Step
 from rlloop.numerics.routing import Clamped
 from rlloop.parallel.context import ParallelContext
-from rlloop.parallel.division import evenly
+from rlloop.parallel.differentiable import gathered, own_part
+from rlloop.parallel.division import evenly, in_tiles
 
 BIAS = "e_score_correction_bias"  # stays float32 whatever the compute type; no gradient trains it
 
@@ -42,11 +47,24 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The weights of all experts, one tensor for each projection, as in transformers."""
+    """The weights of a layer's experts, one tensor for each projection, as in transformers.
 
-    def __init__(self, config: MixtureConfig, hidden_size: int) -> None:
+    Over the ranks of `ep` each holds a share of the `count` experts.
+
+    Where the ranks of `ep` compute several micro-batches (leaves) at a time, a backward pass makes a gradient for each.
+    `taker(name, gradients [leaves, ...])` gets them, of one parameter after the other; without one their sum is added
+    to the parameter's `grad`.
+    """
+
+    def __init__(self, config: MixtureConfig, hidden_size: int, context: ParallelContext) -> None:
         super().__init__()
-        count, size = config.num_experts, config.expert_size
+        self.division = evenly(config.num_experts, context.ranks("ep"))
+        self.leaves = 1 if self.division is None else context.layout.expert_leaves
+        self.taker: Callable[[str, Tensor], None] | None = None
+        self._arrived: dict[str, dict[int, Tensor]] = {}
+        self.count = config.num_experts
+        count = self.count if self.division is None else self.division.size
+        size = config.expert_size
         self.gated, self.clamp = config.gated, config.clamp
         if config.clamp is not None:
             self.gate_up_proj = nn.Parameter(torch.empty(count, hidden_size, 2 * size))
@@ -60,13 +78,38 @@ class Experts(nn.Module):
             self.up_proj = nn.Parameter(torch.empty(count, size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(count, hidden_size, size))
 
+    @property
+    def divisions(self) -> Divisions:
+        return {} if self.division is None else {name: (0, self.division) for name, _ in self.named_parameters()}
+
     def forward(self, x: Tensor, chosen: Tensor, step: Step) -> Tensor:
         """x [T, D], chosen [T, k] -> [T, k, D]"""
-        up = self.gate_up_proj if self.gated else self.up_proj
+        if self.division is None:
+            return self.computed(x, chosen, dict(self.named_parameters()), step)
+        return exchange_experts(self, x, chosen, step)
+
+    def take_gradient(self, name: str, leaf: int, gradient: Tensor) -> None:
+        """Keep the gradient of one leaf until all have come. The backward pass of `forward` calls it."""
+        arrived = self._arrived.setdefault(name, {})
+        arrived[leaf] = gradient
+        if len(arrived) < self.leaves:
+            return
+        gradients = torch.stack([arrived[at] for at in range(self.leaves)])
+        del self._arrived[name]
+        if self.taker is not None:
+            self.taker(name, gradients)
+            return
+        parameter = self.get_parameter(name)
+        total = gradients.sum(0)
+        parameter.grad = total if parameter.grad is None else parameter.grad + total
+
+    def computed(self, x: Tensor, chosen: Tensor, weights: Mapping[str, Tensor], step: Step) -> Tensor:
+        """`forward` of this rank's own experts, `chosen` counted from the first of them."""
+        up, down = weights["gate_up_proj" if self.gated else "up_proj"], weights["down_proj"]
         if self.clamp is None:
-            return step.ops.experts(x, up, self.down_proj, chosen, self.gated)
-        clamped = Clamped(self.gate_up_proj_bias, self.down_proj_bias, *self.clamp)
-        return step.ops.experts(x, up, self.down_proj, chosen, clamped=clamped)
+            return step.ops.experts(x, up, down, chosen, self.gated)
+        clamped = Clamped(weights["gate_up_proj_bias"], weights["down_proj_bias"], *self.clamp)
+        return step.ops.experts(x, up, down, chosen, clamped=clamped)
 
 
 class Mixture(nn.Module):
@@ -75,7 +118,7 @@ class Mixture(nn.Module):
     def __init__(self, config: ModelConfig, mixture: MixtureConfig, place: int, context: ParallelContext) -> None:
         super().__init__()
         width, size, tp = config.hidden_size, mixture.shared_size, context.tp
-        self.experts = Experts(mixture, mixture.latent_size or width)
+        self.experts = Experts(mixture, mixture.latent_size or width, context)
         self.gate = Router(mixture, width, place)
         self.shared_experts = self.shared_expert = self.shared_expert_gate = None
         self.fc1_latent_proj = self.fc2_latent_proj = None
@@ -85,17 +128,40 @@ class Mixture(nn.Module):
             self.shared_experts = Mlp(width, size, tp) if mixture.gated else PlainMlp(width, size, config.mlp_bias, tp)
         if mixture.latent_size is not None:
             inner = mixture.latent_size
-            self.fc1_latent_proj = Linear(width, inner, config.mlp_bias, rows=evenly(inner, tp))
-            self.fc2_latent_proj = Linear(inner, width, config.mlp_bias, rows=evenly(width, tp))
+            self.fc1_latent_proj = Linear(width, inner, config.mlp_bias, rows=in_tiles(inner, tp))
+            self.fc2_latent_proj = Linear(inner, width, config.mlp_bias, rows=in_tiles(width, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         weights, chosen = self.gate(x, step)
         shared = self._shared(x, step)
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
-            return step.ops.combine(self.experts(x, chosen, step), chosen, weights, shared)
-        outputs = self.experts(self.fc1_latent_proj.whole(x, step.ops), chosen, step)
-        out = self.fc2_latent_proj.whole(step.ops.combine(outputs, chosen, weights), step.ops)
+            return self._combined(x, chosen, weights, shared, step)
+        latent = self._combined(self.fc1_latent_proj.whole(x, step.ops), chosen, weights, None, step)
+        out = self.fc2_latent_proj.whole(latent, step.ops)
         return out if shared is None else out + shared
+
+    def _combined(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, step: Step) -> Tensor:
+        """[T, D]: the experts' weighted sum. Of ranks with the same tokens, each sees to a share of them."""
+        alike = same_tokens(step.context)
+        if alike.size == 1:
+            return step.ops.combine(self.experts(x, chosen, step), chosen, weights, shared)
+        count = len(x)
+        each = -(-count // alike.size)
+        if step.even and each * alike.size > count:
+            x, chosen, weights = (pad(of, (0, 0, 0, each * alike.size - count)) for of in (x, chosen, weights))
+            shared = None if shared is None else pad(shared, (0, 0, 0, each * alike.size - count))
+        sizes = [max(0, min(each, len(x) - rank * each)) for rank in range(alike.size)]
+        x, chosen, weights = (own_part(of, alike, sizes) for of in (x, chosen, weights))
+        shared = None if shared is None else own_part(shared, alike, sizes)
+        out = step.ops.combine(self.experts(x, chosen, step), chosen, weights, shared)
+        return gathered(out, alike, sizes)[:count]
+
+    def without_tokens(self, x: Tensor, step: Step) -> Tensor:
+        """Takes part in the exchange of experts with no tokens: x [0, D] -> [0, D], of the experts' own width."""
+        if self.experts.division is None:
+            return x
+        chosen = torch.empty(0, self.gate.config.routing.top_k, dtype=torch.int64, device=x.device)
+        return self.experts(x, chosen, step).sum(1)
 
     def _shared(self, x: Tensor, step: Step) -> Tensor | None:
         """[T, D] the shared expert's output; None without one."""

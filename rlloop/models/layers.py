@@ -14,7 +14,8 @@ from rlloop.models.tensor_parallel import cut_linear
 from rlloop.numerics.layout import AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.collectives import Ranks
-from rlloop.parallel.division import Division, evenly, gathered
+from rlloop.parallel.context import ParallelContext
+from rlloop.parallel.division import Division, gathered, in_tiles
 
 
 class Cache(Protocol):
@@ -43,6 +44,8 @@ class Step:
     cache: Cache | None
     ops: Ops
     routes: RoutingRecord | None
+    context: ParallelContext
+    even: bool = False  # each rank of the layout has as many tokens, so that no host has to learn how many
     selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: its indexer's selection, [T, S] int64
 
 
@@ -113,9 +116,9 @@ class PlainMlp(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, tp: Ranks) -> None:
         super().__init__()
-        self.inner = evenly(intermediate_size, tp)
+        self.inner = in_tiles(intermediate_size, tp)
         self.up_proj = Linear(hidden_size, intermediate_size, bias, rows=self.inner)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True, rows=evenly(hidden_size, tp))
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True, rows=in_tiles(hidden_size, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         return self.down_proj.whole(step.ops.relu_squared(self.up_proj(x, step.ops)), step.ops, self.inner)
@@ -126,10 +129,10 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, tp: Ranks, bias: bool = False) -> None:
         super().__init__()
-        self.inner = evenly(intermediate_size, tp)
+        self.inner = in_tiles(intermediate_size, tp)
         self.gate_proj = Linear(hidden_size, intermediate_size, bias, rows=self.inner)
         self.up_proj = Linear(hidden_size, intermediate_size, bias, rows=self.inner)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True, rows=evenly(hidden_size, tp))
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True, rows=in_tiles(hidden_size, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops = step.ops

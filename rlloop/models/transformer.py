@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from rlloop.errors import ConfigError
 from rlloop.models import attention, latent
@@ -39,7 +39,7 @@ from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
-from rlloop.parallel.division import evenly, taken
+from rlloop.parallel.division import in_tiles, taken
 
 
 class Layer(nn.Module):
@@ -141,7 +141,7 @@ class Model(nn.Module):
         self.take_head_gradient: Callable[[Tensor], None] | None = None  # gets a tied weight's gradient as the head
         self.source_path: Path | None = None  # the folder it was loaded from
         self._copies: list[tuple[nn.Parameter, StoredParameter, StoredParameter]] = []
-        self.vocabulary = evenly(config.vocab_size, self.context.tp)  # of the output projection; the embedding is whole
+        self.vocabulary = in_tiles(config.vocab_size, self.context.tp)  # of the head; the embedding is whole
         if weights_of is None:
             self._check_heads()
             self.model = Decoder(config, self.context)
@@ -151,7 +151,7 @@ class Model(nn.Module):
             return
         self.rope, self.source_path = weights_of.rope, weights_of.source_path
         self.checkpoint_layers = weights_of.checkpoint_layers
-        if weights_of.context.tp.size == self.context.tp.size:
+        if all(weights_of.context.ranks(axis).size == self.context.ranks(axis).size for axis in ("tp", "ep")):
             self.model, self.lm_head, self._copies = weights_of.model, weights_of.lm_head, weights_of._copies
             return
         with torch.device("meta"):
@@ -334,7 +334,7 @@ class Model(nn.Module):
         for name, value, needed in (("tp_segments", profile.tp_segments, "1"), ("latent", profile.latent, "absorbed")):
             if value != needed:
                 raise ConfigError(f"adapters need profile.{name}={needed}, and it is {value}")
-        for axis in ("tp", "ep"):
+        for axis in ("tp", "ep", "pp"):
             if getattr(layout, axis) > 1:
                 raise ConfigError(
                     f"adapters need whole weights on each rank: the layout's {axis} must be 1, and it is "
@@ -386,12 +386,14 @@ class Model(nn.Module):
         cache: Cache | None = None,
         *,
         routes: RoutingRecord | None = None,
+        even: bool = False,
         adapters: AdapterSlots | None = None,
     ) -> Tensor:
         """Last hidden states of flat tokens, normed. tokens and positions [T] int64 -> [T, D].
 
         Positions are for the rope alone; masks and the cache go by `layout`. Without a cache that must be the trainer's
         (`AttentionLayout.of_sequences`). `routes` records the experts of each token, or holds those to replay.
+        `even`: each rank of the layout has as many tokens; then no size has to be known on the host (CUDA graphs).
         `adapters` says which adapter each token has; None: all have the model's own, if it has one.
 
         Raises `ConfigError` for positions of several axes (MRoPE), which no rope here supports.
@@ -405,15 +407,37 @@ class Model(nn.Module):
             peers.begin()
         rope = (self.rope.table[0], self.rope.table[1])
         ops = self.ops if adapters is None else self.ops.with_adapters(adapters)
-        step = Step(positions, rope, layout, cache, ops, routes)
+        step = Step(positions, rope, layout, cache, ops, routes, self.context, even)
         delta, stream = embedding(tokens, self.model.embed_tokens.weight), None
-        every = self.checkpoint_layers if torch.is_grad_enabled() else 0
         for index, layer in enumerate(self.model.layers):
-            if every and index % every == 0:
-                delta, stream = checkpoint(layer, delta, stream, step, use_reentrant=False)
-            else:
-                delta, stream = layer(delta, stream, step)
+            delta, stream = self._run(index, layer, delta, stream, step)
         return self.ops.rms_norm(delta, self.model.norm.scale, self.config.rms_norm_eps, stream)[0]
+
+    def without_tokens(self) -> Tensor:
+        """`hidden` of a rank that has no tokens, while others of its expert group have: its experts work for theirs.
+
+        A zero that depends on every exchange: differentiate it where the others differentiate theirs.
+        """
+        mixture, nothing = self.config.mixture, torch.empty(0, dtype=torch.int64, device=self.device)
+        if mixture is None:
+            return torch.zeros((), device=self.device)
+        layout, rope = AttentionLayout.of_sequences([], self.device), (self.rope.table[0], self.rope.table[1])
+        step = Step(nothing, rope, layout, None, self.ops, None, self.context)
+        width = mixture.latent_size or self.config.hidden_size
+        x = torch.zeros(0, width, dtype=self.dtype, device=self.device, requires_grad=torch.is_grad_enabled())
+        for index, layer in enumerate(self.model.layers):
+            for module in layer.children():
+                if isinstance(module, Mixture):
+                    x = self._run(index, module.without_tokens, x, step)
+        return x.sum()
+
+    def _run(self, index: int, layer: Callable[..., Any], *args: Any) -> Any:
+        """A layer's results; those of every `checkpoint_layers`-th are made again in the backward pass."""
+        if not (self.checkpoint_layers and torch.is_grad_enabled()) or index % self.checkpoint_layers:
+            return layer(*args)
+        # Early stops would leave out the end of a layer, where ranks may meet.
+        with set_checkpoint_early_stop(self.context.layout.world_size == 1):
+            return checkpoint(layer, *args, use_reentrant=False)
 
 
 class _Apart(torch.autograd.Function):

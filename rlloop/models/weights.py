@@ -7,6 +7,7 @@ import logging
 import math
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
 from rlloop.models.architecture import ModelConfig
-from rlloop.models.checkpoint_names import EMBEDDING, HEAD, stored_name, stored_shapes, stored_slices, stored_state
+from rlloop.models.checkpoint_names import (
+    EMBEDDING,
+    HEAD,
+    StoredSlice,
+    stored_name,
+    stored_shapes,
+    stored_slices,
+    stored_state,
+)
 from rlloop.models.config import parse_config, read_config
 from rlloop.models.experts import BIAS
 from rlloop.models.layers import Norm
@@ -23,6 +32,7 @@ from rlloop.models.packed import PackedReader, check_plain, finished, place, rea
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.ropes import RopeTable
 from rlloop.models.safetensors_io import StoredWeights, write_single
+from rlloop.models.stored_parameter import StoredParameter
 from rlloop.models.transformer import Model
 from rlloop.numerics.kernels import RECURRENT, SINKS, backend_of, device_types
 from rlloop.numerics.packed import PackedWeight, is_packed
@@ -125,18 +135,17 @@ def save_model(
 ) -> None:
     """Write a Hugging Face folder: weights, config.json, and the source's tokenizer and generation files.
 
-    `model` is a model (with an adapter: its base; collective: tensor-parallel ranks gather it and the first writes), or
-    weights by parameter name. Files are laid out as in the source (`source_path`, or the folder that `model` was loaded
-    from): same names, shards, order and metadata, so unchanged weights come out byte-equal, and multi-token-prediction
-    layers are copied. Without a source there is one model.safetensors, and config.json is that of `config` (or of the
-    model).
+    `model` is a model (with an adapter: its base; collective: all ranks gather it, and the first writes), or weights by
+    parameter name. Files are laid out as in the source (`source_path`, or the folder that `model` was loaded from):
+    same names, shards, order and metadata, so unchanged weights come out byte-equal, and multi-token-prediction layers
+    are copied. Without a source there is one model.safetensors, and config.json is that of `config` (or of the model).
 
     Raises `ModelError` for weights that do not fit the configuration, and a folder that holds other weight files.
     """
     if isinstance(model, Model):
         state = dict(ParameterStore(model.with_adapter(None)).wholes())
         source_path, config = source_path or model.source_path, config or model.config
-        if model.context.tp.rank > 0:
+        if model.context.rank > 0:
             return
     else:
         state = dict(model)
@@ -180,7 +189,7 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, context:
     """The rank's weights by parameter name; names and shapes are checked before any tensor is read."""
     with torch.device("meta"):
         entries = ParameterStore(Model(config, None, context)).entries
-    stored, shapes = StoredWeights.open(folder), {name: entry.shape for name, entry in entries.items()}
+    stored, shapes = StoredWeights.open(folder), _shapes(config)
     left_out = _left_out(config, stored)
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
     expected = stored_shapes(shapes, config.architecture)
@@ -194,23 +203,29 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, context:
     for name in plain:
         check_plain(str(folder), name, stored.tensors[name])
     slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture)}
-    cuts = {name: entries[rows.parameter].cut for name, rows in slices.items()}
+    tied = StoredSlice(EMBEDDING)  # perhaps stored under its other name as well
+    held = {name for name in found if _holds(entries, slices.get(name, tied))}
+    cuts = {name: entries[rows.parameter].cut for name, rows in slices.items() if name in held and rows.expert is None}
     state: dict[str, Tensor] = {}
-    for name, tensor in stored.read(plain, {name: cut for name, cut in cuts.items() if cut is not None}):
+    for name, tensor in stored.read(plain & held, {name: cut for name, cut in cuts.items() if cut is not None}):
         tick()
         kind, rows = _compute(name, dtype) or tensor.dtype, slices.get(name)
         if rows is None or rows.expert is None:
             kept = state[name if rows is None else rows.parameter] = tensor.to(context.device, kind, copy=True)
         else:
+            entry = entries[rows.parameter]
             if rows.parameter not in state:
-                state[rows.parameter] = torch.empty(shapes[rows.parameter], dtype=kind, device=context.device)
-            kept = rows.of(state[rows.parameter]).copy_(tensor)
+                state[rows.parameter] = torch.empty(entry.live.shape, dtype=kind, device=context.device)
+            first = 0 if entry.cut is None else entry.cut.ranges[0][0]
+            kept = replace(rows, expert=rows.expert - first).of(state[rows.parameter]).copy_(tensor)
         if not _finite(kept):
             raise ModelError(f"{folder}: {name} holds NaN or infinity (as {kept.dtype}); such a model scores NaN")
     if packed is not None:
         aside: dict[str, dict[int, dict[int, PackedWeight]]] = {}
         for name, weight in packed.read(str(folder), dtype or torch.bfloat16, context.device):
             tick()
+            if name not in held:
+                continue
             if not _finite(weight.dequantised()):
                 raise ModelError(f"{folder}: {name} holds NaN or infinity; such a model scores NaN")
             place(state, aside, slices.get(name), name, weight)
@@ -232,6 +247,14 @@ def _packed_reader(
     if context.tp.size > 1 or context.layout.ep > 1:
         raise ConfigError("packed weights are whole on each rank: the layout's tp and ep must be 1")
     return PackedReader(read_scheme(quantized), stored, shapes)
+
+
+def _holds(entries: Mapping[str, StoredParameter], rows: StoredSlice) -> bool:
+    """True if a rank, whose parameters are `entries`, has a stored tensor or a part of it."""
+    entry = entries.get(rows.parameter)
+    if entry is None or entry.cut is None or rows.expert is None:
+        return entry is not None
+    return any(begin <= rows.expert < end for begin, end in entry.cut.ranges)
 
 
 def _left_out(config: ModelConfig, stored: StoredWeights) -> set[str]:

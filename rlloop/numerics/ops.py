@@ -195,7 +195,8 @@ class Ops:
         """Outputs of each token's chosen experts: `down @ silu_mul(gate, up)`, or `down @ relu_squared(up)`.
 
         x [T, D], up [E, 2F, D] with the gate first (not gated: [E, F, D]), down [E, D, F], chosen [T, k] -> [T, k, D].
-        `clamped` experts have other shapes and another activation.
+        `clamped` experts have other shapes and another activation. A choice of E is nobody's: what comes out for it is
+        not defined (operations of rlloop's own, in forwards without a gradient).
         """
         of_up, of_down = self._adapted(up), self._adapted(down)
         if self._adapters is not None and (of_up or of_down):

@@ -37,7 +37,7 @@ class ParallelContext:
 
     def ranks(self, axis: str) -> Ranks:
         """The ranks that differ from this one on `axis` alone: one of `AXES`, `dp` (dp_replicate and dp_shard), `ep`,
-        or `world` (all of the layout)."""
+        `expert_shard` (the ranks along dp_shard that hold the same experts), or `world` (all of the layout)."""
         return self.groups.get(axis, ALONE)
 
     @property
@@ -67,6 +67,7 @@ def join(device: torch.device, layout: Layout) -> ParallelContext:
         dims = [axes.index(axis) for axis in joined]
         groups[name] = _ranks(grid.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)))
     groups["ep"] = _ranks(world.view(-1, layout.ep))
+    groups["expert_shard"] = _ranks(grid.unflatten(3, (-1, layout.expert_leaves)).movedim(3, -1))
     here = int(dist.get_rank())
     return ParallelContext(device, layout, here % size, here - here % size, groups)
 

@@ -41,6 +41,11 @@ class Layout:
     def world_size(self) -> int:
         return math.prod(getattr(self, axis) for axis in AXES)
 
+    @property
+    def expert_leaves(self) -> int:
+        """Ranks along dp_shard that share one set of experts: so many micro-batches meet there at a time."""
+        return max(1, self.ep // (self.cp * self.tp))
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """A rank's index on each axis; consecutive ranks differ on the last one, tp.
 

@@ -18,17 +18,24 @@ from torch import Tensor, nn
 
 from rlloop.models import Model
 from rlloop.models.checkpoint_names import EMBEDDING, HEAD
+from rlloop.models.experts import Experts
 from rlloop.numerics.tree import TreeSum
+from rlloop.parallel.collectives import Ranks
 
 IN_FLIGHT = 1 << 30  # bytes of gradients that may be on their way on a GPU before the backward waits for the network
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A parameter and the number of its rows (of dimension 0) that each rank along dp_shard owns."""
+    """A parameter, the ranks that its rows (of dimension 0) are shared among, and the number that each owns.
+
+    `leaves`: how many micro-batches' gradients this rank has in a round: several, of experts that ranks share.
+    """
 
     live: nn.Parameter
+    ranks: Ranks
     sizes: tuple[int, ...]
+    leaves: int
 
 
 class GradientSum:
@@ -41,6 +48,9 @@ class GradientSum:
         self._model, self._parameters = model, parameters
         context = model.context
         self._shards, self._replicas = context.ranks("dp_shard"), context.ranks("dp_replicate")
+        self._experts = {
+            name: module for name, module in model.named_modules() if isinstance(module, Experts) and module.leaves > 1
+        }
         self._ranks = context.ranks("dp")
         uses = list(parameters)[::-1]  # about the order in which a backward reaches them
         self._uses = [HEAD, *uses] if model.lm_head is None and EMBEDDING in parameters else uses
@@ -59,6 +69,11 @@ class GradientSum:
         rank's; None on a rank that has none. Collective along dp."""
         self._leaves, self._turn = leaves, 0
         self._waiting: dict[str, Tensor] = {}
+        # Where ranks work for others' tokens, those without a micro-batch go through the layers too, but have no
+        # gradients to send on the way: nobody waits for them then.
+        self._holds = bool(self._experts) and leaves < self._ranks.size
+        if work is None and self._experts:
+            self._run(lambda: self._model.without_tokens().backward())
         if work is not None:
             self._run(work)
         self._send(missing=True, idle=work is None)
@@ -88,19 +103,24 @@ class GradientSum:
             return take
 
         hooks = [rows.live.register_post_accumulate_grad_hook(hook(name)) for name, rows in self._parameters.items()]
+        for name, experts in self._experts.items():
+            experts.taker = lambda own, gradients, name=name: self._arrived(f"{name}.{own}", gradients)
         if HEAD in self._uses and HEAD not in self._parameters:
             self._model.take_head_gradient = lambda gradient: self._arrived(HEAD, gradient)
         try:
             work()
         finally:
             self._model.take_head_gradient = None
+            for experts in self._experts.values():
+                experts.taker = None
             for each in hooks:
                 each.remove()
 
     def _arrived(self, use: str, gradient: Tensor) -> None:
         self._present.add(use)
         self._waiting[use] = gradient
-        self._send()
+        if not self._holds:
+            self._send()
 
     def _send(self, *, missing: bool = False, idle: bool = False) -> None:
         """Send what has arrived, in the order of `_uses`, which all ranks keep; `missing`: also what has not."""
@@ -110,7 +130,8 @@ class GradientSum:
                 return
             gradient = self._waiting.pop(use, None)
             if gradient is None and not idle:
-                gradient = torch.zeros_like(self._rows(use).live)
+                live, leaves = self._rows(use).live, self._rows(use).leaves
+                gradient = live.new_zeros(live.shape if leaves == 1 else (leaves, *live.shape))
             self._turn += 1
             if self._stream is None:
                 self._add(use, gradient)
@@ -123,6 +144,9 @@ class GradientSum:
     def _add(self, use: str, gradient: Tensor | None) -> None:
         """Give a micro-batch's gradient to its owners, and add those of this rank's rows to their tree."""
         tree, rows = self._trees[use], self._rows(use)
+        if rows.leaves > 1:
+            self._add_leaves(tree, rows, gradient)
+            return
         if self._ranks.size == 1:
             assert gradient is not None, "a single rank has every micro-batch"
             tree.push(gradient)
@@ -136,6 +160,16 @@ class GradientSum:
         parts = self._shards.exchange(gradient, sends, [mine] * here + [0] * (count - here))
         parts = self._replicas.gather(parts, 0, [number * mine for number in leaves])
         for part in parts.unflatten(0, (self._leaves, mine)):
+            tree.push(part, borrowed=True)
+
+    def _add_leaves(self, tree: TreeSum, rows: Rows, gradients: Tensor | None) -> None:
+        """`_add` of experts' gradients [leaves, ...]: those of the micro-batches of a whole expert group."""
+        assert gradients is not None, "ranks without a micro-batch work for those of others"
+        mine, count = rows.sizes[rows.ranks.rank], rows.leaves
+        parts = torch.cat([part.flatten(0, 1) for part in gradients.split(list(rows.sizes), 1)])
+        parts = rows.ranks.exchange(parts, [count * size for size in rows.sizes], [count * mine] * rows.ranks.size)
+        parts = self._replicas.gather(parts).unflatten(0, (-1, mine))  # in order of replica, expert group, rank in it
+        for part in parts[: self._leaves]:
             tree.push(part, borrowed=True)
 
     def _add_beside(self, stream: torch.cuda.Stream, use: str, gradient: Tensor | None) -> None:

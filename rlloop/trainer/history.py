@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from rlloop.models import Model
 from rlloop.models.parameters import ParameterStore
 from rlloop.trainer.batching import make_step_batch
-from rlloop.trainer.leaves import all_leaves, forward, mine, recomputed
+from rlloop.trainer.leaves import all_leaves, forward, forwards, recomputed
 from rlloop.trainer.moe import MoeTraining
 from rlloop.types import Recomputed, Sample
 
@@ -58,8 +59,8 @@ class WeightHistory:
                 old_logprobs=None,
                 device=self._twin.context.device,
             )
-            micros = mine(batch.micro_batches, self._ranks)
-            leaves = [forward(self._twin, batch, micro, self._moe, redraws=self._redraws) for micro in micros]
+            work = partial(forward, self._twin, batch, moe=self._moe, redraws=self._redraws)
+            leaves = forwards(self._twin, batch.micro_batches, self._ranks, work)
             again = recomputed(batch, all_leaves(leaves, self._ranks, self._twin.context.device))
             assert again.raw_logprobs is not None, "samples come from engines"
             assert again.redrawn is not None

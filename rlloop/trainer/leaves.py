@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -49,8 +49,18 @@ def rounds(leaves: Sequence[MicroBatch], ranks: Ranks) -> Iterator[tuple[int, Mi
         yield count, leaves[first + ranks.rank] if ranks.rank < count else None
 
 
-def mine(leaves: Sequence[MicroBatch], ranks: Ranks) -> Sequence[MicroBatch]:
-    return leaves[ranks.rank :: ranks.size]
+def forwards(
+    model: Model, leaves: Sequence[MicroBatch], ranks: Ranks, work: Callable[[MicroBatch], Leaf]
+) -> list[Leaf]:
+    """`work`'s results for this rank's leaves, without a graph. A rank that has none in a round works for the others'
+    tokens, if its experts do. Collective along `ranks`, dp."""
+    results = []
+    for _, micro in rounds(leaves, ranks):
+        if micro is None:
+            model.without_tokens()
+        else:
+            results.append(work(micro))
+    return results
 
 
 def all_leaves(leaves: list[Leaf], ranks: Ranks, device: torch.device) -> list[Leaf]:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from rlloop.errors import ModelError
 from rlloop.models import Model, read_state
+from rlloop.models.experts import Experts
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.safetensors_io import StoredWeights
 from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.tree import tree_sum
+from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.cut import shares
 from rlloop.trainer.gradients import GradientSum, Rows
 
@@ -61,12 +63,21 @@ class MasterWeights:
         self.parameters = ParameterStore(model)
         self._context, self._ranks = model.context, model.context.ranks("dp_shard")
         self.shards = {
-            name: _shard(entry.live, self._ranks.size, self._ranks.rank, entry.scale)
+            name: _shard(entry.live, *self._owners(model, name), entry.scale)
             for name, entry in self.parameters.entries.items()
             if entry.trains
         }
         self.gradients = GradientSum(model, self.shards)
         self._read_exact(model)
+
+    def _owners(self, model: Model, name: str) -> tuple[Ranks, int]:
+        """The ranks that share the rows of a parameter, and the micro-batches that it has gradients of in a round."""
+        if model.adapter is not None:
+            return self._ranks, 1
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, Experts) and module.leaves > 1:
+            return self._context.ranks("expert_shard"), module.leaves
+        return self._ranks, 1
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -76,11 +87,17 @@ class MasterWeights:
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """All weights whole, one at a time: masters, and the live values of frozen parameters. Collective."""
         for name, entry in self.parameters.entries.items():
-            yield name, entry.live.detach() if name not in self.shards else self.gather(name, self.shards[name].master)
+            part = entry.live.detach() if name not in self.shards else self.part(name, self.shards[name].master)
+            yield name, entry.whole(part)
 
     def gather(self, name: str, rows: Tensor) -> Tensor:
         """The whole of a parameter, or of another tensor of its shape, from each rank's rows. Collective."""
-        return self._ranks.gather(rows, 0, self.shards[name].sizes)
+        return self.parameters.entries[name].whole(self.part(name, rows))
+
+    def part(self, name: str, rows: Tensor) -> Tensor:
+        """As `gather`, of the part that this rank computes with. Collective."""
+        shard = self.shards[name]
+        return shard.ranks.gather(rows, 0, shard.sizes)
 
     def zero_grad(self) -> None:
         self.gradients.clear()
@@ -97,21 +114,29 @@ class MasterWeights:
     def gradient_norm(self) -> float:
         """L2 norm of the gradient of all masters: squares summed in float64 within each row, then in one tree over all
         rows, neither of which knows the shards. Collective."""
-        squares, counts = [], []  # of each parameter; on each rank, of each parameter
-        for shard in self.shards.values():
+        squares, by_owner, by_part = {}, {}, {}
+        for name, shard in self.shards.items():
             width = shard.live.shape[-1] if shard.live.ndim > 1 else 1
-            counts.append([size * (shard.live[0].numel() // width) for size in shard.sizes])
-            rows = counts[-1][self._ranks.rank]
+            each = shard.live[0].numel() // width  # rows of numbers in a row of dimension 0
+            rows = shard.sizes[shard.ranks.rank] * each
             if shard.flat.grad is None:
-                squares.append(torch.zeros(rows, dtype=torch.float64, device=shard.flat.device))
+                squares[name] = torch.zeros(rows, dtype=torch.float64, device=shard.flat.device)
             else:
                 gradient = shard.of(shard.flat.grad).reshape(rows, width)
-                squares.append(kernels_for(gradient.device).squares_of_rows(gradient))
-        by_rank = list(zip(*counts, strict=True))
-        found = self._ranks.gather(torch.cat(squares), 0, [sum(each) for each in by_rank])
-        pieces = found.split([count for each in by_rank for count in each])
-        ordered = [piece for at in range(len(counts)) for piece in pieces[at :: len(counts)]]
-        return float(tree_sum(torch.cat(ordered)).sqrt())
+                squares[name] = kernels_for(gradient.device).squares_of_rows(gradient)
+            by_owner.setdefault(shard.ranks, {})[name] = [size * each for size in shard.sizes]
+            division = self.parameters.entries[name].division
+            if division is not None:
+                by_part.setdefault(division.ranks, {})[name] = [size * each for size in division.sizes]
+        for ranks, counts in (*by_owner.items(), *by_part.items()):
+            squares |= _end_to_end(ranks, squares, counts)
+        for counts in by_part.values():
+            for name in counts:
+                division = self.parameters.entries[name].division
+                assert division is not None
+                rows = squares[name].unflatten(0, (sum(division.sizes), -1))
+                squares[name] = division.ordered(rows, 0).flatten()
+        return float(tree_sum(torch.cat(list(squares.values()))).sqrt())
 
     def clip_gradient(self, limit: float, norm: float) -> None:
         """Scale a gradient of norm `norm` down to `limit`."""
@@ -126,7 +151,7 @@ class MasterWeights:
         for shard in self.shards.values():
             if not shard.shares_memory:
                 shard.rows.copy_(shard.master if shard.scale == 1.0 else shard.master * shard.scale)
-            self._ranks.share_rows(shard.live.detach(), shard.sizes)
+            shard.ranks.share_rows(shard.live.detach(), shard.sizes)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -143,9 +168,9 @@ class MasterWeights:
                 raise ModelError(f"{name} has shape {list(state[name].shape)}; the model's is {list(shape)}")
         for name, entry in self.parameters.entries.items():
             if (shard := self.shards.get(name)) is None:
-                entry.live.copy_(state[name])
+                entry.live.copy_(entry.part(state[name]))
             else:
-                shard.master.copy_(state[name][shard.begin : shard.end])
+                shard.master.copy_(entry.part(state[name])[shard.begin : shard.end])
         self.publish()
 
     def _read_exact(self, model: Model) -> None:
@@ -159,14 +184,24 @@ class MasterWeights:
         kinds = {tensor.dtype for tensor in StoredWeights.open(model.source_path).tensors.values()}
         if kinds == {model.dtype} or all(shard.live.dtype == shard.flat.dtype for shard in self.shards.values()):
             return
-        stored, live = read_state(model.source_path), self.parameters.tensors()
-        if all(torch.equal(stored[name].to(device=x.device, dtype=x.dtype), x) for name, x in live.items()):
+        stored, entries = read_state(model.source_path), self.parameters.entries.items()
+        parts = ((entry.part(stored[name]), entry.live.detach()) for name, entry in entries)
+        equal = all(torch.equal(part.to(device=live.device, dtype=live.dtype), live) for part, live in parts)
+        if all(self._context.ranks("world").gather_objects(equal)):
             self.load(stored)
 
 
-def _shard(live: nn.Parameter, ranks: int, rank: int, scale: float) -> Shard:
-    sizes = tuple(shares(len(live), ranks))
-    begin, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
+def _end_to_end(ranks: Ranks, own: Mapping[str, Tensor], counts: Mapping[str, list[int]]) -> dict[str, Tensor]:
+    """Each name's tensors of all ranks, end to end; rank r has `counts[name][r]` numbers. One copy for all names."""
+    by_rank = list(zip(*counts.values(), strict=True))
+    found = ranks.gather(torch.cat([own[name] for name in counts]), 0, [sum(each) for each in by_rank])
+    pieces = found.split([count for each in by_rank for count in each])
+    return {name: torch.cat(pieces[at :: len(counts)]) for at, name in enumerate(counts)}
+
+
+def _shard(live: nn.Parameter, ranks: Ranks, leaves: int, scale: float) -> Shard:
+    sizes = tuple(shares(len(live), ranks.size))
+    begin, end = sum(sizes[: ranks.rank]), sum(sizes[: ranks.rank + 1])
     rows = live.detach()[begin:end].reshape(-1)
     narrow = live.dtype in (torch.bfloat16, torch.float16)
     in_place = (
@@ -178,7 +213,7 @@ def _shard(live: nn.Parameter, ranks: int, rank: int, scale: float) -> Shard:
     )
     if not in_place:
         rows = _padded(rows.float() if narrow else rows.clone())
-    return Shard(live, sizes, begin, end, nn.Parameter(rows), in_place, scale)
+    return Shard(live, ranks, sizes, leaves, begin, end, nn.Parameter(rows), in_place, scale)
 
 
 def _padded(flat: Tensor) -> Tensor:

@@ -58,7 +58,9 @@ class ShardedAdamW:
         entries = {}
         for name, shard in self._masters.shards.items():
             entries[f"step.{name}"] = (torch.float32, ())
-            entries |= {f"{key}.{name}": (shard.flat.dtype, tuple(shard.live.shape)) for key in MOMENTS}
+            entries |= {
+                f"{key}.{name}": (shard.flat.dtype, self._masters.parameters.entries[name].shape) for key in MOMENTS
+            }
         if writes:
             write_tensors(folder / FILE, entries, tensors())
         else:
@@ -70,5 +72,12 @@ class ShardedAdamW:
         with safe_open(folder / FILE, framework="pt") as file:
             for name, shard in self._masters.shards.items():
                 self._adamw.state[shard.flat]["step"].copy_(file.get_tensor(f"step.{name}"))
+                division = self._masters.parameters.entries[name].division
                 for key in MOMENTS:
-                    self.moment(name, key).copy_(file.get_slice(f"{key}.{name}")[shard.begin : shard.end])
+                    stored = file.get_slice(f"{key}.{name}")
+                    if division is None:
+                        rows = stored[shard.begin : shard.end]
+                    else:
+                        held = [stored[begin:end] for begin, end in division.own]
+                        rows = torch.cat(held)[shard.begin : shard.end]
+                    self.moment(name, key).copy_(rows)

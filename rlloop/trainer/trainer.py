@@ -23,7 +23,7 @@ from rlloop.metrics import Mean, Reduction, Sum, merge
 from rlloop.models import Model, read_state, save_model, score
 from rlloop.models.adapter_files import read_adapter, save_adapter
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
-from rlloop.trainer.leaves import Leaf, all_leaves, forward, joined, mine, recomputed, rounds
+from rlloop.trainer.leaves import Leaf, all_leaves, forward, forwards, joined, recomputed, rounds
 from rlloop.trainer.master_weights import MasterWeights
 from rlloop.trainer.mfu import utilisation
 from rlloop.trainer.moe import MoeTraining
@@ -271,8 +271,8 @@ class Trainer:
     @torch.no_grad()
     def _score(self, step: StepBatch) -> list[Leaf]:
         """The policy's forwards over all micro-batches, without a graph. Collective."""
-        micros = mine(step.micro_batches, self._ranks)
-        leaves = [forward(self.model, step, micro, self.moe, redraws=self.redraws) for micro in micros]
+        work = partial(forward, self.model, step, moe=self.moe, redraws=self.redraws)
+        leaves = forwards(self.model, step.micro_batches, self._ranks, work)
         return all_leaves(leaves, self._ranks, self.model.context.device)
 
     @torch.no_grad()
@@ -282,8 +282,12 @@ class Trainer:
             return []
         home = self.reference.context.device
         self.reference.to(self.model.context.device)
-        micros = mine(step.micro_batches, self._ranks)
-        leaves = [Leaf(*score(self.reference, step.rows[micro.sequences])) for micro in micros]
+        reference = self.reference
+
+        def work(micro: MicroBatch) -> Leaf:
+            return Leaf(*score(reference, step.rows[micro.sequences]))
+
+        leaves = forwards(reference, step.micro_batches, self._ranks, work)
         self.reference.to(home)
         return leaves
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlloop.algorithms import LossBatch, LossOutput, get_loss
 from rlloop.config.run import TrainerConfig
 from rlloop.models import Model, new_model
+from rlloop.models.parameters import ParameterStore
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.trainer import Trainer, TrainSequence
@@ -72,9 +71,7 @@ def ranked(case: Case, layout: dict[str, int]) -> Trainer:
     """A trainer of this process's rank."""
 
     def model() -> Model:
-        made = new_model(case.model, seed=0, dtype=case.dtype)
-        made.context = join(torch.device("cpu"), Layout(**layout))
-        return made
+        return new_model(case.model, seed=0, dtype=case.dtype, context=join(torch.device("cpu"), Layout(**layout)))
 
     settings = {"lr": 1e-2, "grad_clip": 0.5, "max_batch_tokens": 30, "weight_decay": 0.01, **case.settings}
     return Trainer(model(), TrainerConfig(**settings), reference=model() if case.reference else None)
@@ -105,15 +102,17 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def everything(folder: Path, size: int) -> dict[str, tuple[str, dict[str, str], str]]:
+def everything(
+    folder: Path, size: int, names: Sequence[str] = tuple(CASES), layouts: Sequence[dict[str, int]] | None = None
+) -> dict[str, tuple[str, dict[str, str], str]]:
     """By case and layout: digests of all that is reported, of the folder that is saved, and of the live weights."""
     found = {}
-    for name, case in CASES.items():
-        for layout in LAYOUTS[size]:
+    for name, case in ((name, CASES[name]) for name in names):
+        for layout in LAYOUTS[size] if layouts is None else layouts:
             trainer = ranked(case, layout)
             reported = list(go(trainer, case, range(case.steps)))
             saved = save(trainer, folder / f"{name} {layout} {size}")
-            live = b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in trainer.model.parameters())
+            live = b"".join(p.view(torch.uint8).numpy().tobytes() for _, p in ParameterStore(trainer.model).wholes())
             found[f"{name} {layout}"] = (_digest(reported), saved, hashlib.sha256(live).hexdigest())
     return found
 
@@ -139,7 +138,4 @@ def relay(folder: Path, size: int, begin: int, end: int) -> list[tuple[str, dict
 
 
 def _digest(reported: Any) -> str:
-    plain = pickle.dumps(
-        [np.asarray(each, dtype=object) if isinstance(each, np.ndarray) else each for each in reported]
-    )
-    return hashlib.sha256(plain).hexdigest()
+    return hashlib.sha256(repr(reported).encode()).hexdigest()  # a pickle would tell equal objects from the same one

@@ -123,7 +123,9 @@ class DecodeGraphs:
             adapters = self._model.adapters.rows(adapter) if adapted else None
             routes = None if self._choices is None else RoutingRecord()
             tokens = tokens.clamp(min=0)  # -1: no token could be drawn, of which the host knows later
-            hidden = self._model.hidden(tokens, positions, layout, self._cache, routes=routes, adapters=adapters)
+            hidden = self._model.hidden(
+                tokens, positions, layout, self._cache, routes=routes, even=True, adapters=adapters
+            )
             if self._choices is not None and routes is not None:
                 self._choices.write(slots, routes)
             logits = self._model.logits(hidden, adapters)

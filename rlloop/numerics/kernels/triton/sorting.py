@@ -131,7 +131,8 @@ def _count(chosen, counts, rows, span, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     found = tl.zeros((WIDE,), tl.int32)
     for at in range(begin, min(begin + span, rows), BLOCK):
         inside = at + lane < rows
-        found += tl.histogram(tl.load(chosen + at + lane, inside, 0).to(tl.int32), WIDE, inside)
+        each = tl.load(chosen + at + lane, inside, 0).to(tl.int32)
+        found += tl.histogram(each, WIDE, inside & (each < WIDE))
     tl.store(counts + tl.program_id(0) * WIDE + tl.arange(0, WIDE), found)
 
 
@@ -162,7 +163,10 @@ def _place(
 
 
 def sorted_by_group(chosen: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Groups]:
-    """The places of `chosen` [R] int64 by what stands there, stably: ([R] int32, the groups). No host looks at them."""
+    """The places of `chosen` [R] int64 by what stands there, stably: ([R] int32, the groups). No host looks at them.
+
+    Where `count` stands there, the place is in no group, and the order's end is not filled.
+    """
     rows, early, chosen = len(chosen), hopper(chosen.device), chosen.contiguous()
     height = height_for(rows, count, dtype)
     tasks, by_row = _tasks(rows, count, height.rows)

@@ -1,0 +1,102 @@
+"""Experts over ranks: a token's rows travel to the ranks that hold its experts, and each comes back as it is.
+
+Nothing is added on the way, so a token's owner combines what one rank would combine, in the same order, and the tokens
+of other ranks change none of its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rlloop.models.layers import Step
+from rlloop.numerics.operators.mixture import Spread
+from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.context import ALONE, ParallelContext
+from rlloop.parallel.cut import share
+from rlloop.parallel.differentiable import exchanged
+
+
+class OwnExperts(Protocol):
+    """The experts that this rank holds of `count`."""
+
+    count: int
+
+    def take_gradient(self, name: str, leaf: int, gradient: Tensor) -> None: ...
+
+    def named_parameters(self) -> Any: ...
+
+    def computed(self, x: Tensor, chosen: Tensor, weights: Mapping[str, Tensor], step: Step) -> Tensor:
+        """x [R, D], chosen [R, k] counted from the first own expert -> [R, k, D]."""
+        ...
+
+
+def same_tokens(context: ParallelContext) -> Ranks:
+    """The ranks of an expert group that compute the same tokens: those of tensor parallelism."""
+    ep, tp = context.ranks("ep"), context.tp
+    return ALONE if ep.size == 1 else min(ep, tp, key=lambda ranks: ranks.size)
+
+
+def exchange_experts(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step) -> Tensor:
+    """Outputs [T, k, D] of the experts chosen [T, k] for this rank's tokens x [T, D]; collective."""
+    ep = step.context.ranks("ep")
+    if step.even:
+        return _all_tokens(experts, x, chosen, step, ep)
+    (tokens, top_k), device = chosen.shape, x.device
+    order = chosen.flatten().argsort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+    counts = ep.gather(chosen.flatten().bincount(minlength=experts.count)[None]).cpu()  # [R, E]
+    begin, end = share(experts.count, ep.size, ep.rank)
+    sends = [int(counts[ep.rank, slice(*share(experts.count, ep.size, rank))].sum()) for rank in range(ep.size)]
+    receives = counts[:, begin:end].sum(1).tolist()
+    rows = exchanged(Spread.apply(x, order, inverse, top_k), ep, sends, receives)
+    mine = torch.arange(end - begin).repeat(ep.size).repeat_interleave(counts[:, begin:end].flatten())
+    made = _by_leaf(experts, rows, mine[:, None].to(device), receives, step)
+    return Spread.apply(exchanged(made, ep, receives, sends), inverse, order, 1).unflatten(0, (tokens, top_k))
+
+
+def _by_leaf(experts: OwnExperts, rows: Tensor, chosen: Tensor, receives: list[int], step: Step) -> Tensor:
+    """Outputs of the rows that came from each rank. Weights get one gradient for each leaf, as if it were alone."""
+    weights, count = dict(experts.named_parameters()), step.context.layout.expert_leaves
+    if count == 1 or not torch.is_grad_enabled():
+        return experts.computed(rows, chosen, weights, step)[:, 0]
+    ranks = len(receives) // count
+    ends = accumulate((sum(receives[at : at + ranks]) for at in range(0, len(receives), ranks)), initial=0)
+    parts = []
+    for leaf, (begin, end) in enumerate(pairwise(ends)):
+        tapped = {
+            name: _OfLeaf.apply(weight, experts, name, leaf) if weight.requires_grad else weight
+            for name, weight in weights.items()
+        }
+        parts.append(experts.computed(rows[begin:end], chosen[begin:end], tapped, step)[:, 0])
+    return torch.cat(parts)
+
+
+class _OfLeaf(torch.autograd.Function):
+    """A weight whose gradient is that of one leaf, and does not go on to the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, experts: OwnExperts, name: str, leaf: int) -> Tensor:
+        ctx.place = (experts, name, leaf)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        experts, name, leaf = ctx.place
+        experts.take_gradient(name, leaf, grads[0])
+        return None, None, None, None
+
+
+def _all_tokens(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step, ep: Ranks) -> Tensor:
+    """As `exchange_experts`, where each rank has T tokens: all of them go everywhere, so sizes are known beforehand."""
+    (tokens, top_k), (begin, end) = chosen.shape, share(experts.count, ep.size, ep.rank)
+    every = ep.gather(chosen)
+    mine = torch.where((every >= begin) & (every < end), every - begin, end - begin)
+    made = experts.computed(ep.gather(x), mine, dict(experts.named_parameters()), step).flatten(1)
+    back = ep.exchange(made, [tokens] * ep.size, [tokens] * ep.size).view(ep.size, tokens, top_k, -1)
+    owner = ((chosen + 1) * ep.size - 1) // experts.count  # the inverse of `share`
+    return back.gather(0, owner[None, :, :, None].expand(1, -1, -1, back.shape[-1]))[0]

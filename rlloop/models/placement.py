@@ -1,0 +1,76 @@
+"""Layouts that a model can be laid over, checked before anything loads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlloop.errors import ConfigError
+from rlloop.models.architecture import ModelConfig
+from rlloop.parallel.layout import Layout
+
+
+def check_placement(config: ModelConfig, layout: Layout, key: str, *, trains: bool) -> None:
+    """Raises `ConfigError` for a layout that the model cannot have, with the nearest one that it can.
+
+    `key`: the layout's in the configuration, `trainer.layout` or `rollout.layout`. `trains`: it is a trainer's, whose
+    cp ranks split sequences; an engine's has cp 1.
+    """
+    if (found := _fault(config, layout, trains)) is None:
+        return
+    fault, fitting = found
+    while (further := _fault(config, fitting, trains)) is not None:
+        fitting = further[1]
+    changed = {name: degree for name, degree in vars(fitting).items() if degree != getattr(layout, name)}
+    instead = ", ".join(f"{key}.{name}={degree}" for name, degree in changed.items())
+    raise ConfigError(f"{key} does not fit {config.architecture}: {fault}; set {instead}")
+
+
+def _fault(config: ModelConfig, layout: Layout, trains: bool) -> tuple[str, Layout] | None:
+    """The first rule that a layout breaks, and a layout with smaller degrees that keeps it."""
+    if layout.pp > config.num_layers:
+        fault = f"pp is {layout.pp}, and there are {config.num_layers} layers"
+        return fault, replace(layout, pp=config.num_layers)
+    if layout.cp > 1 and not trains:
+        return f"cp is {layout.cp}, and an engine does not split sequences", _without(layout, "cp")
+    if layout.cp > 1 and layout.tp > 1:
+        return f"cp is {layout.cp} and tp {layout.tp}, which both split heads", _without(layout, "cp")
+    if layout.cp > (heads := _heads(config)):
+        fault = f"cp is {layout.cp}, and ranks split layers of {heads} heads"
+        return fault, _experts_fit(config, replace(layout, cp=heads, ep=1), layout.ep)
+    return _experts_fault(config, layout)
+
+
+def _experts_fault(config: ModelConfig, layout: Layout) -> tuple[str, Layout] | None:
+    if layout.ep == 1:
+        return None
+    if config.mixture is None or not config.mixture.layers:
+        return f"ep is {layout.ep}, and there are no experts", replace(layout, ep=1)
+    fitting = _experts_fit(config, replace(layout, ep=1), layout.ep)
+    if layout.ep > config.mixture.num_experts:
+        return f"ep is {layout.ep}, and there are {config.mixture.num_experts} experts", fitting
+    if not _meets(layout, layout.ep):
+        alike = layout.cp * layout.tp
+        return f"ep is {layout.ep}, which neither divides tp nor is a multiple of cp x tp = {alike}", fitting
+    return None
+
+
+def _meets(layout: Layout, ep: int) -> bool:
+    """True if the ranks of an expert group have whole micro-batches together, or (tp) the same tokens each."""
+    return ep % (layout.cp * layout.tp) == 0 or (layout.cp == 1 and layout.tp % ep == 0)
+
+
+def _experts_fit(config: ModelConfig, layout: Layout, most: int) -> Layout:
+    """With the largest ep up to `most` that fits."""
+    shared, count = layout.dp_shard * layout.cp * layout.tp, config.mixture.num_experts if config.mixture else 1
+    fits = (ep for ep in range(min(most, count), 0, -1) if shared % ep == 0 and _meets(layout, ep))
+    return replace(layout, ep=next(fits, 1))
+
+
+def _heads(config: ModelConfig) -> int:
+    """Heads of the layer that has the fewest."""
+    recurrent = [part.num_heads for part in (config.delta, config.mamba) if part is not None]
+    return min([config.num_heads, *recurrent])
+
+
+def _without(layout: Layout, axis: str) -> Layout:
+    return replace(layout, **{axis: 1, "ep": 1})

@@ -1,0 +1,50 @@
+"""Layouts that a model cannot have are refused with one that it can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from rlloop.errors import ConfigError
+from rlloop.models.config import parse_config
+from rlloop.models.placement import check_placement
+from rlloop.parallel.layout import Layout
+from tests.support.checkpoints import MIXTURE, SIZES
+
+DENSE = parse_config({**Qwen3Config(**{**SIZES, "head_dim": 16}).to_dict(), "architectures": ["Qwen3ForCausalLM"]})
+EXPERTS = parse_config(
+    {
+        **Qwen3MoeConfig(**{**SIZES, **MIXTURE, "head_dim": 16, "num_experts": 6}).to_dict(),
+        "architectures": ["Qwen3MoeForCausalLM"],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "fault", "instead"),
+    [
+        (DENSE, {"pp": 3}, "pp is 3, and there are 2 layers", {"pp": 2}),
+        (DENSE, {"dp_shard": 2, "ep": 2}, "ep is 2, and there are no experts", {"ep": 1}),
+        (DENSE, {"cp": 5}, "cp is 5, and ranks split layers of 4 heads", {"cp": 4}),
+        (EXPERTS, {"dp_shard": 8, "ep": 8}, "ep is 8, and there are 6 experts", {"ep": 4}),
+        (EXPERTS, {"dp_shard": 3, "cp": 2, "ep": 3}, "ep is 3, which neither divides tp", {"ep": 2}),
+        (EXPERTS, {"cp": 8, "ep": 8, "pp": 4}, "pp is 4", {"pp": 2, "cp": 4, "ep": 4}),
+        (EXPERTS, {"cp": 2, "tp": 2}, "both split heads", {"cp": 1}),
+    ],
+)
+def test_a_layout_that_does_not_fit_names_one_that_does(config, layout, fault, instead) -> None:
+    with pytest.raises(ConfigError, match=fault) as error:
+        check_placement(config, Layout(**layout), "trainer.layout", trains=True)
+    for name, degree in instead.items():
+        assert f"trainer.layout.{name}={degree}" in str(error.value)
+    check_placement(config, replace(Layout(**{**layout, "ep": 1}), **instead), "trainer.layout", trains=True)
+
+
+def test_engines_do_not_split_sequences() -> None:
+    with pytest.raises(ConfigError, match=r"cp is 2, .*set rollout.layout.cp=1"):
+        check_placement(DENSE, Layout(cp=2), "rollout.layout", trains=False)
+    for layout in (Layout(tp=4, pp=2), Layout(dp_shard=3), Layout(dp_replicate=5)):
+        check_placement(DENSE, layout, "rollout.layout", trains=False)
+    check_placement(EXPERTS, Layout(tp=4, ep=2, dp_shard=2), "rollout.layout", trains=False)
