@@ -35,6 +35,15 @@ NVFP4 = Packing("NVFP4", 2, 16, torch.uint8, torch.float8_e4m3fn)  # and a scale
 FP8 = Packing("FP8 in blocks of 128 x 128", 1, 128, torch.float8_e4m3fn, torch.float32)
 
 
+def read_by(kernels: Callable[[torch.device], Any]) -> None:
+    """Let the kernels of a weight's device read it (`kernels.protocol.Kernels.READS_PACKED`)."""
+    global _kernels
+    _kernels = kernels
+
+
+_kernels: Callable[[torch.device], Any]
+
+
 class PackedWeight(torch.Tensor):
     """A weight [..., N, K] (`transposed`: [..., K, N]) of bfloat16 values, or of a wider type, stored packed.
 
@@ -105,6 +114,9 @@ class PackedWeight(torch.Tensor):
 
     def dequantised(self) -> Tensor:
         """The weight itself, in its type."""
+        by_kernel = _kernels(self.codes.device).dequantised
+        if by_kernel is not None:
+            return by_kernel(self)
         if len(self.codes.shape) > 2:  # one matrix after the other, whose float32 values would take twice the memory
             parts = [self.matrix(index).dequantised() for index in range(len(self))]
             return torch.stack(parts)
@@ -129,6 +141,10 @@ class PackedWeight(torch.Tensor):
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
             device = kwargs.get("device")
             return args[0].like(lambda x: x.to(device) if device is not None else x.clone())
+        if len(args) > 1 and isinstance(args[1], PackedWeight) and func.namespace == "rlloop":
+            kernels, name = _kernels(args[1].device), func.name().partition("::")[2]
+            if name in kernels.READS_PACKED:
+                return getattr(kernels, name)(*args)
         opened = [each.dequantised() if isinstance(each, PackedWeight) else each for each in args]
         return func(*opened, **{k: v.dequantised() if isinstance(v, PackedWeight) else v for k, v in kwargs.items()})
 

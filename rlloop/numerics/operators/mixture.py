@@ -135,8 +135,7 @@ def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, cl
     tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    counts = chosen.flatten().bincount(minlength=len(down))[: len(down)]
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    offsets = offsets_of(chosen.flatten()[order], len(down))
     if clamped is not None:
         inner = _biased(Spread.apply(x, order, inverse, top_k), up, clamped.up_bias, offsets)
         out = _biased(clamped_glu(inner, clamped), down, clamped.down_bias, offsets)
