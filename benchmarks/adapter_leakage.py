@@ -91,11 +91,11 @@ def run(adapters: int, switches: int, slots: int, device: str = "cpu", seed: int
             for id, completion in engine.step():
                 wrong += bits(completion) != alone[asked.pop(id)]
                 compared += 1
-        stats = engine.adapter_stats()
+        stats = engine.stats()
         return {
             "adapters": adapters, "slots": slots, "completions": compared, "different": wrong, "reloads": reloads,
-            "swaps": stats.swaps, "swap_seconds": round(stats.swap_seconds, 3),
-            "cached_tokens": engine.stats().cached_tokens, "seconds": round(time.perf_counter() - began, 1),
+            "swaps": stats.adapter_swaps, "swap_seconds": round(stats.adapter_swap_seconds, 3),
+            "cached_tokens": stats.cached_tokens, "seconds": round(time.perf_counter() - began, 1),
         }  # fmt: skip
 
 

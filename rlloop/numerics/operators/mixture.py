@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.kernels import kernels_for
+from rlloop.numerics.layout import offsets_of
 from rlloop.numerics.operators.elementwise import sigmoid_mul, silu_mul
 from rlloop.numerics.operators.library import operator
 from rlloop.numerics.operators.products import grouped_linear, grouped_weight_gradient, linear, linear_float32
-from rlloop.numerics.layout import offsets_of
 from rlloop.numerics.packed import is_packed
 from rlloop.numerics.routing import Clamped, Routing
 

@@ -304,7 +304,18 @@ class EngineServer:
             gauges["rlloop_sync_pause_seconds"] = ("how long it paused the engine", progress.pause_seconds)
         counters: dict[str, tuple[str, float]] = {
             f"rlloop_{name}": (f"{name.replace('_', ' ')} since the start", getattr(stats, name))
-            for name in ("steps", "requests", "prompt_tokens", "made_tokens", "cached_tokens", "preemptions")
+            for name in (
+                "steps",
+                "requests",
+                "prompt_tokens",
+                "made_tokens",
+                "cached_tokens",
+                "preemptions",
+                "adapter_waits",
+                "adapter_swaps",
+                "adapter_swap_bytes",
+                "adapter_swap_seconds",
+            )  # fmt: skip
         }
         counters["rlloop_refused"] = ("requests refused for their version or term", self._refused)
         return [

@@ -48,6 +48,7 @@ gated_experts = head_linear = dequantised = None
 READS_PACKED = frozenset({"grouped_linear", "adapted_grouped_linear", "grouped_rows_gradient"})
 
 __all__ = [
+    "READS_PACKED",
     "adapted_grouped_linear",
     "adapted_linear",
     "attention",

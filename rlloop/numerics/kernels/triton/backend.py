@@ -44,6 +44,7 @@ from rlloop.numerics.kernels.triton.token_logprob import (
 from rlloop.numerics.packed import is_packed
 
 __all__ = [
+    "READS_PACKED",
     "adapted_grouped_linear",
     "adapted_linear",
     "attention",
