@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from rlloop.algorithms import LossBatch, LossOutput, get_loss
 from rlloop.config.run import TrainerConfig
+from rlloop.metrics import is_timing
 from rlloop.models import Model, new_model
 from rlloop.models.parameters import ParameterStore
 from rlloop.parallel.context import join
@@ -67,11 +68,12 @@ LAYOUTS = {
 }
 
 
-def ranked(case: Case, layout: dict[str, int]) -> Trainer:
+def ranked(case: Case, layout: dict[str, int], device: str = "cpu") -> Trainer:
     """A trainer of this process's rank."""
+    context = join(torch.device(device), Layout(**layout))
 
     def model() -> Model:
-        return new_model(case.model, seed=0, dtype=case.dtype, context=join(torch.device("cpu"), Layout(**layout)))
+        return new_model(case.model, seed=0, dtype=case.dtype, context=context)
 
     settings = {"lr": 1e-2, "grad_clip": 0.5, "max_batch_tokens": 30, "weight_decay": 0.01, **case.settings}
     return Trainer(model(), TrainerConfig(**settings), reference=model() if case.reference else None)
@@ -112,9 +114,14 @@ def everything(
             trainer = ranked(case, layout)
             reported = list(go(trainer, case, range(case.steps)))
             saved = save(trainer, folder / f"{name} {layout} {size}")
-            live = b"".join(p.view(torch.uint8).numpy().tobytes() for _, p in ParameterStore(trainer.model).wholes())
-            found[f"{name} {layout}"] = (_digest(reported), saved, hashlib.sha256(live).hexdigest())
+            found[f"{name} {layout}"] = (digests_of(reported), saved, live(trainer))
     return found
+
+
+def live(trainer: Trainer) -> str:
+    """The digest of the weights that an engine would read."""
+    tensors = [whole.detach().cpu().contiguous() for _, whole in ParameterStore(trainer.model).wholes()]
+    return hashlib.sha256(b"".join(each.view(torch.uint8).numpy().tobytes() for each in tensors)).hexdigest()
 
 
 def save(trainer: Trainer, folder: Path) -> dict[str, str]:
@@ -133,9 +140,16 @@ def relay(folder: Path, size: int, begin: int, end: int) -> list[tuple[str, dict
         if begin:
             trainer.restore(folder / f"{name} {begin}")
         reported = list(go(trainer, CASES[name], range(begin, end)))
-        found.append((_digest(reported[-1:]), save(trainer, folder / f"{name} {end}")))
+        found.append((digests_of(reported[-1:]), save(trainer, folder / f"{name} {end}")))
     return found
 
 
-def _digest(reported: Any) -> str:
-    return hashlib.sha256(repr(reported).encode()).hexdigest()  # a pickle would tell equal objects from the same one
+def digests_of(reported: Iterable[Any]) -> str:
+    """A digest of what `go` yields: bytes and numbers, NaN among them; times differ."""
+    return hashlib.sha256("\n".join(repr(_without_times(each)) for each in reported).encode()).hexdigest()
+
+
+def _without_times(item: Any) -> Any:
+    if isinstance(item, dict):
+        return {name: value for name, value in item.items() if not is_timing(name)}
+    return tuple(map(_without_times, item)) if isinstance(item, tuple) else item
