@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlloop.errors import ModelError
 from rlloop.models.checkpoint_names import StoredSlice
-from rlloop.models.safetensors_io import FLOATS, StoredTensor, StoredWeights
+from rlloop.models.safetensors_io import FLOATS, KINDS, StoredTensor, StoredWeights
 from rlloop.numerics.packed import FP8, INT4, MXFP4, NVFP4, PackedWeight, Packing
 
 SUPPORTED = (
@@ -148,7 +148,8 @@ def stacked(parts: Mapping[int, Mapping[int, PackedWeight]]) -> PackedWeight:
 def check_plain(where: str, name: str, tensor: StoredTensor) -> None:
     """Raises `ModelError` for a tensor that is no float and no part of a packed weight."""
     if tensor.dtype not in FLOATS.values():
-        raise ModelError(f"{where}: {name} has type {tensor.dtype}; supported are {', '.join(FLOATS)} and {SUPPORTED}")
+        kind = next(name for name, dtype in KINDS.items() if dtype == tensor.dtype)
+        raise ModelError(f"{where}: {name} has type {kind}; supported are {', '.join(FLOATS)} and {SUPPORTED}")
 
 
 def place(state: dict[str, Any], packed: dict[str, dict[int, dict[int, PackedWeight]]], rows: StoredSlice | None,
