@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -315,6 +316,17 @@ class Model(nn.Module):
         view.ops = view._with_own_adapter(self.ops)
         return view
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Model:
+        """An own adapter is attached to the copy's weights; loaded ones stay with the original."""
+        twin = memo[id(self)] = self.__class__.__new__(self.__class__)
+        for key, value in self.__dict__.items():
+            if key not in ("ops", "adapter", "adapters"):
+                twin.__dict__[key] = deepcopy(value, memo)
+        twin.adapters = AdapterRegistry()
+        twin.adapter = None if self.adapter is None else self.adapter.attached(twin.adapter_targets())
+        twin.ops = twin._with_own_adapter(self.ops)
+        return twin
+
     def _with_own_adapter(self, ops: Ops) -> Ops:
         return ops.with_adapters(None if self.adapter is None else AdapterSlots(self.adapter.factors))
 
@@ -338,7 +350,7 @@ class Model(nn.Module):
         for name, value, needed in (("tp_segments", profile.tp_segments, "1"), ("latent", profile.latent, "absorbed")):
             if value != needed:
                 raise ConfigError(f"adapters need profile.{name}={needed}, and it is {value}")
-        for axis in ("tp", "ep"):
+        for axis in ("tp", "ep", "pp"):
             if getattr(layout, axis) > 1:
                 raise ConfigError(
                     f"adapters need whole weights on each rank: the layout's {axis} must be 1, and it is "

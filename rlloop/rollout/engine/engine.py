@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models.adapter_files import load_adapter
-from rlloop.models.adapter_slots import MAX_RANK, SLOTS, AdapterStats, LoadedAdapter
+from rlloop.models.adapter_slots import MAX_RANK, SLOTS, LoadedAdapter
 from rlloop.models.logits_processing import on_device, warp_for
 from rlloop.models.peer_gathers import open_peers
 from rlloop.models.routing_record import RoutingRecord
@@ -33,7 +33,7 @@ from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.graphs import DecodeGraphs, packed
 from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token
 from rlloop.rollout.engine.request import Request
-from rlloop.rollout.engine.scheduler import ScheduledStep, Scheduler
+from rlloop.rollout.engine.scheduler import EngineStats, ScheduledStep, Scheduler
 from rlloop.rollout.engine.validation import Limits
 from rlloop.types import NOTHING, Alternatives, Completion, ModelInput, Part, PromptScores, SamplingParams
 
@@ -269,9 +269,16 @@ class Engine(EngineFrontEnd):
         """Forget an adapter; requests that have it are finished with it. Raises `ConfigError` for an unknown name."""
         self.model.adapters.drop(name)
 
-    def adapter_stats(self) -> AdapterStats:
-        """Counts of the model's adapters, since it was made."""
-        return replace(self.model.adapters.stats)
+    def stats(self) -> EngineStats:
+        if self.model.adapter is None and not self.model.adapters.stats.loads:
+            return super().stats()
+        made = self.model.adapters.stats
+        return replace(
+            self._stats,
+            adapter_swaps=made.swaps,
+            adapter_swap_bytes=made.swap_bytes,
+            adapter_swap_seconds=made.swap_seconds,
+        )
 
     def _check_adapter(self, adapter: str | None) -> None:
         if adapter is not None:

@@ -154,7 +154,7 @@ class DecodeGraphs:
         return step
 
     def _addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self._model.parameters()]
+        return [getattr(parameter, "codes", parameter).data_ptr() for parameter in self._model.parameters()]
 
 
 def packed(ids: Tensor, logprobs: Tensor, raw: Tensor) -> Tensor:
