@@ -294,9 +294,7 @@ class RunConfig:
             "rollout.engine", self.rollout.engine, self.rollout.engine == EngineKind.embedded, f"embedded {with_rank}"
         )
         if self.rollout.drift.declared:
-            raise ConfigError(
-                f"rollout.drift copies and rounds all weights, which {with_rank} do not train; leave it out"
-            )
+            raise ConfigError(f"rollout.drift rounds all weights, most of them frozen {with_rank}; leave it out")
         if self.fleet.kind is FleetKind.regions:
             raise ConfigError(f"engines in regions follow whole weights; {with_rank} set fleet=node")
         require(

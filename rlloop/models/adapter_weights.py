@@ -18,6 +18,8 @@ from rlloop.errors import ConfigError
 from rlloop.models.experts import Experts
 from rlloop.models.layers import Linear
 from rlloop.numerics.layout import Factors
+from rlloop.numerics.profile import NumericsProfile
+from rlloop.parallel.layout import Layout
 
 ALL, EXPERTS, HEAD = "all-linear", "experts", "lm_head"
 A, B = "lora_A", "lora_B"
@@ -91,6 +93,18 @@ def _matches(wanted: str, name: str, target: Target) -> bool:
     if target.experts is not None:
         return wanted in (EXPERTS, name) or (name.endswith(f".{wanted}") and wanted.startswith(f"{EXPERTS}."))
     return wanted == name or name.endswith(f".{wanted}")
+
+
+def check_adapts(profile: NumericsProfile, layout: Layout) -> None:
+    """Raises `ConfigError` where adapters cannot be computed under this profile or layout."""
+    if others := [op for op in ("linear", "experts", "token_logprob") if getattr(profile, op) != "rlloop"]:
+        raise ConfigError(f"adapters need the profile's {', '.join(others)} to be rlloop; leave it at the default")
+    for name, value, needed in (("tp_segments", profile.tp_segments, "1"), ("latent", profile.latent, "absorbed")):
+        if value != needed:
+            raise ConfigError(f"adapters need profile.{name}={needed}, and it is {value}")
+    for axis in ("tp", "ep", "pp"):
+        if (size := getattr(layout, axis)) > 1:
+            raise ConfigError(f"adapters need whole weights on each rank: the layout's {axis} is {size}; set it to 1")
 
 
 @dataclass(frozen=True, eq=False)

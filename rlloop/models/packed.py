@@ -70,7 +70,7 @@ def read_scheme(raw: Any) -> Scheme:
     said = ", ".join(f"{key} {value!r}" for key, value in (("quant_method", method), ("format", form)) if value)
     said += "".join(f", {key} {given[key]!r}" for key in ("weight_block_size", "quant_algo", "fmt") if key in given)
     raise ModelError(
-        f"config.json has a quantization_config of {said or raw!r}, which is not read; weights may be float32, "
+        f"config.json has a quantization_config of {said or repr(raw)}, which is not read; weights may be float32, "
         f"bfloat16, float16, {SUPPORTED}"
     )
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from rlloop.errors import ConfigError
 from rlloop.models import attention, latent
 from rlloop.models.adapter_slots import AdapterRegistry
-from rlloop.models.adapter_weights import Adapter, Target, find_targets
+from rlloop.models.adapter_weights import Adapter, Target, check_adapts, find_targets
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.attention import Attention
 from rlloop.models.experts import Mixture
@@ -343,19 +343,7 @@ class Model(nn.Module):
 
     def check_adapts(self) -> None:
         """Raises `ConfigError` where adapters cannot be computed under this profile or layout."""
-        profile, layout = self.profile, self.context.layout
-        others = [op for op in ("linear", "experts", "token_logprob") if getattr(profile, op) != "rlloop"]
-        if others:
-            raise ConfigError(f"adapters need the profile's {', '.join(others)} to be rlloop; leave it at the default")
-        for name, value, needed in (("tp_segments", profile.tp_segments, "1"), ("latent", profile.latent, "absorbed")):
-            if value != needed:
-                raise ConfigError(f"adapters need profile.{name}={needed}, and it is {value}")
-        for axis in ("tp", "ep", "pp"):
-            if getattr(layout, axis) > 1:
-                raise ConfigError(
-                    f"adapters need whole weights on each rank: the layout's {axis} must be 1, and it is "
-                    f"{getattr(layout, axis)}"
-                )
+        check_adapts(self.profile, self.context.layout)
 
     def check_profile(self, profile: NumericsProfile) -> None:
         """Raises `ConfigError` for settings that this model does not support on its device or in its type."""
