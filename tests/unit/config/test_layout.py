@@ -31,9 +31,7 @@ def test_the_larger_layout_is_the_world_and_the_smaller_one_fills_it():
 
 
 def test_a_remainder_is_refused():
-    said = (
-        r"trainer.layout has 4 ranks and rollout.layout 3, which leaves 1 of the 4 over; .* divides 4 \(1, 2, 4\)"
-    )
+    said = r"trainer.layout has 4 ranks and rollout.layout 3, which leaves 1 of the 4 over; .* divides 4 \(1, 2, 4\)"
     with pytest.raises(ConfigError, match=said):
         config({"dp_shard": 4}, {"tp": 3})
 
@@ -61,7 +59,9 @@ def test_several_ranks_need_a_launcher_which_is_named():
     assert "torchrun --nproc-per-node 2 -m rlloop train" in str(refused.value)
     check_launch(config({"dp_shard": 2}), 2)
     check_launch(config({"dp_shard": 2}, launch=Launch.ray), 1)
-    with pytest.raises(ConfigError, match=r"torchrun has started 3 processes. Start it with --nproc-per-node 2, or set"):
+    with pytest.raises(
+        ConfigError, match=r"torchrun has started 3 processes. Start it with --nproc-per-node 2, or set"
+    ):
         check_launch(config({"dp_shard": 2}), 3)
     with pytest.raises(ConfigError, match="launch=ray starts its own processes, and torchrun has started 2"):
         check_launch(config({"dp_shard": 2}, launch=Launch.ray), 2)
