@@ -36,6 +36,7 @@ from rlloop.parallel.cut import share
 from rlloop.parallel.layout import Layout
 from rlloop.parallel.progress import doing, reported, rest
 from rlloop.parallel.start import Place, meet, process_group
+from rlloop.parity.across_ranks import different_weights, of_ranks, of_weights
 from rlloop.parity.asked import Vocabulary
 from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import Finding, TokenDifference
@@ -223,7 +224,6 @@ class Colocated(Replica):
 
     def set_version(self, version: int) -> None:
         """The engine has the trainer's weights, now `version`; parts of another layout are copied from rank to rank."""
-        self.sampled.refresh()
         self.engine.set_version(version)
 
     def publish(self, version: int) -> Bundle:
@@ -272,5 +272,11 @@ class Colocated(Replica):
         return self.compared(self.trainer.fingerprint())
 
     def diagnose(self, sample: Sample, difference: TokenDifference) -> Finding | None:
+        """The doctor's finding, of the ranks on which an operation or a weight differs; they are named."""
         doctor = doctor_for(self.engine, self.model)
-        return None if doctor is None else doctor(sample, difference)
+        if doctor is None or self.world.size == 1:
+            return None if doctor is None else doctor(sample, difference)
+        weights = self.world.gather_objects(different_weights(self.model, self.sampled))
+        if any(weights):  # which explains it
+            return of_weights(weights)
+        return of_ranks(self.world.gather_objects(doctor(sample, difference)))
