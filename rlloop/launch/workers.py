@@ -22,11 +22,12 @@ import torch
 from rlloop.config.instantiate import bind, lacking
 from rlloop.config.numerics import ProfileConfig
 from rlloop.config.rollout import EngineKind, RolloutConfig
-from rlloop.config.run import ParityMode, RunConfig
+from rlloop.config.run import LoraSection, ParityMode, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
+from rlloop.models.adapter_files import read_adapter
+from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.models.architecture import ModelConfig
-from rlloop.models.parameters import ParameterStore
 from rlloop.models.weights import usable_device
 from rlloop.numerics.probe import probe
 from rlloop.numerics.profile import Drift, NumericsProfile
@@ -66,7 +67,22 @@ def load(config: RunConfig, source: str | Path, context: ParallelContext | None 
                 f"this machine does not keep the numerical contract in {config.model.dtype} ({reasons}), so "
                 "parity.mode=require cannot hold; `rlloop doctor` says more, and parity.mode=observe measures it"
             )
-    return model
+    return model if config.model.lora.rank == 0 else with_lora(model, config.model.lora, config.seed)
+
+
+def with_lora(model: Model, lora: LoraSection, seed: int) -> Model:
+    """A view of the model, frozen, with the adapter that trains. Raises `ConfigError` for one that does not fit."""
+    targets = choose_targets(model.adapter_targets(), lora.targets)
+    if lora.path is None:
+        weights = fresh_weights(targets, lora.rank, lora.alpha, seed)
+    else:
+        weights = read_adapter(model, lora.path)
+        if (weights.rank, weights.alpha, weights.factors.keys()) != (lora.rank, lora.alpha, targets.keys()):
+            raise ConfigError(
+                f"model.lora.path has rank {weights.rank}, alpha {weights.alpha:g} and {len(weights.factors)} targets; "
+                f"model.lora says rank {lora.rank}, alpha {lora.alpha:g} and targets of which there are {len(targets)}"
+            )
+    return model.requires_grad_(False).with_adapter(Adapter(weights, targets))
 
 
 def vocabulary_of(config: ModelConfig) -> Vocabulary:
@@ -112,6 +128,12 @@ def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
     reference = None
     if config.algorithm.loss_kl_coef or config.algorithm.reward_kl_coef:
         settings, source = config.model, config.model.reference_path or path
+        lora = settings.lora
+        if lora.rank and settings.reference_path is None:  # the frozen base, which takes no memory
+            start = (
+                None if lora.path is None or model.adapter is None else model.adapter.attached(model.adapter.targets)
+            )
+            return Trainer(model, config.trainer, reference=model.with_adapter(start), redraws=config.redraws)
         home = replace(model.context, device=torch.device("cpu")) if settings.reference_swapped else model.context
         reference = load_model(source, dtype=settings.dtype, profile=model.profile, context=home)
     return Trainer(model, config.trainer, reference=reference, redraws=config.redraws)
@@ -149,13 +171,6 @@ class Rank:
         return {**fingerprint, "differing_ranks": differing} if differing else fingerprint
 
 
-def _same_parts(trainer: Layout, engine: Layout) -> bool:
-    """Whether a rank holds the same weights under both layouts."""
-    if trainer.pp > 1 or engine.pp > 1:
-        return trainer == engine
-    return (trainer.tp, trainer.ep) == (engine.tp, engine.ep)
-
-
 class Replica(Rank):
     """One engine with weights of its own, rewritten in place at each version."""
 
@@ -168,9 +183,7 @@ class Replica(Rank):
     def _open(self, config: RunConfig, path: str) -> None:
         """Loads the weights of `context`, and makes the engine, over those of `engine_context`."""
         self.model = self.sampled = load(config, path, self.context)
-        if not _same_parts(self.context.layout, self.engine_context.layout):
-            self.sampled = load(config, path, self.engine_context)
-        elif self.context.layout != self.engine_context.layout:
+        if self.engine_context.layout != self.context.layout:
             self.sampled = Model(self.model.config, self.model.profile, self.engine_context, weights_of=self.model)
         self.engine = make_engine(self.sampled, config.rollout.profile.over(config.model.profile), config.rollout)
         if close := getattr(self.engine, "close", None):
@@ -210,8 +223,7 @@ class Colocated(Replica):
 
     def set_version(self, version: int) -> None:
         """The engine has the trainer's weights, now `version`; parts of another layout are copied from rank to rank."""
-        if not _same_parts(self.context.layout, self.engine_context.layout):
-            ParameterStore(self.sampled).copy_wholes(ParameterStore(self.model).wholes())
+        self.sampled.refresh()
         self.engine.set_version(version)
 
     def publish(self, version: int) -> Bundle:

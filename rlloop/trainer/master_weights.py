@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rlloop.errors import ModelError
 from rlloop.models import Model, read_state
+from rlloop.models.checkpoint_names import EMBEDDING
 from rlloop.models.experts import Experts
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.safetensors_io import StoredWeights
@@ -30,6 +31,7 @@ class Shard(Rows):
     end: int
     flat: nn.Parameter
     shares_memory: bool  # with the live parameter
+    scale: float = 1.0  # the live value is the master's times this, rounded
 
     @property
     def rows(self) -> Tensor:
@@ -60,9 +62,10 @@ class MasterWeights:
 
     def __init__(self, model: Model) -> None:
         self.parameters = ParameterStore(model)
+        self.stage = model.stage
         self._context, self._ranks = model.context, model.context.ranks("dp_shard")
         self.shards = {
-            name: _shard(entry.live, *self._owners(model, name))
+            name: _shard(entry.live, *self._owners(model, name), entry.scale)
             for name, entry in self.parameters.entries.items()
             if entry.trains
         }
@@ -71,6 +74,8 @@ class MasterWeights:
 
     def _owners(self, model: Model, name: str) -> tuple[Ranks, int]:
         """The ranks that share the rows of a parameter, and the micro-batches that it has gradients of in a round."""
+        if model.adapter is not None:
+            return self._ranks, 1
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, Experts) and module.leaves > 1:
             return self._context.ranks("expert_shard"), module.leaves
@@ -83,9 +88,12 @@ class MasterWeights:
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """All weights whole, one at a time: masters, and the live values of frozen parameters. Collective."""
-        for name, entry in self.parameters.entries.items():
-            part = entry.live.detach() if name not in self.shards else self.part(name, self.shards[name].master)
-            yield name, entry.whole(part)
+
+        def whole(name: str) -> Tensor:
+            entry = self.parameters.entries[name]
+            return entry.whole(self.part(name, self.shards[name].master) if name in self.shards else None)
+
+        yield from self.parameters.from_all_stages(whole)
 
     def gather(self, name: str, rows: Tensor) -> Tensor:
         """The whole of a parameter, or of another tensor of its shape, from each rank's rows. Collective."""
@@ -105,7 +113,8 @@ class MasterWeights:
         """Set the masters' gradients to the sums of what was collected. Collective."""
         for name, total in self.gradients.totals().items():
             if total is not None:
-                self.shards[name].flat.grad = _padded(total.view(-1))
+                shard = self.shards[name]
+                shard.flat.grad = _padded(total.view(-1) if shard.scale == 1.0 else total.view(-1) * shard.scale)
 
     def gradient_norm(self) -> float:
         """L2 norm of the gradient of all masters: squares summed in float64 within each row, then in one tree over all
@@ -132,7 +141,9 @@ class MasterWeights:
                 assert division is not None
                 rows = squares[name].unflatten(0, (sum(division.sizes), -1))
                 squares[name] = division.ordered(rows, 0).flatten()
-        return float(tree_sum(torch.cat(list(squares.values()))).sqrt())
+        if not self.stage.first:
+            squares.pop(EMBEDDING, None)  # a tied weight counts on the first stage
+        return float(tree_sum(self.stage.joined(torch.cat(list(squares.values())))).sqrt())
 
     def clip_gradient(self, limit: float, norm: float) -> None:
         """Scale a gradient of norm `norm` down to `limit`."""
@@ -146,7 +157,7 @@ class MasterWeights:
         """Round the masters into the live parameters: each rank its own rows, which are then copied. Collective."""
         for shard in self.shards.values():
             if not shard.shares_memory:
-                shard.rows.copy_(shard.master)
+                shard.rows.copy_(shard.master if shard.scale == 1.0 else shard.master * shard.scale)
             shard.ranks.share_rows(shard.live.detach(), shard.sizes)
 
     @torch.no_grad()
@@ -155,7 +166,7 @@ class MasterWeights:
         model's. Collective."""
         shapes = self.parameters.shapes()
         missing, unknown = shapes.keys() - state.keys(), state.keys() - shapes.keys()
-        if missing or unknown:
+        if missing or (unknown and self.stage.whole):
             raise ModelError(
                 f"these weights are of another model: missing {sorted(missing)}, unknown {sorted(unknown)}"
             )
@@ -170,7 +181,11 @@ class MasterWeights:
         self.publish()
 
     def _read_exact(self, model: Model) -> None:
-        """Start from the stored weights if they are wider than the live ones, and round to them."""
+        """Start from the stored weights if they are wider than the live ones, and round to them; from the values that
+        an adapter was made of."""
+        if model.adapter is not None:
+            self.load(model.adapter.exact_state())
+            return
         if model.source_path is None:
             return
         kinds = {tensor.dtype for tensor in StoredWeights.open(model.source_path).tensors.values()}
@@ -191,15 +206,21 @@ def _end_to_end(ranks: Ranks, own: Mapping[str, Tensor], counts: Mapping[str, li
     return {name: torch.cat(pieces[at :: len(counts)]) for at, name in enumerate(counts)}
 
 
-def _shard(live: nn.Parameter, ranks: Ranks, leaves: int) -> Shard:
+def _shard(live: nn.Parameter, ranks: Ranks, leaves: int, scale: float) -> Shard:
     sizes = tuple(shares(len(live), ranks.size))
     begin, end = sum(sizes[: ranks.rank]), sum(sizes[: ranks.rank + 1])
     rows = live.detach()[begin:end].reshape(-1)
     narrow = live.dtype in (torch.bfloat16, torch.float16)
-    in_place = not narrow and rows.numel() % VECTOR == 0 and rows.data_ptr() % VECTOR == 0 and live.is_contiguous()
+    in_place = (
+        not narrow
+        and scale == 1.0
+        and rows.numel() % VECTOR == 0
+        and rows.data_ptr() % VECTOR == 0
+        and live.is_contiguous()
+    )
     if not in_place:
         rows = _padded(rows.float() if narrow else rows.clone())
-    return Shard(live, ranks, sizes, leaves, begin, end, nn.Parameter(rows), in_place)
+    return Shard(live, ranks, sizes, leaves, begin, end, nn.Parameter(rows), in_place, scale)
 
 
 def _padded(flat: Tensor) -> Tensor:

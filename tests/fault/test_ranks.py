@@ -68,6 +68,18 @@ def test_four_ranks_then_three_then_one_end_as_if_nothing_had_happened(tmp_path,
     assert [problem for check in verify(folder, Extent(None)) for problem in check.problems] == []
 
 
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("trainer.layout.dp_shard=2", "rollout.layout.tp=2"),
+        ("trainer.layout.tp=2",),  # an engine on each rank
+    ],
+)
+def test_any_layout_of_trainer_and_engine_makes_the_same_run(tmp_path, whole, layouts):
+    finish(start(tmp_path / "run", 2, *layouts))
+    same(tmp_path / "run", whole)
+
+
 def test_a_rank_that_stands_still_is_named(tmp_path):
     ranks = start(tmp_path / "run", 2, "trainer.layout.dp_shard=2", "ray.rank_timeout=15")
     wait_for(ranks, tmp_path / "run", 3)
