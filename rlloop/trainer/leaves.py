@@ -37,7 +37,9 @@ def forward(model: Model, step: StepBatch, micro: MicroBatch, moe: MoeTraining, 
     record = None if redraws is None else step.redraw_record(redraws)
     rows = step.rows[micro.sequences]
     logprobs, entropy = score(model, rows, replay=moe.replay, watch=moe.watch, record=record)
-    return Leaf(logprobs, entropy, *(() if record is None else (record.raw_logprobs, record.token_ids)))
+    if record is None:
+        return Leaf(logprobs, entropy)
+    return Leaf(logprobs, entropy, record.raw_logprobs, record.token_ids)
 
 
 def rounds(leaves: Sequence[MicroBatch], ranks: Ranks) -> Iterator[tuple[int, MicroBatch | None]]:
