@@ -1,0 +1,94 @@
+"""The update on several GPUs: weights, optimizer state and everything reported have the bytes of one GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.gpu_runs import KINDS, SHARED
+from tests.support.rank_updates import Case, digests_of, go, live, ranked, save
+from tests.support.ranks import run_ranks
+from tests.support.train_sequences import VOCAB
+
+assert SHARED["vocab_size"] >= VOCAB, "the batches' tokens are below VOCAB"
+TIED = {**SHARED, **KINDS["dense"], "tie_word_embeddings": True}
+CASES = {
+    "dense": Case({**SHARED, **KINDS["dense"]}, "bfloat16", {"checkpoint_layers": "all"}, steps=20),
+    "tied": Case(TIED, "bfloat16", steps=20),
+    "tied float32": Case({**TIED, "hidden_size": 264}, steps=3),  # rows that do not divide by three or by vectors
+    "experts": Case({**SHARED, **KINDS["mixture"]}, "bfloat16", {"balance_coef": 0.1}, steps=20),
+    "latent": Case({**SHARED, **KINDS["latent"]}, "bfloat16", {"expert_bias_rate": 0.01}, steps=3),
+    "reference": Case({**SHARED, **KINDS["dense"]}, "bfloat16", reference=True),
+}
+LAYOUTS = {
+    1: [{}],
+    2: [{"dp_shard": 2}, {"dp_replicate": 2}],
+    3: [{"dp_shard": 3}],
+    4: [{"dp_shard": 4}, {"dp_shard": 2, "dp_replicate": 2}],
+}
+
+
+def trained(folder: Path, size: int) -> dict[str, dict[str, tuple[str, dict[str, str], str]]]:
+    """By case and layout: digests of what is reported, of what is saved and of the live weights."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, case in CASES.items():
+        for layout in LAYOUTS[size]:
+            trainer = ranked(case, layout, f"cuda:{torch.cuda.current_device()}")
+            reported = digests_of(go(trainer, case, range(case.steps)))
+            saved = save(trainer, folder / f"{name} {layout}")
+            found.setdefault(name, {})[str(layout)] = (reported, saved, live(trainer))
+            del trainer
+            torch.cuda.empty_cache()
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    [found] = run_ranks(1, trained, tmp_path_factory.mktemp("alone"), 1, kind="cuda")
+    return {name: by_layout["{}"] for name, by_layout in found.items()}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gpus_have_the_bytes_of_one(alone: dict[str, Any], tmp_path: Path, size: int) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"{size} GPUs are needed, and there are {torch.cuda.device_count()}")
+    for rank, found in enumerate(run_ranks(size, trained, tmp_path, size, kind="cuda")):
+        assert found.keys() == CASES.keys()
+        for name, by_layout in found.items():
+            for layout, result in by_layout.items():
+                assert result == alone[name], f"{name} with {layout}, rank {rank}: not the bytes of one GPU"
+
+
+def test_a_rows_squares_do_not_depend_on_other_rows() -> None:
+    from rlloop.numerics.kernels import kernels_for
+
+    kernel = kernels_for(torch.device("cuda")).squares_of_rows
+    for width in (1, 24, 1000, 4096, 12288):
+        x = torch.randn(333, width, device="cuda")
+        whole = kernel(x)
+        torch.testing.assert_close(whole, x.double().square().sum(-1))
+        for begin, end in ((0, 1), (7, 8), (5, 100), (100, 333)):
+            assert torch.equal(kernel(x[begin:end]), whole[begin:end])
+
+
+def test_adamw_does_not_know_where_a_shard_ends() -> None:
+    from rlloop.trainer.master_weights import VECTOR
+
+    weights, gradients = torch.randn(2, 64 * 1000, device="cuda").unbind()
+
+    def stepped(begin: int, end: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(weights[begin:end].clone())
+        weight.grad = gradients[begin:end].clone()
+        optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.1, fused=True)
+        for _ in range(3):
+            optimizer.step()
+        state = optimizer.state[weight]
+        return torch.stack([weight.detach(), state["exp_avg"], state["exp_avg_sq"]])
+
+    whole = stepped(0, len(weights))
+    for cut in (VECTOR, 3 * VECTOR, 999 * VECTOR, 3999 * VECTOR):
+        assert torch.equal(torch.cat([stepped(0, cut), stepped(cut, len(weights))], 1), whole)
