@@ -93,16 +93,19 @@ class MoeTraining:
 
 def sum_of_balance_losses(routes: RoutingRecord, chosen: Tensor, lengths: Tensor) -> Tensor:
     """DeepSeek-V3's balance loss, summed over sequences of `lengths` [S] laid end to end. chosen [T, layers, k]."""
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     total = torch.zeros((), device=chosen.device)
     for place, scores in routes.scores.items():
         experts, top_k = scores.shape[1], chosen.shape[2]
         hits = torch.zeros_like(scores).scatter(1, chosen[:, place], 1.0)
-        zeros = scores.new_zeros(len(lengths), experts)
-        shares = zeros.index_add(0, sequence, hits) * experts / (top_k * lengths[:, None])
-        means = zeros.index_add(0, sequence, scores / scores.sum(-1, keepdim=True)) / lengths[:, None]
+        shares = _sums(hits, lengths) * experts / (top_k * lengths[:, None])
+        means = _sums(scores / scores.sum(-1, keepdim=True), lengths) / lengths[:, None]
         total = total + (shares * means).sum()
     return total
+
+
+def _sums(rows: Tensor, lengths: Tensor) -> Tensor:
+    """[T, E] -> [S, E]: each sequence's rows, added in order; on a GPU `index_add` adds them in any."""
+    return torch.segment_reduce(rows, "sum", lengths=lengths, axis=0)
 
 
 def _lengths(rows: Sequence[ScoreRow]) -> list[int]:
