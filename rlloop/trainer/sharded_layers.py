@@ -1,8 +1,8 @@
 """A compute copy that is never whole: each rank keeps its rows of the layers' parameters, and a layer's are gathered
 while it computes (ZeRO-3, Rajbhandari et al., arXiv:1910.02054).
 
-`torch.distributed.fsdp.fully_shard` does this as well. Here parameters stay tensors under their own names, so gradients,
-masters and checkpoints are those of a whole compute copy, and replicas need no all-reduce, which would add.
+`torch.distributed.fsdp.fully_shard` does this as well. Here parameters stay tensors under their own names, so
+gradients, masters and checkpoints are those of a whole compute copy, and replicas need no all-reduce, which would add.
 """
 
 from __future__ import annotations

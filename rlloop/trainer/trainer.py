@@ -157,8 +157,9 @@ class Trainer:
         self.moe.begin()
         leaves = self._score(step)
         reference = all_leaves(self._reference_leaves(step), self._ranks, self.model.context.device)
-        outputs = [joined(leaves, name).requires_grad_() for name in ("logprobs", "entropy")]
-        out = fn(step.loss_batch(step.whole, *outputs, joined(reference, "logprobs") if reference else None))
+        outputs = logprobs, entropy = [joined(leaves, name).requires_grad_() for name in ("logprobs", "entropy")]
+        anchors = joined(reference, "logprobs") if reference else None
+        out = fn(step.loss_batch(step.whole, logprobs, entropy, anchors))
         out.loss.backward()
 
         def work(micro: MicroBatch) -> None:
@@ -167,7 +168,7 @@ class Trainer:
             used = [(output, whole.grad[micro.tokens]) for output, whole in again if whole.grad is not None]
             if isinstance(penalty := self.moe.penalty(len(step.rows)), Tensor):
                 used.append((penalty, torch.ones_like(penalty)))
-            torch.autograd.backward(*map(list, zip(*used, strict=True)))
+            torch.autograd.backward([output for output, _ in used], [gradient for _, gradient in used])
 
         self._collect(step, work)
         return self._result(began, step, leaves, _metrics(out))
