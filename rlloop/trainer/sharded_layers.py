@@ -7,8 +7,7 @@ gradients, masters and checkpoints are those of a whole compute copy, and replic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,19 +49,6 @@ class ShardedLayers:
         for layer in self._layers:
             layer.free()
 
-    @contextmanager
-    def gathered(self, names: Iterable[str]) -> Iterator[None]:
-        """These parameters whole for as long as the context lasts. Collective."""
-        layers = list(dict.fromkeys(self._of[name] for name in names if name in self._of))
-        for layer in layers:
-            layer.gather()
-            layer.wait()
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.free()
-
     def _before(self, index: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             backwards = _in_backward()
@@ -95,11 +81,10 @@ class ShardedLayers:
 
 
 class _Layer:
-    """The sharded parameters of one layer."""
+    """The sharded parameters of one layer. Parameters stay the same objects; their memory comes and goes."""
 
     def __init__(self, shards: list[Shard], stream: torch.cuda.Stream | None, device: torch.device) -> None:
         self._shards, self._stream, self._device = shards, stream, device
-        self._bytes = {shard: shard.live.untyped_storage().nbytes() for shard in shards}
         self._gathered, self._done = True, None
         # Where the masters' type is the compute type, they are the rows.
         self.kept = {
@@ -116,13 +101,12 @@ class _Layer:
         if self._gathered:
             return
         self._gathered = True
+        for shard in self._shards:  # autograd's saved parameters are these very ones, and have the same values again
+            shard.live.data = torch.empty(shard.live.shape, dtype=shard.live.dtype, device=self._device)
         if self._stream is None:
             self._fill()
             return
-        current = torch.cuda.current_stream(self._device)
-        for shard in self._shards:  # of the current stream's memory
-            shard.live.untyped_storage().resize_(self._bytes[shard])
-        self._stream.wait_stream(current)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._fill()
             self._done = self._stream.record_event()
@@ -138,14 +122,13 @@ class _Layer:
         self.wait()
         self._gathered = False
         for shard in self._shards:
-            shard.live.untyped_storage().resize_(0)
+            shard.live.data = shard.live.new_empty(1).expand(shard.live.shape)
 
     def _fill(self) -> None:
         for shard in self._shards:
-            live = shard.live.data  # whose version autograd does not count: what it saved has the same values again
-            live.untyped_storage().resize_(self._bytes[shard])
-            live[shard.begin : shard.end] = self.kept[shard.name]
-            shard.ranks.share_rows(live, shard.sizes)
+            whole = shard.live.data
+            whole[shard.begin : shard.end] = self.kept[shard.name]
+            shard.ranks.share_rows(whole, shard.sizes)
 
 
 def _in_backward() -> bool:
