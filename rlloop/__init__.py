@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if TYPE_CHECKING:
     from rlloop.errors import ConfigError, ModelError, ParityError, RlloopError, RunError
     from rlloop.models import Model, load_model, save_model
+    from rlloop.models.adapter_files import load_adapter
     from rlloop.models.scoring import token_logprobs
     from rlloop.numerics.profile import NumericsProfile
     from rlloop.rollout import Engine
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "rlloop.errors": ("ConfigError", "ModelError", "ParityError", "RlloopError", "RunError"),
     "rlloop.models": ("Model", "load_model", "save_model"),
+    "rlloop.models.adapter_files": ("load_adapter",),
     "rlloop.models.scoring": ("token_logprobs",),
     "rlloop.numerics.profile": ("NumericsProfile",),
     "rlloop.rollout": ("Engine",),
@@ -57,6 +59,7 @@ __all__ = [
     "RlloopError",
     "RunError",
     "SamplingParams",
+    "load_adapter",
     "load_model",
     "save_model",
     "token_logprobs",

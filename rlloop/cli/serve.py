@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from rlloop.cli.serve_options import parse
+from rlloop.cli.serve_ranks import engine_over, layout_of, settings_of
 from rlloop.config.fleet import is_address
 from rlloop.config.rollout import EngineKind
 from rlloop.errors import ConfigError
@@ -93,14 +94,15 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
 
     if given.threads is not None:
         torch.set_num_threads(given.threads)
-    model = load_model(given.model, dtype=given.dtype, device=given.device)
-    make = Engine if given.engine is EngineKind.embedded else partial(vllm.build, given.engine)
-    engine = make(
-        model,
-        page_size=given.page_size,
-        max_batch_tokens=given.max_batch_tokens,
-        max_cache_tokens=given.max_cache_tokens,
-    )
+    layout = layout_of(given.layout)
+    if layout.world_size > 1:
+        if given.engine is not EngineKind.embedded:
+            raise ConfigError(f"--layout is for --engine embedded; vLLM has ranks of its own, not {given.layout}")
+        engine, model = stack.enter_context(engine_over(layout, given))
+    else:
+        model = load_model(given.model, dtype=given.dtype, device=given.device)
+        make = Engine if given.engine is EngineKind.embedded else partial(vllm.build, given.engine)
+        engine = make(model, **settings_of(given))
     service = EngineService(engine, max_waiting=given.max_waiting)
     follower = None
     if source is not None and store is not None:

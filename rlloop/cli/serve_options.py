@@ -95,6 +95,10 @@ def _engine_options(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--engine", choices=list(EngineKind), type=EngineKind, default=EngineKind.embedded, help="engine that samples"
     )
+    options.add_argument(
+        "--layout", nargs="*", default=[], metavar="tp=N",
+        help="ranks of one engine, each a process of this host with a GPU or CPU of its own; tp=N share each product",
+    )  # fmt: skip
     options.add_argument("--page-size", type=int, default=16, help="tokens of a page of the key-value cache")
     options.add_argument("--max-batch-tokens", type=int, default=8192, help="tokens computed in one step, at most")
     options.add_argument("--max-cache-tokens", type=int, help="tokens in the key-value cache; default: as many as fit")

@@ -14,7 +14,7 @@ INERT = frozenset(
     {
         # about the file itself
         "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "tokenizer_class",
-        "unsloth_fixed", "unsloth_version", "is_llama_config", "transformers.js_config",
+        "unsloth_fixed", "unsloth_version", "is_llama_config", "transformers.js_config", "merged_adapter",
         # how Hugging Face runs it
         "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "use_cache", "torchscript",
         "cache_implementation", "return_dict", "output_attentions", "output_hidden_states", "pretraining_tp",

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlloop.errors import ConfigError
-from rlloop.models.tensor_parallel import NO_ADAPTERS
 from rlloop.numerics import operators
 from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.layout import LogitsProcessing
-from rlloop.numerics.operators.distribution import dense, draw
+from rlloop.numerics.operators.distribution import check_targets, dense, draw
 from rlloop.numerics.operators.products import product
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.cut import share, shares
@@ -33,12 +31,8 @@ class Head:
     def __init__(self, ops: Ops, weight: Callable[[], Tensor], division: Division | None) -> None:
         self._ops, self._weight, self._division = ops, weight, division
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[T, D] -> [T, v] float32 of this rank's tokens of the vocabulary; `whole` and `sample` take them."""
-        return self._ops.logits(hidden, self._weight())
-
     def whole(self, logits: Tensor) -> Tensor:
-        """[T, V] on every rank."""
+        """Logits of this rank's tokens of the vocabulary [T, v] -> [T, V], on every rank."""
         return gathered(logits, self._division)
 
     def sample(
@@ -90,9 +84,7 @@ class Head:
         positions: Tensor | None, raw: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         assert self._division is not None
-        if self._ops.adapts(self._weight()):
-            raise ConfigError(NO_ADAPTERS)
-        operators.distribution.check_targets(targets, self._division.count)
+        check_targets(targets, self._division.count)
         return _CutLogprob.apply(hidden, self._weight(), targets, processing, seeds, positions, raw, self._division)
 
 
@@ -117,11 +109,12 @@ class _CutLogprob(torch.autograd.Function):
             bits = torch.stack((*(x.view(torch.int32) for x in floats), ids.int()), 1)
             made.append(division.ranks.gather(bits, 0, rows))
         logprobs, entropies, raws, ids = (column.contiguous() for column in torch.cat(made).unbind(1))
-        results = (*(x.view(torch.float32) for x in (logprobs, entropies, raws)), ids.long())
-        ctx.save_for_backward(hidden, weight, targets, results[1])
+        logprobs, entropies, raws = (x.view(torch.float32) for x in (logprobs, entropies, raws))
+        ids = ids.long()
+        ctx.save_for_backward(hidden, weight, targets, entropies)
         ctx.processing, ctx.division = processing, division
-        ctx.mark_non_differentiable(*results[2:])
-        return results
+        ctx.mark_non_differentiable(raws, ids)
+        return logprobs, entropies, raws, ids
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from rlloop.models.peer_gathers import peers_of
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.tensor_parallel import cut_linear
 from rlloop.numerics.layout import AttentionLayout, RecurrentState
@@ -83,6 +84,9 @@ class Linear(nn.Module):
             return ops.linear(x, self.weight, self.bias, self.across)
         if torch.is_grad_enabled():
             return gathered(cut_linear(x, self, ops, columns), self.rows)
+        peers = peers_of(self.rows)
+        if peers is not None and ops.fuses and peers.takes(x, columns, self.rows):
+            return peers.product(x if columns is None else peers.gather(x, columns), self.weight, self.bias, self.rows)
         return gathered(ops.linear(gathered(x, columns), self.weight, self.bias, self.across), self.rows)
 
 
@@ -132,8 +136,12 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops = step.ops
-        if self.gate_proj.bias is None and ops.fuses:
-            made = ops.gated_linear(x, self.gate_proj.weight, self.up_proj.weight)
+        gate, up = self.gate_proj, self.up_proj
+        if gate.bias is None and ops.fuses:
+            peers = peers_of(self.inner)
+            if self.inner is not None and peers is not None and peers.takes(x, self.inner):
+                return self.down_proj.whole(peers.gated(x, gate.weight, up.weight, self.inner), ops)
+            made = ops.gated_linear(x, gate.weight, up.weight)
         else:
-            made = ops.silu_mul(self.gate_proj(x, ops), self.up_proj(x, ops))
+            made = ops.silu_mul(gate(x, ops), up(x, ops))
         return self.down_proj.whole(made, ops, self.inner)

@@ -3,46 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlloop.models.checkpoint_names import EMBEDDING, HEAD, stored_state
-from rlloop.models.layers import Divisions
+from rlloop.models.stored_parameter import entries_of
 from rlloop.models.transformer import Model
-from rlloop.parallel.cut import Cut
-from rlloop.parallel.division import Division
-
-
-@dataclass(frozen=True, eq=False)
-class StoredParameter:
-    """One parameter of a model, as this rank holds it."""
-
-    live: nn.Parameter  # what operations read: the compute copy
-    shape: tuple[int, ...]  # of the whole parameter
-    trains: bool  # whether a gradient moves it
-    dim: int = 0  # that tensor-parallel ranks divide
-    division: Division | None = None  # None: `live` is the whole
-
-    @property
-    def cut(self) -> Cut | None:
-        """What this rank holds of the whole parameter; None: all of it."""
-        return None if self.division is None else self.division.cut(self.dim)
-
-    def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole parameter, or of another tensor of its shape; a view if it is one range."""
-        return whole if self.division is None else self.division.take(whole, self.dim)
-
-    def whole(self, part: Tensor | None = None) -> Tensor:
-        """The whole parameter, or (`part`, a tensor like `live`) another tensor of its shape. Collective."""
-        part = self.live.detach() if part is None else part
-        return part if self.division is None else self.division.gather(part, self.dim)
 
 
 class ParameterStore:
     """The parameters of `model` by name, as this rank holds them. A tied weight has one entry, and its other name
     stands in `aliases`.
+
+    Of a model with an adapter they are the adapter's: its base is frozen, and known by its digest.
 
     A parameter trains if it requires a gradient: `parameter.requires_grad_(False)` freezes it. A store refers to the
     model's tensors; after a parameter is replaced or frozen, construct another.
@@ -51,12 +26,13 @@ class ParameterStore:
     """
 
     def __init__(self, model: Model) -> None:
-        divisions = divisions_of(model)
-        self.entries: dict[str, StoredParameter] = {
-            name: _entry(live, *divisions.get(name, (0, None))) for name, live in model.named_parameters()
-        }
-        self.aliases: dict[str, str] = {HEAD: EMBEDDING} if model.lm_head is None else {}
-        self._architecture = model.config.architecture
+        adapter = model.adapter
+        named = model.named_parameters() if adapter is None else adapter.named_parameters().items()
+        self.entries = entries_of(model, named)
+        if adapter is not None:
+            self.entries = {name: replace(entry, scale=adapter.scale_of(name)) for name, entry in self.entries.items()}
+        self.aliases: dict[str, str] = {HEAD: EMBEDDING} if model.lm_head is None and adapter is None else {}
+        self._architecture = model.config.architecture if adapter is None else None
 
     def tensors(self) -> dict[str, Tensor]:
         """The live parameters, detached: writing into them changes the model."""
@@ -66,6 +42,8 @@ class ParameterStore:
         """The live parameters as checkpoints name them: experts one by one, as views into the tensor that holds all of
         them; tied weights under each of their names."""
         live = self.tensors()
+        if self._architecture is None:
+            return live
         return {**stored_state(live, self._architecture), **{alias: live[name] for alias, name in self.aliases.items()}}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -92,19 +70,3 @@ class ParameterStore:
         for name, whole in wholes:
             entry = self.entries[name]
             entry.live.copy_(entry.part(whole))
-
-
-def divisions_of(model: Model) -> Divisions:
-    """How tensor-parallel ranks divide the parameters of `model`, by their full names; those left out are whole."""
-    return {
-        f"{prefix}.{name}" if prefix else name: division
-        for prefix, module in model.named_modules()
-        for name, division in getattr(module, "divisions", {}).items()
-    }
-
-
-def _entry(live: nn.Parameter, dim: int, division: Division | None) -> StoredParameter:
-    shape = list(live.shape)
-    if division is not None:
-        shape[dim] = division.count
-    return StoredParameter(live, tuple(shape), live.requires_grad, dim, division)

@@ -111,6 +111,7 @@ def token_logprobs(
     *,
     sampling: Sequence[SamplingParams | None] | None = None,
     max_tokens: int | None = None,
+    adapter: str | None = None,
 ) -> list[Tensor]:
     """Differentiable logprobs of completions given their prompts, as the trainer computes them.
 
@@ -119,11 +120,13 @@ def token_logprobs(
     Returns one [T] float32 tensor each.
 
     `max_tokens` bounds the tokens of one forward (a longer sequence goes alone); None: one forward for all. It affects
-    memory, not bits.
+    memory, not bits. `adapter`: the name of a loaded adapter that computes every token; None: the model as it is.
 
     Raises `ConfigError` for an empty prompt, a token outside the vocabulary, a sequence beyond the model's positions,
     or a `sampling` of another length.
     """
+    if adapter is not None:
+        model = model.with_adapter(adapter)
     if sampling is None:
         sampling = [None] * len(sequences)
     if len(sampling) != len(sequences):
@@ -207,8 +210,8 @@ def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0)
     logprobs = model.output.token_logprob(hidden, ids[1:], LogitsProcessing())[0].cpu().numpy()
     if not top:
         return PromptScores(logprobs)
-    at_once = max(1, LOGITS_AT_ONCE // (model.config.vocab_size * (1 + top)))
-    chunks = (model.output.whole(model.output.logits(rows)) for rows in hidden.split(at_once))
+    at_once = max(1, LOGITS_AT_ONCE // (model.vocab_size * (1 + top)))
+    chunks = (model.output.whole(model.logits(rows)) for rows in hidden.split(at_once))
     return PromptScores(logprobs, Alternatives.joined([likeliest(model, logits, top) for logits in chunks]))
 
 
@@ -319,7 +322,7 @@ def _batches(rows: Sequence[ScoreRow], max_tokens: int | None) -> Iterator[list[
 
 def _check(model: Model, rows: Sequence[ScoreRow]) -> None:
     """Raises `ConfigError` for rows that the model cannot score, by their index."""
-    vocabulary, limit = model.config.vocab_size, model.max_positions
+    vocabulary, limit = model.vocab_size, model.max_positions
     for index, row in enumerate(rows):
         ids = row.token_ids
         if not is_ids(ids):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlloop.errors import ConfigError
 from rlloop.numerics import operators
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.operators.products import product
@@ -30,9 +29,6 @@ from rlloop.parallel.division import (
 
 if TYPE_CHECKING:
     from rlloop.models.layers import Linear
-
-
-NO_ADAPTERS = "adapters train on whole weights; set trainer.layout.tp to 1"
 
 
 class _CutLinear(torch.autograd.Function):
@@ -75,8 +71,6 @@ def cut_linear(x: Tensor, linear: Linear, ops: Ops, columns: Division | None = N
     own; None: x is whole on every rank."""
     rows = linear.rows
     assert rows is not None
-    if ops.adapts(linear.weight):
-        raise ConfigError(NO_ADAPTERS)
     if ops.profile.linear == "rlloop" and not (linear.across and ops.profile.tp_segments != "1"):
         return _CutLinear.apply(x, linear.weight, linear.bias, rows, columns)
     # Others' products: the whole one on every rank, whatever they sum in their gradients.

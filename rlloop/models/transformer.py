@@ -19,17 +19,21 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from rlloop.errors import ConfigError
 from rlloop.models import attention, latent
+from rlloop.models.adapter_slots import AdapterRegistry
+from rlloop.models.adapter_weights import Adapter, Target, find_targets
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.attention import Attention
 from rlloop.models.experts import Mixture
 from rlloop.models.head import Head
 from rlloop.models.latent import LatentAttention
 from rlloop.models.layers import Cache, Divisions, Linear, Mlp, Norm, PlainMlp, Step, Weight
+from rlloop.models.peer_gathers import peers_of
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable
 from rlloop.models.routing_record import RoutingRecord
+from rlloop.models.stored_parameter import StoredParameter, entries_of
 from rlloop.numerics.kernels import SETTINGS, backend_of
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import AdapterSlots, AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.profile import NumericsProfile
@@ -121,16 +125,21 @@ class Model(nn.Module):
     ) -> None:
         """`context`: the rank, and the device of its tensors; None: one rank on the CPU.
 
-        `weights_of`: a model of the same configuration whose parameters are shared; None: the model has its own.
+        `weights_of`: a model of the same configuration whose parameters are shared; None: the model has its own. Where
+        that model is whole and this one a tensor-parallel rank, parts that are one piece of a whole are shared, and
+        others are copies; where both are cut, otherwise than each other, all are. `refresh` brings copies up to date.
         """
         super().__init__()
         self.config = config
         self.profile = profile or NumericsProfile()
         self.context = context or ParallelContext(torch.device("cpu"))
-        self.ops = ops_for(self.profile)
+        self.adapter: Adapter | None = None if weights_of is None else weights_of.adapter  # of all rows
+        self.adapters = AdapterRegistry() if weights_of is None else weights_of.adapters  # those that rows may name
+        self.ops = self._with_own_adapter(ops_for(self.profile))
         self.checkpoint_layers = 0
         self.take_head_gradient: Callable[[Tensor], None] | None = None  # gets a tied weight's gradient as the head
         self.source_path: Path | None = None  # the folder it was loaded from
+        self._copies: list[tuple[nn.Parameter, StoredParameter, StoredParameter]] = []
         self.vocabulary = evenly(config.vocab_size, self.context.tp)  # of the output projection; the embedding is whole
         if weights_of is None:
             self._check_heads()
@@ -138,9 +147,40 @@ class Model(nn.Module):
             held = config.vocab_size if self.vocabulary is None else self.vocabulary.size
             self.lm_head = None if config.tied else Weight(held, config.hidden_size)
             self.rope = RopeTable(config)
-        else:
-            self.model, self.lm_head, self.rope = weights_of.model, weights_of.lm_head, weights_of.rope
-            self.source_path, self.checkpoint_layers = weights_of.source_path, weights_of.checkpoint_layers
+            return
+        self.rope, self.source_path = weights_of.rope, weights_of.source_path
+        self.checkpoint_layers = weights_of.checkpoint_layers
+        if all(weights_of.context.ranks(axis).size == self.context.ranks(axis).size for axis in ("tp", "ep")):
+            self.model, self.lm_head, self._copies = weights_of.model, weights_of.lm_head, weights_of._copies
+            return
+        with torch.device("meta"):
+            parts = Model(config, profile, self.context)
+        self.model, self.lm_head = parts.model, parts.lm_head
+        self._take_parts(weights_of)
+        self.refresh()
+
+    def _take_parts(self, whole: Model) -> None:
+        """Share what is one piece of a whole parameter; allocate the rest, and note where it comes from."""
+        source, state = entries_of(whole), {}
+        for name, entry in entries_of(self).items():
+            live, is_whole = source[name].live, source[name].division is None
+            if is_whole and entry.division is None:
+                state[name] = live
+            elif is_whole and entry.division is not None and entry.dim == 0 and len(entry.division.own) == 1:
+                state[name] = nn.Parameter(entry.part(live.detach()), requires_grad=False)
+            else:
+                shape = list(entry.shape)
+                if entry.division is not None:
+                    shape[entry.dim] = entry.division.size
+                state[name] = nn.Parameter(live.new_empty(shape), requires_grad=False)
+                self._copies.append((state[name], entry, source[name]))
+        self.load_state_dict(state, assign=True)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring copies of another model's weights (`weights_of`) up to date, in place. Collective if those are cut."""
+        for copy, entry, source in self._copies:
+            copy.copy_(entry.part(source.whole()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`to`, `cuda` and similar calls move the parameters; the context follows."""
@@ -158,15 +198,20 @@ class Model(nn.Module):
         """This rank's rows of the output projection [V, D]; where it is tied to the embedding, rows of that."""
         if self.lm_head is not None:
             return self.lm_head.weight
-        weight, take = self.model.embed_tokens.weight, self.take_head_gradient
-        if take is not None and torch.is_grad_enabled():  # a tied weight's two gradients are kept apart
-            weight = _Apart.apply(weight, take)
-        return taken(weight, self.vocabulary, 0)
+        return taken(self.model.embed_tokens.weight, self.vocabulary, 0)
 
     @property
     def output(self) -> Head:
-        """Logits, logprobs and draws."""
-        return Head(self.ops, lambda: self.head, self.vocabulary)
+        """Logprobs and draws of hidden states and `logits`."""
+        return Head(self.ops, lambda: self.scoring_head, self.vocabulary)
+
+    @property
+    def scoring_head(self) -> Tensor:
+        """`head` for differentiable products: `take_head_gradient` keeps a tied weight's two gradients apart."""
+        take = self.take_head_gradient
+        if self.lm_head is not None or take is None:
+            return self.head
+        return taken(_Apart.apply(self.model.embed_tokens.weight, take), self.vocabulary, 0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -175,6 +220,10 @@ class Model(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.context.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -224,7 +273,7 @@ class Model(nn.Module):
         """
         self.check_profile(profile)
         view = Model(self.config, profile, self.context, weights_of=self)
-        view.ops = ops(profile)
+        view.ops = view._with_own_adapter(ops(profile))
         return view
 
     def _check_heads(self) -> None:
@@ -236,6 +285,49 @@ class Model(nn.Module):
                 f"layout.tp is {self.context.tp.size}, and {config.architecture} has layers of {min(counts)} heads; "
                 f"set tp to {min(counts)} at most"
             )
+
+    def with_adapter(self, adapter: Adapter | str | None) -> Model:
+        """A view of the model in which every token has this adapter, or the one of this name; None: the base itself.
+
+        Weights are shared. Raises `ConfigError` for an unknown name, and as `check_adapts`.
+        """
+        if isinstance(adapter, str):
+            loaded = self.adapters.get(adapter)
+            adapter = Adapter(loaded.weights, self.adapter_targets(), adapter)
+        if adapter is not None:
+            self.check_adapts()
+        view = Model(self.config, self.profile, self.context, weights_of=self)
+        view.adapter = adapter
+        view.ops = view._with_own_adapter(self.ops)
+        return view
+
+    def _with_own_adapter(self, ops: Ops) -> Ops:
+        return ops.with_adapters(None if self.adapter is None else AdapterSlots(self.adapter.factors))
+
+    def adapter_targets(self) -> dict[str, Target]:
+        """The weights that adapters can adapt, by name."""
+        return find_targets(self, self.head, None if self.config.latent is None else self.config.num_heads)
+
+    def logits(self, hidden: Tensor, adapters: AdapterSlots | None = None) -> Tensor:
+        """Logits [T, V] float32 of hidden states [T, D]; `adapters` as for `hidden`. Of tensor-parallel ranks, each has
+        those of its own tokens of the vocabulary, as `output` takes them."""
+        return (self.ops if adapters is None else self.ops.with_adapters(adapters)).logits(hidden, self.head)
+
+    def check_adapts(self) -> None:
+        """Raises `ConfigError` where adapters cannot be computed under this profile or layout."""
+        profile, layout = self.profile, self.context.layout
+        others = [op for op in ("linear", "experts", "token_logprob") if getattr(profile, op) != "rlloop"]
+        if others:
+            raise ConfigError(f"adapters need the profile's {', '.join(others)} to be rlloop; leave it at the default")
+        for name, value, needed in (("tp_segments", profile.tp_segments, "1"), ("latent", profile.latent, "absorbed")):
+            if value != needed:
+                raise ConfigError(f"adapters need profile.{name}={needed}, and it is {value}")
+        for axis in ("tp", "ep"):
+            if getattr(layout, axis) > 1:
+                raise ConfigError(
+                    f"adapters need whole weights on each rank: the layout's {axis} must be 1, and it is "
+                    f"{getattr(layout, axis)}"
+                )
 
     def check_profile(self, profile: NumericsProfile) -> None:
         """Raises `ConfigError` for settings that this model does not support on its device or in its type."""
@@ -283,12 +375,14 @@ class Model(nn.Module):
         *,
         routes: RoutingRecord | None = None,
         even: bool = False,
+        adapters: AdapterSlots | None = None,
     ) -> Tensor:
         """Last hidden states of flat tokens, normed. tokens and positions [T] int64 -> [T, D].
 
         Positions are for the rope alone; masks and the cache go by `layout`. Without a cache that must be the trainer's
         (`AttentionLayout.of_sequences`). `routes` records the experts of each token, or holds those to replay.
         `even`: each rank of the layout has as many tokens; then no size has to be known on the host (CUDA graphs).
+        `adapters` says which adapter each token has; None: all have the model's own, if it has one.
 
         Raises `ConfigError` for positions of several axes (MRoPE), which no rope here supports.
         """
@@ -297,8 +391,11 @@ class Model(nn.Module):
                 f"positions have {positions.shape[0]} axes; the rope of {self.config.architecture} takes one position "
                 "a token (positions [T])"
             )
+        if (peers := peers_of(self.vocabulary)) is not None:
+            peers.begin()
         rope = (self.rope.table[0], self.rope.table[1])
-        step = Step(positions, rope, layout, cache, self.ops, routes, self.context, even)
+        ops = self.ops if adapters is None else self.ops.with_adapters(adapters)
+        step = Step(positions, rope, layout, cache, ops, routes, self.context, even)
         delta, stream = embedding(tokens, self.model.embed_tokens.weight), None
         for index, layer in enumerate(self.model.layers):
             delta, stream = self._run(index, layer, delta, stream, step)

@@ -28,9 +28,10 @@ from rlloop.models.checkpoint_names import (
 from rlloop.models.config import parse_config, read_config
 from rlloop.models.experts import BIAS
 from rlloop.models.layers import Norm
-from rlloop.models.parameters import ParameterStore, StoredParameter
+from rlloop.models.parameters import ParameterStore
 from rlloop.models.ropes import RopeTable
 from rlloop.models.safetensors_io import StoredWeights, write_single
+from rlloop.models.stored_parameter import StoredParameter
 from rlloop.models.transformer import Model
 from rlloop.numerics.kernels import RECURRENT, SINKS, backend_of, device_types
 from rlloop.numerics.profile import NumericsProfile

@@ -51,15 +51,13 @@ class Ops:
         self._fuses = all(getattr(profile, knob) == "rlloop" for knob in OPERATIONS)
         self._adapters: AdapterSlots | None = None
 
-    def with_adapters(self, adapters: AdapterSlots) -> Self:
-        """The same operations, whose products have the rows' adapters."""
+    def with_adapters(self, adapters: AdapterSlots | None) -> Self:
+        """The same operations, whose products have the rows' adapters; None: none has one."""
+        if adapters is self._adapters:
+            return self
         view = copy.copy(self)
         view._adapters = adapters
         return view
-
-    def adapts(self, weight: Tensor) -> bool:
-        """True if a weight has adapters here."""
-        return self._adapted(weight) is not None
 
     def _adapted(self, weight: Tensor | None) -> tuple[Factors, AdapterSlots] | None:
         """The factors of a weight and which each row has; None where it has none."""

@@ -20,6 +20,8 @@ from torch import Tensor
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.cut import Cut, Range, share
 
+UNITS = (64, 16, 1)  # elements: shares are multiples of the first of these that leaves ranks about as much each
+
 
 @dataclass(frozen=True, eq=False)
 class Division:
@@ -51,6 +53,16 @@ class Division:
     def repeats(self) -> bool:
         """True if some element is held more than once."""
         return sum(self.sizes) > self.count
+
+    def aligned(self, unit: int) -> bool:
+        """True if each rank has one range, which begins at a multiple of `unit`, and nothing is held twice."""
+        return self._alignment % unit == 0
+
+    @cached_property
+    def _alignment(self) -> int:
+        if self.repeats or any(len(ranges) != 1 for ranges in self.ranges):
+            return 1
+        return math.gcd(0, *(begin for ((begin, _),) in self.ranges))
 
     def cut(self, dim: int) -> Cut:
         """This rank's part of a tensor that is divided in `dim`."""
@@ -93,10 +105,15 @@ class Division:
 
 
 def evenly(count: int, ranks: Ranks) -> Division | None:
-    """Consecutive parts that differ by one element at most; None for one rank."""
+    """Consecutive parts of about the same size; None for one rank.
+
+    Shares are multiples of a kernel's tile, or of a vector, where that makes no rank's much larger.
+    """
     if ranks.size == 1:
         return None
-    return Division(ranks, count, tuple((share(count, ranks.size, rank),) for rank in range(ranks.size)))
+    unit = next(unit for unit in UNITS if unit == 1 or (count % unit == 0 and count >= 8 * unit * ranks.size))
+    parts = Division(ranks, count // unit, tuple((share(count // unit, ranks.size, r),) for r in range(ranks.size)))
+    return parts.times(unit)
 
 
 def heads_over(queries: int, groups: int, ranks: Ranks) -> tuple[Division, Division] | None:

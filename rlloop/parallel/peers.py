@@ -40,6 +40,10 @@ class PeerMemory:
         torch.cuda.synchronize(device)
         ranks.gather_objects(None)  # nobody writes before all have zeroed
 
+    def rewind(self) -> None:
+        """The next gather takes the first buffer again. All ranks have met since they read it."""
+        self._next = 0
+
     def buffer(self, rows: int, columns: int, first: int) -> Buffer:
         """The next gather's: [rows, columns], of which this rank writes those from `first` on (a multiple of 8)."""
         assert rows * columns <= self.numbers

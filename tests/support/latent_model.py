@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rlloop.models.head import Head
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import NumericsProfile
@@ -19,11 +20,14 @@ class LatentModel(nn.Module):
     recurrent = False
     max_positions = 160
     context = ParallelContext(torch.device("cpu"))
+    adapter = None
+    vocab_size = VOCABULARY
 
     def __init__(self, profile: NumericsProfile | None = None, seed: int = 0) -> None:
         super().__init__()
         self.profile = profile or NumericsProfile()
         self.ops = ops_for(self.profile)
+        self.output = Head(self.ops, lambda: self.head, None)
         generator = torch.Generator().manual_seed(seed)
 
         def weight(*shape: int) -> nn.Parameter:
@@ -39,6 +43,13 @@ class LatentModel(nn.Module):
         angle = torch.outer(torch.arange(self.max_positions), frequency).float()
         self.cos, self.sin = angle.cos(), angle.sin()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.dtype
+
+    def refresh(self) -> None:
+        """No weights are copies of others."""
+
     def state_spec(self) -> list[dict[str, tuple[int, ...]]]:
         return [{}] * LAYERS
 
@@ -51,7 +62,9 @@ class LatentModel(nn.Module):
     def indexed_layers(self) -> int:
         return 0
 
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout, cache=None, routes=None):
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, layout: AttentionLayout, cache=None, routes=None, adapters=None
+    ):
         ops, x, rest = self.ops, self.embed[tokens], None
         for layer in range(LAYERS):
             normed, rest = ops.rms_norm(x, self.norm, 1e-6, rest)
@@ -62,6 +75,9 @@ class LatentModel(nn.Module):
                 (latent,) = cache.write(layer, latent=latent)
             x = ops.linear(ops.attention(q, latent, latent, layout, WIDTH**-0.5).flatten(1), self.out[layer])
         return ops.rms_norm(x, self.norm, 1e-6, rest)[0]
+
+    def logits(self, hidden: Tensor, adapters=None):
+        return self.ops.logits(hidden, self.head)
 
 
 PROMPTS = [[5, 6, 7], [9], list(range(3, 40)), [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]]

@@ -13,20 +13,22 @@ from typing import Any
 import torch
 
 
-def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, kind: str = "cpu") -> list[Any]:
     """`function(*args)` in `size` processes of one process group; their results, in order of rank.
+
+    `kind` cuda: each has a GPU of its own, the current one, and NCCL.
 
     `function` must be importable: a module's own. Starting processes takes seconds: put many cases into one call.
     """
     with tempfile.TemporaryDirectory() as folder:
-        work = partial(_rank, f"file://{Path(folder) / 'meeting'}", size, function, args)
+        work = partial(_rank, kind, f"file://{Path(folder) / 'meeting'}", size, function, args)
         with ProcessPoolExecutor(size, multiprocessing.get_context("spawn")) as pool:
             return list(pool.map(work, range(size)))
 
 
-def _rank(address: str, size: int, function: Callable[..., Any], args: tuple[Any, ...], rank: int) -> Any:
-    from rlloop.parallel.start import process_group
+def _rank(kind: str, address: str, size: int, function: Callable[..., Any], args: tuple[Any, ...], rank: int) -> Any:
+    from rlloop.parallel.start import Place, process_group
 
     torch.set_num_threads(1)
-    with process_group(torch.device("cpu"), address, rank, size):
+    with process_group(Place(rank, size, address, rank).device(kind), address, rank, size):
         return function(*args)

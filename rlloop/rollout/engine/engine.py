@@ -10,7 +10,8 @@ knows yet, and the host learns of both a step later.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +19,13 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError
+from rlloop.models.adapter_files import load_adapter
+from rlloop.models.adapter_slots import MAX_RANK, SLOTS, AdapterStats, LoadedAdapter
 from rlloop.models.logits_processing import on_device, warp_for
+from rlloop.models.peer_gathers import open_peers
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.scoring import likeliest, score_prompt
-from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
+from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessing
 from rlloop.numerics.operators.distribution import check_drawn
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.front_end import EngineFrontEnd
@@ -59,6 +63,8 @@ class Engine(EngineFrontEnd):
       Off for models with recurrent layers: a block holds keys and values of its tokens, but not the state after them.
     - `max_running`: requests in one step.
     - `record_choices`: keep which experts and past tokens the model chose for each token; `Completion` has them.
+    - `adapter_slots`, `adapter_rank`: room for adapters on the model's device: how many may run at once, of which rank
+      at most. More may be loaded: their requests wait for a slot. Memory is taken by the weights that adapters adapt.
     - `seed`: of the stream that requests without a seed of their own draw theirs from.
 
     None of these decides a completion's bits, `seed` apart.
@@ -80,11 +86,15 @@ class Engine(EngineFrontEnd):
         max_running: int = 512,
         record_choices: bool = True,
         seed: int = 0,
+        adapter_slots: int = SLOTS,
+        adapter_rank: int = MAX_RANK,
     ) -> None:
         for name, value in (
             ("page_size", page_size),
             ("max_batch_tokens", max_batch_tokens),
             ("max_running", max_running),
+            ("adapter_slots", adapter_slots),
+            ("adapter_rank", adapter_rank),
         ):
             if value < 1:
                 raise ConfigError(f"Engine's {name} is {value}; it must be at least 1")
@@ -92,6 +102,8 @@ class Engine(EngineFrontEnd):
         self.page_size = page_size
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
+        self._adapter_room = (adapter_slots, adapter_rank)
+        self._own = None if model.adapter is None else LoadedAdapter.live(model.adapter, 0)
         self._prefix_caching = prefix_caching and not model.recurrent
         self._device = model.context.device
         spec, dtype = model.cache_spec(), model.dtype
@@ -106,11 +118,12 @@ class Engine(EngineFrontEnd):
             )
         self._num_blocks = max_cache_tokens // page_size
         room = self._num_blocks * page_size
-        super().__init__(Limits(model.config.vocab_size, model.max_positions, room, model.eos_token_ids), seed)
+        super().__init__(Limits(model.vocab_size, model.max_positions, room, model.eos_token_ids), seed)
         states = model.state_spec()
         self._cache = PagedCache(spec, room, dtype, self._device, states, max_running)
         self._choices = ChoiceStore.of(model, room) if record_choices else None
         self._graphs = None
+        open_peers(model, model.context.tp, self._device, max_batch_tokens)
         if self._device.type == "cuda":
             self._graphs = DecodeGraphs(model, self._cache, page_size, self._choices)
         self._scheduler = self._new_scheduler()
@@ -189,12 +202,53 @@ class Engine(EngineFrontEnd):
     # ---------------------------------------------------------------------------------------------- weights and facts
 
     def _forget_cached(self) -> None:
+        self.model.refresh()
         self._scheduler.blocks.forget(self.policy_version)
+        if self.model.adapter is not None:
+            self._own = LoadedAdapter.live(self.model.adapter, self.policy_version)
         if self._graphs is not None:
             self._graphs.check_weights()
 
     def fingerprint(self) -> dict[str, Any]:
         return self.model.fingerprint()
+
+    # ---------------------------------------------------------------------------------------------- adapters
+
+    def load_adapter(self, name: str, folder: str | Path) -> int:
+        """Load a PEFT folder under `name`, between steps, while requests run; returns its version, from 1 on.
+
+        A name that is loaded already gets a new version: requests that are here keep theirs, later ones have the new
+        one, and no cached block of one is the other's. The adapter is the model's: its other engines have it, too.
+
+        Raises `ConfigError` or `ModelError` as `rlloop.load_adapter`, and then nothing has changed.
+        """
+        if not self.model.adapters.names:
+            self.model.adapters.configure(*self._adapter_room)
+        return load_adapter(self.model, folder, name)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it are finished with it. Raises `ConfigError` for an unknown name."""
+        self.model.adapters.drop(name)
+
+    def adapter_stats(self) -> AdapterStats:
+        """Counts of the model's adapters, since it was made."""
+        return replace(self.model.adapters.stats)
+
+    def _check_adapter(self, adapter: str | None) -> None:
+        if adapter is not None:
+            self.model.adapters.get(adapter)
+
+    def _slots(self, batch: ScheduledStep) -> np.ndarray | None:
+        """[S] int64 the slot of each request's adapter, −1: none; None where all have the model's own, or none."""
+        table = self._scheduler.table
+        if not table.adapted[batch.rows].any():
+            return None
+        adapters = [table.request(row).adapter or self._own for row in batch.rows.tolist()]
+        slots = self.model.adapters.place([each for each in adapters if each is not None])
+        return np.array([-1 if each is None else slots[each] for each in adapters])
+
+    def _with_slots(self, slots: np.ndarray | None) -> AdapterSlots | None:
+        return None if slots is None else self.model.adapters.rows(self._tensor(slots))
 
     # ---------------------------------------------------------------------------------------------- one step
 
@@ -211,31 +265,34 @@ class Engine(EngineFrontEnd):
         blocks = -(-int((batch.context + batch.counts).max()) // self.page_size)
         block_start = table.blocks[batch.rows, :blocks] * self.page_size
         slots = block_start[sequence, index // self.page_size] + index % self.page_size
-        emitting = batch.rows[batch.emits]
+        emitting, slots_of = batch.rows[batch.emits], self._slots(batch)
         decodes = len(emitting) == end[-1] and positions.ndim == 1  # one token each
         if self._graphs is not None and decodes:
             if tokens_before is None:
                 tokens = self._tensor(table.tokens[batch.rows, index])
             else:
                 tokens = self._picked(tokens_before, batch.source)
-            where, warp = (tokens, index, positions, slots, block_start), self._warp(emitting)
+            where, warp = (tokens, slots_of, index, positions, slots, block_start), self._warp(emitting)
             if self._draws_plainly(warp) and not table.top[emitting].any():
                 token_ids, drawn = self._graphs.draw(*where, table.seed[emitting])
             else:
                 token_ids, drawn = self._sample([self._graphs.logits(*where)], emitting, warp)
         else:
             tokens_now = table.tokens[batch.rows[sequence], index]
-            hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start)
-            last, output = hidden[self._tensor(end[batch.emits] - 1)], self.model.output
-            held = LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"])
-            parts = map(output.logits, last.split(max(1, held // self.model.config.vocab_size)))
+            adapters = self._with_slots(None if slots_of is None else slots_of[sequence])
+            hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start, adapters)
+            last, vocabulary = hidden[self._tensor(end[batch.emits] - 1)], self.model.vocab_size
+            at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // vocabulary)
+            adapters = self._with_slots(None if slots_of is None else slots_of[batch.emits])
+            spans = (slice(begin, begin + at_once) for begin in range(0, len(last), at_once))
+            parts = (self.model.logits(last[span], adapters and adapters.at(span)) for span in spans)
             token_ids, drawn = self._sample(parts, emitting, self._warp(emitting))
         self._scheduler.advance(batch)
         return _Flight(batch, token_ids, self._to_host(drawn))
 
     def _hidden(
         self, batch: ScheduledStep, query_start: np.ndarray, token_ids: np.ndarray, positions: np.ndarray,
-        slots: np.ndarray, block_start: np.ndarray,
+        slots: np.ndarray, block_start: np.ndarray, adapters: AdapterSlots | None,
     ) -> Tensor:  # fmt: skip
         self._cache.slots, self._cache.rows = self._tensor(slots), self._tensor(batch.rows)
         layout = AttentionLayout(
@@ -247,7 +304,7 @@ class Engine(EngineFrontEnd):
         )
         routes = None if self._choices is None else RoutingRecord()
         tokens, at = self._tensor(token_ids), self._tensor(positions)
-        hidden = self.model.hidden(tokens, at, layout, self._cache, routes=routes)
+        hidden = self.model.hidden(tokens, at, layout, self._cache, routes=routes, adapters=adapters)
         if self._choices is not None and routes is not None:
             self._choices.write(self._cache.slots, routes)
         return hidden
@@ -331,7 +388,12 @@ class Engine(EngineFrontEnd):
             max_batch_tokens=self._max_batch_tokens,
             max_running=self._max_running,
             choices=self._choices,
+            adapter_slots=self._adapter_room[0],
+            own_adapter=self.model.adapter is not None,
         )
 
-    def _accept(self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int) -> None:
-        self._scheduler.add(Request.of(id, prompt, sampling, self.limits.eos_token_ids, top_logprobs))
+    def _accept(
+        self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None
+    ) -> None:
+        loaded = None if adapter is None else self.model.adapters.get(adapter)
+        self._scheduler.add(Request.of(id, prompt, sampling, self.limits.eos_token_ids, top_logprobs, loaded))

@@ -16,7 +16,7 @@ import numpy as np
 from rlloop.errors import ConfigError
 from rlloop.parallel.progress import tick
 from rlloop.rollout.engine.scheduler import EngineStats
-from rlloop.rollout.engine.validation import Limits, check_request, drawn_seed, one_for_each
+from rlloop.rollout.engine.validation import Limits, adapter_for_each, check_request, drawn_seed, one_for_each
 from rlloop.types import Completion, ModelInput, Part, PromptScores, SamplingParams, as_model_input
 
 
@@ -63,8 +63,15 @@ class EngineFrontEnd(ABC):
         """Everything that decides the bits. The engine's own settings do not, so they are not in it."""
 
     @abstractmethod
-    def _accept(self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int) -> None:
+    def _accept(
+        self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None
+    ) -> None:
         """Queue a request that passed the checks and has a seed."""
+
+    def _check_adapter(self, adapter: str | None) -> None:
+        """Raises `ConfigError` for an adapter that is not loaded, or where the engine has none."""
+        if adapter is not None:
+            raise ConfigError(f"adapter {adapter!r} was named, and only the embedded engine has adapters")
 
     def _check(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
         """Raises `ConfigError` for a request that this engine cannot take."""
@@ -88,21 +95,25 @@ class EngineFrontEnd(ABC):
         prompts: Sequence[ModelInput | list[int]],
         sampling: SamplingParams | list[SamplingParams],
         on_progress: Callable[[int, int], None] | None = None,
+        adapters: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Continue every prompt, token ids or a `ModelInput`; completions come in the order of the prompts.
 
-        `sampling` is one for all, or a list with one for each. `on_progress(finished, tokens)` is called after each
+        `sampling` is one for all, or a list with one for each; so are `adapters`, names of loaded ones (None: the model
+        as it is), of which any number may be among the prompts. `on_progress(finished, tokens)` is called after each
         step with the number of finished completions and of tokens generated so far.
         """
         if self.has_work:
             raise ConfigError("generate was called while requests are in flight; step() until has_work is False")
-        each = one_for_each(prompts, sampling)
-        for prompt, params in zip(prompts, each, strict=True):
+        each, names = one_for_each(prompts, sampling), adapter_for_each(prompts, adapters)
+        for prompt, params, name in zip(prompts, each, names, strict=True):
             self._check(prompt, params)
+            self._check_adapter(name)
         done: dict[int, Completion] = {}
         before = self._stats.made_tokens
         try:
-            ids = [self._add(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+            requests = zip(prompts, each, names, strict=True)
+            ids = [self._add(prompt, params, adapter=name) for prompt, params, name in requests]
             while self.has_work:
                 done.update(self.step())
                 tick()
@@ -115,22 +126,37 @@ class EngineFrontEnd(ABC):
 
     # ---------------------------------------------------------------------------------------------- step by step
 
-    def add_request(self, prompt: ModelInput | list[int], sampling: SamplingParams, *, top_logprobs: int = 0) -> int:
+    def add_request(
+        self,
+        prompt: ModelInput | list[int],
+        sampling: SamplingParams,
+        *,
+        top_logprobs: int = 0,
+        adapter: str | None = None,
+    ) -> int:
         """Queue one prompt; returns the id under which `step` will hand out its completion.
 
         With `top_logprobs`, the completion has that many `alternatives` a token (of a small vocabulary, all).
+        `adapter`: the name of the loaded adapter that computes it, in the version that it has now.
         """
         self._check(prompt, sampling, top_logprobs)
-        return self._add(prompt, sampling, top_logprobs)
+        self._check_adapter(adapter)
+        return self._add(prompt, sampling, top_logprobs, adapter)
 
-    def _add(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> int:
+    def _add(
+        self,
+        prompt: ModelInput | list[int],
+        sampling: SamplingParams,
+        top_logprobs: int = 0,
+        adapter: str | None = None,
+    ) -> int:
         id = self._next_id
         self._next_id += 1
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
         model_input = as_model_input(prompt)
         ids = np.asarray(model_input.token_ids).tolist()  # Python's integers, whatever kind they were
-        self._accept(id, dataclasses.replace(model_input, token_ids=ids), sampling, top_logprobs)
+        self._accept(id, dataclasses.replace(model_input, token_ids=ids), sampling, top_logprobs, adapter)
         return id
 
     @property

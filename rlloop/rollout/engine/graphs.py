@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from rlloop.models import Model
 
 LEAST_TOKENS = 1024  # what the pages of a row hold at least
-SLOT = 3  # a column of `_Recorded.inputs`
-PAGES = 5  # the column of `_Recorded.inputs` where they begin
+ADAPTER, SLOT = 1, 4  # columns of `_Recorded.inputs`
+PAGES = 6  # the column of `_Recorded.inputs` where they begin
 
 
 @dataclass(frozen=True)
 class _Recorded:
     graph: torch.cuda.CUDAGraph
-    inputs: Tensor  # [R, 5 + B] int64: token, index, position, slot, seed, first slots of pages
+    inputs: Tensor  # [R, 6 + B] int64: token, adapter's slot, index, position, slot, seed, first slots of pages
     layout: AttentionLayout  # filled from them
     outputs: tuple[Tensor, ...]  # logits; or ids [R] int64 and, packed, [3, R] int32
 
@@ -42,9 +42,9 @@ class DecodeGraphs:
 
     def __init__(self, model: Model, cache: PagedCache, page_size: int, choices: ChoiceStore | None) -> None:
         self._model, self._cache, self._page_size, self._choices = model, cache, page_size, choices
-        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
+        self._recorded: dict[tuple[int, int, bool, bool], _Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._made_of = (model.ops, self._addresses())
+        self._made_of, self._adapters_at = (model.ops, self._addresses()), []
 
     def check_weights(self) -> None:
         """Forget the graphs where parameters lie elsewhere by now, or meet other operations."""
@@ -53,20 +53,23 @@ class DecodeGraphs:
             self._made_of = now
 
     def logits(
-        self, tokens: Tensor, index: np.ndarray, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray
-    ) -> Tensor:
-        """Logits of one token a row, as `Head.logits` has them. The host need not know the tokens.
+        self, tokens: Tensor, adapters: np.ndarray | None, index: np.ndarray, positions: np.ndarray, slots: np.ndarray,
+        pages: np.ndarray,
+    ) -> Tensor:  # fmt: skip
+        """Logits of one token a row, as `Model.logits` has them. The host need not know the tokens.
 
-        tokens, index in the sequence, position for the rope, slots [S]; pages [S, B]: the first slots of each row's.
+        tokens, adapters' slots (−1: none; None: all rows have the model's own), index in the sequence, position for the
+        rope, slots [S]; pages [S, B]: the first slots of each row's.
 
         What it returns is valid until the next call.
         """
-        (logits,) = self._replay(False, tokens, pages, index, positions, slots)
+        (logits,) = self._replay(False, tokens, adapters, pages, index, positions, slots)
         return logits[: len(tokens)]
 
     def draw(
         self,
         tokens: Tensor,
+        adapters: np.ndarray | None,
         index: np.ndarray,
         positions: np.ndarray,
         slots: np.ndarray,
@@ -74,17 +77,25 @@ class DecodeGraphs:
         seeds: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
         """The next tokens, drawn from unwarped distributions: ids [S] and, as `packed` has them, [3, S]."""
-        ids, made = self._replay(True, tokens, pages, index, positions, slots, seeds)
+        ids, made = self._replay(True, tokens, adapters, pages, index, positions, slots, seeds)
         return ids[: len(tokens)], made[:, : len(tokens)]
 
-    def _replay(self, draws: bool, tokens: Tensor, pages: np.ndarray, *columns: np.ndarray) -> tuple[Tensor, ...]:
+    def _replay(
+        self, draws: bool, tokens: Tensor, adapters: np.ndarray | None, pages: np.ndarray, *columns: np.ndarray
+    ) -> tuple[Tensor, ...]:
+        adapted = adapters is not None
+        if adapted and self._adapters_at != (now := self._model.adapters.addresses()):
+            self._recorded = {key: step for key, step in self._recorded.items() if not key[3]}
+            self._adapters_at = now
         least = min(LEAST_TOKENS, self._model.max_positions) // self._page_size
         rows, width, count = rounded(len(tokens)), at_least(pages.shape[1], least), len(tokens)
-        step = self._recorded.get((rows, width, draws)) or self._record(rows, width, draws)
+        step = self._recorded.get((rows, width, draws, adapted)) or self._record(rows, width, draws, adapted)
         given = torch.empty(rows, PAGES + width, dtype=torch.int64, pin_memory=True)
         host = given.numpy()
         host[:, :PAGES], host[:, PAGES:], host[:, SLOT] = 0, self._cache.spare, self._cache.spare
-        for column, values in enumerate(columns, 1):
+        if adapters is not None:
+            host[:, ADAPTER], host[:count, ADAPTER] = -1, adapters
+        for column, values in enumerate(columns, ADAPTER + 1):
             host[:count, column] = values
         host[:count, PAGES : PAGES + pages.shape[1]] = pages
         step.inputs.copy_(given, non_blocking=True)
@@ -92,7 +103,7 @@ class DecodeGraphs:
         step.graph.replay()
         return step.outputs
 
-    def _record(self, rows: int, width: int, draws: bool) -> _Recorded:
+    def _record(self, rows: int, width: int, draws: bool, adapted: bool) -> _Recorded:
         device, output = self._model.device, self._model.output
         inputs = torch.zeros(rows, PAGES + width, dtype=torch.int64, device=device)
         inputs[:, SLOT], inputs[:, PAGES:] = self._cache.spare, self._cache.spare
@@ -105,16 +116,19 @@ class DecodeGraphs:
         )
 
         def work() -> tuple[Tensor, ...]:
-            tokens, index, positions, slots, seeds = (inputs[:, i].contiguous() for i in range(PAGES))
+            tokens, adapter, index, positions, slots, seeds = (inputs[:, i].contiguous() for i in range(PAGES))
             layout.context.copy_(index)
             layout.block_start.copy_(inputs[:, PAGES:])
             self._cache.slots = slots
+            adapters = self._model.adapters.rows(adapter) if adapted else None
             routes = None if self._choices is None else RoutingRecord()
             tokens = tokens.clamp(min=0)  # -1: no token could be drawn, of which the host knows later
-            hidden = self._model.hidden(tokens, positions, layout, self._cache, routes=routes, even=True)
+            hidden = self._model.hidden(
+                tokens, positions, layout, self._cache, routes=routes, even=True, adapters=adapters
+            )
             if self._choices is not None and routes is not None:
                 self._choices.write(slots, routes)
-            logits = output.logits(hidden)
+            logits = self._model.logits(hidden, adapters)
             if not draws:
                 return (logits,)
             made = output.sample(logits, LogitsProcessing(), seeds, index + 1)
@@ -124,7 +138,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             made = work()
-        step = self._recorded[rows, width, draws] = _Recorded(graph, inputs, layout, made)
+        step = self._recorded[rows, width, draws, adapted] = _Recorded(graph, inputs, layout, made)
         return step
 
     def _addresses(self) -> list[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlloop.models.adapter_slots import LoadedAdapter
 from rlloop.rollout.engine.choice_store import Choices, ChoiceStore
 from rlloop.types import Alternatives, Completion, FinishReason, ModelInput, SamplingParams, as_model_input, stop_ids
 
@@ -32,7 +33,7 @@ class Request:
     raw_logprobs: np.ndarray  # [known] float32, likewise
     choices: Callable[[], Choices] = lambda: (None, None)  # waits for experts and selections of its computed tokens
     block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as anyone asked
-    adapter: str | None = None  # which computes it; for the names of its blocks
+    adapter: LoadedAdapter | None = None  # which computes it; None: the model as it is
     top: int = 0  # how many of the likeliest tokens are kept beside each that is drawn
     likeliest: list[Alternatives] = field(default_factory=list)  # one a token made, where they are
 
@@ -44,11 +45,19 @@ class Request:
         sampling: SamplingParams,
         eos_token_ids: tuple[int, ...],
         top: int = 0,
+        adapter: LoadedAdapter | None = None,
     ) -> Request:
         model_input = as_model_input(prompt)
         zeros = np.zeros(len(model_input), dtype=np.float32)
         ids = np.array(model_input.token_ids, dtype=np.int64)
-        return cls(id, model_input, sampling, stop_ids(sampling, eos_token_ids), ids, zeros, zeros, top=top)
+        return cls(
+            id, model_input, sampling, stop_ids(sampling, eos_token_ids), ids, zeros, zeros, top=top, adapter=adapter
+        )
+
+    @property
+    def adapter_key(self) -> str | None:
+        """Name and version of its adapter, for the names of its blocks."""
+        return None if self.adapter is None else self.adapter.key
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -95,6 +104,7 @@ class RequestTable:
         self.max_length = np.zeros(max_rows, dtype=np.int64)  # prompt and max_tokens
         self.seed = np.zeros(max_rows, dtype=np.int64)
         self.top = np.zeros(max_rows, dtype=np.int64)  # see Request
+        self.adapted = np.zeros(max_rows, dtype=bool)  # requests with an adapter
         self.placed = np.zeros(max_rows, dtype=bool)  # prompts that bring positions of their own
         self.shift = np.zeros(max_rows, dtype=np.int64)  # a token's rope position less its index, after the prompt
         self.row_of: dict[int, int] = {}  # by the request's id
@@ -127,6 +137,7 @@ class RequestTable:
         self.prompt_length[row], self.max_length[row] = len(request.prompt_ids), limit
         self.min_length[row] = len(request.prompt_ids) + request.sampling.min_tokens
         self.seed[row], self.top[row] = request.sampling.seed, request.top
+        self.adapted[row] = request.adapter is not None
         self.placed[row], self.shift[row] = request.model_input.positions is not None, 0
         if self.placed[row]:
             after = len(request.model_input)

@@ -8,14 +8,17 @@ the bits of a token depend on its own sequence alone.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.kv_cache import BlockManager
 from rlloop.rollout.engine.request import Request, RequestTable
+
+PATIENCE, LOOK_AHEAD = 256, 1024  # requests that pass one whose adapter has no slot; that are looked at for it
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class EngineStats:
     computed_tokens: int = 0  # that went through the model: all but cache hits, and again after a preemption
     cached_tokens: int = 0  # that admissions found in the prefix cache
     preemptions: int = 0
+    adapter_waits: int = 0  # steps in which a request waited for a slot, since as many other adapters were running
 
 
 class Scheduler:
@@ -57,7 +61,10 @@ class Scheduler:
         max_batch_tokens: int,
         max_running: int,
         choices: ChoiceStore | None = None,
+        adapter_slots: int = 1,
+        own_adapter: bool = False,
     ) -> None:
+        """`adapter_slots`: adapters that may run at once. `own_adapter`: requests that name none have the model's."""
         self.blocks = blocks
         self.stats = stats
         self.max_batch_tokens = max_batch_tokens
@@ -65,6 +72,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running = np.zeros(0, dtype=np.int64)  # rows, in order of admission
         self._ahead: ScheduledStep | None = None
+        self._adapter_slots, self._own_adapter = adapter_slots, own_adapter
+        self._adapters: Counter[str | None] = Counter()  # running requests of each adapter that takes a slot
+        self._passed = 0  # requests that were admitted before the one that waits longest, which lacks a slot
 
     @property
     def num_requests(self) -> int:
@@ -127,7 +137,8 @@ class Scheduler:
         made = np.full(len(table.length), -1)
         made[before.rows[before.emits]] = np.arange(int(before.emits.sum()))
         source, needy = made[rows], self._without_slot(rows)
-        alone = len(self.waiting) == 0 or self._place_for(self.waiting[0], 0) is None
+        first = self._next_waiting()
+        alone = first is None or self._place_for(self.waiting[first], 0) is None
         if not (alone and 0 < len(rows) <= self.max_batch_tokens and (source >= 0).all()):
             return None
         if not self.blocks.may_append(len(needy)):
@@ -195,13 +206,16 @@ class Scheduler:
     def _admit(self, budget: int) -> list[tuple[int, int]]:
         """Move waiting requests into rows while tokens, blocks and rows last. Returns (row, tokens to compute now)."""
         admitted = []
-        while self.waiting and budget > 0:
-            request = self.waiting[0]
+        while budget > 0 and (index := self._next_waiting()) is not None:
+            request = self.waiting[index]
             place = self._place_for(request, len(admitted))
             if place is None:
                 break
             shared, fresh = place
-            self.waiting.popleft()
+            del self.waiting[index]
+            self._passed = self._passed + 1 if index else 0
+            if self._takes_slot(request):
+                self._adapters[request.adapter_key] += 1
             computed = len(shared) * self.blocks.page_size
             row = self.table.load(request, self.blocks.allocate(shared, fresh), computed)
             count = min(budget, len(request.token_ids) - computed)
@@ -210,7 +224,29 @@ class Scheduler:
             # At once, so that the next request of the same group shares blocks that this very step fills.
             self._remember(row, computed, computed + count)
             admitted.append((row, count))
+        if self.waiting and not self._has_slot(self.waiting[0]):
+            self.stats.adapter_waits += 1
         return admitted
+
+    def _next_waiting(self) -> int | None:
+        """Which waiting request comes next: the first, or while its adapter has no slot, the first whose has one.
+
+        No more than `PATIENCE` requests pass the first one.
+        """
+        if self.waiting and self._has_slot(self.waiting[0]):
+            return 0
+        if self._passed >= PATIENCE:
+            return None
+        ahead = enumerate(islice(self.waiting, LOOK_AHEAD))
+        return next((index for index, request in ahead if self._has_slot(request)), None)
+
+    def _takes_slot(self, request: Request) -> bool:
+        return request.adapter is not None or self._own_adapter
+
+    def _has_slot(self, request: Request) -> bool:
+        """True where its adapter is running, one more may run, or it needs none."""
+        free = len(self._adapters) < self._adapter_slots
+        return free or not self._takes_slot(request) or request.adapter_key in self._adapters
 
     def _place_for(self, request: Request, newcomers: int) -> tuple[list[int], int] | None:
         """The cached blocks that it begins with and how many more it needs, if there is room for it now."""
@@ -229,7 +265,7 @@ class Scheduler:
 
     def _names(self, request: Request, token_ids: np.ndarray, count: int) -> list[bytes]:
         """The names of its first `count` blocks, and of those after them that were asked for before."""
-        return self.blocks.chain(request.block_hashes, token_ids, count, request.model_input, request.adapter)
+        return self.blocks.chain(request.block_hashes, token_ids, count, request.model_input, request.adapter_key)
 
     def _remember(self, row: int, computed: int, after: int) -> None:
         """Name the blocks that this step fills, by taking the row's cached tokens from `computed` to `after`."""
@@ -247,4 +283,7 @@ class Scheduler:
     def _release(self, row: int) -> Request:
         request, blocks = self.table.unload(row)
         self.blocks.deallocate(blocks)
+        if self._takes_slot(request):
+            self._adapters[request.adapter_key] -= 1
+            self._adapters += Counter()  # drops those of no request
         return request

@@ -72,6 +72,17 @@ def one_for_each(
     return list(each)
 
 
+def adapter_for_each(
+    prompts: Sequence[ModelInput | list[int]], adapters: str | Sequence[str | None] | None
+) -> list[str | None]:
+    """The adapter's name of each prompt. Raises `ConfigError` where they are neither one for all nor as many."""
+    if adapters is None or isinstance(adapters, str):
+        return [adapters] * len(prompts)
+    if len(adapters) != len(prompts):
+        raise ConfigError(f"{len(prompts)} prompts came with {len(adapters)} adapters; give one, or as many")
+    return list(adapters)
+
+
 def drawn_seed(seed: int, counter: int) -> int:
     """The `counter`-th number, below 2**63, of the stream that an engine's own seed names."""
     digest = blake2b(b"%d/%d" % (seed, counter), digest_size=8).digest()

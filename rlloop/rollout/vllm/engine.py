@@ -99,7 +99,7 @@ class VllmEngine(EngineFrontEnd):
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
             max_cache_tokens = max(model.max_positions, min(whole, DEFAULT_CACHE_BYTES // token_bytes))
-        super().__init__(Limits(len(model.head), model.max_positions, max_cache_tokens, model.eos_token_ids), seed)
+        super().__init__(Limits(model.vocab_size, model.max_positions, max_cache_tokens, model.eos_token_ids), seed)
         blocks = -(-max_cache_tokens // page_size) + 1  # vLLM keeps one to itself
         gc.collect()  # collect unreferenced engines before allocating
         if sleep and model.device.type == "cuda" and any(other.sleeps for other in _LIVE):
@@ -247,7 +247,9 @@ class VllmEngine(EngineFrontEnd):
         super()._check(prompt, sampling)
         check_sampling(sampling, stock=not self.raw_column)
 
-    def _accept(self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int) -> None:
+    def _accept(
+        self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None
+    ) -> None:
         self.wake_up()
         llm, asked = self._llm, {"prompt_token_ids": prompt.token_ids}
         tasks = llm.get_supported_tasks()

@@ -81,7 +81,7 @@ class StepGraphs:
             hidden = self._policy.hidden(tokens.clamp(min=0), positions, layout, stores, routes=routes)
             if self._choices is not None and routes is not None:
                 self._choices.write(slots, routes)
-            logits = ops.logits(hidden, self._policy.head)
+            logits = self._policy.output.whole(self._policy.logits(hidden))
             if ops.profile.token_logprob != "rlloop":  # it reads numbers on the host
                 return Replayed(logits, None)
             return Replayed(logits, ops.sample(logits, warp, seeds, positions + 1))

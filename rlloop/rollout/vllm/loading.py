@@ -62,7 +62,7 @@ def routes_of(model: Any) -> tuple[tuple[int, int, int] | None, int]:
 def _facts(policy: Model, config: VllmConfig) -> Facts:
     return Facts(
         folder=str(Path(config.model_config.model).absolute()),
-        vocabulary=len(policy.head),
+        vocabulary=policy.vocab_size,
         positions=config.model_config.max_model_len,
         eos_token_ids=tuple(policy.eos_token_ids),
         fingerprint=policy.fingerprint(),

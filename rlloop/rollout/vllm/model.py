@@ -79,7 +79,7 @@ class RlloopForCausalLM(nn.Module):
         """[N, D] -> [N, V] float32"""
         if isinstance(hidden_states, Replayed):
             return hidden_states.logits
-        return self.policy.ops.logits(hidden_states, self.policy.head)
+        return self.policy.output.whole(self.policy.logits(hidden_states))
 
     def load_weights(self, weights: Any) -> set[str]:
         """In place, by Hugging Face name; every name must be a live parameter's."""

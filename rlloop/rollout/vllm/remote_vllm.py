@@ -75,7 +75,9 @@ class ServedEngine(EngineFrontEnd):
                 "(its tokenizer's end among them); leave it off, or serve rlloop's model"
             )
 
-    def _accept(self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int) -> None:
+    def _accept(
+        self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None
+    ) -> None:
         stop = stop_ids(sampling, self.limits.eos_token_ids)
         columns = 0 if self.facts.stock else 2
         name = self._name(id) if self.facts.chooses else None

@@ -1,0 +1,250 @@
+"""Tokens per second of one engine over several GPUs of a host, Qwen3-8B shape, bfloat16, with logprobs.
+
+    python benchmarks/ranks_engine.py --tp 2 [--vllm] [--only crowd] [--quick]
+
+rlloop's engine with `rollout.layout.tp=N`, beside vLLM's at `tensor_parallel_size=N` (`--vllm`), by default and
+batch-invariant. All engines have started before the first runs, and then they take turns, a workload at a time: one
+round each to warm up, then three on new prompts; least, median and most are printed, and medians recorded. Every rank
+must make the same tokens. rlloop's requests have seeds, which cost it nothing; vLLM's have none, which is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from results_schema import Figure, report, table
+
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+    "eos_token_id": 151645, "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+TOKEN_BYTES = 36 * 2 * 8 * 128 * 2  # of keys and values, over all ranks
+CACHE_BYTES = 28 << 30  # of keys and values, on each GPU
+LONGEST, RUNNING, ROUNDS = 2048, 512, 3
+READY, DONE = "#ready", "#done "
+SIDES = {  # name -> environment
+    "rlloop": {},
+    "vLLM default": {"VLLM_PLUGINS": "none"},
+    "vLLM batch-invariant": {"VLLM_PLUGINS": "none", "VLLM_BATCH_INVARIANT": "1"},
+}
+KEPT = ExitStack()  # until the process ends
+WORK = {"crowd": "256 x (128 in, 256 out)", "one": "1 request (128 in, 256 out)", "ragged": "64 x 8 ragged"}
+AIMS = {"crowd": 1.1, "one": 0.95, "ragged": 1.1}
+Request = tuple[list[int], int, int]  # prompt, tokens to make, seed
+Run = Callable[[list[Request]], list[list[int]]]
+
+
+def requests_of(work: str, index: int) -> list[Request]:
+    """A round's requests: the same for every engine."""
+    rng = np.random.default_rng([index, len(work)])
+
+    def prompt(length: int) -> list[int]:
+        return rng.integers(3, 150000, length).tolist()
+
+    if work != "ragged":
+        return [(prompt(128), 256, 1000 * index + i) for i in range(256 if work == "crowd" else 1)]
+    groups = [prompt(int(rng.integers(64, 513))) for _ in range(64)]
+    return [(ids, int(rng.integers(32, 1025)), 1000 * index + i) for i, ids in enumerate(groups * 8)]
+
+
+def rlloop_side(folder: str, tp: int, rank: int) -> tuple[Run, Any]:
+    """(what makes a round's tokens, the ranks). Every rank runs every round."""
+    import torch
+
+    import rlloop
+    from rlloop.parallel.context import join
+    from rlloop.parallel.layout import Layout
+    from rlloop.parallel.start import process_group
+
+    device = torch.device("cuda", rank)
+    KEPT.enter_context(process_group(device, f"file://{folder}/meeting", rank, tp))
+    context = join(device, Layout(tp=tp))
+    model = rlloop.load_model(folder, dtype="bfloat16", context=context)
+    engine = rlloop.Engine(
+        model, max_cache_tokens=CACHE_BYTES // (TOKEN_BYTES // tp), max_running=RUNNING, max_batch_tokens=8192
+    )
+
+    def run(requests: list[Request]) -> list[list[int]]:
+        sampling = [rlloop.SamplingParams(new, seed=seed, ignore_eos=True) for _, new, seed in requests]
+        made = engine.generate([ids for ids, _, _ in requests], sampling)
+        assert all(len(each.logprobs) == new for each, (_, new, _) in zip(made, requests, strict=True))
+        return [each.token_ids for each in made]
+
+    return run, context.tp
+
+
+def follow(folder: str, tp: int, rank: int) -> None:
+    """A further rank: the rounds that the first one names."""
+    run, ranks = rlloop_side(folder, tp, rank)
+    while (asked := ranks.broadcast_object(None)) is not None:
+        ranks.gather_objects(hash(tuple(map(tuple, run(requests_of(*asked))))))
+
+
+def vllm_side(folder: str, tp: int) -> Run:
+    import vllm
+
+    engine = vllm.LLM(
+        folder, dtype="bfloat16", max_model_len=LONGEST, skip_tokenizer_init=True, max_num_seqs=RUNNING,
+        max_num_batched_tokens=8192, tensor_parallel_size=tp, logprobs_mode="processed_logprobs",
+        gpu_memory_utilization=0.3, kv_cache_memory_bytes=CACHE_BYTES, disable_log_stats=True,
+    )  # fmt: skip
+
+    def run(requests: list[Request]) -> list[list[int]]:
+        sampling = [
+            vllm.SamplingParams(max_tokens=new, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
+            for _, new, _ in requests
+        ]
+        made = engine.generate([{"prompt_token_ids": ids} for ids, _, _ in requests], sampling, use_tqdm=False)
+        return [list(each.outputs[0].token_ids) for each in made]
+
+    return run
+
+
+def serve(name: str, folder: str, tp: int) -> None:
+    """A round for each line on stdin (`work index`)."""
+    ranks: Any = None
+    if name == "rlloop":
+        for rank in range(1, tp):
+            multiprocessing.get_context("spawn").Process(target=follow, args=(folder, tp, rank), daemon=True).start()
+        run, ranks = rlloop_side(folder, tp, 0)
+    else:
+        run = vllm_side(folder, tp)
+    print(f"\n{READY}", flush=True)
+    for line in sys.stdin:
+        work, index = line.split()
+        requests = requests_of(work, int(index))
+        if ranks is not None:
+            ranks.broadcast_object((work, int(index)))
+        begin = time.perf_counter()
+        made = run(requests)
+        speed = sum(map(len, made)) / (time.perf_counter() - begin)
+        if ranks is not None:
+            prints = ranks.gather_objects(hash(tuple(map(tuple, made))))
+            assert len(set(prints)) == 1, f"ranks made other tokens: {prints}"
+        print(f"{name}, tp {tp}, {work}, round {index}: {speed:,.0f} tokens/s", file=sys.stderr, flush=True)
+        print(f"\n{DONE}{speed}", flush=True)
+    if ranks is not None:
+        ranks.broadcast_object(None)
+
+
+class Side:
+    """One engine in a process of its own."""
+
+    def __init__(self, name: str, folder: Path, tp: int) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--child", name, str(folder), "--tp", str(tp)],
+            env={**os.environ, **SIDES[name]}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def until(self, marker: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(marker):
+                return line.removeprefix(marker)
+        raise SystemExit(f"{self.name} ended with code {self._process.wait()}")
+
+    def round(self, work: str, index: int) -> float:
+        """Tokens per second."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{work} {index}\n")
+        self._process.stdin.flush()
+        return float(self.until(DONE))
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)  # engines have processes of their own
+        self._process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, default=2, help="GPUs of each engine")
+    parser.add_argument("--vllm", action="store_true", help="measure vLLM too")
+    parser.add_argument("--without", choices=list(SIDES), action="append", default=[], help="of the engines")
+    parser.add_argument("--only", choices=WORK, action="append", help="of the workloads")
+    parser.add_argument("--layers", type=int, default=QWEN3_8B["num_hidden_layers"], help="fewer, to try it out")
+    parser.add_argument("--quick", action="store_true", help="nothing recorded")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        serve(given.child[0], given.child[1], given.tp)
+        return
+    names = [name for name in SIDES if (given.vllm or name == "rlloop") and name not in given.without]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        make_folder(folder, given.layers)
+        sides = [Side(name, folder, given.tp) for name in names]
+        try:
+            figures = measured(sides, given.only or list(WORK), given.tp)
+        finally:
+            for side in sides:
+                side.close()
+    if given.quick:
+        print(table(figures))
+    else:
+        report(f"ranks_engine_{given.tp}", figures, packages=("triton", *(("vllm",) if given.vllm else ())))
+
+
+def make_folder(folder: Path, layers: int) -> None:
+    """A random checkpoint, made on the first GPU: normal weights of deviation 0.02, norms of 1."""
+    code = (
+        "import json, sys, torch; from pathlib import Path; from safetensors.torch import save_file\n"
+        "from rlloop.models.config import parse_config; from rlloop.models.parameters import ParameterStore\n"
+        "from rlloop.models.transformer import Model\n"
+        "folder, raw = Path(sys.argv[1]), json.loads(sys.argv[2])\n"
+        "torch.manual_seed(0)\n"
+        "with torch.device('meta'): shapes = ParameterStore(Model(parse_config(raw))).shapes()\n"
+        "made = {n: (torch.randn(s, device='cuda') * 0.02 if len(s) > 1 else torch.ones(s, device='cuda')).bfloat16()"
+        ".cpu() for n, s in shapes.items()}\n"
+        "save_file(made, folder / 'model.safetensors', metadata={'format': 'pt'})\n"
+        "(folder / 'config.json').write_text(json.dumps({**raw, 'torch_dtype': 'bfloat16'}))\n"
+    )
+    raw = json.dumps({**QWEN3_8B, "num_hidden_layers": layers})
+    subprocess.run([sys.executable, "-c", code, str(folder), raw], check=True)  # its GPU memory goes with it
+
+
+def measured(sides: list[Side], works: list[str], tp: int) -> list[Figure]:
+    for side in sides:
+        side.until(READY)
+    figures, lines = [], []
+    for work in works:
+        rounds = [[side.round(work, index) for side in sides] for index in range(ROUNDS + 1)]
+        by_side = dict(zip((side.name for side in sides), zip(*rounds[1:], strict=True), strict=True))
+        for name, speeds in by_side.items():
+            low, middle, high = min(speeds), statistics.median(speeds), max(speeds)
+            lines.append(f"tp {tp}, {WORK[work]}: {name} {low:,.0f} / {middle:,.0f} / {high:,.0f} tokens/s")
+        ours, title = statistics.median(by_side["rlloop"]), f"engine on {tp} GPUs, Qwen3-8B shape bf16, {WORK[work]}"
+        if len(sides) == 1:
+            figures.append(Figure(name=title, unit="tokens/s", value=ours))
+        for peer, speeds in by_side.items():
+            if peer != "rlloop":
+                aim = AIMS[work] if peer == "vLLM default" else 1.5
+                figures.append(
+                    Figure(
+                        name=title, unit="tokens/s", value=ours, peer=f"{peer} tp {tp}",
+                        peer_value=statistics.median(speeds), aim=aim,
+                    )
+                )  # fmt: skip
+    print("\n".join(["", "least / median / most", *lines, ""]), flush=True)
+    return figures
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The adapters of a model: all of them in host memory, those of a step in slots on the model's device.
+
+A slot holds one version of one adapter. What a step needs is placed before it; the least recently used slot gives way.
+The last slot of each store is no adapter: its rank is 0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from rlloop.errors import ConfigError
+from rlloop.models.adapter_weights import Adapter, AdapterWeights, Target, scaled
+from rlloop.numerics.layout import AdapterSlots, Factors
+
+SLOTS, MAX_RANK = 8, 64
+STEP = 16  # ranks of a store are multiples of it: a tensor core's terms
+
+
+@dataclass(eq=False)
+class LoadedAdapter:
+    """One version of an adapter."""
+
+    name: str
+    version: int
+    weights: AdapterWeights
+    factors: Mapping[str, tuple[Tensor, Tensor]]  # A and B' in the compute type, on the host; pinned for a GPU
+
+    @property
+    def key(self) -> str:
+        """Name and version, for caches."""
+        return f"{self.name}@{self.version}"
+
+    @classmethod
+    def live(cls, adapter: Adapter, version: int) -> LoadedAdapter:
+        """An adapter that is on the device and may train, at this version of its values."""
+        return cls(adapter.name, version, adapter.exact, adapter.live())
+
+
+@dataclass
+class AdapterStats:
+    """Counts since the model was made."""
+
+    loads: int = 0  # adapters given to the model
+    swaps: int = 0  # copies into a slot
+    swap_bytes: int = 0
+    swap_seconds: float = 0.0  # of the host
+
+
+@dataclass(eq=False)
+class AdapterRegistry:
+    """The adapters that a model and its views know, by name; the newest version of each."""
+
+    slots: int = SLOTS
+    max_rank: int = MAX_RANK
+    stats: AdapterStats = field(default_factory=AdapterStats)
+    base_digest: str | None = None  # of the base's stored weights, once somebody asked
+
+    def __post_init__(self) -> None:
+        self._newest: dict[str, LoadedAdapter] = {}
+        self._versions: dict[str, int] = {}
+        self._resident: OrderedDict[LoadedAdapter, int] = OrderedDict()  # least recently used first
+        self._stores: dict[str, _Store] = {}
+
+    # ------------------------------------------------------------------------------------------------ names
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._newest
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._newest)
+
+    def get(self, name: str) -> LoadedAdapter:
+        """Raises `ConfigError` for a name that is not here."""
+        if name not in self._newest:
+            known = ", ".join(self.names) or "none"
+            raise ConfigError(f"no adapter is named {name!r}; loaded are {known} (load_adapter loads one)")
+        return self._newest[name]
+
+    def add(self, name: str, weights: AdapterWeights, targets: Mapping[str, Target]) -> LoadedAdapter:
+        """Register a checked adapter; it replaces one of that name."""
+        if not name or not isinstance(name, str):
+            raise ConfigError(f"an adapter's name is {name!r}; it must be a text of one character or more")
+        most = max(weights.factors, key=weights.rank_of)
+        if weights.rank_of(most) > self.max_rank:
+            raise ConfigError(
+                f"adapter {name!r} has rank {weights.rank_of(most)} for {most}, and slots have room for "
+                f"{self.max_rank}; raise Engine's adapter_rank"
+            )
+        factors = {}
+        for each, (down, up) in weights.factors.items():
+            weight = targets[each].weight
+            pair = down.to(weight.dtype), scaled(up, weights.scales[each], weight.dtype)
+            factors[each] = tuple(x.pin_memory() if weight.is_cuda else x.contiguous() for x in pair)
+        self._versions[name] = version = self._versions.get(name, 0) + 1
+        if name in self._newest:
+            self._retire(name)
+        for each in factors:
+            if each not in self._stores:
+                self._stores[each] = _Store(targets[each], self.slots)
+        self._newest[name] = loaded = LoadedAdapter(name, version, weights, factors)
+        self.stats.loads += 1
+        return loaded
+
+    def drop(self, name: str) -> None:
+        """Forget an adapter; requests that have it are finished with it. Raises `ConfigError` for an unknown name."""
+        self.get(name)
+        self._retire(name)
+
+    def _retire(self, name: str) -> None:
+        # Its slot is free; requests that still have it bring it back with their next step.
+        self._resident.pop(self._newest.pop(name), None)
+
+    # ------------------------------------------------------------------------------------------------ slots
+
+    def configure(self, slots: int, max_rank: int) -> None:
+        """Room for so many adapters on the device. Raises `ConfigError` where adapters lie in fewer slots already."""
+        if (slots, max_rank) == (self.slots, self.max_rank):
+            return
+        if self._stores:
+            raise ConfigError(
+                f"adapter_slots={slots} and adapter_rank={max_rank} differ from those that this model's adapters lie "
+                f"in ({self.slots} and {self.max_rank}); give all of its engines the same"
+            )
+        self.slots, self.max_rank = slots, max_rank
+
+    @torch.no_grad()
+    def place(self, adapters: Iterable[LoadedAdapter]) -> dict[LoadedAdapter, int]:
+        """The slots of these adapters, at most `slots` of them, copied there where they are not."""
+        wanted = list(dict.fromkeys(adapters))
+        assert len(wanted) <= self.slots, (len(wanted), self.slots)
+        for adapter in wanted:
+            if adapter in self._resident:
+                self._resident.move_to_end(adapter)
+        for adapter in wanted:
+            if adapter in self._resident:
+                continue
+            began, free = time.perf_counter(), set(range(self.slots)) - set(self._resident.values())
+            slot = (
+                min(free) if free else self._resident.pop(next(each for each in self._resident if each not in wanted))
+            )
+            for name, store in self._stores.items():
+                store.write(slot, adapter.factors.get(name))
+            self._resident[adapter] = slot  # a live adapter's last version is one of those that give way
+            self.stats.swaps += 1
+            self.stats.swap_bytes += sum(x.nbytes for pair in adapter.factors.values() for x in pair)
+            self.stats.swap_seconds += time.perf_counter() - began
+        return {adapter: self._resident[adapter] for adapter in wanted}
+
+    def rows(self, slots: Tensor) -> AdapterSlots:
+        """Rows with these slots [T] int64; −1: none."""
+        factors = {
+            id(store.target.weight): store.factors for store in self._stores.values() if store.factors is not None
+        }
+        return AdapterSlots(factors, torch.where(slots < 0, self.slots, slots))  # type: ignore[arg-type]
+
+    def addresses(self) -> list[int]:
+        """Where slots lie: graphs that read others are stale."""
+        return [
+            tensor.data_ptr()
+            for store in self._stores.values()
+            if store.factors is not None
+            for tensor in (store.factors.down, store.factors.up, store.factors.ranks)
+        ]
+
+
+class _Store:
+    """The slots of one target; as wide as the largest rank that came, in whole `STEP`s."""
+
+    def __init__(self, target: Target, slots: int) -> None:
+        self.target, self._slots = target, slots
+        self.factors: Factors | None = None
+
+    def write(self, slot: int, pair: tuple[Tensor, Tensor] | None) -> None:
+        rank = 0 if pair is None else pair[0].shape[-2]
+        if pair is not None and (self.factors is None or rank > self.factors.down.shape[-2]):
+            self._widen(-(-rank // STEP) * STEP)
+        if self.factors is None:
+            return
+        self.factors.ranks[slot] = rank
+        if pair is not None:
+            down, up = self._of_slot(self.factors, slot)
+            down[..., :rank, :].copy_(pair[0], non_blocking=True)
+            down[..., rank:, :] = 0
+            up[..., :rank].copy_(pair[1], non_blocking=True)
+            up[..., rank:] = 0
+
+    def _of_slot(self, factors: Factors, slot: int) -> tuple[Tensor, Tensor]:
+        by_group = self.target.experts is not None
+        down = factors.down[:, slot] if by_group else factors.down[slot]
+        return down, factors.up[:, slot] if by_group or self.target.heads is not None else factors.up[slot]
+
+    def _widen(self, rank: int) -> None:
+        target, count, like = self.target, self._slots + 1, self.target.weight.detach()
+        a, b = target.shapes(rank)
+        one = target.factors(torch.empty(a, device="meta"), torch.empty(b, device="meta"), torch.zeros(1))
+        down, up = (
+            like.new_zeros([count if at == axis else size for at, size in enumerate(each.shape)])
+            for each, axis in (
+                (one.down, 0 if target.experts is None else 1),
+                (one.up, 0 if target.experts is None and target.heads is None else 1),
+            )
+        )
+        wide = Factors(down, up, torch.zeros(count, dtype=torch.int64, device=like.device))
+        if self.factors is not None:
+            narrow = self.factors.down.shape[-2]
+            wide.down[..., :narrow, :] = self.factors.down
+            wide.up[..., :narrow] = self.factors.up
+            wide = replace(wide, ranks=self.factors.ranks)
+        self.factors = wide

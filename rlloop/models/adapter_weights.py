@@ -1,0 +1,205 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): what they adapt, their factors, and one of them attached to a model.
+
+A weight W [N, K] has A [r, K] and B [N, r]; it acts as W + scale B A with scale = alpha / r, though nothing is merged:
+`rlloop.numerics.operators.adapted` has the definition. In memory B is kept as operations read it: B' is scale * B in
+float32, rounded to the compute type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rlloop.errors import ConfigError
+from rlloop.models.experts import Experts
+from rlloop.models.layers import Linear
+from rlloop.numerics.layout import Factors
+
+ALL, EXPERTS, HEAD = "all-linear", "experts", "lm_head"
+A, B = "lora_A", "lora_B"
+MOST_NAMES = 5  # in messages
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A weight that adapters can adapt: a matrix [N, K], or one for each expert."""
+
+    name: str  # of the module, or of the experts' parameter: model.layers.0.mlp.experts.gate_up_proj
+    weight: nn.Parameter
+    inputs: int
+    outputs: int
+    experts: int | None = None
+    heads: int | None = None  # whose rows are multiplied apart: kv_b_proj of absorbed latent attention
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of A and B: [r, K] and [N, r], with a first dimension of experts; B by head [H, N / H, r]."""
+        groups = () if self.experts is None else (self.experts,)
+        outputs = (self.outputs,) if self.heads is None else (self.heads, self.outputs // self.heads)
+        return (*groups, rank, self.inputs), (*groups, *outputs, rank)
+
+    def factors(self, down: Tensor, up: Tensor, ranks: Tensor) -> Factors:
+        """Those of one adapter as those of one slot."""
+        return Factors(
+            down.unsqueeze(0 if self.experts is None else 1),
+            up.unsqueeze(0 if self.experts is None and self.heads is None else 1),
+            ranks,
+        )
+
+
+def find_targets(model: nn.Module, head: nn.Parameter, heads: int | None) -> dict[str, Target]:
+    """The targets of a model by name. `head`: its output projection; `heads`: of latent attention, else None."""
+    found: list[Target] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and ".indexer." not in name:
+            outputs, inputs = module.weight.shape
+            found.append(Target(name, module.weight, inputs, outputs, heads=heads if "kv_b_proj" in name else None))
+        elif isinstance(module, Experts):
+            for kind in ("gate_up_proj" if module.gated else "up_proj", "down_proj"):
+                weight: nn.Parameter = getattr(module, kind)
+                count, outputs, inputs = weight.shape if module.clamp is None else weight.mT.shape
+                found.append(Target(f"{name}.{kind}", weight, inputs, outputs, experts=count))
+    outputs, inputs = head.shape
+    found.append(Target(HEAD, head, inputs, outputs))
+    return {target.name: target for target in found}
+
+
+def choose_targets(targets: Mapping[str, Target], names: Sequence[str]) -> dict[str, Target]:
+    """The targets that `names` name: `all-linear` (all but the unembedding), `experts` (the routed ones), `lm_head`, a
+    module's name or its last part. Raises `ConfigError` for a name of none."""
+    chosen: set[str] = set()
+    for name in names:
+        found = {each for each, target in targets.items() if _matches(name, each, target)}
+        if not found:
+            parts = sorted({each.rsplit(".", 1)[-1] for each, target in targets.items() if target.experts is None})
+            experts = f", {EXPERTS}" if any(target.experts for target in targets.values()) else ""
+            raise ConfigError(
+                f"model.lora.targets names {name!r}, which this model does not have; it has {ALL}{experts}, "
+                f"{', '.join(parts)}, and modules by their whole names"
+            )
+        chosen |= found
+    return {name: target for name, target in targets.items() if name in chosen}
+
+
+def _matches(wanted: str, name: str, target: Target) -> bool:
+    if wanted == ALL:
+        return name != HEAD
+    if target.experts is not None:
+        return wanted in (EXPERTS, name) or (name.endswith(f".{wanted}") and wanted.startswith(f"{EXPERTS}."))
+    return wanted == name or name.endswith(f".{wanted}")
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterWeights:
+    """The factors of one adapter: float32, on the host, B unscaled; shapes as `Target.shapes`."""
+
+    factors: Mapping[str, tuple[Tensor, Tensor]]  # A and B by the target's name
+    scales: Mapping[str, float]  # alpha / rank, by the target's name
+    rank: int  # of the adapter; a target may have another
+    alpha: float
+
+    def rank_of(self, name: str) -> int:
+        return self.factors[name][0].shape[-2]
+
+    def check(self, targets: Mapping[str, Target], dtype: torch.dtype, where: str) -> None:
+        """Raises `ConfigError` for factors of unknown targets, of other shapes, or not finite in `dtype`."""
+        if not self.factors:
+            raise ConfigError(f"{where} has no factors; an adapter needs A and B of one target at least")
+        if unknown := sorted(self.factors.keys() - targets.keys()):
+            raise ConfigError(
+                f"{where} adapts what this model does not have: {some(unknown)}; it is of another base, or of layers "
+                "that are no linear projections"
+            )
+        for name, (down, up) in self.factors.items():
+            shapes = targets[name].shapes(down.shape[-2])
+            for letter, tensor, shape in zip("AB", (down, up), shapes, strict=True):
+                if tuple(tensor.shape) != shape:
+                    raise ConfigError(
+                        f"{where}: {letter} of {name} has shape {list(tensor.shape)}; for this base and rank "
+                        f"{down.shape[-2]} it must be {list(shape)}"
+                    )
+                rounded = tensor.to(dtype) if letter == "A" else scaled(tensor, self.scales[name], dtype)
+                if not bool(rounded.isfinite().all()):
+                    raise ConfigError(f"{where}: {letter} of {name} holds NaN or infinity (as {dtype})")
+
+
+def scaled(up: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """B' of B, as operations read it."""
+    return (up.float() * scale).to(dtype)
+
+
+def fresh_weights(targets: Mapping[str, Target], rank: int, alpha: float, seed: int) -> AdapterWeights:
+    """A new adapter: A uniform in ± 1 / sqrt(K), as PEFT has it, and B = 0, so that it computes what the base does."""
+    generator, factors = torch.Generator().manual_seed(seed), {}
+    for name, target in targets.items():
+        down, up = target.shapes(rank)
+        drawn = torch.rand(down, generator=generator) * 2 - 1
+        factors[name] = (drawn / math.sqrt(target.inputs), torch.zeros(up))
+    return AdapterWeights(factors, dict.fromkeys(factors, alpha / rank), rank, alpha)
+
+
+class Adapter:
+    """An adapter whose factors lie where the model is, in its type: A and B' as parameters that can train."""
+
+    def __init__(self, weights: AdapterWeights, targets: Mapping[str, Target], name: str = "policy") -> None:
+        self.name, self.scales, self.rank, self.alpha = name, weights.scales, weights.rank, weights.alpha
+        self.exact = weights  # the values that it was made of
+        self.targets = {each: targets[each] for each in weights.factors}
+        self._factors: dict[int, Factors] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        for each, (down, up) in weights.factors.items():
+            weight = self.targets[each].weight
+            pair = (down.to(weight.dtype), scaled(up, self.scales[each], weight.dtype))
+            a, b = (nn.Parameter(tensor.to(weight.device, copy=True)) for tensor in pair)
+            self._parameters |= {parameter_name(each, A): a, parameter_name(each, B): b}
+            ranks = torch.tensor([weights.rank_of(each)], device=weight.device)
+            self._factors[id(weight)] = self.targets[each].factors(a, b, ranks)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """A and B' of each target, as `model.layers.0.self_attn.q_proj.lora_A.weight`."""
+        return self._parameters
+
+    def scale_of(self, parameter: str) -> float:
+        """Live value by master's: `scale` for B, 1 for A."""
+        name, kind = parameter.removesuffix(".weight").rsplit(".", 1)
+        return self.scales[name] if kind == B else 1.0
+
+    def exact_state(self) -> dict[str, Tensor]:
+        """The float32 values that it was made of, by name of parameter; B unscaled."""
+        return {
+            parameter_name(name, letter): tensor
+            for name, pair in self.exact.factors.items()
+            for letter, tensor in zip((A, B), pair, strict=True)
+        }
+
+    def weights_of(self, state: Mapping[str, Tensor]) -> AdapterWeights:
+        """The adapter of other float32 values, named as `exact_state` names them."""
+        factors = {
+            name: tuple(state[parameter_name(name, letter)].detach().cpu() for letter in (A, B))
+            for name in self.targets
+        }
+        return AdapterWeights(factors, self.scales, self.rank, self.alpha)  # type: ignore[arg-type]
+
+    def live(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """A and B' by the target's name."""
+        return {
+            name: (self._parameters[parameter_name(name, A)], self._parameters[parameter_name(name, B)])
+            for name in self.targets
+        }
+
+    @property
+    def factors(self) -> Mapping[int, Factors]:
+        """By the id of the weight, for `AdapterSlots`."""
+        return self._factors
+
+
+def parameter_name(target: str, letter: str) -> str:
+    return f"{target}.{letter}.weight"
+
+
+def some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

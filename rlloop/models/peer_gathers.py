@@ -1,0 +1,91 @@
+"""Gathers on GPUs of one host, by writes into one another's memory from the kernels that make the parts.
+
+Engines open them (`open_peers`); a forward without gradients then uses them in place of the network's gathers, wherever
+parts lie in whole vectors and fit. Either way the bits are the writers'.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.division import Division
+
+if TYPE_CHECKING:
+    from rlloop.parallel.peers import Buffer
+
+ALIGNED = 8  # numbers: where a rank's columns may begin
+MOST_ROWS = 8192  # of a gather; those of more rows go over the network
+_opened: WeakKeyDictionary[Ranks, PeerGathers] = WeakKeyDictionary()
+
+
+class PeerGathers:
+    """Gathers of up to `numbers` bfloat16 numbers each. What one returns is valid until the third after it."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, numbers: int, before: PeerGathers | None) -> None:
+        """`before`: smaller ones, whose memory recorded graphs may write into."""
+        from rlloop.numerics.kernels.triton import peers
+        from rlloop.parallel.peers import PeerMemory
+
+        self.numbers, self._kernels, self._before = numbers, peers, before
+        self._memory = PeerMemory(ranks, device, -(-numbers // ALIGNED) * ALIGNED)
+
+    def begin(self) -> None:
+        """A forward begins: nobody reads what the one before gathered any more."""
+        self._meet()
+        self._memory.rewind()
+
+    def gather(self, part: Tensor, division: Division) -> Tensor:
+        """[T, n] own columns -> [T, N]."""
+        return self._made(part, division, lambda to: self._kernels.write(part, to.places, division.count))
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division) -> Tensor:
+        """x [T, K], own rows of weight and bias -> [T, N]."""
+        return self._made(x, rows, lambda to: self._kernels.linear_into(x, weight, bias, to.whole, to.places))
+
+    def gated(self, x: Tensor, gate: Tensor, up: Tensor, rows: Division) -> Tensor:
+        """`silu_mul` of x [T, K] times own rows of gate and up -> [T, F]."""
+        return self._made(x, rows, lambda to: self._kernels.gated_linear_into(x, gate, up, to.whole, to.places))
+
+    def takes(self, x: Tensor, *divisions: Division | None) -> bool:
+        """True if x [T, ...] may be gathered, or its products: in each of these divisions."""
+        if x.dtype != torch.bfloat16 or x.ndim != 2 or not len(x):
+            return False
+        return all(
+            each is None or (each.aligned(ALIGNED) and len(x) * each.count <= self.numbers) for each in divisions
+        )
+
+    def _made(self, x: Tensor, division: Division, make: Callable[[Buffer], None]) -> Tensor:
+        to = self._memory.buffer(len(x), division.count, division.own[0][0])
+        make(to)
+        self._meet()
+        return to.whole
+
+    def _meet(self) -> None:
+        self._kernels.meet(self._memory.flags, self._memory.round, self._memory.ranks.rank)
+
+
+def open_peers(model: nn.Module, ranks: Ranks, device: torch.device, rows: int) -> None:
+    """Let forwards of up to `rows` rows gather by peers. Collective; without effect where GPUs are out of reach."""
+    if ranks.size == 1 or device.type != "cuda":
+        return
+    divisions = (getattr(module, "rows", None) for module in model.modules())
+    numbers = min(rows, MOST_ROWS) * max((each.count for each in divisions if isinstance(each, Division)), default=0)
+    if (before := _opened.get(ranks)) is not None and before.numbers >= numbers:
+        return
+    at = ranks.gather_objects((socket.gethostname(), torch.device(device).index or 0))
+    others = [index for _, index in at if index != device.index]
+    reach = all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    if len({host for host, _ in at}) == 1 and len(others) == ranks.size - 1 and all(ranks.gather_objects(reach)):
+        _opened[ranks] = PeerGathers(ranks, device, numbers, before)
+
+
+def peers_of(division: Division | None) -> PeerGathers | None:
+    """The gathers of a division's ranks, if they are open and no gradient is needed."""
+    return None if division is None or torch.is_grad_enabled() else _opened.get(division.ranks)

@@ -1,0 +1,55 @@
+"""One parameter as a rank holds it: all of it, or the part that tensor parallelism leaves to the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from rlloop.models.layers import Divisions
+from rlloop.parallel.cut import Cut
+from rlloop.parallel.division import Division
+
+
+@dataclass(frozen=True, eq=False)
+class StoredParameter:
+    """One parameter of a model, as this rank holds it."""
+
+    live: nn.Parameter  # what operations read: the compute copy
+    shape: tuple[int, ...]  # of the whole parameter
+    trains: bool  # whether a gradient moves it
+    scale: float = 1.0  # the live value is its master times this, rounded
+    dim: int = 0  # that tensor-parallel ranks divide
+    division: Division | None = None  # None: `live` is the whole
+
+    @property
+    def cut(self) -> Cut | None:
+        """What this rank holds of the whole parameter; None: all of it."""
+        return None if self.division is None else self.division.cut(self.dim)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole parameter, or of another tensor of its shape; a view if it is one range."""
+        return whole if self.division is None else self.division.take(whole, self.dim)
+
+    def whole(self, part: Tensor | None = None) -> Tensor:
+        """The whole parameter, or (`part`, a tensor like `live`) another tensor of its shape. Collective."""
+        part = self.live.detach() if part is None else part
+        return part if self.division is None else self.division.gather(part, self.dim)
+
+
+def entries_of(model: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> dict[str, StoredParameter]:
+    """The parameters of a model by name; `named`: these instead."""
+    divisions: Divisions = {
+        f"{prefix}.{name}" if prefix else name: division
+        for prefix, module in model.named_modules()
+        for name, division in getattr(module, "divisions", {}).items()
+    }
+    return {name: _entry(live, *divisions.get(name, (0, None))) for name, live in named or model.named_parameters()}
+
+
+def _entry(live: nn.Parameter, dim: int, division: Division | None) -> StoredParameter:
+    shape = list(live.shape)
+    if division is not None:
+        shape[dim] = division.count
+    return StoredParameter(live, tuple(shape), live.requires_grad, dim=dim, division=division)

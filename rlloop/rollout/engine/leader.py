@@ -1,0 +1,94 @@
+"""One engine over tensor-parallel ranks for callers on the first of them, as servers are.
+
+The first rank's engine sends each call that changes its state to the others, which repeat it: what a step admits, ends
+and computes is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rlloop.models import Model
+from rlloop.models.parameters import ParameterStore
+from rlloop.rollout.engine.engine import Engine
+from rlloop.types import Completion, ModelInput, PromptScores, SamplingParams
+
+log = logging.getLogger(__name__)
+Call = tuple[str, tuple[Any, ...]]  # a method, and its arguments
+
+
+class LeadingEngine(Engine):
+    """The first rank's engine. Callers use it as any engine; the other ranks are in `follow` until `close`.
+
+    `weights`: a model on this rank that has the parameters whole; `set_version` hands its values to all ranks. None:
+    the weights stay as they are.
+    """
+
+    def __init__(self, model: Model, *, weights: Model | None = None, **settings: Any) -> None:
+        super().__init__(model, **settings)
+        self._weights = weights
+        self._calls: list[Call] = []  # not sent yet
+
+    def _send(self, method: str, *args: Any) -> None:
+        """Send the calls that wait, and one in which ranks meet, so they must make it at the same time."""
+        self.model.context.tp.broadcast_object([*self._calls, (method, args)])
+        self._calls = []
+
+    def _accept(
+        self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None
+    ) -> None:
+        self._calls.append(("_accept", (id, prompt, sampling, top_logprobs, adapter)))
+        super()._accept(id, prompt, sampling, top_logprobs, adapter)
+
+    def abort(self, request_id: int) -> Completion | None:
+        self._calls.append(("abort", (request_id,)))
+        return super().abort(request_id)
+
+    def abort_all(self) -> list[tuple[int, Completion]]:
+        self._calls.append(("abort_all", ()))
+        return super().abort_all()
+
+    def step(self) -> list[tuple[int, Completion]]:
+        self._send("step")
+        return super().step()
+
+    def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0) -> PromptScores:
+        self._send("score", prompt, top_logprobs)
+        return super().score(prompt, top_logprobs)
+
+    def set_version(self, version: int) -> None:
+        if not self.has_work and self._weights is not None:
+            self._send("set_version", version)
+            hand_out(self.model, self._weights)
+        super().set_version(version)
+
+    def close(self) -> None:
+        """End `follow` on the other ranks."""
+        self._send("close")
+
+
+def follow(engine: Engine) -> None:
+    """Repeat the calls of the first rank's `LeadingEngine`, of the same settings, until it is closed."""
+    tp = engine.model.context.tp
+    while True:
+        calls: list[Call] = tp.broadcast_object(None)
+        for method, args in calls:
+            if method == "close":
+                return
+            try:
+                if method == "set_version":
+                    hand_out(engine.model, None)
+                getattr(engine, method)(*args)
+            except Exception as error:  # the leader's call raised it as well, to its caller
+                log.info("a call of %s raised %r", method, error)
+
+
+def hand_out(model: Model, whole: Model | None) -> None:
+    """Copy whole parameters, which the first rank has, into each rank's `model`. Collective."""
+    tp, given = model.context.tp, {} if whole is None else ParameterStore(whole).tensors()
+    store = ParameterStore(model)
+    for name, entry in store.entries.items():
+        value = given[name] if given else entry.live.new_empty(entry.shape)
+        value = value.to(entry.live.device, entry.live.dtype).contiguous()
+        store.copy_wholes([(name, tp.broadcast(value, 0))])

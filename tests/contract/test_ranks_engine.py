@@ -1,0 +1,85 @@
+"""Engines over tensor-parallel ranks, beside trainers of another layout: the tokens of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlloop import Engine, SamplingParams
+from rlloop.models import Model, new_model, save_model
+from rlloop.parallel.context import ParallelContext, join
+from rlloop.parallel.layout import Layout
+from rlloop.types import Completion
+from tests.support.ranks import run_ranks
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 301, "hidden_size": 48,
+    "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 256, "tie_word_embeddings": False, "initializer_range": 0.1, "eos_token_id": 2,
+}  # fmt: skip
+SHARED = "model.layers.0.mlp.gate_proj.weight"
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6], list(range(3, 40)), [9]]
+SAMPLING = [
+    SamplingParams(max_tokens=10, seed=1),
+    SamplingParams(max_tokens=6, temperature=0.0),
+    SamplingParams(max_tokens=12),
+]
+
+
+def model(context: ParallelContext | None = None) -> Model:
+    return new_model(CONFIG, seed=0, context=context)
+
+
+def seen(made: list[Completion]) -> list[Any]:
+    return [(each.token_ids, each.logprobs.tobytes(), each.raw_logprobs.tobytes()) for each in made]
+
+
+def move(weights: Model) -> None:
+    """An update, the same on every layout: each number becomes another one, by its own value."""
+    with torch.no_grad():
+        for parameter in weights.parameters():
+            parameter.mul_(1.25)
+
+
+def one_rank() -> list[Any]:
+    whole = model()
+    engine = Engine(whole, page_size=8, max_batch_tokens=16)
+    before = engine.generate(PROMPTS, SAMPLING)
+    move(whole)
+    engine.set_version(1)
+    return [seen(before), seen(engine.generate(PROMPTS, SAMPLING))]
+
+
+def layouts(folder: Path) -> dict[str, Any]:
+    """What engines of each layout sample with the weights of trainers of each, before and after an update."""
+    found: dict[str, Any] = {}
+    contexts = {tp: join(CPU, Layout(tp=tp)) for tp in (1, 2, 4)}
+    for trainer_tp, engine_tp in ((1, 4), (1, 2), (2, 1), (2, 4), (4, 2), (2, 2)):
+        trained = model(contexts[trainer_tp])
+        sampled = Model(trained.config, None, contexts[engine_tp], weights_of=trained)
+        if trainer_tp == 1:
+            whole, part = (dict(each.named_parameters())[SHARED].data_ptr() for each in (trained, sampled))
+            assert whole <= part < whole + 80 * 48 * 4, "a part of the whole takes no memory of its own"
+        engine = Engine(sampled, page_size=8, max_batch_tokens=16)
+        before = engine.generate(PROMPTS, SAMPLING)
+        move(trained)
+        engine.set_version(1)
+        found[f"{trainer_tp} {engine_tp}"] = [seen(before), seen(engine.generate(PROMPTS, SAMPLING))]
+    save_model(model(contexts[4]), folder / f"saved-{contexts[4].rank}")
+    return found
+
+
+def test_any_engine_samples_one_ranks_tokens_beside_any_trainer(tmp_path: Path) -> None:
+    alone = one_rank()
+    assert np.array_equal(alone[0] == alone[1], False), "the update is seen"
+    for found in run_ranks(4, layouts, tmp_path):
+        assert len(found) == 6
+        assert {name: made == alone for name, made in found.items()} == dict.fromkeys(found, True)
+    save_model(model(), tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved-0", "whole"], "the first rank writes"
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "saved-0" / path.name).read_bytes()

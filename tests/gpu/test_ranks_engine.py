@@ -1,0 +1,104 @@
+"""Engines and trainers over 2 and 4 GPUs: the bits of one, with CUDA graphs and NCCL, and with writes between GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlloop import Engine, SamplingParams, token_logprobs
+from rlloop.models import Model, new_model
+from rlloop.models.parameters import ParameterStore
+from rlloop.models.peer_gathers import peers_of
+from rlloop.parallel.context import ParallelContext, join
+from rlloop.parallel.layout import Layout
+from tests.support.gpu_models import CONFIG
+from tests.support.ranks import run_ranks
+from tests.support.traffic import bits, traffic
+
+WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+SHAPES: dict[str, dict[str, Any]] = {  # name -> what is other than in `CONFIG`
+    "shared key-value heads": {},  # 2 of them: at 4 ranks each lies on two
+    "whole vectors": {**WIDE, "tie_word_embeddings": False},  # parts that GPUs write to one another
+}
+TYPES = ("bfloat16", "float32")
+SIZES = (2, 4)
+
+
+def model(shape: str, dtype: str, context: ParallelContext) -> Model:
+    return new_model({**CONFIG, **SHAPES[shape]}, seed=0, dtype=dtype, context=context)
+
+
+def sampled(policy: Model) -> dict[str, Any]:
+    """What an engine samples, alone and in a crowd, and the trainer's logprobs of it."""
+    engine, (prompts, sampling) = Engine(policy, max_batch_tokens=512), traffic(48)
+    made = engine.generate(prompts, sampling)
+    alone = [Engine(policy).generate([prompts[i]], sampling[i])[0] for i in (0, 17)]
+    plain = engine.generate(prompts[:9], [SamplingParams(max_tokens=40, seed=i) for i in range(9)])  # drawn in graphs
+    pairs = [(each.prompt_ids, each.token_ids) for each in made]
+    with torch.no_grad():
+        scored = token_logprobs(policy, pairs, sampling=[each.sampling for each in made])
+    return {
+        "crowd": [bits(each) for each in made],
+        "alone": [bits(each) for each in alone],
+        "plain": [bits(each) for each in plain],
+        "scored": [row.cpu().numpy().tobytes() for row in scored],
+        "engine's": [each.logprobs.tobytes() for each in made],
+    }
+
+
+def gradients(policy: Model) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 5000, (4, 300), generator=generator).tolist()
+    rows = token_logprobs(policy, [(row[:20], row[20:]) for row in ids])
+    policy.zero_grad()
+    torch.cat(rows).mean().backward()
+    entries = ParameterStore(policy).entries.items()
+    return {name: entry.whole(entry.live.grad).float().cpu() for name, entry in entries if entry.live.grad is not None}
+
+
+def of_a_rank(sizes: tuple[int, ...]) -> list[str]:
+    """What differs from one GPU's; every rank computes that, too."""
+    device, wrong = torch.device("cuda", torch.cuda.current_device()), []
+    contexts = {size: join(device, Layout(tp=size)) for size in sizes}
+    for shape in SHAPES:
+        for dtype in TYPES:
+            whole = model(shape, dtype, ParallelContext(device))
+            wanted, slopes = sampled(whole), gradients(whole)
+            if wanted["scored"] != wanted["engine's"]:
+                wrong.append(f"{shape} {dtype}: trainer and engine of one GPU")
+            for size, context in contexts.items():
+                policy, name = model(shape, dtype, context), f"{shape} {dtype} tp {size}"
+                found = sampled(policy)
+                wrong += [f"{name}: {key}" for key in wanted if found[key] != wanted[key]]
+                beside = Model(whole.config, None, context, weights_of=whole)
+                if sampled(beside)["crowd"] != wanted["crowd"]:
+                    wrong.append(f"{name}: an engine beside a whole trainer")
+                # cuBLAS picks its order by the shape, so gradients agree closely, and repeat themselves exactly.
+                first, again = gradients(policy), gradients(policy)
+                for key, slope in slopes.items():
+                    if not torch.equal(first[key], again[key]):
+                        wrong.append(f"{name}: the gradient of {key} changes from run to run")
+                    if (first[key] - slope).norm() > 2e-2 * slope.norm() + 1e-8:
+                        wrong.append(f"{name}: the gradient of {key}")
+            if shape == "whole vectors" and dtype == "bfloat16":
+                with torch.no_grad():
+                    opened = [peers_of(model(shape, dtype, each).vocabulary) is not None for each in contexts.values()]
+                reach = all(
+                    torch.cuda.can_device_access_peer(device, other)
+                    for other in range(max(sizes))
+                    if other != device.index
+                )
+                if reach and not all(opened):
+                    wrong.append("GPUs reach one another, and engines gather by NCCL")
+    return wrong
+
+
+@pytest.mark.parametrize("gpus", SIZES)
+def test_any_number_of_gpus_has_the_bits_of_one(gpus: int) -> None:
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs of {gpus}")
+    sizes = tuple(size for size in SIZES if size <= gpus)
+    for rank, wrong in enumerate(run_ranks(gpus, of_a_rank, sizes, kind="cuda")):
+        assert not wrong, f"rank {rank}: {wrong}"
