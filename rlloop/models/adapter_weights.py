@@ -50,7 +50,7 @@ class Target:
         )
 
 
-def find_targets(model: nn.Module, head: nn.Parameter, heads: int | None) -> dict[str, Target]:
+def find_targets(model: nn.Module, head: Tensor, heads: int | None) -> dict[str, Target]:
     """The targets of a model by name. `head`: its output projection; `heads`: of latent attention, else None."""
     found: list[Target] = []
     for name, module in model.named_modules():

@@ -11,7 +11,7 @@ from rlloop.models.tensor_parallel import cut_attention
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.collectives import Ranks
-from rlloop.parallel.division import Division, evenly, gathered, heads_over, taken
+from rlloop.parallel.division import Division, gathered, heads_over, in_tiles, taken
 
 
 class Attention(nn.Module):
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.hidden_size, kv_width, config.qkv_bias, rows=kv_rows)
         self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias, rows=kv_rows)
         self.o_proj = Linear(
-            width, config.hidden_size, config.output_bias, across=True, rows=evenly(config.hidden_size, tp)
+            width, config.hidden_size, config.output_bias, across=True, rows=in_tiles(config.hidden_size, tp)
         )
         self.whole_norm, self.rope_dim = config.whole_norm, config.rope_dim
         self._plain = not (config.output_gate or config.whole_norm) and config.rope_dim == config.head_dim
@@ -86,8 +86,8 @@ class Attention(nn.Module):
 
         if sinks is not None and heads is not None and heads[1].repeats and torch.is_grad_enabled():
             sinks = gathered(sinks, heads[0], 0)  # a sink's gradient is a sum over all sequences: every rank makes all
-            whole = (gathered(x, part, 1) for x, part in ((q, heads[0]), (keys, heads[1]), (values, heads[1])))
-            read = taken(attend(*whole, step.layout, None), heads[0], 1).flatten(1)
+            k, v = gathered(keys, heads[1], 1), gathered(values, heads[1], 1)
+            read = taken(attend(gathered(q, heads[0], 1), k, v, step.layout, None), heads[0], 1).flatten(1)
         else:
             read = cut_attention(attend, q, keys, values, None, step.layout, heads).flatten(1)
         return self.o_proj.whole(read if gate is None else ops.sigmoid_mul(gate, read), ops, self.columns)

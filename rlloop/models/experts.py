@@ -14,7 +14,7 @@ from rlloop.models.layers import Divisions, Linear, Mlp, PlainMlp, Step
 from rlloop.numerics.routing import Clamped
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.differentiable import gathered, own_part
-from rlloop.parallel.division import evenly
+from rlloop.parallel.division import evenly, in_tiles
 
 BIAS = "e_score_correction_bias"  # stays float32 whatever the compute type; no gradient trains it
 
@@ -128,8 +128,8 @@ class Mixture(nn.Module):
             self.shared_experts = Mlp(width, size, tp) if mixture.gated else PlainMlp(width, size, config.mlp_bias, tp)
         if mixture.latent_size is not None:
             inner = mixture.latent_size
-            self.fc1_latent_proj = Linear(width, inner, config.mlp_bias, rows=evenly(inner, tp))
-            self.fc2_latent_proj = Linear(inner, width, config.mlp_bias, rows=evenly(width, tp))
+            self.fc1_latent_proj = Linear(width, inner, config.mlp_bias, rows=in_tiles(inner, tp))
+            self.fc2_latent_proj = Linear(inner, width, config.mlp_bias, rows=in_tiles(width, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         weights, chosen = self.gate(x, step)

@@ -19,7 +19,7 @@ from rlloop.models.tensor_parallel import cut_attention
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.collectives import Ranks
-from rlloop.parallel.division import evenly, taken
+from rlloop.parallel.division import evenly, in_tiles, taken
 
 LATENT_EPS = 1e-6  # epsilon of the latents' norms, whatever `rms_norm_eps` says
 
@@ -50,7 +50,7 @@ class LatentAttention(nn.Module):
             config.hidden_size,
             config.output_bias,
             across=True,
-            rows=evenly(config.hidden_size, tp),
+            rows=in_tiles(config.hidden_size, tp),
         )
         indexer = latent.indexer
         self.indexed_by = max(at for at in indexer.layers if at <= layer) if indexer else None

@@ -15,7 +15,7 @@ from rlloop.numerics.layout import AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
-from rlloop.parallel.division import Division, evenly, gathered
+from rlloop.parallel.division import Division, gathered, in_tiles
 
 
 class Cache(Protocol):
@@ -116,9 +116,9 @@ class PlainMlp(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, tp: Ranks) -> None:
         super().__init__()
-        self.inner = evenly(intermediate_size, tp)
+        self.inner = in_tiles(intermediate_size, tp)
         self.up_proj = Linear(hidden_size, intermediate_size, bias, rows=self.inner)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True, rows=evenly(hidden_size, tp))
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True, rows=in_tiles(hidden_size, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         return self.down_proj.whole(step.ops.relu_squared(self.up_proj(x, step.ops)), step.ops, self.inner)
@@ -129,10 +129,10 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, tp: Ranks, bias: bool = False) -> None:
         super().__init__()
-        self.inner = evenly(intermediate_size, tp)
+        self.inner = in_tiles(intermediate_size, tp)
         self.gate_proj = Linear(hidden_size, intermediate_size, bias, rows=self.inner)
         self.up_proj = Linear(hidden_size, intermediate_size, bias, rows=self.inner)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True, rows=evenly(hidden_size, tp))
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True, rows=in_tiles(hidden_size, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops = step.ops

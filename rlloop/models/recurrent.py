@@ -16,7 +16,7 @@ from rlloop.models.layers import Divisions, Linear, Step, Weight
 from rlloop.numerics.layout import RecurrentState
 from rlloop.numerics.operators.parameters import each_row
 from rlloop.parallel.collectives import Ranks
-from rlloop.parallel.division import Division, end_to_end, evenly, gathered, heads_over, taken
+from rlloop.parallel.division import Division, end_to_end, gathered, heads_over, in_tiles, taken
 
 LENGTH_EPS = 1e-6  # epsilon of the L2 norm of queries and keys, whatever `rms_norm_eps` says
 
@@ -81,7 +81,7 @@ class DeltaNet(_ByHead):
         self.widths = _widths((keys, keys, values), (of_keys, of_keys, self.columns))
         self.conv1d = Convolution(2 * keys + values, delta.conv_width, bias=False, division=mixed)
         self.norm = Weight(delta.value_dim)
-        self.out_proj = Linear(values, config.hidden_size, across=True, rows=evenly(config.hidden_size, tp))
+        self.out_proj = Linear(values, config.hidden_size, across=True, rows=in_tiles(config.hidden_size, tp))
         self.in_proj_qkv = Linear(config.hidden_size, 2 * keys + values, rows=mixed)
         self.in_proj_z = Linear(config.hidden_size, values, rows=self.columns)
         self.in_proj_b = Linear(config.hidden_size, delta.num_heads, rows=self.values)
@@ -125,7 +125,9 @@ class Mamba(_ByHead):
         self.in_proj = Linear(config.hidden_size, 2 * width + 2 * inner + mamba.num_heads, mamba.bias, rows=rows)
         self.norm = Weight(width)
         self.D = nn.Parameter(torch.empty(len(self.A_log)))
-        self.out_proj = Linear(width, config.hidden_size, mamba.bias, across=True, rows=evenly(config.hidden_size, tp))
+        self.out_proj = Linear(
+            width, config.hidden_size, mamba.bias, across=True, rows=in_tiles(config.hidden_size, tp)
+        )
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops, mamba = step.ops, self.config

@@ -38,7 +38,7 @@ from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
-from rlloop.parallel.division import evenly, taken
+from rlloop.parallel.division import in_tiles, taken
 
 
 class Layer(nn.Module):
@@ -140,7 +140,7 @@ class Model(nn.Module):
         self.take_head_gradient: Callable[[Tensor], None] | None = None  # gets a tied weight's gradient as the head
         self.source_path: Path | None = None  # the folder it was loaded from
         self._copies: list[tuple[nn.Parameter, StoredParameter, StoredParameter]] = []
-        self.vocabulary = evenly(config.vocab_size, self.context.tp)  # of the output projection; the embedding is whole
+        self.vocabulary = in_tiles(config.vocab_size, self.context.tp)  # of the head; the embedding is whole
         if weights_of is None:
             self._check_heads()
             self.model = Decoder(config, self.context)

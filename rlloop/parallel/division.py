@@ -20,7 +20,7 @@ from torch import Tensor
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.cut import Cut, Range, share
 
-UNITS = (64, 16, 1)  # elements: shares are multiples of the first of these that leaves ranks about as much each
+TILES = (64, 16, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,16 +104,17 @@ class Division:
         return [first[index] for index in range(self.count)]
 
 
-def evenly(count: int, ranks: Ranks) -> Division | None:
-    """Consecutive parts of about the same size; None for one rank.
-
-    Shares are multiples of a kernel's tile, or of a vector, where that makes no rank's much larger.
-    """
+def evenly(count: int, ranks: Ranks, unit: int = 1) -> Division | None:
+    """Consecutive parts that differ by one unit at most; None for one rank."""
     if ranks.size == 1:
         return None
-    unit = next(unit for unit in UNITS if unit == 1 or (count % unit == 0 and count >= 8 * unit * ranks.size))
-    parts = Division(ranks, count // unit, tuple((share(count // unit, ranks.size, r),) for r in range(ranks.size)))
-    return parts.times(unit)
+    parts = tuple((share(count // unit, ranks.size, rank),) for rank in range(ranks.size))
+    return Division(ranks, count // unit, parts).times(unit)
+
+
+def in_tiles(count: int, ranks: Ranks) -> Division | None:
+    """`evenly`, for a product's outputs: in multiples of a kernel's tile where that leaves ranks about as much each."""
+    return evenly(count, ranks, next(u for u in TILES if u == 1 or (count % u == 0 and count >= 8 * u * ranks.size)))
 
 
 def heads_over(queries: int, groups: int, ranks: Ranks) -> tuple[Division, Division] | None:

@@ -162,7 +162,8 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
         if (row := first_row(mine.rows, other.rows)) is not None:
             return finding(mine.where, mine.op, row, mine.rows, other.rows)
     our_logits, their_logits = (
-        model.ops.logits(hidden[-1:], model.head) for model, hidden in ((engine, our_hidden), (trainer, their_hidden))
+        model.output.whole(model.logits(hidden[-1:]))
+        for model, hidden in ((engine, our_hidden), (trainer, their_hidden))
     )
     if first_row(our_logits, their_logits) is not None:
         return finding("lm_head", "logits", token.position, our_logits, their_logits)
@@ -174,7 +175,7 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     )
     target = torch.tensor([token.token_id], device=ids.device)
     _, sampled, _ = engine.ops.sample(our_logits, warp, seed, position)
-    scored, _ = trainer.ops.token_logprob(their_hidden[-1:], trainer.head, target, warp)
+    scored, _ = trainer.output.token_logprob(their_hidden[-1:], target, warp)
     if first_row(sampled, scored) is not None:
         return finding("lm_head", "token_logprob", token.position, sampled, scored)
     return Finding(

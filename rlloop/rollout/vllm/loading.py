@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import msgspec
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -19,7 +20,10 @@ from vllm.transformers_utils.config import get_config_parser
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from rlloop.models import Model, load_model
-from rlloop.models.weights import HEAD
+from rlloop.models.weights import HEAD, usable_device
+from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.context import ParallelContext
+from rlloop.parallel.layout import Layout
 from rlloop.rollout.vllm import versions
 from rlloop.rollout.vllm.messages import Facts
 from rlloop.rollout.vllm.names import ARCHITECTURE, FORMAT, GATE, GPU_WORKER
@@ -44,7 +48,11 @@ def policy_of(config: VllmConfig) -> Model:
     if LENT_AS in asked:
         return _LENT[asked[LENT_AS]]
     dtype = str(config.model_config.dtype).removeprefix("torch.")
-    return load_model(config.model_config.model, dtype=dtype, device=config.device_config.device or "cpu")
+    device, tp = usable_device(config.device_config.device or "cpu"), get_tp_group()
+    ranks = Ranks(tp.world_size, tp.rank_in_group, tp.device_group) if tp.world_size > 1 else Ranks()
+    # Experts are cut beside the rest, whether vLLM was started with expert parallelism or without.
+    context = ParallelContext(device, Layout(tp=ranks.size), ranks.rank, groups={"tp": ranks, "world": ranks})
+    return load_model(config.model_config.model, dtype=dtype, context=context)
 
 
 def facts_of(model: Any, config: VllmConfig) -> Facts | None:

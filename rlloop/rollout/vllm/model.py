@@ -26,8 +26,11 @@ class RlloopForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         parallel = vllm_config.parallel_config
-        if (ranks := parallel.world_size) > 1:
-            raise ValueError(f"rlloop's model runs on one rank inside vLLM, and {ranks} were asked for")
+        if parallel.world_size > parallel.tensor_parallel_size:
+            raise ValueError(
+                f"rlloop's model takes tensor_parallel_size ({parallel.tensor_parallel_size}) inside vLLM, and "
+                f"{parallel.world_size} ranks were asked for; leave pipeline and context parallelism at 1"
+            )
         self.policy = policy_of(vllm_config)
         known = vllm_config.compilation_config.static_forward_context
         self.stores: list[dict[str, PagedStore]] = []

@@ -218,13 +218,21 @@ def _few_rows(
         row, output = gl.expand_dims(left, 1), gl.expand_dims(first_output + right, 0)
     if HAS_BIAS:
         sums += gl.load(bias + output, output < outputs, 0.0).to(gl.float32)
-    at = (first_row + row).to(gl.int64) * stride + output
-    inside = (row < ROWS) & (first_row + row < rows) & (output < outputs)
     sums = sums.to(out.dtype.element_ty)
     if PLACES == 0:
-        gl.store(out + at, sums, inside)
-    for place in gl.static_range(PLACES):
-        gl.store(gl.load(places + place).to(out.dtype) + at, sums, inside)
+        inside = (row < ROWS) & (first_row + row < rows) & (output < outputs)
+        gl.store(out + (first_row + row).to(gl.int64) * stride + output, sums, inside)
+    else:  # to other GPUs whole vectors of outputs travel, not the pairs that a warp holds
+        if SWAPPED:
+            sums = sums.permute((1, 0))
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUTPUTS, OUTPUTS // 8], [4, 1], [1, 0])
+        sums = gl.convert_layout(sums, WIDE)
+        row = gl.expand_dims(gl.arange(0, HEIGHT, gl.SliceLayout(1, WIDE)), 1)
+        output = first_output + gl.expand_dims(gl.arange(0, OUTPUTS, gl.SliceLayout(0, WIDE)), 0)
+        at = (first_row + row).to(gl.int64) * stride + output
+        inside = (row < ROWS) & (first_row + row < rows) & (output < outputs)
+        for place in gl.static_range(PLACES):
+            gl.store(gl.multiple_of(gl.load(places + place).to(out.dtype), 16) + at, sums, inside)
 
 
 _layouts: dict[tuple[int, int], Any] = {}

@@ -1,0 +1,64 @@
+"""`rlloop serve engine --layout tp=2`: one engine over two processes, which follows a store as one process would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlloop import Engine, SamplingParams
+from rlloop.cli.serve_ranks import layout_of
+from rlloop.errors import ConfigError
+from rlloop.models import load_model
+from rlloop.rollout.fleet.client import RemoteEngine
+from rlloop.sync.live import named_weights, tensors_of
+from rlloop.sync.manifest import new_key
+from rlloop.sync.publisher import Publisher
+from rlloop.sync.store import FolderStore
+from rlloop.types import Completion
+from tests.support.fleet_run import TOKEN, Server
+from tests.support.tiny_run import make_model
+
+PROMPTS = [[5, 6, 7], list(range(10, 40)), [9]]
+SAMPLING = [
+    SamplingParams(max_tokens=12, seed=1),
+    SamplingParams(max_tokens=9, temperature=0.0),
+    SamplingParams(max_tokens=12, seed=2, top_k=9),
+]
+
+
+def bits(made: list[Completion]) -> list[tuple]:
+    return [(each.token_ids, each.logprobs.tobytes(), each.raw_logprobs.tobytes()) for each in made]
+
+
+@pytest.mark.slow
+def test_two_processes_serve_one_engine_and_follow_a_store(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    private = new_key(tmp_path / "key")
+    model, publisher = load_model(tmp_path / "model"), Publisher(FolderStore(tmp_path / "weights"), private, "run")
+    server = Server(
+        tmp_path, "engine", "--model", "model", "--layout", "tp=2", "--threads", "1", "--store", "weights",
+        "--public-key", "key.pub", "--interval", "0.2",
+    )  # fmt: skip
+    try:
+        with RemoteEngine(server.url, token=TOKEN, timeout=60) as remote:
+            for version, scale in enumerate((1.0, 1.25)):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(scale)
+                tensors, aliases = tensors_of(named_weights(model).items())
+                publisher.publish(tensors, version, aliases=aliases)
+                remote.set_version(version)
+                expected = bits(Engine(model).generate(PROMPTS, SAMPLING))
+                assert bits(remote.generate(PROMPTS, SAMPLING)) == expected
+                assert bits(remote.generate(PROMPTS[1:], SAMPLING[1:])) == expected[1:]  # from the prefix cache
+    finally:
+        server.kill()
+
+
+def test_other_layouts_are_refused() -> None:
+    for text in ("pp=2", "tp", "tp=two"):
+        with pytest.raises(ConfigError, match="tp=N"):
+            layout_of([text])
+    assert layout_of(["tp=3"]).tp == 3

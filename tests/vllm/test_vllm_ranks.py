@@ -1,0 +1,41 @@
+"""rlloop's model in vLLM's own server over tensor-parallel ranks: the tokens and logprobs of rlloop's engine on one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from rlloop import Engine, SamplingParams, load_model
+from rlloop.models import new_model, save_model
+from tests.support.tiny_run import make_model
+from tests.support.vllm_families import FAMILIES, SMALL
+from tests.support.vllm_server import KEY, vllm_of
+
+PROMPTS = [[5, 6, 7], list(range(3, 40)), [9]]
+OURS = ("--config-format", "rlloop", "--load-format", "rlloop", "--dtype", "float32", "--tensor-parallel-size", "2")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("more", [(), ("--enable-expert-parallel",)])
+def test_ranks_have_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # it wants a NUMA node for each rank
+    make_model(tmp_path)
+    shutil.rmtree(tmp_path / "model")
+    save_model(new_model({**SMALL, **FAMILIES["mixture"]}, seed=0), tmp_path / "model")
+    sampling = [SamplingParams(max_tokens=16, seed=seed, ignore_eos=True) for seed in range(len(PROMPTS))]
+    wanted = Engine(load_model(tmp_path / "model")).generate(PROMPTS, sampling)
+    with (
+        vllm_of(tmp_path, *OURS, *more) as url,
+        httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=300) as client,
+    ):
+        for prompt, params, expected in zip(PROMPTS, sampling, wanted, strict=True):
+            asked = {"model": "policy", "prompt": prompt, "max_tokens": 16, "seed": params.seed, "temperature": 1.0}
+            answer = client.post("/v1/completions", json={**asked, "logprobs": 0, "ignore_eos": True})
+            assert answer.status_code == 200, answer.text
+            logprobs = answer.json()["choices"][0]["logprobs"]
+            assert [int(token.removeprefix("w")) for token in logprobs["tokens"]] == expected.token_ids
+            assert np.array(logprobs["token_logprobs"], np.float32).tobytes() == expected.logprobs.tobytes()
