@@ -341,10 +341,28 @@ class RunConfig:
                 "rollout.engine=vllm"
             )
 
+    def _check_shard(self) -> None:
+        """Refuses engines that would read a compute copy that is not whole."""
+        trainer, engine = self.world.trainer, self.world.engine
+        if self.trainer.shard == "optimizer" or trainer.dp_shard == 1:
+            return
+        if (trainer.tp, trainer.ep, trainer.pp) == (engine.tp, engine.ep, engine.pp):
+            raise ConfigError(
+                "trainer.shard=parameters frees a layer's weights between its uses, and an engine of the trainer's tp, "
+                "ep and pp would read them; give it weights of its own (rollout.layout.tp=2, say), or set "
+                "trainer.shard=optimizer"
+            )
+        if self.launch is Launch.ray and self.ray.replicas:
+            raise ConfigError(
+                f"ray.replicas is {self.ray.replicas}, and with trainer.shard=parameters no rank has the weights that "
+                "replicas are sent; set ray.replicas=0, or trainer.shard=optimizer"
+            )
+
     def _check_ranks(self) -> None:
         """Refuses what runs on one rank alone beside a layout of several."""
         if self.world.size == 1:
             return
+        self._check_shard()
         for key, alone, instead in (
             ("fleet=regions", self.fleet.kind is FleetKind.regions, "use fleet=node, with launch=ray"),
             (
