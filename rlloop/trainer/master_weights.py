@@ -129,6 +129,8 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the live parameters: each rank its own rows, which are then copied. Collective."""
+        if self.layers is not None:
+            self.layers.free()
         for name, shard in self.shards.items():
             if self.layers is not None and (kept := self.layers.rows(name)) is not None:
                 kept.copy_(shard.master)

@@ -25,9 +25,9 @@ CASES = {
 }
 LAYOUTS = {
     1: [{}],
-    2: [{"dp_shard": 2}, {"dp_replicate": 2}],
-    3: [{"dp_shard": 3}],
-    4: [{"dp_shard": 4}, {"dp_shard": 2, "dp_replicate": 2}],
+    2: [{"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "layers": 1}],  # layers: with trainer.shard=parameters
+    3: [{"dp_shard": 3}, {"dp_shard": 3, "layers": 1}],
+    4: [{"dp_shard": 4}, {"dp_shard": 2, "dp_replicate": 2}, {"dp_shard": 2, "dp_replicate": 2, "layers": 1}],
 }
 
 
