@@ -199,7 +199,7 @@ def main() -> None:
     if given.quick:
         print(table(figures))
     else:
-        report(f"ranks_engine_{given.tp}", figures, packages=("triton", *(("vllm",) if given.vllm else ())))
+        report(f"ranks-engine-{given.tp}", figures, packages=("triton", *(("vllm",) if given.vllm else ())))
 
 
 def make_folder(folder: Path, layers: int) -> None:

@@ -15,6 +15,7 @@ from blake3 import blake3
 from rlloop.audit.history import Check, History, Rollouts
 from rlloop.audit.parts import Parts
 from rlloop.config.fleet import FleetConfig
+from rlloop.config.layout import LayoutConfig
 from rlloop.config.run import CheckpointConfig, Launch, ParityMode, RunConfig
 from rlloop.errors import ParityError, RlloopError
 from rlloop.metrics import is_timing
@@ -83,6 +84,8 @@ def _alone(config: RunConfig, folder: Path) -> RunConfig:
     return dataclasses.replace(
         config,
         launch=Launch.local,
+        trainer=dataclasses.replace(config.trainer, layout=LayoutConfig()),
+        rollout=dataclasses.replace(config.rollout, layout=LayoutConfig()),
         fleet=FleetConfig(),
         run=dataclasses.replace(config.run, dir=str(folder)),
         sinks={},

@@ -53,6 +53,12 @@ class World:
         whole = replace(trainer, dp_replicate=trainer.dp_replicate * (size // trainer.world_size))
         return cls(whole, replace(rollout, dp_replicate=1))
 
+    def degrees(self) -> dict[str, dict[str, int]]:
+        """The degrees above 1, as JSON values; empty for one rank."""
+        both = {"trainer": self.trainer, "rollout": self.engine}
+        above = {name: {k: v for k, v in vars(layout).items() if v > 1} for name, layout in both.items()}
+        return {name: degrees for name, degrees in above.items() if degrees}
+
     @property
     def size(self) -> int:
         return self.trainer.world_size

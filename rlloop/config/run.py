@@ -35,6 +35,7 @@ from rlloop.config.rollout import EngineKind, RolloutConfig
 from rlloop.errors import ConfigError
 from rlloop.numerics.implementations import is_outside
 from rlloop.numerics.profile import SETTINGS
+from rlloop.parallel.layout import Layout
 
 GPU_SHARE = Limit(ABOVE_ZERO_TO_ONE.holds, "above 0 and at most 1: a rank lies on one GPU")
 
@@ -234,7 +235,12 @@ class RunConfig:
     @property
     def world(self) -> World:
         """The ranks of `trainer.layout` and `rollout.layout`."""
-        return World.of(self.trainer.layout.checked("trainer"), self.rollout.layout.checked("rollout"))
+        return World.of(*self.layouts)
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """`trainer.layout` and `rollout.layout`."""
+        return self.trainer.layout.checked("trainer"), self.rollout.layout.checked("rollout")
 
     @property
     def replicas(self) -> int:
@@ -352,17 +358,18 @@ class RunConfig:
                 "ep and pp would read them; give it weights of its own (rollout.layout.tp=2, say), or set "
                 "trainer.shard=optimizer"
             )
-        if self.launch is Launch.ray and self.ray.replicas:
-            raise ConfigError(
-                f"ray.replicas is {self.ray.replicas}, and with trainer.shard=parameters no rank has the weights that "
-                "replicas are sent; set ray.replicas=0, or trainer.shard=optimizer"
-            )
 
     def _check_ranks(self) -> None:
         """Refuses what runs on one rank alone beside a layout of several."""
         if self.world.size == 1:
             return
         self._check_shard()
+        cut = [axis for layout in self.layouts for axis in ("tp", "pp", "ep") if getattr(layout, axis) > 1]
+        if cut and self.replicas:
+            raise ConfigError(
+                f"ray.replicas is {self.replicas}, and {cut[0]} is above 1 in a layout: replicas have whole weights; "
+                "set ray.replicas=0, or spread by dp_shard and dp_replicate alone"
+            )
         for key, alone, instead in (
             ("fleet=regions", self.fleet.kind is FleetKind.regions, "use fleet=node, with launch=ray"),
             (

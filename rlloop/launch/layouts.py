@@ -7,7 +7,7 @@ import torch
 from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.models.architecture import ModelConfig
-from rlloop.parallel.layout import Layout
+from rlloop.models.placement import check_placement
 
 
 def check_launch(config: RunConfig, processes: int) -> None:
@@ -44,23 +44,6 @@ def _check_gpus(needed: int, what: str) -> None:
 
 
 def check_model(config: RunConfig, model: ModelConfig) -> None:
-    """Raises `ConfigError` where a layout has more ranks on an axis than the model has to give to them."""
-    for section, layout in (("trainer", config.world.trainer), ("rollout", config.world.engine)):
-        for axis, degree, count, things in _limits(layout, model):
-            if degree > count:
-                raise ConfigError(
-                    f"{section}.layout.{axis} is {degree}, and {model.architecture} has {count or 'no'} {things}; "
-                    f"{'leave it at 1' if count < 2 else f'set it to {count} or less'}, and "
-                    f"{section}.layout.dp_shard to {config.world.size // min(degree, config.world.size)} or more"
-                )
-
-
-def _limits(layout: Layout, model: ModelConfig) -> list[tuple[str, int, int, str]]:
-    """(axis, degree, the largest that gives every rank something, of what)"""
-    experts = 0 if model.mixture is None else model.mixture.num_experts
-    return [
-        ("tp", layout.tp, model.num_heads, "heads"),
-        ("cp", layout.cp * layout.tp, model.num_heads, "heads for cp x tp ranks"),
-        ("pp", layout.pp, model.num_layers, "layers"),
-        ("ep", layout.ep if layout.ep > 1 else 0, experts, "experts"),
-    ]
+    """Raises `ConfigError` where the model cannot be laid over the ranks."""
+    check_placement(model, config.world.trainer, "trainer.layout", trains=True)
+    check_placement(model, config.world.engine, "rollout.layout", trains=False)

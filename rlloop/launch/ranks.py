@@ -1,10 +1,13 @@
-"""Failures of ranks: what happened to one ends the call on all, and the error names it."""
+"""Failures of ranks: what happened to one ends the call on all, and the error names it; layouts of those left."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from rlloop.errors import RlloopError
+from rlloop.config.layout import LayoutConfig, shrunk
+from rlloop.config.run import Launch, RunConfig
+from rlloop.errors import ConfigError, RlloopError
 from rlloop.launch.ray_pool import EngineDied
 
 GRACE = 5.0  # seconds after a failure in which others may show that they are its cause
@@ -38,3 +41,26 @@ def error_of(failures: Mapping[int, Exception], size: int) -> Exception:
     failed.exit_code = cause.exit_code if isinstance(cause, RlloopError) else failed.exit_code
     failed.__cause__ = cause
     return failed
+
+
+def remaining(config: RunConfig, failure: RankFailed) -> RunConfig:
+    """The configuration over the ranks that `failure` left, under `ray.elastic`.
+
+    Raises `failure` where the run is not to go on: nothing died, or the layouts cannot shrink so far.
+    """
+    left = failure.size - len(failure.lost)
+    if not (config.launch is Launch.ray and config.ray.elastic and failure.lost and left):
+        raise failure
+    try:
+        trainer, rollout = shrunk(
+            config.trainer.layout.checked("trainer"), config.rollout.layout.checked("rollout"), left
+        )
+    except ConfigError as refusal:
+        failure.args = (f"{failure}. {refusal}",)
+        raise failure from None
+    return replace(
+        config,
+        ray=replace(config.ray, replicas=config.replicas),
+        trainer=replace(config.trainer, layout=LayoutConfig(**vars(trainer))),
+        rollout=replace(config.rollout, layout=LayoutConfig(**vars(rollout))),
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rlloop.errors import ParityError, RlloopError
 from rlloop.launch.layouts import check_launch
 from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
+from rlloop.launch.ranks import RankFailed, remaining
 from rlloop.launch.signals import Interrupts
 from rlloop.launch.torchrun import Leader
 from rlloop.loop.loop import Loop
@@ -74,10 +75,17 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             return 0
         interrupts = stack.enter_context(Interrupts(say))
         try:
-            certificate = Certificate(folder.parity, attest)
-            certificate.note(config=config_digest)
-            builder = _builder(job.config) if leader is None else leader.parts
-            finished = _drive(job, prepared, builder, folder, certificate, interrupts, console)
+            finished = None
+            while finished is None:
+                certificate = Certificate(folder.parity, attest)
+                certificate.note(config=config_digest)
+                builder = _builder(job.config) if leader is None else leader.parts
+                try:
+                    finished = _drive(job, prepared, builder, folder, certificate, interrupts, console)
+                except RankFailed as failure:
+                    job = replace(job, config=remaining(job.config, failure))
+                    folder.log(f"{failure}; it goes on with {job.config.world.size} ranks")
+                    say(f"{failure}. The run goes on from its last checkpoint with {job.config.world.size} ranks")
         except KeyboardInterrupt:
             finished = False
         except RlloopError as error:
@@ -137,6 +145,7 @@ def _drive(
         loop = Loop(config, parts, folder, monitor, observers)
         stack.callback(loop.close)
         start = loop.restore()
+        certificate.note_layout(config.world.degrees())
         if start == 0:
             certificate.note(model=folder_digest(Path(prepared.task.model_folder())))
         if config.parity.redraw and not config.redraws:

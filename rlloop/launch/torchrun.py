@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -179,35 +179,37 @@ class LeadingHandle:
     def _result(self, result: Future[Any]) -> Any:
         failures: dict[int, Exception] = {}
         while not failures:
-            try:
-                return result.result(timeout=0.5)
-            except TimeoutError:
-                failures = self._failures()
-            except Exception as error:
-                failures = {0: error}
+            if wait([result], timeout=0.5).done:
+                if result.exception() is None:
+                    return result.result()
+                failures = self._own(result)
+                break
+            failures = self._failures(6 * SILENT)
+            if not failures and (stalled := self._watch.stalled(self._timeout)) is not None:
+                failures[stalled[0]] = EngineDied(stalled[1], started=False)
         until = time.monotonic() + max(GRACE, SILENT) + 1
         while len(failures) < self.size and time.monotonic() < until:  # the cause may be another's
             time.sleep(0.2)
-            if result.done() and (mine := result.exception()) is not None:
-                failures.setdefault(0, mine if isinstance(mine, Exception) else RuntimeError(repr(mine)))
-            failures |= {rank: each for rank, each in self._failures().items() if rank not in failures}
+            failures = self._failures(SILENT) | self._own(result) | failures
             if any(isinstance(error, EngineDied) for error in failures.values()):
                 break
         self._failure = error_of(failures, self.size)
         raise self._failure
 
-    def _failures(self) -> dict[int, Exception]:
-        """What other ranks have reported, or by what they show that they are no more."""
-        failures: dict[int, Exception] = {}
+    def _own(self, result: Future[Any]) -> dict[int, Exception]:
+        error = result.exception() if result.done() else None
+        return {} if error is None else {0: error if isinstance(error, Exception) else RuntimeError(repr(error))}
+
+    def _failures(self, silence: float) -> dict[int, Exception]:
+        """What other ranks have reported; and those that have reported nothing for so many seconds."""
+        self._watch.look()
+        failures: dict[int, Exception] = {
+            rank: EngineDied("it reports no more: its process is gone or stopped")
+            for rank in self._watch.silent(silence)
+        }
         for rank in range(1, self.size):
             if self._store.check([f"failed/{rank}"]):
                 failures[rank] = _get(self._store, f"failed/{rank}")
-        if not failures:
-            self._watch.look()
-            for rank in self._watch.silent():
-                failures[rank] = EngineDied("it reports no more: its process is gone or stopped")
-            if not failures and (stalled := self._watch.stalled(self._timeout)) is not None:
-                failures[stalled[0]] = EngineDied(stalled[1], started=False)
         return failures
 
 

@@ -158,8 +158,11 @@ class Replica(Rank):
         self._sync = BundleReplica(target, threads)
 
     def _open(self, config: RunConfig, path: str) -> None:
-        self.model = load(config, path, self.context)
-        self.engine = make_engine(self.model, config.rollout.profile.over(config.model.profile), config.rollout)
+        """Loads the weights of `context`, and makes the engine, over those of `engine_context`."""
+        self.model = self.sampled = load(config, path, self.context)
+        if self.engine_context.layout != self.context.layout:
+            self.sampled = Model(self.model.config, self.model.profile, self.engine_context, weights_of=self.model)
+        self.engine = make_engine(self.sampled, config.rollout.profile.over(config.model.profile), config.rollout)
         if close := getattr(self.engine, "close", None):
             self.process.callback(close)
 
@@ -169,12 +172,13 @@ class Replica(Rank):
         Each engine of the world makes those of its share of the prompts, in order.
         """
         assert self.engine.policy_version == version, f"has version {self.engine.policy_version}, not {version}"
-        size = self.engine_context.layout.world_size
-        engine, first = divmod(self.world.rank, size)
-        begin, end = share(len(prompts), self.world.size // size, engine)
-        completions = self.engine.generate(prompts[begin:end], sampling[begin:end]) if end > begin else []
-        shares = self.world.gather_objects(completions if first == 0 else [])
-        return [completion for each in shares for completion in each]
+        layout, at = self.engine_context.layout, self.engine_context.coordinates
+        slot = self.world.rank // layout.world_size * layout.dp_shard + at["dp_shard"]
+        begin, end = share(len(prompts), self.world.size // layout.world_size * layout.dp_shard, slot)
+        completions = self.engine.generate(prompts[begin:end], sampling[begin:end])
+        first = not (at["pp"] or at["cp"] or at["tp"])  # of the ranks that make the same completions
+        shares = self.world.gather_objects((slot, completions if first else []))
+        return [completion for _, each in sorted(shares, key=lambda pair: pair[0]) for completion in each]
 
     def apply(self, bundle: Bundle) -> dict[str, float]:
         """Brings the live parameters to the bundle's version. Raises `SyncError`, and then keeps the previous one."""
@@ -195,11 +199,13 @@ class Colocated(Replica):
         self._published: dict[str, float] = {}
 
     def set_version(self, version: int) -> None:
+        """The engine has the trainer's weights, now `version`; parts of another layout are copied from rank to rank."""
+        self.sampled.refresh()
         self.engine.set_version(version)
 
     def publish(self, version: int) -> Bundle:
         """The bundle that brings a replica of the previous version to the trainer's weights, now `version`."""
-        self.engine.set_version(version)
+        self.set_version(version)
         tensors, aliases = tensors_of(named_weights(self.model).items())
         bundle = self._publisher.publish(tensors, version, aliases)
         self._published = bundle.metrics

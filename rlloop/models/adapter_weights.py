@@ -29,7 +29,7 @@ class Target:
     """A weight that adapters can adapt: a matrix [N, K], or one for each expert."""
 
     name: str  # of the module, or of the experts' parameter: model.layers.0.mlp.experts.gate_up_proj
-    weight: nn.Parameter
+    weight: Tensor
     inputs: int
     outputs: int
     experts: int | None = None

@@ -34,9 +34,10 @@ def _fault(config: ModelConfig, layout: Layout, trains: bool) -> tuple[str, Layo
         return f"cp is {layout.cp}, and an engine does not split sequences", _without(layout, "cp")
     if layout.cp > 1 and layout.tp > 1:
         return f"cp is {layout.cp} and tp {layout.tp}, which both split heads", _without(layout, "cp")
-    if layout.cp > (heads := _heads(config)):
-        fault = f"cp is {layout.cp}, and ranks split layers of {heads} heads"
-        return fault, _experts_fit(config, replace(layout, cp=heads, ep=1), layout.ep)
+    for axis in ("cp", "tp"):
+        if (degree := getattr(layout, axis)) > (heads := _heads(config)):
+            fault = f"{axis} is {degree}, and ranks split layers of {heads} heads"
+            return fault, _experts_fit(config, replace(layout, **{axis: heads, "ep": 1}), layout.ep)
     return _experts_fault(config, layout)
 
 

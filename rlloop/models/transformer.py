@@ -28,6 +28,7 @@ from rlloop.models.head import Head
 from rlloop.models.latent import LatentAttention
 from rlloop.models.layers import Cache, Divisions, Linear, Mlp, Norm, PlainMlp, Step, Weight
 from rlloop.models.peer_gathers import peers_of
+from rlloop.models.placement import check_placement
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable
 from rlloop.models.routing_record import RoutingRecord
@@ -142,7 +143,7 @@ class Model(nn.Module):
         self._copies: list[tuple[nn.Parameter, StoredParameter, StoredParameter]] = []
         self.vocabulary = in_tiles(config.vocab_size, self.context.tp)  # of the head; the embedding is whole
         if weights_of is None:
-            self._check_heads()
+            check_placement(config, self.context.layout, "layout", trains=True)
             self.model = Decoder(config, self.context)
             held = config.vocab_size if self.vocabulary is None else self.vocabulary.size
             self.lm_head = None if config.tied else Weight(held, config.hidden_size)
@@ -275,16 +276,6 @@ class Model(nn.Module):
         view = Model(self.config, profile, self.context, weights_of=self)
         view.ops = view._with_own_adapter(ops(profile))
         return view
-
-    def _check_heads(self) -> None:
-        """Raises `ConfigError` where there are more tensor-parallel ranks than heads, so that some would have none."""
-        config = self.config
-        counts = [config.num_heads, *(part.num_heads for part in (config.delta, config.mamba) if part is not None)]
-        if min(counts) < self.context.tp.size:
-            raise ConfigError(
-                f"layout.tp is {self.context.tp.size}, and {config.architecture} has layers of {min(counts)} heads; "
-                f"set tp to {min(counts)} at most"
-            )
 
     def with_adapter(self, adapter: Adapter | str | None) -> Model:
         """A view of the model in which every token has this adapter, or the one of this name; None: the base itself.

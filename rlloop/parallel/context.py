@@ -66,7 +66,8 @@ def join(device: torch.device, layout: Layout) -> ParallelContext:
     ):
         dims = [axes.index(axis) for axis in joined]
         groups[name] = _ranks(grid.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)))
-    groups["ep"] = _ranks(world.view(-1, layout.ep))
+    # Tensor parallelism alone cuts experts, too: each rank has some of them whole.
+    groups["ep"] = groups["tp"] if layout.ep == 1 else _ranks(world.view(-1, layout.ep))
     groups["expert_shard"] = _ranks(grid.unflatten(3, (-1, layout.expert_leaves)).movedim(3, -1))
     here = int(dist.get_rank())
     return ParallelContext(device, layout, here % size, here - here % size, groups)

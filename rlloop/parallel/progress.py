@@ -20,7 +20,7 @@ from torch.distributed import DistError
 
 PERIOD = 0.5  # seconds between reports
 WAITS, IDLE = "waits in ", "is done"
-SILENT = 10 * PERIOD  # without a report: the process is stopped or gone
+SILENT = 10 * PERIOD  # without a report: the process is stopped or gone, or compiles and lets no thread run
 
 
 class Group(Protocol):
@@ -115,12 +115,13 @@ class Watch:
 
     def __init__(self, store: Store, size: int) -> None:
         self._store, self.size = store, size
+        self._seen = [_Seen() for _ in range(size)]
         self.reset()
 
     def reset(self) -> None:
-        """Count silence and standstill from now on."""
-        now = time.monotonic()
-        self._seen = [_Seen(beat=now, moved=now) for _ in range(self.size)]
+        """Count standstill from now on."""
+        for seen in self._seen:
+            seen.beat = seen.moved = time.monotonic()
 
     def look(self) -> None:
         now = time.monotonic()
@@ -134,10 +135,10 @@ class Watch:
                 seen.moved = now
             seen.report = beat, count, what
 
-    def silent(self) -> list[int]:
-        """Ranks that have not reported for `SILENT` seconds."""
-        now = time.monotonic()
-        return [rank for rank, seen in enumerate(self._seen) if now - seen.beat > SILENT]
+    def silent(self, seconds: float = SILENT) -> list[int]:
+        """Ranks that have not reported for `seconds`, after they once had."""
+        before = time.monotonic() - seconds
+        return [rank for rank, seen in enumerate(self._seen) if seen.report[0] >= 0 and seen.beat < before]
 
     def stalled(self, timeout: float) -> tuple[int, str] | None:
         """A rank that has made no progress for `timeout` seconds, and all that is known of it; None: all go on.

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import (  # torch.distributed does not declare t
 )
 
 NEVER = timedelta(days=7)  # whoever waits for a rank too long is the launcher's to name
+CONNECT = timedelta(minutes=5)  # to wait for the process that hosts the store
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def meet(address: str) -> Store:
         return FileStore(rest)
     at, _, prefix = rest.partition("/")
     host, _, port = at.rpartition(":")
-    store = TCPStore(host.strip("[]"), int(port), is_master=False, timeout=NEVER)
+    store = TCPStore(host.strip("[]"), int(port), is_master=False, timeout=CONNECT)
+    store.set_timeout(NEVER)
     return PrefixStore(prefix, store) if prefix else store
 
 
@@ -76,6 +78,8 @@ def process_group(device: torch.device, address: str, rank: int, size: int) -> I
 
 def _stay_local(address: str) -> None:
     """Gloo listens where it is told by the environment alone: on loopback, for ranks that meet there."""
+    if address.startswith("file:"):  # where nobody outside this host is expected
+        address = "tcp://localhost:0"
     host = address.removeprefix("tcp://").partition("/")[0].rpartition(":")[0].strip("[]")
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback

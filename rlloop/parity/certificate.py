@@ -16,6 +16,8 @@ is the run's rung on the ladder of `parity.mode=fallback` (bitwise, replay, corr
     reward       the reward's source; likewise
     model        the folder that the weights come from; in the run's first line
 
+`layout` has the degrees of parallelism above 1, of trainer and engines, in the first line that was made under them.
+
 A step that broke the contract has no `metrics`. A line's `hash` covers the rest of it, so that changing, adding or
 removing a line breaks the chain.
 """
@@ -34,8 +36,8 @@ from rlloop.errors import RunError
 from rlloop.runs.folder import Journal, read_records
 
 GENESIS = "0" * 64
-# Keys that differ between two runs with the same bits, since metrics contain times.
-CHAINED = ("metrics", "rollouts", "config", "reward", "model", "checkpoints", "previous", "hash")
+# Keys that differ between two runs with the same bits, since metrics contain times and ranks may be any number.
+CHAINED = ("metrics", "rollouts", "config", "reward", "model", "checkpoints", "layout", "previous", "hash")
 
 
 def bits_digest(logprobs: Sequence[np.ndarray]) -> str:
@@ -69,12 +71,14 @@ class Certificate:
     def reload(self) -> None:
         """Continue from the file's end, after the run folder was rewound. Raises `RunError` for a damaged file."""
         self.previous, self.rung, self.replayed, self._run = GENESIS, "bitwise", False, ""
+        self._layout: Mapping[str, Any] = {}
         for line in read_records(self._journal.path):
             if not isinstance(line.get("hash"), str) or not isinstance(line.get("rung"), str):
                 raise RunError(
                     f"{self._journal.path} is damaged: the line of step {line.get('step')} has no hash or no rung"
                 )
             self.previous = line["hash"]
+            self._layout = line.get("layout", self._layout)
             self._run = self._run or self.previous
             self.step_down(line["rung"])
 
@@ -90,6 +94,12 @@ class Certificate:
     def note(self, **facts: Any) -> None:
         """Add facts to the next line."""
         self._line |= facts
+
+    def note_layout(self, layout: Mapping[str, Any]) -> None:
+        """Let the next line have the layout over ranks, where it is not the last line's."""
+        if layout != self._layout:
+            self.note(layout=layout)
+            self._layout = layout
 
     def cover(self, record: bytes) -> None:
         """Let the next line cover a record that was appended to metrics.jsonl."""

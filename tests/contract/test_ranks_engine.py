@@ -34,6 +34,43 @@ def model(context: ParallelContext | None = None) -> Model:
     return new_model(CONFIG, seed=0, context=context)
 
 
+MIXTURE = {
+    **CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
+LOADS = {"idle": (6, 0), "full": (5, 5), "ragged": (1, 9), "nothing": (0, 0)}  # requests of each rank along dp_shard
+
+
+def traffic(rank: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    prompts = [[(7 * i + 3 * rank + at) % 290 + 3 for at in range(1 + 5 * i)] for i in range(count)]
+    return prompts, [
+        SamplingParams(max_tokens=3 + 4 * i, seed=i, temperature=1.0 - 0.1 * (i % 3)) for i in range(count)
+    ]
+
+
+def attended_apart() -> list[dict[str, Any]]:
+    """Two ranks' requests around one set of experts, also where each of the two is a pair of tensor-parallel ranks."""
+    results = []
+    for layout in (Layout(dp_shard=2, ep=2), Layout(dp_shard=2, tp=2, ep=4)):
+        context = join(CPU, layout)
+        rank = context.coordinates["dp_shard"]
+        engine, found = Engine(new_model(MIXTURE, seed=0, context=context), page_size=8, max_batch_tokens=16), {}
+        for load, counts in LOADS.items():
+            found[load] = seen(engine.generate(*traffic(rank, counts[rank])))
+        results.append({"rank": rank, **found})
+    return results
+
+
+def test_a_ranks_requests_never_change_anothers_bits() -> None:
+    engine = Engine(new_model(MIXTURE, seed=0), page_size=8)
+    for of_rank in run_ranks(4, attended_apart):
+        for found in of_rank:
+            for load, counts in LOADS.items():
+                prompts, sampling = traffic(found["rank"], counts[found["rank"]])
+                assert found[load] == seen([engine.generate([p], s)[0] for p, s in zip(prompts, sampling, strict=True)])
+
+
 def seen(made: list[Completion]) -> list[Any]:
     return [(each.token_ids, each.logprobs.tobytes(), each.raw_logprobs.tobytes()) for each in made]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlloop.runs.folder import read_records
+from tests.support.ray_processes import ray_processes
 from tests.support.tiny_run import history, make_model, train
 
 pytest.importorskip("ray")
@@ -22,17 +23,7 @@ SUITE = uuid.uuid4().hex  # two suites on one machine do not see each other's pr
 
 def workers(owner: str) -> dict[int, str]:
     """Ray's processes of one run of this suite: pid -> command line."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                environment = (entry / "environ").read_bytes()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue  # it ended while we looked
-            if f"RLLOOP_TEST_RUN={SUITE}/{owner}\0".encode() in environment and "ray" in command:
-                found[int(entry.name)] = command
-    return found
+    return ray_processes(f"{SUITE}/{owner}")
 
 
 LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,14 @@ from tests.support.ranks import run_ranks
 from tests.support.traffic import bits, traffic
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 10, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {  # name -> what is other than in `CONFIG`
     "shared key-value heads": {},  # 2 of them: at 4 ranks each lies on two
+    "experts": EXPERTS,
     "whole vectors": {**WIDE, "tie_word_embeddings": False},  # parts that GPUs write to one another
 }
 TYPES = ("bfloat16", "float32")
@@ -95,6 +102,34 @@ def of_a_rank(sizes: tuple[int, ...]) -> list[str]:
     return wrong
 
 
+def apart(gpus: int) -> list[str]:
+    """What differs where ranks with requests of their own share experts: idle, full and ragged ones."""
+    device, wrong = torch.device("cuda", torch.cuda.current_device()), []
+    context = join(device, Layout(dp_shard=2, tp=gpus // 2, ep=gpus))
+    rank = context.coordinates["dp_shard"]
+    engine = Engine(model("experts", "bfloat16", context), max_batch_tokens=256)
+    alone = Engine(model("experts", "bfloat16", ParallelContext(device)))
+    for load, counts in {"idle": (20, 0), "full": (24, 24), "ragged": (1, 33), "plain": (5, 3)}.items():
+        prompts, sampling = traffic(48)
+        mine = slice(0, counts[0]) if rank == 0 else slice(48 - counts[1], 48)
+        params = [replace(each, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) for each in sampling[mine]]
+        params = params if load == "plain" else sampling[mine]
+        made = engine.generate(prompts[mine], params)
+        if [bits(each) for each in made] != [bits(each) for each in alone.generate(prompts[mine], params)]:
+            wrong.append(load)
+    return wrong
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("gpus", SIZES)
+def test_a_ranks_requests_never_change_anothers_bits(gpus: int) -> None:
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs of {gpus}")
+    for rank, wrong in enumerate(run_ranks(gpus, apart, gpus, kind="cuda")):
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("gpus", SIZES)
 def test_any_number_of_gpus_has_the_bits_of_one(gpus: int) -> None:
     if torch.cuda.device_count() < gpus:

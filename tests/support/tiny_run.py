@@ -1,5 +1,6 @@
 """A real run that takes seconds: countdown with a tiny random model and a reward that has signal from step one."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlloop.metrics import is_timing
@@ -23,7 +24,7 @@ def history(folder: Path) -> list[object]:
     ]
 
 
-def train(folder: Path, *overrides: str) -> Command:
+def train(folder: Path, *overrides: str, env: Mapping[str, str] | None = None) -> Command:
     """Six steps, a checkpoint after every second; model and reward are made beside the run's folder."""
     if not (folder.parent / "model").exists():
         make_model(folder.parent)
@@ -31,7 +32,7 @@ def train(folder: Path, *overrides: str) -> Command:
     command += ["model.path=model", "trainer.num_steps=6", "checkpoint.every=2", "eval.num_draws=8", "eval.every=3"]
     command += ["rollout.num_prompts=4", "rollout.group_size=4", "trainer.lr=1e-2", "trainer.num_minibatches=2"]
     command += ["reward._target_=learnable.reward", *overrides]
-    return Command(*command, cwd=folder.parent)
+    return Command(*command, cwd=folder.parent, env=env)
 
 
 def make_model(place: Path) -> None:

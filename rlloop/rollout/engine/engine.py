@@ -27,6 +27,7 @@ from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.scoring import likeliest, score_prompt
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessing
 from rlloop.numerics.operators.distribution import check_drawn
+from rlloop.parallel.context import ALONE
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.graphs import DecodeGraphs, packed
@@ -72,7 +73,8 @@ class Engine(EngineFrontEnd):
     The model's parameters may change in place (they do, in training); call `set_version` after.
 
     Over tensor-parallel ranks each has an engine of the same settings, and every method is called on all of them alike,
-    with the same arguments: they schedule and draw the same.
+    with the same arguments: they schedule and draw the same. Ranks along dp_shard that share experts (data-parallel
+    attention) have requests of their own, and take steps together: all call `generate`, some perhaps for nothing.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Engine(EngineFrontEnd):
         self._own = None if model.adapter is None else LoadedAdapter.live(model.adapter, 0)
         self._prefix_caching = prefix_caching and not model.recurrent
         self._device = model.context.device
+        self._together = model.context.ranks("ep") if model.context.layout.expert_leaves > 1 else ALONE
         spec, dtype = model.cache_spec(), model.dtype
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
@@ -153,7 +156,12 @@ class Engine(EngineFrontEnd):
     def in_flight(self) -> int:
         return self._scheduler.num_requests + len(self._ended)
 
+    def _goes_on(self) -> bool:
+        return self.has_work if self._together.size == 1 else any(self._together.gather_objects(self.has_work))
+
     def step(self) -> list[tuple[int, Completion]]:
+        if self._together.size > 1:
+            return self._step_together()
         ended, self._ended = self._ended, []
         if self._scheduler.num_requests == 0:
             return self._completions(ended)
@@ -173,6 +181,36 @@ class Engine(EngineFrontEnd):
         if self._flight is not None and self._choices is not None:  # their choices come after the step in flight
             self._ended, late = late, []
         return self._completions(ended + late)
+
+    def _step_together(self) -> list[tuple[int, Completion]]:
+        """A step of every rank that shares experts. One whose requests are done works for the others' tokens."""
+        batch = self._scheduler.schedule() if self._scheduler.num_requests else None
+        wishes = self._together.gather(torch.tensor([self._wishes(batch)]))
+        works, eager, rows, pages, warped = wishes.amax(0).tolist()
+        if not works:
+            return []
+        if self._graphs is not None and not eager:
+            self._graphs.least = (rows, pages)
+        if batch is not None:
+            return self._completions(self._finish(self._start(batch, eager=bool(eager), warped=bool(warped))))
+        with torch.inference_mode():
+            if self._graphs is None or eager:
+                self.model.without_tokens()
+            else:
+                self._graphs.idle(draws=not warped)
+        return []
+
+    def _wishes(self, batch: ScheduledStep | None) -> tuple[int, ...]:
+        """What a step needs of all ranks: (it has work, no graph can run it, rows and pages of the graph, the graph
+        leaves drawing to the host)."""
+        if batch is None:
+            return (0, 0, 0, 0, 0)
+        if self._graphs is None or not (batch.emits.all() and (batch.counts == 1).all()):
+            return (1, 1, 0, 0, 0)
+        warp, table = self._warp(batch.rows), self._scheduler.table
+        pages = -(-int((batch.context + batch.counts).max()) // self.page_size)
+        warped = not self._draws_plainly(warp) or bool(table.top[batch.rows].any())
+        return (1, 0, *self._graphs.shape(len(batch.rows), pages), int(warped))
 
     def abort(self, request_id: int) -> Completion | None:
         self._settle()
@@ -253,9 +291,12 @@ class Engine(EngineFrontEnd):
     # ---------------------------------------------------------------------------------------------- one step
 
     @torch.inference_mode()
-    def _start(self, batch: ScheduledStep, tokens_before: Tensor | None = None) -> _Flight:
+    def _start(
+        self, batch: ScheduledStep, tokens_before: Tensor | None = None, *, eager: bool = False, warped: bool = False
+    ) -> _Flight:
         """Compute the batch's tokens and draw the next one for each request that emits. `tokens_before` [E] are what
-        the step before drew, where the batch was scheduled ahead of them."""
+        the step before drew, where the batch was scheduled ahead of them. `eager`: without a graph; `warped`: not with
+        one that draws."""
         table = self._scheduler.table
         end = np.cumsum(batch.counts)
         query_start = np.concatenate(([0], end))
@@ -267,13 +308,13 @@ class Engine(EngineFrontEnd):
         slots = block_start[sequence, index // self.page_size] + index % self.page_size
         emitting, slots_of = batch.rows[batch.emits], self._slots(batch)
         decodes = len(emitting) == end[-1] and positions.ndim == 1  # one token each
-        if self._graphs is not None and decodes:
+        if self._graphs is not None and decodes and not eager:
             if tokens_before is None:
                 tokens = self._tensor(table.tokens[batch.rows, index])
             else:
                 tokens = self._picked(tokens_before, batch.source)
             where, warp = (tokens, slots_of, index, positions, slots, block_start), self._warp(emitting)
-            if self._draws_plainly(warp) and not table.top[emitting].any():
+            if not warped and self._draws_plainly(warp) and not table.top[emitting].any():
                 token_ids, drawn = self._graphs.draw(*where, table.seed[emitting])
             else:
                 token_ids, drawn = self._sample([self._graphs.logits(*where)], emitting, warp)

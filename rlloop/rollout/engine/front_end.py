@@ -85,6 +85,10 @@ class EngineFrontEnd(ABC):
     def _forget_cached(self) -> None:
         """Drop everything computed with weights of another version. Called with nothing in flight."""
 
+    def _goes_on(self) -> bool:
+        """True while `generate` has to take steps."""
+        return self.has_work
+
     def _rest(self) -> None:  # noqa: B027
         """Called whenever `generate` returns or raises, with nothing in flight."""
 
@@ -114,7 +118,7 @@ class EngineFrontEnd(ABC):
         try:
             requests = zip(prompts, each, names, strict=True)
             ids = [self._add(prompt, params, adapter=name) for prompt, params, name in requests]
-            while self.has_work:
+            while self._goes_on():
                 done.update(self.step())
                 tick()
                 if on_progress is not None:

@@ -45,6 +45,7 @@ class DecodeGraphs:
         self._recorded: dict[tuple[int, int, bool, bool], _Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._made_of, self._adapters_at = (model.ops, self._addresses()), []
+        self.least = (1, 1)  # rows and pages of the graphs that are replayed
 
     def check_weights(self) -> None:
         """Forget the graphs where parameters lie elsewhere by now, or meet other operations."""
@@ -80,6 +81,17 @@ class DecodeGraphs:
         ids, made = self._replay(True, tokens, adapters, pages, index, positions, slots, seeds)
         return ids[: len(tokens)], made[:, : len(tokens)]
 
+    def shape(self, rows: int, pages: int) -> tuple[int, int]:
+        """The rows and pages of the graph that decodes so many."""
+        return rounded(rows), at_least(pages, min(LEAST_TOKENS, self._model.max_positions) // self._page_size)
+
+    def idle(self, draws: bool) -> None:
+        """Replay the graph of size `least`, with nothing to decode: others of the layout need its experts."""
+        nothing = np.zeros(0, np.int64)
+        self._replay(
+            draws, torch.empty(0, dtype=torch.int64, device=self._model.device), None, nothing[:, None], nothing
+        )
+
     def _replay(
         self, draws: bool, tokens: Tensor, adapters: np.ndarray | None, pages: np.ndarray, *columns: np.ndarray
     ) -> tuple[Tensor, ...]:
@@ -87,8 +99,8 @@ class DecodeGraphs:
         if adapted and self._adapters_at != (now := self._model.adapters.addresses()):
             self._recorded = {key: step for key, step in self._recorded.items() if not key[3]}
             self._adapters_at = now
-        least = min(LEAST_TOKENS, self._model.max_positions) // self._page_size
-        rows, width, count = rounded(len(tokens)), at_least(pages.shape[1], least), len(tokens)
+        (rows, width), count = self.shape(len(tokens), pages.shape[1]), len(tokens)
+        rows, width = max(rows, self.least[0]), max(width, self.least[1])
         step = self._recorded.get((rows, width, draws, adapted)) or self._record(rows, width, draws, adapted)
         given = torch.empty(rows, PAGES + width, dtype=torch.int64, pin_memory=True)
         host = given.numpy()

@@ -51,7 +51,8 @@ def policy_of(config: VllmConfig) -> Model:
     device, tp = usable_device(config.device_config.device or "cpu"), get_tp_group()
     ranks = Ranks(tp.world_size, tp.rank_in_group, tp.device_group) if tp.world_size > 1 else Ranks()
     # Experts are cut beside the rest, whether vLLM was started with expert parallelism or without.
-    context = ParallelContext(device, Layout(tp=ranks.size), ranks.rank, groups={"tp": ranks, "world": ranks})
+    groups = dict.fromkeys(("tp", "ep", "world"), ranks)
+    context = ParallelContext(device, Layout(tp=ranks.size), ranks.rank, groups=groups)
     return load_model(config.model_config.model, dtype=dtype, context=context)
 
 

@@ -378,6 +378,4 @@ def test_sharded_parameters_need_an_engine_with_weights_of_its_own():
     with pytest.raises(ConfigError, match=r"trainer\.shard=parameters frees .* \(rollout\.layout\.tp=2, say\)"):
         configured(*sharded)
     assert configured(*sharded, "rollout.layout.tp=2").trainer.shard == "parameters"
-    with pytest.raises(ConfigError, match=r"ray\.replicas is 1, and with trainer\.shard=parameters .* ray\.replicas=0"):
-        configured(*sharded, "rollout.layout.tp=2", "launch=ray", "ray.replicas=1")
     assert configured("trainer.shard=parameters").trainer.shard == "parameters"  # of one rank: nothing is shared out

@@ -28,6 +28,7 @@ EXPERTS = parse_config(
         (DENSE, {"pp": 3}, "pp is 3, and there are 2 layers", {"pp": 2}),
         (DENSE, {"dp_shard": 2, "ep": 2}, "ep is 2, and there are no experts", {"ep": 1}),
         (DENSE, {"cp": 5}, "cp is 5, and ranks split layers of 4 heads", {"cp": 4}),
+        (DENSE, {"tp": 5}, "tp is 5, and ranks split layers of 4 heads", {"tp": 4}),
         (EXPERTS, {"dp_shard": 8, "ep": 8}, "ep is 8, and there are 6 experts", {"ep": 4}),
         (EXPERTS, {"dp_shard": 3, "cp": 2, "ep": 3}, "ep is 3, which neither divides tp", {"ep": 2}),
         (EXPERTS, {"cp": 8, "ep": 8, "pp": 4}, "pp is 4", {"pp": 2, "cp": 4, "ep": 4}),

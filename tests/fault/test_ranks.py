@@ -1,0 +1,126 @@
+"""A run on several ranks ends with the bytes of one rank's, whatever happens to its ranks on the way."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rlloop.audit import Extent, verify
+from tests.support.command import Command
+from tests.support.ranked_run import finish, same, start
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """One rank's run, which nothing stopped."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    finish(start(folder, 1))
+    return folder
+
+
+def steps(folder: Path) -> int:
+    """Records of steps so far, step 0 included."""
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def wait_for(ranks: list[Command], folder: Path, records: int) -> None:
+    while ranks[0].poll() is None and steps(folder) < records:
+        time.sleep(0.002)
+
+
+def ended(ranks: list[Command]) -> tuple[str, list[int | None]]:
+    """Rank 0's output, and the exit codes of all."""
+    output, *_ = [rank.communicate(60)[0] for rank in ranks]
+    return output, [rank.returncode for rank in ranks]
+
+
+def layouts(folder: Path) -> list[dict]:
+    lines = map(json.loads, (folder / "parity.jsonl").read_text().splitlines())
+    return [line["layout"] for line in lines if "layout" in line]
+
+
+def test_four_ranks_then_three_then_one_end_as_if_nothing_had_happened(tmp_path, whole):
+    folder = tmp_path / "run"
+    ranks = start(folder, 4, "trainer.layout.dp_shard=2", "trainer.layout.dp_replicate=2")
+    wait_for(ranks, folder, 4)
+    os.kill(ranks[2].pid, signal.SIGKILL)
+    output, codes = ended(ranks)
+    assert codes[0] == 1, output
+    assert "rlloop: rank 2 of 4: it reports no more: its process is gone or stopped" in output
+
+    ranks = start(folder, 3, "trainer.layout.dp_shard=3")
+    wait_for(ranks, folder, 5)  # it goes on after step 2
+    os.kill(ranks[0].pid, signal.SIGINT)
+    output, codes = ended(ranks)
+    assert codes == [130, 0, 0], output
+    assert "Interrupted. To resume: rlloop train" in output
+
+    finish(start(folder, 1))
+    same(folder, whole)
+    assert layouts(folder) == [
+        {"trainer": {"dp_shard": 2, "dp_replicate": 2}}, {"trainer": {"dp_shard": 3}}, {},
+    ]  # fmt: skip
+    assert [problem for check in verify(folder, Extent(None)) for problem in check.problems] == []
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("trainer.layout.dp_shard=2", "rollout.layout.tp=2"),
+        ("trainer.layout.tp=2",),  # an engine on each rank
+    ],
+)
+def test_any_layout_of_trainer_and_engine_makes_the_same_run(tmp_path, whole, layouts):
+    finish(start(tmp_path / "run", 2, *layouts))
+    same(tmp_path / "run", whole)
+
+
+def test_a_rank_that_stands_still_is_named(tmp_path):
+    ranks = start(tmp_path / "run", 2, "trainer.layout.dp_shard=2", "ray.rank_timeout=15")
+    wait_for(ranks, tmp_path / "run", 3)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    output, _ = ranks[0].communicate()
+    os.kill(ranks[1].pid, signal.SIGCONT)
+    _, codes = ended(ranks)
+    assert codes[0] == 1, output
+    assert "rlloop: rank 1 of 2: no progress for 15 s. Of all ranks: rank 0 " in output
+
+
+def test_an_error_on_one_rank_ends_all_and_is_told_with_its_number(tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "import os\nimport rlloop\nclass Engine(rlloop.Engine):\n    def generate(self, *given):\n"
+        "        if os.environ['RANK'] == '1':\n            raise ZeroDivisionError('of this rank')\n"
+        "        return super().generate(*given)\n"
+    )
+    ranks = start(tmp_path / "run", 2, "rollout.layout.dp_replicate=2", "rollout.engine._target_=broken.Engine")
+    output, codes = ended(ranks)
+    assert codes == [1, 0], output
+    assert "rlloop: rank 1 of 2: ZeroDivisionError: of this rank" in output
+
+
+def test_layouts_and_processes_must_agree(tmp_path):
+    ranks = start(tmp_path / "run", 2, "trainer.layout.dp_shard=4")
+    output, codes = ended(ranks)
+    assert codes == [2, 0], output
+    assert "trainer.layout and rollout.layout have 4 ranks, and torchrun has started 2 processes" in output
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments_it_ends_as_if_nothing_had_happened(tmp_path, whole):
+    if not os.environ.get("RLLOOP_MANY_KILLS"):
+        pytest.skip("takes ten minutes; set RLLOOP_MANY_KILLS=1")
+    rng, folder = random.Random(18), tmp_path / "run"
+    for _ in range(20):
+        size = rng.choice([2, 3, 4])
+        ranks = start(folder, size, f"trainer.layout.dp_shard={size}")
+        wait_for(ranks, folder, steps(folder) + rng.choice([0, 1]))
+        time.sleep(rng.uniform(0, 3))
+        os.kill(rng.choice(ranks).pid, signal.SIGKILL)
+        ended(ranks)
+    finish(start(folder, 2, "trainer.layout.dp_shard=2"))
+    same(folder, whole)

@@ -1,0 +1,41 @@
+"""The run of `tiny_run` on several ranks, started as torchrun starts them, whose micro-batches are small: there are
+several for each rank."""
+
+import os
+import socket
+from pathlib import Path
+
+from tests.support.command import Command
+from tests.support.tiny_run import history, train
+
+SMALL = "trainer.max_batch_tokens=96"
+FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json")
+
+
+def start(folder: Path, size: int, *overrides: str) -> list[Command]:
+    """`size` processes with torchrun's environment; one without it."""
+    if size == 1:
+        return [train(folder, SMALL, *overrides)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(size)}
+    return [
+        train(folder, SMALL, *overrides, env={**os.environ, **meeting, "RANK": str(rank), "OMP_NUM_THREADS": "1"})
+        for rank in range(size)
+    ]
+
+
+def finish(ranks: list[Command]) -> str:
+    """Rank 0's output, of a run whose ranks all end well; no other rank says anything."""
+    output, *others = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), (output, others)
+    assert all("step" not in other for other in others), others
+    return output
+
+
+def same(folder: Path, other: Path) -> None:
+    """Both runs have the same records, and weights and optimizer of the same bytes."""
+    assert history(folder) == history(other)
+    for name in FILES:
+        files = [run / "checkpoints" / "step_6" / name for run in (folder, other)]
+        assert files[0].read_bytes() == files[1].read_bytes(), name
