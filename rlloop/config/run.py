@@ -347,23 +347,10 @@ class RunConfig:
                 "rollout.engine=vllm"
             )
 
-    def _check_shard(self) -> None:
-        """Refuses engines that would read a compute copy that is not whole."""
-        trainer, engine = self.world.trainer, self.world.engine
-        if self.trainer.shard == "optimizer" or trainer.dp_shard == 1:
-            return
-        if (trainer.tp, trainer.ep, trainer.pp) == (engine.tp, engine.ep, engine.pp):
-            raise ConfigError(
-                "trainer.shard=parameters frees a layer's weights between its uses, and an engine of the trainer's tp, "
-                "ep and pp would read them; give it weights of its own (rollout.layout.tp=2, say), or set "
-                "trainer.shard=optimizer"
-            )
-
     def _check_ranks(self) -> None:
         """Refuses what runs on one rank alone beside a layout of several."""
         if self.world.size == 1:
             return
-        self._check_shard()
         cut = [axis for layout in self.layouts for axis in ("tp", "pp", "ep") if getattr(layout, axis) > 1]
         if cut and self.replicas:
             raise ConfigError(

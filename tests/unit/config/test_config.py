@@ -371,11 +371,3 @@ def test_help_needs_neither_hydra_nor_numpy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_sharded_parameters_need_an_engine_with_weights_of_its_own():
-    sharded = ("trainer.layout.dp_shard=2", "trainer.shard=parameters")
-    with pytest.raises(ConfigError, match=r"trainer\.shard=parameters frees .* \(rollout\.layout\.tp=2, say\)"):
-        configured(*sharded)
-    assert configured(*sharded, "rollout.layout.tp=2").trainer.shard == "parameters"
-    assert configured("trainer.shard=parameters").trainer.shard == "parameters"  # of one rank: nothing is shared out
