@@ -14,7 +14,7 @@ from rlloop.numerics.layout import AdapterTerms
 
 NO_SLOTS = np.empty(0, np.int64)
 
-SQUARES = 1 << 16  # numbers that are squared at a time
+SQUARES = 1 << 18  # numbers that are squared at a time
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
