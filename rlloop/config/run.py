@@ -351,6 +351,11 @@ class RunConfig:
         """Refuses what runs on one rank alone beside a layout of several."""
         if self.world.size == 1:
             return
+        if self.trainer.shard == "parameters" and self.world.trainer.pp > 1:
+            raise ConfigError(
+                f"trainer.shard=parameters is not for a pipeline, and trainer.layout.pp is {self.world.trainer.pp}; set "
+                "it to 1, or trainer.shard=optimizer"
+            )
         cut = [axis for layout in self.layouts for axis in ("tp", "pp", "ep") if getattr(layout, axis) > 1]
         if cut and self.replicas:
             raise ConfigError(

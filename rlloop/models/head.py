@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlloop.models.stages import Stage
 from rlloop.numerics import operators
 from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.layout import LogitsProcessing
@@ -26,19 +27,45 @@ FEW_ROWS = 2  # a rank: with fewer, all ranks measure all rows, which saves an e
 
 
 class Head:
-    """The output projection of a model. `weight` has this rank's rows of it; `division` says which, None: all."""
+    """The output projection of a model. `weight` has this rank's rows of it; `division` says which, None: all.
 
-    def __init__(self, ops: Ops, weight: Callable[[], Tensor], division: Division | None) -> None:
+    In a pipeline the last `stage` computes; the others get its draws, and placeholders for the rest.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        weight: Callable[[], Tensor],
+        division: Division | None,
+        stage: Stage | None = None,
+        vocabulary: int = 0,
+    ) -> None:
         self._ops, self._weight, self._division = ops, weight, division
+        self._stage, self._vocabulary = None if stage is None or stage.whole else stage, vocabulary
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits of this rank's tokens of the vocabulary [T, v] -> [T, V], on every rank."""
-        return gathered(logits, self._division)
+        if self._stage is None:
+            return gathered(logits, self._division)
+        every = torch.empty(len(logits), self._vocabulary, dtype=torch.float32, device=logits.device)
+        return self._stage.shared(gathered(logits, self._division) if self._stage.last else every)
 
     def sample(
         self, logits: Tensor, processing: LogitsProcessing, seeds: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`Ops.sample` of rows of `logits`: every rank gets all results."""
+        if self._stage is None:
+            return self._sampled(logits, processing, seeds, positions)
+        bits = torch.empty(3, len(seeds), dtype=torch.int32, device=seeds.device)
+        if self._stage.last:
+            ids, logprobs, raw = self._sampled(logits, processing, seeds, positions)
+            bits = torch.stack((ids.int(), logprobs.view(torch.int32), raw.view(torch.int32)))
+        ids, logprobs, raw = self._stage.shared(bits).unbind()
+        return ids.long(), logprobs.view(torch.float32), raw.view(torch.float32)
+
+    def _sampled(
+        self, logits: Tensor, processing: LogitsProcessing, seeds: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         division = self._division
         if division is None:
             return self._ops.sample(logits, processing, seeds, positions)
@@ -57,6 +84,8 @@ class Head:
 
     def token_logprob(self, hidden: Tensor, targets: Tensor, processing: LogitsProcessing) -> tuple[Tensor, Tensor]:
         """`Ops.token_logprob`."""
+        if self._stage is not None and not self._stage.last:
+            return _placeholders(hidden)
         if not self._exchanges:
             return self._ops.token_logprob(hidden, self._whole_weight(), targets, processing)
         return self._scored(hidden, targets, processing, None, None, False)[:2]
@@ -65,6 +94,9 @@ class Head:
         self, hidden: Tensor, targets: Tensor, processing: LogitsProcessing, seeds: Tensor | None, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`Ops.token_redraw`."""
+        if self._stage is not None and not self._stage.last:
+            logprobs, entropies = _placeholders(hidden)
+            return logprobs, entropies, torch.zeros_like(entropies), torch.full_like(targets, -1)
         if not self._exchanges:
             return self._ops.token_redraw(hidden, self._whole_weight(), targets, processing, seeds, positions)
         plain = all(value is None for value in vars(processing).values())
@@ -86,6 +118,11 @@ class Head:
         assert self._division is not None
         check_targets(targets, self._division.count)
         return _CutLogprob.apply(hidden, self._weight(), targets, processing, seeds, positions, raw, self._division)
+
+
+def _placeholders(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Zeros for logprobs and entropies [N], in the graph of hidden [N, D]."""
+    return hidden[:, 0].float(), hidden[:, 0].float()
 
 
 class _CutLogprob(torch.autograd.Function):

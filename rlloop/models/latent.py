@@ -117,7 +117,7 @@ class LatentAttention(nn.Module):
             assert reduced is not None
             step.selected[self.layer] = self.indexer(x, reduced, step)
             if step.routes is not None:
-                step.routes.record_selected(self.layer, step.selected[self.layer])
+                step.routes.record_selected(self.indexer.place, step.selected[self.layer])
         return step.selected[self.indexed_by]
 
 
@@ -127,6 +127,7 @@ class Indexer(nn.Module):
     def __init__(self, hidden_size: int, q_rank: int, rope_dim: int, config: IndexerConfig, layer: int) -> None:
         super().__init__()
         self.config, self.rope_dim, self.layer = config, rope_dim, layer
+        self.place = config.layers.index(layer)  # among the layers that have an indexer
         self.wq_b = Linear(q_rank, config.num_heads * config.head_dim)
         self.wk = Linear(hidden_size, config.head_dim)
         self.k_norm = Linear(1, config.head_dim, bias=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -31,7 +31,8 @@ class ParameterStore:
         self.entries = entries_of(model, named)
         if adapter is not None:
             self.entries = {name: replace(entry, scale=adapter.scale_of(name)) for name, entry in self.entries.items()}
-        self.aliases: dict[str, str] = {HEAD: EMBEDDING} if model.lm_head is None and adapter is None else {}
+        self.aliases: dict[str, str] = {HEAD: EMBEDDING} if model.config.tied and EMBEDDING in self.entries else {}
+        self._stage = model.stage
         self._architecture = model.config.architecture if adapter is None else None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -54,9 +55,12 @@ class ParameterStore:
         return {name: tensor.clone() for name, tensor in self.tensors().items()}
 
     def wholes(self) -> Iterator[tuple[str, Tensor]]:
-        """Each whole parameter, one at a time. Collective."""
-        for name, entry in self.entries.items():
-            yield name, entry.whole()
+        """Each whole parameter of the model, one at a time. Collective."""
+        yield from self.from_all_stages(lambda name: self.entries[name].whole())
+
+    def from_all_stages(self, whole: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """`whole(name)` of every parameter of the model, made where a stage of the pipeline has it. Collective."""
+        yield from self._stage.all(self.entries, whole)
 
     @torch.no_grad()
     def copy_from(self, state: Mapping[str, Tensor]) -> None:

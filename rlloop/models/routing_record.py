@@ -38,6 +38,16 @@ class RoutingRecord:
     def record_selected(self, layer: int, selected: Tensor) -> None:
         self._selected[layer] = _digest(selected)
 
+    @property
+    def places(self) -> list[int]:
+        """The layers recorded, counted among those that have experts."""
+        return sorted(self._chosen)
+
+    @property
+    def selections(self) -> list[int]:
+        """The layers recorded, counted among those that have an indexer."""
+        return sorted(self._selected)
+
     def chosen(self) -> Tensor | None:
         """[T, layers, top_k] int64, the order of the top_k as routed."""
         return torch.stack([self._chosen[at] for at in sorted(self._chosen)], dim=1) if self._chosen else None
@@ -76,11 +86,14 @@ class ChoiceCounts:
 
         Nothing is compared where one of the sequences has no record.
         """
-        for mine, theirs, name in ((routes.chosen(), experts, "experts"), (routes.selected(), selected, "selections")):
+        for mine, theirs, name, at in (
+            (routes.chosen(), experts, "experts", routes.places),
+            (routes.selected(), selected, "selections", routes.selections),
+        ):
             recorded = [array[:length] for array, length in zip(theirs, lengths, strict=True) if array is not None]
             if mine is None or len(recorded) != len(theirs) or not recorded:
                 continue
-            ours, engines = mine.cpu().numpy(), np.concatenate(recorded)
+            ours, engines = mine.cpu().numpy(), np.concatenate(recorded)[:, at]
             if name == "experts":
                 ours, engines = np.sort(ours, -1), np.sort(engines, -1)
             different = (ours != engines).any(-1) if name == "experts" else ours != engines

@@ -32,6 +32,7 @@ from rlloop.models.placement import check_placement
 from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
 from rlloop.models.ropes import RopeTable
 from rlloop.models.routing_record import RoutingRecord
+from rlloop.models.stages import Stage
 from rlloop.models.stored_parameter import StoredParameter, entries_of
 from rlloop.numerics.kernels import SETTINGS, backend_of
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout
@@ -94,17 +95,20 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm: Hugging Face's `model.` prefix."""
+    """Embedding, layers and final norm: Hugging Face's `model.` prefix. A stage of a pipeline has its own of them."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
         super().__init__()
-        self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
+        self.stage = Stage(config, context)
+        self.embed_tokens = Weight(config.vocab_size, config.hidden_size) if self.stage.has_embedding else None
         kinds = config.blocks
-        self.layers = nn.ModuleList(
-            Layer(config, layer, context) if kinds is None else Block(config, kinds, layer, context)
-            for layer in range(config.num_layers)
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): Layer(config, layer, context) if kinds is None else Block(config, kinds, layer, context)
+                for layer in self.stage.layers
+            }
         )
-        self.norm = Norm(config.hidden_size, config.centred_norms)
+        self.norm = Norm(config.hidden_size, config.centred_norms) if self.stage.last else None
 
 
 class Model(nn.Module):
@@ -146,12 +150,14 @@ class Model(nn.Module):
             check_placement(config, self.context.layout, "layout", trains=True)
             self.model = Decoder(config, self.context)
             held = config.vocab_size if self.vocabulary is None else self.vocabulary.size
-            self.lm_head = None if config.tied else Weight(held, config.hidden_size)
+            self.lm_head = None
+            if self.model.stage.last and not config.tied:
+                self.lm_head = Weight(held, config.hidden_size)
             self.rope = RopeTable(config)
             return
         self.rope, self.source_path = weights_of.rope, weights_of.source_path
         self.checkpoint_layers = weights_of.checkpoint_layers
-        if all(weights_of.context.ranks(axis).size == self.context.ranks(axis).size for axis in ("tp", "ep")):
+        if all(weights_of.context.ranks(axis).size == self.context.ranks(axis).size for axis in ("tp", "ep", "pp")):
             self.model, self.lm_head, self._copies = weights_of.model, weights_of.lm_head, weights_of._copies
             return
         with torch.device("meta"):
@@ -186,25 +192,40 @@ class Model(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`to`, `cuda` and similar calls move the parameters; the context follows."""
         super()._apply(fn, recurse)
-        self.context = replace(self.context, device=self.model.embed_tokens.weight.device)
+        self.context = replace(self.context, device=self._some_weight.device)
         return self
 
     @property
     def divisions(self) -> Divisions:
         """How tensor-parallel ranks divide parameters that are no layer's."""
-        return {} if self.vocabulary is None else {"lm_head.weight": (0, self.vocabulary)}
+        return {} if self.vocabulary is None or self.lm_head is None else {"lm_head.weight": (0, self.vocabulary)}
 
     @property
     def head(self) -> Tensor:
         """This rank's rows of the output projection [V, D]; where it is tied to the embedding, rows of that."""
         if self.lm_head is not None:
             return self.lm_head.weight
-        return taken(self.model.embed_tokens.weight, self.vocabulary, 0)
+        return taken(self._embedding, self.vocabulary, 0)
+
+    @property
+    def stage(self) -> Stage:
+        """This rank's stage of the pipeline."""
+        return self.model.stage
+
+    @property
+    def _embedding(self) -> nn.Parameter:
+        assert self.model.embed_tokens is not None, "this stage of the pipeline has no embedding"
+        return self.model.embed_tokens.weight
+
+    @property
+    def _some_weight(self) -> nn.Parameter:
+        """A weight of the compute type, which each stage has."""
+        return next(self.model.parameters())
 
     @property
     def output(self) -> Head:
         """Logprobs and draws of hidden states and `logits`."""
-        return Head(self.ops, lambda: self.scoring_head, self.vocabulary)
+        return Head(self.ops, lambda: self.scoring_head, self.vocabulary, self.stage, self.vocab_size)
 
     @property
     def scoring_head(self) -> Tensor:
@@ -212,11 +233,11 @@ class Model(nn.Module):
         take = self.take_head_gradient
         if self.lm_head is not None or take is None:
             return self.head
-        return taken(_Apart.apply(self.model.embed_tokens.weight, take), self.vocabulary, 0)
+        return taken(_Apart.apply(self._embedding, take), self.vocabulary, 0)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.embed_tokens.weight.dtype
+        return self._some_weight.dtype
 
     @property
     def device(self) -> torch.device:
@@ -236,24 +257,26 @@ class Model(nn.Module):
 
     def cache_spec(self) -> list[dict[str, tuple[int, ...]]]:
         """Shapes of the tensors that each layer caches for a token, by name, in `Cache.write`'s order."""
-        config, layers = self.config, range(self.config.num_layers)
+        config, layers, own = self.config, range(self.config.num_layers), self.stage.layers
         if config.latent is not None:
-            return [latent.cache_shapes(config.latent, layer) for layer in layers]
-        attend = config.attention_layers
+            return [latent.cache_shapes(config.latent, layer) if layer in own else {} for layer in layers]
+        attend = set(config.attention_layers) & set(own)
         return [attention.cache_shapes(config, self.context.tp) if layer in attend else {} for layer in layers]
 
     def state_spec(self) -> list[dict[str, tuple[int, ...]]]:
         """Shapes of the float32 states that each layer keeps for a sequence, by name; empty unless it is recurrent."""
         config, layers, tp = self.config, range(self.config.num_layers), self.context.tp
+        own, states, recurrent = set(self.stage.layers), {}, set()
         if config.mamba is not None and config.blocks is not None:
-            return [mamba_states(config.mamba, tp) if kind == "linear_attention" else {} for kind in config.blocks]
-        if config.delta is not None:
-            return [delta_states(config.delta, tp) if layer in config.delta.layers else {} for layer in layers]
-        return [{} for _ in layers]
+            states = mamba_states(config.mamba, tp)
+            recurrent = {layer for layer in own if config.blocks[layer] == "linear_attention"}
+        elif config.delta is not None:
+            states, recurrent = delta_states(config.delta, tp), own & set(config.delta.layers)
+        return [states if layer in recurrent else {} for layer in layers]
 
     @property
     def recurrent(self) -> bool:
-        return any(self.state_spec())
+        return self.config.delta is not None or self.config.mamba is not None
 
     def route_shape(self) -> tuple[int, int, int] | None:
         """(layers with experts, experts chosen for a token, experts of a layer); None without experts."""
@@ -302,6 +325,8 @@ class Model(nn.Module):
     def logits(self, hidden: Tensor, adapters: AdapterSlots | None = None) -> Tensor:
         """Logits [T, V] float32 of hidden states [T, D]; `adapters` as for `hidden`. Of tensor-parallel ranks, each has
         those of its own tokens of the vocabulary, as `output` takes them."""
+        if not self.stage.last:
+            return hidden.new_empty(len(hidden), 0, dtype=torch.float32)
         return (self.ops if adapters is None else self.ops.with_adapters(adapters)).logits(hidden, self.head)
 
     def check_adapts(self) -> None:
@@ -370,6 +395,9 @@ class Model(nn.Module):
     ) -> Tensor:
         """Last hidden states of flat tokens, normed. tokens and positions [T] int64 -> [T, D].
 
+        In a pipeline each stage calls this with the same tokens. Stages before the last get zeros [T, D]: to
+        differentiate them is to differentiate the stage.
+
         Positions are for the rope alone; masks and the cache go by `layout`. Without a cache that must be the trainer's
         (`AttentionLayout.of_sequences`). `routes` records the experts of each token, or holds those to replay.
         `even`: each rank of the layout has as many tokens; then no size has to be known on the host (CUDA graphs).
@@ -387,9 +415,14 @@ class Model(nn.Module):
         rope = (self.rope.table[0], self.rope.table[1])
         ops = self.ops if adapters is None else self.ops.with_adapters(adapters)
         step = Step(positions, rope, layout, cache, ops, routes, self.context, even)
-        delta, stream = embedding(tokens, self.model.embed_tokens.weight), None
-        for index, layer in enumerate(self.model.layers):
-            delta, stream = self._run(index, layer, delta, stream, step)
+        if self.stage.first:
+            delta, stream = embedding(tokens, self._embedding), None
+        else:
+            delta, stream = self.stage.begin(len(tokens), self.dtype, step)
+        for layer, module in zip(self.stage.layers, self.model.layers.values(), strict=True):
+            delta, stream = self._run(layer, module, delta, stream, step)
+        if self.model.norm is None:
+            return self.stage.end(delta, stream, step)
         return self.ops.rms_norm(delta, self.model.norm.scale, self.config.rms_norm_eps, stream)[0]
 
     def without_tokens(self) -> Tensor:
@@ -404,10 +437,10 @@ class Model(nn.Module):
         step = Step(nothing, rope, layout, None, self.ops, None, self.context)
         width = mixture.latent_size or self.config.hidden_size
         x = torch.zeros(0, width, dtype=self.dtype, device=self.device, requires_grad=torch.is_grad_enabled())
-        for index, layer in enumerate(self.model.layers):
-            for module in layer.children():
+        for layer, block in zip(self.stage.layers, self.model.layers.values(), strict=True):
+            for module in block.children():
                 if isinstance(module, Mixture):
-                    x = self._run(index, module.without_tokens, x, step)
+                    x = self._run(layer, module.without_tokens, x, step)
         return x.sum()
 
     def _run(self, index: int, layer: Callable[..., Any], *args: Any) -> Any:

@@ -100,7 +100,8 @@ def new_model(
     parsed = parse_config(config)
     with torch.device("meta"):
         model = Model(parsed, None, context)
-    entries, modules = ParameterStore(model).entries, model.named_modules()
+        every = model if model.stage.whole else Model(parsed)  # a stage of a pipeline draws for all of them
+    held, entries, modules = ParameterStore(model).entries, ParameterStore(every).entries, every.named_modules()
     centred = {f"{name}.weight" for name, module in modules if isinstance(module, Norm) and module.centred}
     generator = torch.Generator().manual_seed(seed)
     state = {}
@@ -114,7 +115,9 @@ def new_model(
             tensor = torch.ones(shape)
         else:
             tensor = torch.randn(shape, generator=generator) * parsed.initializer_range
-        part = entry.part(tensor)  # a view would keep the whole
+        if name not in held:
+            continue
+        part = held[name].part(tensor)  # a view would keep the whole
         state[name] = (part if part is tensor else part.clone()).to(context.device, _compute(name, compute))
     return _assemble(parsed, state, context, profile, None)
 

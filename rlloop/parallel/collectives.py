@@ -8,8 +8,9 @@ Tensors travel as bytes, so every type that torch has may.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Ranks:
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
+    _posted: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque, repr=False)
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self  # a copy of a model meets the same ranks
@@ -85,6 +87,15 @@ class Ranks:
         if self.size > 1:
             dist.broadcast(_bytes(x), group=self.group, group_src=source)
         return x
+
+    def post(self, x: Tensor, to: int) -> None:
+        """`send` without waiting for rank `to`. It receives in the order in which this rank has posted."""
+        x = x.contiguous()
+        work = dist.isend(_bytes(x), group=self.group, group_dst=to)
+        assert work is not None
+        while self._posted and self._posted[0][0].is_completed():
+            self._posted.popleft()
+        self._posted.append((work, x))  # kept until it has been read
 
     @meets
     def send(self, x: Tensor, to: int) -> None:

@@ -37,7 +37,8 @@ class ParallelContext:
 
     def ranks(self, axis: str) -> Ranks:
         """The ranks that differ from this one on `axis` alone: one of `AXES`, `dp` (dp_replicate and dp_shard), `ep`,
-        `expert_shard` (the ranks along dp_shard that hold the same experts), or `world` (all of the layout)."""
+        `pp_back` (those of pp, for gradients), `expert_shard` (the ranks along dp_shard that hold the same experts), or
+        `world` (all of the layout)."""
         return self.groups.get(axis, ALONE)
 
     @property
@@ -68,19 +69,20 @@ def join(device: torch.device, layout: Layout) -> ParallelContext:
         groups[name] = _ranks(grid.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)))
     # Tensor parallelism alone cuts experts, too: each rank has some of them whole.
     groups["ep"] = groups["tp"] if layout.ep == 1 else _ranks(world.view(-1, layout.ep))
+    groups["pp_back"] = _ranks(grid.movedim(axes.index("pp"), -1), fresh=True)  # gradients: none waits for an input
     groups["expert_shard"] = _ranks(grid.unflatten(3, (-1, layout.expert_leaves)).movedim(3, -1))
     here = int(dist.get_rank())
     return ParallelContext(device, layout, here % size, here - here % size, groups)
 
 
-def _ranks(grid: torch.Tensor) -> Ranks:
-    """This process's group of those that `grid` [..., R] lists; collective."""
+def _ranks(grid: torch.Tensor, *, fresh: bool = False) -> Ranks:
+    """This process's group of those that `grid` [..., R] lists; `fresh`: a group of its own. Collective."""
     size = grid.shape[-1]
     if size == 1:
         return ALONE
     rows = grid.reshape(-1, size)
     group = dist.group.WORLD
-    if len(rows) > 1:
+    if len(rows) > 1 or fresh:
         group, _ = dist.new_subgroups_by_enumeration(rows.tolist())
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)
     return Ranks(size, group.rank(), group)

@@ -9,7 +9,8 @@ log2(n) + 1 float32 shards and a few layers' gradients lie in memory, and one ra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +42,10 @@ class GradientSum:
         }
         self._ranks = context.ranks("dp")
         uses = list(parameters)[::-1]  # about the order in which a backward reaches them
-        self._uses = [HEAD, *uses] if model.lm_head is None and EMBEDDING in parameters else uses
+        self._stage, self._ties = model.stage, model.config.tied and EMBEDDING in parameters
+        if self._ties and not self._stage.first:
+            uses.remove(EMBEDDING)  # it is looked up by the first stage of a pipeline
+        self._uses = [HEAD, *uses] if self._ties and self._stage.last else uses
         overlaps = context.device.type == "cuda" and self._ranks.size > 1
         self._stream = torch.cuda.Stream(context.device) if overlaps else None
         self._in_flight: deque[tuple[Any, Tensor]] = deque()
@@ -54,7 +58,8 @@ class GradientSum:
 
     def collect(self, leaves: int, work: Callable[[], None] | None, *, idle: bool = False) -> None:
         """Add a round of `leaves` micro-batches, those of the first ranks. `work` does the forward and backward of this
-        rank's; None on a rank that has none. `idle`: it has none, and works as the others do. Collective along dp."""
+        rank's, or the backward alone; None on a rank that has none, or, `idle`, what it does as the others do. Collective
+        along dp."""
         self._leaves, self._turn, self._idle = leaves, 0, idle or work is None
         self._waiting: dict[str, Tensor | None] = {}
         # Where ranks work for others' tokens, those without a micro-batch go through the layers too, but have no
@@ -75,11 +80,22 @@ class GradientSum:
         flags = torch.tensor([use in self._present for use in self._uses], device=self._model.context.device)
         reached = self._ranks.gather(flags).view(-1, len(flags)).any(0).tolist()
         sums = {use: self._trees[use].total() if one else None for use, one in zip(self._uses, reached, strict=True)}
-        if HEAD in sums and HEAD not in self._parameters and (head := sums.pop(HEAD)) is not None:
-            looked_up = sums[EMBEDDING]
-            sums[EMBEDDING] = head if looked_up is None else looked_up.add_(head)
+        if self._ties:
+            looked_up, head = self._stage.swapped(sums.pop(EMBEDDING, None), sums.pop(HEAD, None))
+            sums[EMBEDDING] = looked_up if head is None else head if looked_up is None else looked_up + head
         self.clear()
         return sums
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Forwards whose tied weight has two gradients: as the embedding, and as the head."""
+        before = self._model.take_head_gradient
+        if HEAD in self._uses and HEAD not in self._parameters:
+            self._model.take_head_gradient = lambda gradient: self._arrived(HEAD, gradient)
+        try:
+            yield
+        finally:
+            self._model.take_head_gradient = before
 
     def _run(self, work: Callable[[], None]) -> None:
         def hook(use: str) -> Callable[[nn.Parameter], None]:
@@ -93,12 +109,10 @@ class GradientSum:
         hooks = [rows.live.register_post_accumulate_grad_hook(hook(name)) for name, rows in self._parameters.items()]
         for name, experts in self._experts.items():
             experts.taker = lambda own, gradients, name=name: self._arrived(f"{name}.{own}", gradients)
-        if HEAD in self._uses and HEAD not in self._parameters:
-            self._model.take_head_gradient = lambda gradient: self._arrived(HEAD, gradient)
         try:
-            work()
+            with self.apart():
+                work()
         finally:
-            self._model.take_head_gradient = None
             for experts in self._experts.values():
                 experts.taker = None
             for each in hooks:

@@ -61,7 +61,7 @@ class WeightHistory:
             )
             work = partial(forward, self._twin, batch, moe=self._moe, redraws=self._redraws)
             leaves = forwards(batch.micro_batches, self._ranks, work, self._twin.without_tokens)
-            again = recomputed(batch, all_leaves(leaves, self._ranks, self._twin.context.device))
+            again = recomputed(batch, all_leaves(leaves, self._twin))
             assert again.raw_logprobs is not None, "samples come from engines"
             assert again.redrawn is not None
             arrays = zip(again.logprobs, again.raw_logprobs, again.redrawn, strict=True)

@@ -63,11 +63,13 @@ def forwards(
     return results
 
 
-def all_leaves(leaves: list[Leaf], ranks: Ranks, device: torch.device) -> list[Leaf]:
-    """Every rank's leaves, in order of index, from this rank's. Collective."""
-    if ranks.size == 1:
+def all_leaves(leaves: list[Leaf], model: Model) -> list[Leaf]:
+    """Every rank's leaves, in order of index, from this rank's; of a pipeline, the last stage's. Collective."""
+    ranks, stage, device = model.context.ranks("dp"), model.stage, model.context.device
+    if ranks.size == 1 and stage.whole:
         return leaves
-    lists = ranks.gather_objects([leaf.to("cpu") for leaf in leaves])
+    lists = ranks.gather_objects([leaf.to("cpu") for leaf in leaves] if stage.last else [])
+    lists = stage.gather_objects(lists)[-1]
     return [lists[at % ranks.size][at // ranks.size].to(device) for at in range(sum(map(len, lists)))]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlloop.errors import ModelError
 from rlloop.models import Model, read_state
+from rlloop.models.checkpoint_names import EMBEDDING
 from rlloop.models.experts import Experts
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.safetensors_io import StoredWeights
@@ -36,6 +37,7 @@ class MasterWeights:
     def __init__(self, model: Model, *, shard_layers: bool = False) -> None:
         """`shard_layers`: the layers' compute copy has memory only while they compute; see `ShardedLayers`."""
         self.parameters = ParameterStore(model)
+        self.stage = model.stage
         self._context, self._ranks = model.context, model.context.ranks("dp_shard")
         self.shards = {
             name: make_shard(name, entry.live, *self._owners(model, name), apart=shard_layers)
@@ -50,6 +52,8 @@ class MasterWeights:
 
     def _owners(self, model: Model, name: str) -> tuple[Ranks, int]:
         """The ranks that share the rows of a parameter, and the micro-batches that it has gradients of in a round."""
+        if model.adapter is not None:
+            return self._ranks, 1
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, Experts) and module.leaves > 1:
             return self._context.ranks("expert_shard"), module.leaves
@@ -62,9 +66,12 @@ class MasterWeights:
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """All weights whole, one at a time: masters, and the live values of frozen parameters. Collective."""
-        for name, entry in self.parameters.entries.items():
-            part = entry.live.detach() if name not in self.shards else self.part(name, self.shards[name].master)
-            yield name, entry.whole(part)
+
+        def whole(name: str) -> Tensor:
+            entry = self.parameters.entries[name]
+            return entry.whole(self.part(name, self.shards[name].master) if name in self.shards else None)
+
+        yield from self.parameters.from_all_stages(whole)
 
     def compute_copy(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that `publish` wrote, whole, one at a time, in the compute type. Collective."""
@@ -117,7 +124,9 @@ class MasterWeights:
                 assert division is not None
                 rows = squares[name].unflatten(0, (sum(division.sizes), -1))
                 squares[name] = division.ordered(rows, 0).flatten()
-        return float(tree_sum(torch.cat(list(squares.values()))).sqrt())
+        if not self.stage.first:
+            squares.pop(EMBEDDING, None)  # a tied weight counts on the first stage
+        return float(tree_sum(self.stage.joined(torch.cat(list(squares.values())))).sqrt())
 
     def clip_gradient(self, limit: float, norm: float) -> None:
         """Scale a gradient of norm `norm` down to `limit`."""
@@ -145,7 +154,7 @@ class MasterWeights:
         model's. Collective."""
         shapes = self.parameters.shapes()
         missing, unknown = shapes.keys() - state.keys(), state.keys() - shapes.keys()
-        if missing or unknown:
+        if missing or (unknown and self.stage.whole):
             raise ModelError(
                 f"these weights are of another model: missing {sorted(missing)}, unknown {sorted(unknown)}"
             )

@@ -30,10 +30,11 @@ class MoeTraining:
         self.replay = False
         self.config = config
         self._gates = [module for module in model.modules() if isinstance(module, Router)]
-        biased = [gate for gate in self._gates if gate.bias_of_choice is not None]
+        mixture, self._stage = model.config.mixture, model.stage
+        self._mixes = mixture is not None and bool(mixture.layers)
         for key, lacks, there in (
-            ("balance_coef", "has no experts to balance", self._gates),
-            ("expert_bias_rate", "ranks no experts with a bias", biased),
+            ("balance_coef", "has no experts to balance", self._mixes),
+            ("expert_bias_rate", "ranks no experts with a bias", mixture is not None and mixture.bias),
         ):
             if getattr(config, key) and not there:
                 raise ConfigError(f"trainer.{key} is {getattr(config, key)}, and the model {lacks}; set it to 0")
@@ -64,8 +65,8 @@ class MoeTraining:
         return self.config.balance_coef * torch.stack(parts).sum() / sequences if parts else 0.0
 
     def gather(self, ranks: Ranks) -> None:
-        """Add up the comparisons of all ranks along dp. Collective."""
-        self.counts = ChoiceCounts.sum(ranks.gather_objects(self.counts))
+        """Add up the comparisons of all ranks along dp, and of all stages of a pipeline. Collective."""
+        self.counts = ChoiceCounts.sum(self._stage.gather_objects(ChoiceCounts.sum(ranks.gather_objects(self.counts))))
 
     @torch.no_grad()
     def update(self, ranks: Ranks) -> dict[str, float]:
@@ -74,29 +75,35 @@ class MoeTraining:
         `experts/load_max` is the largest ratio of an expert's load to its layer's mean, `experts/unused` the fraction
         of experts without a token. Collective along `ranks`, dp.
         """
-        parts = [] if not self._gates else ranks.gather_objects(None if self._load is None else self._load.cpu())
+        if not self._mixes:
+            return {}
+        parts = ranks.gather_objects(None if self._load is None else self._load.cpu())
         loads = [part for part in parts if part is not None]
+        own = torch.stack(loads).sum(0) if loads else None  # of this stage's layers
+        loads = [part for part in self._stage.gather_objects(own) if part is not None]
         if not loads:
             return {}
-        load, self._load = torch.stack(loads).sum(0).to(self._gates[0].weight.device).float(), None
-        mean = load.mean(-1, keepdim=True)
-        if self.config.expert_bias_rate:
+        every, self._load = torch.cat(loads).float(), None
+        if self.config.expert_bias_rate and own is not None:
+            load = own.to(self._gates[0].weight.device).float()
+            mean = load.mean(-1, keepdim=True)
             for gate, step in zip(self._gates, (mean - load).sign() * self.config.expert_bias_rate, strict=True):
                 bias = gate.bias_of_choice
                 if bias is not None:
                     bias.add_(step)
         return {
-            "experts/load_max": float((load / mean).max()),
-            "experts/unused": float((load == 0).float().mean()),
+            "experts/load_max": float((every / every.mean(-1, keepdim=True)).max()),
+            "experts/unused": float((every == 0).float().mean()),
         }
 
 
 def sum_of_balance_losses(routes: RoutingRecord, chosen: Tensor, lengths: Tensor) -> Tensor:
     """DeepSeek-V3's balance loss, summed over sequences of `lengths` [S] laid end to end. chosen [T, layers, k]."""
     total = torch.zeros((), device=chosen.device)
-    for place, scores in routes.scores.items():
+    for column, place in enumerate(routes.places):
+        scores = routes.scores[place]
         experts, top_k = scores.shape[1], chosen.shape[2]
-        hits = torch.zeros_like(scores).scatter(1, chosen[:, place], 1.0)
+        hits = torch.zeros_like(scores).scatter(1, chosen[:, column], 1.0)
         shares = _sums(hits, lengths) * experts / (top_k * lengths[:, None])
         means = _sums(scores / scores.sum(-1, keepdim=True), lengths) / lengths[:, None]
         total = total + (shares * means).sum()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -50,21 +49,25 @@ class ShardedAdamW:
     def save(self, folder: Path, *, writes: bool) -> None:
         """Write the whole state, a tensor at a time; only a rank that `writes` touches the file. Collective."""
 
-        def tensors() -> Iterator[Tensor]:
-            for name, shard in self._masters.shards.items():
-                yield self._adamw.state[shard.flat]["step"]
-                yield from (self._masters.gather(name, self.moment(name, key)) for key in MOMENTS)
+        def whole(entry: str) -> Tensor:
+            key, _, name = entry.partition(".")
+            if key in MOMENTS:
+                return self._masters.gather(name, self.moment(name, key))
+            return self._adamw.state[self._masters.shards[name].flat][key]
 
-        entries = {}
+        own, stage = {}, self._masters.stage
         for name, shard in self._masters.shards.items():
-            entries[f"step.{name}"] = (torch.float32, ())
-            entries |= {
-                f"{key}.{name}": (shard.flat.dtype, self._masters.parameters.entries[name].shape) for key in MOMENTS
+            shape = self._masters.parameters.entries[name].shape
+            own |= {
+                f"step.{name}": (torch.float32, ()),
+                **{f"{key}.{name}": (shard.flat.dtype, shape) for key in MOMENTS},
             }
+        entries = {name: entry for stage_own in stage.gather_objects(own) for name, entry in stage_own.items()}
+        tensors = (tensor for _, tensor in stage.all(own, whole))
         if writes:
-            write_tensors(folder / FILE, entries, tensors())
+            write_tensors(folder / FILE, entries, tensors)
         else:
-            for _ in tensors():
+            for _ in tensors:
                 pass
 
     def restore(self, folder: Path) -> None:

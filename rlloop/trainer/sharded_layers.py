@@ -29,15 +29,14 @@ class ShardedLayers:
     def __init__(self, model: Model, shards: Mapping[str, Shard]) -> None:
         device = model.context.device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._layers = []
-        for index, layer in enumerate(model.model.layers):
-            prefix = f"model.layers.{index}."
-            self._layers.append(
-                _Layer([shard for name, shard in shards.items() if name.startswith(prefix)], stream, device)
-            )
+        self._layers: list[_Layer] = []
+        self._of: dict[str, _Layer] = {}
+        for index, (number, layer) in enumerate(model.model.layers.named_children()):
+            own = [shard for name, shard in shards.items() if name.startswith(f"model.layers.{number}.")]
+            self._layers.append(_Layer(own, stream, device))
+            self._of |= {shard.name: self._layers[-1] for shard in own}
             layer.register_forward_pre_hook(self._before(index))
             layer.register_forward_hook(self._after(index))
-        self._of = {name: self._layers[int(name.split(".")[2])] for name in shards if name.startswith("model.layers.")}
         self.free()
 
     def rows(self, name: str) -> Tensor | None:

@@ -27,6 +27,7 @@ from rlloop.trainer.master_weights import MasterWeights
 from rlloop.trainer.mfu import utilisation
 from rlloop.trainer.moe import MoeTraining
 from rlloop.trainer.optimizer import ShardedAdamW
+from rlloop.trainer.pipeline import one_forward_one_backward
 from rlloop.trainer.schedule import learning_rate
 from rlloop.types import Recomputed, Sample
 
@@ -112,7 +113,7 @@ class Trainer:
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> list[float]:
         """KL(policy ‖ reference) of each completion in nats, summed over its tokens, from its rollout logprobs."""
         step = self._flatten(batch)
-        leaves = all_leaves(self._reference_leaves(step), self._ranks, self.model.context.device)
+        leaves = all_leaves(self._reference_leaves(step), self.model)
         scored = step.split(joined(leaves, "logprobs"))
         return [sequence_kl(each.completion.logprobs, ref, kind) for each, ref in zip(batch, scored, strict=True)]
 
@@ -121,8 +122,12 @@ class Trainer:
     ) -> UpdateResult:
         """One forward and one backward for each micro-batch; the loss uses the logprobs of that same forward.
 
+        A loss with the attribute `whole_step` compares sequences with each other: `forward_backward_custom`.
+
         `old_logprobs`, [P] a sequence, anchor the policy ratio; None: this forward's, so that the ratio is 1.
         """
+        if getattr(loss, "whole_step", False):
+            return self.forward_backward_custom(batch, loss, old_logprobs=old_logprobs)
         began = time.perf_counter()
         step = self._flatten(batch, old_logprobs)
         self._begin()
@@ -130,15 +135,18 @@ class Trainer:
         scored: list[Leaf] = []
         references = iter(self._reference_leaves(step))
 
-        def work(micro: MicroBatch) -> None:
+        def work(micro: MicroBatch) -> Callable[[], None]:
             anchor = None if self.reference is None else next(references).logprobs
             leaf = forward(self.model, step, micro, self.moe, redraws=self.redraws)
+            penalty = self.moe.penalty(len(step.rows))
+            if not self.model.stage.last:  # what it differentiates comes from the next stage
+                return (leaf.logprobs.sum() + penalty).backward
             out = loss(step.loss_batch(micro, leaf.logprobs, leaf.entropy, anchor))
-            (out.loss + self.moe.penalty(len(step.rows))).backward()
             scored.append(replace(leaf.to(self.model.context.device), metrics=_metrics(out)))
+            return (out.loss + penalty).backward
 
         self._collect(step, work)
-        leaves = all_leaves(scored, self._ranks, self.model.context.device)
+        leaves = all_leaves(scored, self.model)
         return self._result(began, step, leaves, merge(leaf.metrics for leaf in leaves))
 
     def forward_backward_custom(
@@ -156,19 +164,19 @@ class Trainer:
         self._begin()
         self.moe.begin()
         leaves = self._score(step)
-        reference = all_leaves(self._reference_leaves(step), self._ranks, self.model.context.device)
+        reference = all_leaves(self._reference_leaves(step), self.model)
         outputs = logprobs, entropy = [joined(leaves, name).requires_grad_() for name in ("logprobs", "entropy")]
         anchors = joined(reference, "logprobs") if reference else None
         out = fn(step.loss_batch(step.whole, logprobs, entropy, anchors))
         out.loss.backward()
 
-        def work(micro: MicroBatch) -> None:
+        def work(micro: MicroBatch) -> Callable[[], None]:
             leaf = forward(self.model, step, micro, self.moe, redraws=None)
             again = zip((leaf.logprobs, leaf.entropy), outputs, strict=True)
             used = [(output, whole.grad[micro.tokens]) for output, whole in again if whole.grad is not None]
             if isinstance(penalty := self.moe.penalty(len(step.rows)), Tensor):
                 used.append((penalty, torch.ones_like(penalty)))
-            torch.autograd.backward([output for output, _ in used], [gradient for _, gradient in used])
+            return partial(torch.autograd.backward, *map(list, zip(*used, strict=True)))
 
         self._collect(step, work)
         return self._result(began, step, leaves, _metrics(out))
@@ -237,13 +245,26 @@ class Trainer:
             self._masters.zero_grad()  # others may have differentiated through the shared model
         self._has_gradient = False  # until the whole gradient is there; an exception on the way leaves none
 
-    def _collect(self, step: StepBatch, work: Callable[[MicroBatch], None]) -> None:
-        """Differentiate this rank's micro-batches by `work`, and sum all ranks' gradients."""
-        for count, micro in rounds(step.micro_batches, self._ranks):
+    def _collect(self, step: StepBatch, work: Callable[[MicroBatch], Callable[[], None]]) -> None:
+        """Differentiate this rank's micro-batches, and sum all ranks' gradients. `work` does the forward of one and
+        returns its backward."""
+        gradients, stage = self._masters.gradients, self.model.stage
+        for count, micro in rounds(step.micro_batches, self._ranks) if stage.whole else ():
             if micro is None and self._masters.layers is not None:
-                self._masters.gradients.collect(count, lambda: self._short(step).sum().backward(), idle=True)
+                gradients.collect(count, lambda: self._short(step).sum().backward(), idle=True)
             else:
-                self._masters.gradients.collect(count, None if micro is None else partial(work, micro))
+                gradients.collect(count, None if micro is None else partial(_both, work, micro))
+
+        def begin(count: int, micro: MicroBatch | None) -> tuple[int, Callable[[], None] | None, bool]:
+            if micro is not None:
+                return count, work(micro), False
+            zero = self.model.without_tokens()
+            return count, zero.backward if zero.requires_grad else None, True
+
+        begun = (partial(begin, *each) for each in rounds(step.micro_batches, self._ranks) if not stage.whole)
+        with gradients.apart():
+            for count, backward, idle in one_forward_one_backward(begun, stage.ahead):
+                gradients.collect(count, backward, idle=idle)
         self.moe.gather(self._ranks)
         self._has_gradient = True
 
@@ -280,7 +301,7 @@ class Trainer:
         work = partial(forward, self.model, step, moe=self.moe, redraws=self.redraws)
         idle = self.model.without_tokens if self._masters.layers is None else partial(self._short, step)
         leaves = forwards(step.micro_batches, self._ranks, work, idle)
-        return all_leaves(leaves, self._ranks, self.model.context.device)
+        return all_leaves(leaves, self.model)
 
     @torch.no_grad()
     def _reference_leaves(self, step: StepBatch) -> list[Leaf]:
@@ -297,6 +318,10 @@ class Trainer:
         leaves = forwards(step.micro_batches, self._ranks, work, reference.without_tokens)
         self.reference.to(home)
         return leaves
+
+
+def _both(work: Callable[[MicroBatch], Callable[[], None]], micro: MicroBatch) -> None:
+    work(micro)()
 
 
 def _metrics(out: LossOutput) -> dict[str, Reduction]:

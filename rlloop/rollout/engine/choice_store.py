@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlloop.models import Model, RoutingRecord
+from rlloop.models.stages import Stage
 
 Choices = tuple[np.ndarray | None, np.ndarray | None]  # experts [tokens, layers, top_k], selections [tokens, layers]
 
@@ -20,10 +21,19 @@ class ChoiceStore:
     """Experts as integers of one or two bytes, indexers' selections as int64 digests; on the model's device."""
 
     def __init__(
-        self, routers: tuple[int, int, int] | None, indexed: int, num_slots: int, device: torch.device
+        self,
+        routers: tuple[int, int, int] | None,
+        indexed: int,
+        num_slots: int,
+        device: torch.device,
+        stage: Stage | None = None,
     ) -> None:
-        """`routers`: layers with experts, experts a token takes, experts in all; `indexed`: layers with an indexer."""
+        """`routers`: layers with experts, experts a token takes, experts in all; `indexed`: layers with an indexer.
+
+        A `stage` of a pipeline writes the choices of its own layers, and reads those of all.
+        """
         self.experts = self.selected = None
+        self._stage = None if stage is None or stage.whole else stage
         self._device = device
         if device.type != "cpu":
             num_slots += 1  # the cache's spare one
@@ -37,13 +47,21 @@ class ChoiceStore:
     @classmethod
     def of(cls, model: Model, num_slots: int) -> ChoiceStore | None:
         """None for a model without experts and indexers."""
-        store = cls(model.route_shape(), model.indexed_layers(), num_slots, model.context.device)
+        store = cls(model.route_shape(), model.indexed_layers(), num_slots, model.context.device, model.stage)
         return None if store.experts is None and store.selected is None else store
 
     def write(self, slots: Tensor, routes: RoutingRecord) -> None:
-        for store, choices in ((self.experts, routes.chosen()), (self.selected, routes.selected())):
-            if store is not None and choices is not None:
+        for store, choices, layers in (
+            (self.experts, routes.chosen(), routes.places),
+            (self.selected, routes.selected(), routes.selections),
+        ):
+            if store is None or choices is None:
+                continue
+            if self._stage is None:
                 store.index_copy_(0, slots, choices.to(store.dtype))
+                continue
+            for column, layer in enumerate(layers):
+                store[:, layer].index_copy_(0, slots, choices[:, column].to(store.dtype))
 
     def read(self, slots: np.ndarray) -> Choices:
         return self.begin_read(slots)()
@@ -63,11 +81,15 @@ class ChoiceStore:
             if event is not None:
                 event.synchronize()
             return (
-                None if experts is None else experts.numpy().astype(self._kind, copy=False),
-                None if selected is None else selected.numpy(),
+                None if experts is None else self._of_all_stages(experts.numpy()).astype(self._kind, copy=False),
+                None if selected is None else self._of_all_stages(selected.numpy()),
             )
 
         return finish
+
+    def _of_all_stages(self, own: np.ndarray) -> np.ndarray:
+        """Every stage has zeros where others have their layers. Collective."""
+        return own if self._stage is None else sum(self._stage.gather_objects(own), np.zeros_like(own))
 
 
 def _zeros(shape: tuple[int, ...], kind: type[np.generic], device: torch.device) -> Tensor:

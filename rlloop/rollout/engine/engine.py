@@ -113,7 +113,8 @@ class Engine(EngineFrontEnd):
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
             room = DEFAULT_CACHE_BYTES // max(1, bytes_per_token(spec, dtype))
-            room = min(model.context.tp.gather_objects(room))  # ranks with more heads have room for fewer tokens
+            for axis in ("tp", "pp"):  # ranks with more heads or layers have room for fewer tokens
+                room = min(model.context.ranks(axis).gather_objects(room))
             max_cache_tokens = max(page_size, min(whole, room))
         if max_cache_tokens < page_size:
             raise ConfigError(

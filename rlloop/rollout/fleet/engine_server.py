@@ -2,6 +2,7 @@
 
     POST /v1/completions             OpenAI's (rlloop.rollout.fleet.openai_api)      GET /v1/models, /v1/models/{model}
     POST /v1/chat/completions        OpenAI's (rlloop.rollout.fleet.openai_chat)
+    POST /inference/v1/generate      token ids both ways, as vLLM has it (rlloop.rollout.fleet.token_api)
     POST /rlloop/generate            exact float32 logprobs, seeds, versions (rlloop.rollout.fleet.wire)
     DELETE /rlloop/requests/{key}    cancel it: nobody waits for its answer
     POST /rlloop/lease               fencing: take over driving the engine
@@ -247,6 +248,7 @@ class EngineServer:
             self.service.paused,
             "" if follower is None else follower.run_id,
             "" if follower is None else follower.follows,
+            self.service.longest,
         )
 
     async def _unavailable(self, request: Request, error: Exception) -> Response:

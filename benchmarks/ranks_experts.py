@@ -1,0 +1,229 @@
+"""Tokens per second of a mixture of experts over the GPUs of a host: 16 layers, width 2,048, 8 of 128 experts, bfloat16.
+
+    python benchmarks/ranks_experts.py --gpus 4 [--vllm] [--only crowd] [--quick] [--tiny]
+
+rlloop's engine with `rollout.layout.tp=N` and `ep=N`, beside vLLM's with `tensor_parallel_size=N`, by default and with
+`enable_expert_parallel` (`--vllm`). Every engine has started before the first runs, and then they take turns: one round
+each to warm up, then three on new prompts; medians are recorded. Logprobs are on. `--tiny`: a small model on CPUs, to
+try the script out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from results_schema import Figure, report, table
+
+MIXTURE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "eos_token_id": 151645, "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+TINY: dict[str, Any] = {
+    **MIXTURE, "vocab_size": 997, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 16,
+    "num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "eos_token_id": 2,
+}  # fmt: skip
+WORK = {"crowd": (256, 128, 256), "one": (1, 128, 256), "large": (1024, 128, 128)}  # requests, tokens in, tokens out
+LONGEST, RUNNING, ROUNDS, CACHE_BYTES = 2048, 1024, 3, 16 << 30  # keys and values on each GPU
+READY, DONE = "#ready", "#done "
+SIDES: dict[str, dict[str, Any]] = {"rlloop": {}, "vLLM TP": {}, "vLLM TP + EP": {"enable_expert_parallel": True}}
+Request = tuple[list[int], int, int]  # prompt, tokens to make, seed
+Run = Callable[[list[Request]], list[list[int]]]
+
+
+def requests_of(work: str, index: int, tiny: bool) -> list[Request]:
+    """A round's requests: the same for every engine."""
+    count, prompt, new = (3, 9, 5) if tiny else WORK[work]
+    rng = np.random.default_rng([index, len(work)])
+    ids = rng.integers(3, 900 if tiny else 150000, (count, prompt)).tolist()
+    return [(row, new, 1000 * index + at) for at, row in enumerate(ids)]
+
+
+def rank_main(folder: str, ranks: int, rank: int, tiny: bool) -> None:
+    """One of rlloop's ranks: all take part in the rounds that the first one reads."""
+    import torch
+
+    import rlloop
+    from rlloop.parallel.context import join
+    from rlloop.parallel.layout import Layout
+    from rlloop.parallel.start import process_group
+
+    device = torch.device("cpu") if tiny else torch.device("cuda", rank)
+    with process_group(device, f"file://{folder}/meeting", rank, ranks):
+        context = join(device, Layout(tp=ranks, ep=ranks))
+        model = rlloop.load_model(folder, dtype="bfloat16", context=context)
+        token_bytes = MIXTURE["num_hidden_layers"] * 2 * -(-4 // ranks) * 128 * 2
+        room = 4096 if tiny else CACHE_BYTES // token_bytes
+        engine = rlloop.Engine(model, max_cache_tokens=room, max_running=RUNNING, max_batch_tokens=8192)
+
+        def run(requests: list[Request]) -> list[list[int]]:
+            sampling = [rlloop.SamplingParams(new, seed=seed, ignore_eos=True) for _, new, seed in requests]
+            made = engine.generate([ids for ids, _, _ in requests], sampling)
+            tokens = [each.token_ids for each in made]
+            prints = context.tp.gather_objects(hash(tuple(map(tuple, tokens))))
+            assert len(set(prints)) == 1, f"ranks made other tokens: {prints}"
+            return tokens
+
+        if rank == 0:
+            answer(run, tiny, lambda asked: context.tp.broadcast_object(asked))
+            return
+        while (asked := context.tp.broadcast_object(None)) is not None:
+            run(requests_of(*asked, tiny))
+
+
+def vllm_main(folder: str, ranks: int, options: dict[str, Any], tiny: bool) -> None:
+    import vllm
+
+    engine = vllm.LLM(
+        folder, dtype="bfloat16", max_model_len=LONGEST, skip_tokenizer_init=True, max_num_seqs=RUNNING,
+        max_num_batched_tokens=8192, tensor_parallel_size=ranks, logprobs_mode="processed_logprobs",
+        gpu_memory_utilization=0.3, kv_cache_memory_bytes=CACHE_BYTES, disable_log_stats=True, **options,
+    )  # fmt: skip
+
+    def run(requests: list[Request]) -> list[list[int]]:
+        sampling = [
+            vllm.SamplingParams(max_tokens=new, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
+            for _, new, _ in requests
+        ]
+        made = engine.generate([{"prompt_token_ids": ids} for ids, _, _ in requests], sampling, use_tqdm=False)
+        return [list(each.outputs[0].token_ids) for each in made]
+
+    answer(run, tiny, lambda _: None)
+
+
+def answer(run: Run, tiny: bool, tell: Callable[[Any], Any]) -> None:
+    """A round for each line on stdin (`work index`). `tell` the other ranks what comes, and None at the end."""
+    print(f"\n{READY}", flush=True)
+    for line in sys.stdin:
+        work, index = line.split()
+        tell((work, int(index)))
+        begin = time.perf_counter()
+        made = run(requests_of(work, int(index), tiny))
+        print(f"\n{DONE}{sum(map(len, made)) / (time.perf_counter() - begin)}", flush=True)
+    tell(None)
+
+
+def child(name: str, folder: str, ranks: int, tiny: bool) -> None:
+    if name != "rlloop":
+        vllm_main(folder, ranks, SIDES[name], tiny)
+        return
+    start = multiprocessing.get_context("spawn").Process
+    others = [start(target=rank_main, args=(folder, ranks, rank, tiny), daemon=True) for rank in range(1, ranks)]
+    for other in others:
+        other.start()
+    rank_main(folder, ranks, 0, tiny)
+
+
+class Side:
+    """One engine, in processes of its own."""
+
+    def __init__(self, name: str, arguments: list[str]) -> None:
+        self.name = name
+        plugins = {} if name == "rlloop" else {"VLLM_PLUGINS": "none"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *arguments, "--child", name], env={**os.environ, **plugins},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def until(self, marker: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(marker):
+                return line.removeprefix(marker)
+        raise SystemExit(f"{self.name} ended with code {self._process.wait()}")
+
+    def round(self, work: str, index: int) -> float:
+        """Tokens per second."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{work} {index}\n")
+        self._process.stdin.flush()
+        return float(self.until(DONE))
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)  # engines have processes of their own
+        self._process.wait()
+
+
+def make_folder(folder: Path, tiny: bool) -> None:
+    """A random checkpoint: normal weights of deviation 0.02, norms of 1. A process of its own: its memory goes."""
+    code = (
+        "import json, sys, torch; from rlloop.models import save_model\n"
+        "from rlloop.models.config import parse_config; from rlloop.models.parameters import ParameterStore\n"
+        "from rlloop.models.transformer import Model\n"
+        "config, device = parse_config(json.loads(sys.argv[2])), sys.argv[3]\n"
+        "torch.manual_seed(0)\n"
+        "with torch.device('meta'): shapes = ParameterStore(Model(config)).shapes()\n"
+        "kind = {'dtype': torch.bfloat16, 'device': device}\n"
+        "made = {n: (torch.randn(s, **kind) * 0.02 if len(s) > 1 else torch.ones(s, **kind)).cpu()"
+        " for n, s in shapes.items()}\n"
+        "save_model(made, sys.argv[1], config=config)\n"
+    )
+    arguments = [str(folder), json.dumps(TINY if tiny else MIXTURE), "cpu" if tiny else "cuda"]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True)
+
+
+def measured(sides: list[Side], works: list[str], ranks: int) -> list[Figure]:
+    for side in sides:
+        side.until(READY)
+    figures, lines = [], []
+    for work in works:
+        rounds = [[side.round(work, index) for side in sides] for index in range(ROUNDS + 1)]
+        speeds = {side.name: [each[at] for each in rounds[1:]] for at, side in enumerate(sides)}
+        middle = {name: statistics.median(each) for name, each in speeds.items()}
+        lines += [f"{work}: {name} {min(s):,.0f} / {middle[name]:,.0f} / {max(s):,.0f}" for name, s in speeds.items()]
+        count, prompt, new = WORK[work]
+        title = f"engine, 16 layers of 128 experts bf16, EP {ranks}, {count} x ({prompt} in, {new} out)"
+        for peer in [name for name in middle if name != "rlloop"] or [None]:
+            beside = {} if peer is None else {"peer": f"{peer} {ranks}", "peer_value": middle[peer], "aim": 1.1}
+            figures.append(Figure(name=title, unit="tokens/s", value=middle["rlloop"], **beside))
+    print("\n".join(["", "tokens/s, least / median / most", *lines, ""]), flush=True)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--vllm", action="store_true", help="measure vLLM too")
+    parser.add_argument("--without", choices=list(SIDES), action="append", default=[], help="of the engines")
+    parser.add_argument("--only", choices=WORK, action="append", help="of the workloads")
+    parser.add_argument("--quick", action="store_true", help="nothing recorded")
+    parser.add_argument("--tiny", action="store_true", help="a small model on CPUs, nothing recorded")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        child(given.child, given.folder, given.gpus, given.tiny)
+        return
+    names = [name for name in SIDES if (given.vllm or name == "rlloop") and name not in given.without]
+    with tempfile.TemporaryDirectory() as folder:
+        make_folder(Path(folder), given.tiny)
+        arguments = ["--gpus", str(given.gpus), "--folder", folder, *(["--tiny"] if given.tiny else [])]
+        sides = [Side(name, arguments) for name in names]
+        try:
+            figures = measured(sides, given.only or list(WORK), given.gpus)
+        finally:
+            for side in sides:
+                side.close()
+    if given.quick or given.tiny:
+        print(table(figures))
+    else:
+        report(f"ranks_experts_{given.gpus}", figures, packages=("triton", *(("vllm",) if given.vllm else ())))
+
+
+if __name__ == "__main__":
+    main()
