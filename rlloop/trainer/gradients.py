@@ -58,7 +58,7 @@ class GradientSum:
 
     def collect(self, leaves: int, work: Callable[[], None] | None, *, idle: bool = False) -> None:
         """Add a round of `leaves` micro-batches, those of the first ranks. `work` does the forward and backward of this
-        rank's, or the backward alone; None on a rank that has none, or, `idle`, what it does as the others do. Collective
+        rank's, or the backward alone; None on a rank that has none, or, `idle`, what it does meanwhile. Collective
         along dp."""
         self._leaves, self._turn, self._idle = leaves, 0, idle or work is None
         self._waiting: dict[str, Tensor | None] = {}
