@@ -353,8 +353,8 @@ class RunConfig:
             return
         if self.trainer.shard == "parameters" and self.world.trainer.pp > 1:
             raise ConfigError(
-                f"trainer.shard=parameters is not for a pipeline, and trainer.layout.pp is {self.world.trainer.pp}; set "
-                "it to 1, or trainer.shard=optimizer"
+                "trainer.shard=parameters is not for a pipeline, and trainer.layout.pp is "
+                f"{self.world.trainer.pp}; set it to 1, or trainer.shard=optimizer"
             )
         cut = [axis for layout in self.layouts for axis in ("tp", "pp", "ep") if getattr(layout, axis) > 1]
         if cut and self.replicas:
