@@ -40,7 +40,7 @@ class MasterWeights:
         self.stage = model.stage
         self._context, self._ranks = model.context, model.context.ranks("dp_shard")
         self.shards = {
-            name: make_shard(name, entry.live, *self._owners(model, name), apart=shard_layers)
+            name: make_shard(name, entry.live, *self._owners(model, name), entry.scale, apart=shard_layers)
             for name, entry in self.parameters.entries.items()
             if entry.trains
         }
@@ -75,9 +75,12 @@ class MasterWeights:
 
     def compute_copy(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that `publish` wrote, whole, one at a time, in the compute type. Collective."""
-        for name, entry in self.parameters.entries.items():
+
+        def whole(name: str) -> Tensor:
             kept = None if self.layers is None else self.layers.rows(name)
-            yield name, entry.whole() if kept is None else self.gather(name, kept)
+            return self.parameters.entries[name].whole() if kept is None else self.gather(name, kept)
+
+        yield from self.parameters.from_all_stages(whole)
 
     def gather(self, name: str, rows: Tensor) -> Tensor:
         """The whole of a parameter, or of another tensor of its shape, from each rank's rows. Collective."""
@@ -97,7 +100,8 @@ class MasterWeights:
         """Set the masters' gradients to the sums of what was collected. Collective."""
         for name, total in self.gradients.totals().items():
             if total is not None:
-                self.shards[name].flat.grad = padded(total.view(-1))
+                shard = self.shards[name]
+                shard.flat.grad = padded(total.view(-1) if shard.scale == 1.0 else total.view(-1) * shard.scale)
 
     def gradient_norm(self) -> float:
         """L2 norm of the gradient of all masters: squares summed in float64 within each row, then in one tree over all
@@ -142,10 +146,10 @@ class MasterWeights:
             self.layers.free()
         for name, shard in self.shards.items():
             if self.layers is not None and (kept := self.layers.rows(name)) is not None:
-                kept.copy_(shard.master)
+                kept.copy_(shard.scaled)
                 continue
             if not shard.shares_memory:
-                shard.rows.copy_(shard.master)
+                shard.rows.copy_(shard.scaled)
             shard.ranks.share_rows(shard.live.detach(), shard.sizes)
 
     @torch.no_grad()
@@ -169,7 +173,11 @@ class MasterWeights:
         self.publish()
 
     def _read_exact(self, model: Model) -> None:
-        """Start from the stored weights if they are wider than the live ones, and round to them."""
+        """Start from the stored weights if they are wider than the live ones, and round to them; from the values that
+        an adapter was made of."""
+        if model.adapter is not None:
+            self.load(model.adapter.exact_state())
+            return
         if model.source_path is None:
             return
         kinds = {tensor.dtype for tensor in StoredWeights.open(model.source_path).tensors.values()}

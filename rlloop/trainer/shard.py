@@ -30,6 +30,7 @@ class Shard:
     end: int
     flat: nn.Parameter
     shares_memory: bool  # with the live parameter
+    scale: float  # the live value is the master's times this, rounded
 
     @property
     def rows(self) -> Tensor:
@@ -40,23 +41,30 @@ class Shard:
     def master(self) -> Tensor:
         return self.of(self.flat.detach())
 
+    @property
+    def scaled(self) -> Tensor:
+        """What the compute copy has, before it is rounded to its type."""
+        return self.master if self.scale == 1.0 else self.master * self.scale
+
     def of(self, flat: Tensor) -> Tensor:
         """A tensor as long as `flat`, such as a moment or a gradient, in the shape of the rows; a view."""
         shape = (self.end - self.begin, *self.live.shape[1:])
         return flat[: math.prod(shape)].view(shape)
 
 
-def make_shard(name: str, live: nn.Parameter, ranks: Ranks, leaves: int, *, apart: bool) -> Shard:
+def make_shard(
+    name: str, live: nn.Parameter, ranks: Ranks, leaves: int, scale: float = 1.0, *, apart: bool = False
+) -> Shard:
     """This rank's shard of a parameter. `apart`: masters never share memory with it."""
     sizes = tuple(shares(len(live), ranks.size))
     begin, end = sum(sizes[: ranks.rank]), sum(sizes[: ranks.rank + 1])
     rows = live.detach()[begin:end].reshape(-1)
     narrow = live.dtype in (torch.bfloat16, torch.float16)
     vectors = rows.numel() % VECTOR == 0 and rows.data_ptr() % VECTOR == 0 and live.is_contiguous()
-    in_place = vectors and not narrow and not apart
+    in_place = vectors and not narrow and scale == 1.0 and not apart
     if not in_place:
         rows = padded(rows.float() if narrow else rows.clone())
-    return Shard(name, live, ranks, sizes, leaves, begin, end, nn.Parameter(rows), in_place)
+    return Shard(name, live, ranks, sizes, leaves, begin, end, nn.Parameter(rows), in_place, scale)
 
 
 def padded(flat: Tensor) -> Tensor:

@@ -85,10 +85,10 @@ class _Layer:
     def __init__(self, shards: list[Shard], stream: torch.cuda.Stream | None, device: torch.device) -> None:
         self._shards, self._stream, self._device = shards, stream, device
         self._gathered, self._done = True, None
-        # Where the masters' type is the compute type, they are the rows.
-        self.kept = {
-            shard.name: shard.master if shard.flat.dtype == shard.live.dtype else shard.rows.clone() for shard in shards
-        }
+        self.kept = {}
+        for shard in shards:  # masters of the compute type are the rows
+            same = shard.flat.dtype == shard.live.dtype and shard.scale == 1.0
+            self.kept[shard.name] = shard.master if same else shard.rows.clone()
 
     @property
     def overlaps(self) -> bool:
