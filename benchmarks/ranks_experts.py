@@ -1,4 +1,4 @@
-"""Tokens per second of a mixture of experts over the GPUs of a host: 16 layers, width 2,048, 8 of 128 experts, bfloat16.
+"""Tokens per second of a mixture of experts over GPUs of a host: 16 layers, width 2,048, 8 of 128 experts, bfloat16.
 
     python benchmarks/ranks_experts.py --gpus 4 [--vllm] [--only crowd] [--quick] [--tiny]
 
