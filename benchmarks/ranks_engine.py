@@ -63,7 +63,7 @@ def requests_of(work: str, index: int) -> list[Request]:
     return [(ids, int(rng.integers(32, 1025)), 1000 * index + i) for i, ids in enumerate(groups * 8)]
 
 
-def rlloop_side(folder: str, tp: int, rank: int) -> tuple[Run, Any]:
+def rlloop_side(folder: str, tp: int, rank: int, kind: str) -> tuple[Run, Any]:
     """(what makes a round's tokens, the ranks). Every rank runs every round."""
     import torch
 
@@ -72,7 +72,7 @@ def rlloop_side(folder: str, tp: int, rank: int) -> tuple[Run, Any]:
     from rlloop.parallel.layout import Layout
     from rlloop.parallel.start import process_group
 
-    device = torch.device("cuda", rank)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     KEPT.enter_context(process_group(device, f"file://{folder}/meeting", rank, tp))
     context = join(device, Layout(tp=tp))
     model = rlloop.load_model(folder, dtype="bfloat16", context=context)
@@ -89,9 +89,9 @@ def rlloop_side(folder: str, tp: int, rank: int) -> tuple[Run, Any]:
     return run, context.tp
 
 
-def follow(folder: str, tp: int, rank: int) -> None:
+def follow(folder: str, tp: int, rank: int, kind: str) -> None:
     """A further rank: the rounds that the first one names."""
-    run, ranks = rlloop_side(folder, tp, rank)
+    run, ranks = rlloop_side(folder, tp, rank, kind)
     while (asked := ranks.broadcast_object(None)) is not None:
         ranks.gather_objects(hash(tuple(map(tuple, run(requests_of(*asked))))))
 
@@ -116,13 +116,15 @@ def vllm_side(folder: str, tp: int) -> Run:
     return run
 
 
-def serve(name: str, folder: str, tp: int) -> None:
+def serve(name: str, folder: str, tp: int, kind: str = "cuda") -> None:
     """A round for each line on stdin (`work index`)."""
     ranks: Any = None
     if name == "rlloop":
         for rank in range(1, tp):
-            multiprocessing.get_context("spawn").Process(target=follow, args=(folder, tp, rank), daemon=True).start()
-        run, ranks = rlloop_side(folder, tp, 0)
+            multiprocessing.get_context("spawn").Process(
+                target=follow, args=(folder, tp, rank, kind), daemon=True
+            ).start()
+        run, ranks = rlloop_side(folder, tp, 0, kind)
     else:
         run = vllm_side(folder, tp)
     print(f"\n{READY}", flush=True)

@@ -87,10 +87,16 @@ class ChatTokenizer:
         kept = token_ids[:-1] if token_ids and token_ids[-1] in self._eos else token_ids
         return self.tokenizer.decode(list(kept), skip_special_tokens=False)
 
-    def render(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
-        """The template's text, up to the start of the assistant's turn. `arguments` override those of `__init__`.
+    def render(
+        self,
+        messages: Sequence[Message],
+        arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The template's text, up to the start of the assistant's turn. `arguments` override those of `__init__`;
+        `tools` are JSON schemas of functions.
 
-        Raises `ConfigError` for messages and arguments that the template does not accept.
+        Raises `ConfigError` for messages, arguments and tools that the template does not accept.
         """
         from jinja2 import TemplateError
 
@@ -99,6 +105,8 @@ class ChatTokenizer:
             raise ConfigError(
                 f"{', '.join(taken)} cannot be set for a chat template, only arguments that the template itself reads"
             )
+        if tools:
+            more = {**more, "tools": list(tools)}
         try:
             return apply(list(messages), tokenize=False, add_generation_prompt=True, **{**self._arguments, **more})
         except (TemplateError, TypeError) as error:  # templates refuse some roles, orders and contents

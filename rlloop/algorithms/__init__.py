@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         leave_one_out,
         raw,
     )
-    from rlloop.algorithms.batch import Loss, LossBatch, LossOutput
+    from rlloop.algorithms.batch import Loss, LossBatch, LossOutput, whole_step
     from rlloop.algorithms.corrections import (
         Weights,
         clip,
@@ -37,13 +37,17 @@ if TYPE_CHECKING:
     )
     from rlloop.algorithms.kl import kl_estimate, sequence_kl
     from rlloop.algorithms.losses import (
+        bradley_terry,
         cispo,
         dapo,
+        distillation,
+        dpo,
         dr_grpo,
         dro,
         grpo,
         gspo,
         importance_sampling,
+        kto,
         ppo,
         reinforce,
         reinforce_pp,
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
         sft,
     )
     from rlloop.algorithms.registry import advantages_for, get_advantage, get_correction, get_loss, loss_for
-    from rlloop.algorithms.shaping import groups_with_signal, overlong_penalty
+    from rlloop.algorithms.shaping import best_of_groups, groups_with_signal, overlong_penalty
     from rlloop.algorithms.terms import PolicyTerm, clipped_surrogate, finish, sequence_mean, sequence_sum, token_mean
 
 __all__ = [
@@ -62,11 +66,15 @@ __all__ = [
     "Weights",
     "advantages_for",
     "batch_norm",
+    "best_of_groups",
+    "bradley_terry",
     "cispo",
     "clip",
     "clipped_surrogate",
     "corrected",
     "dapo",
+    "distillation",
+    "dpo",
     "dr_grpo",
     "dro",
     "finish",
@@ -82,6 +90,7 @@ __all__ = [
     "icepop",
     "importance_sampling",
     "kl_estimate",
+    "kto",
     "leave_one_out",
     "loss_for",
     "mask",
@@ -101,6 +110,7 @@ __all__ = [
     "tis",
     "token_mean",
     "veto",
+    "whole_step",
 ]
 
 _HOMES = ("advantages", "batch", "corrections", "kl", "losses", "registry", "shaping", "terms")

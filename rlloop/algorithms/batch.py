@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -98,6 +99,18 @@ class LossOutput:
 
     loss: Tensor  # scalar; call backward on it as it is
     metrics: dict[str, Reduction]
+
+
+L = TypeVar("L", bound=Callable[..., "LossOutput"])
+
+
+def whole_step(loss: L) -> L:
+    """Marks a loss that compares sequences with each other, and so must see all of an optimizer step in one batch.
+
+    Its step costs a second forward (`Trainer.forward_backward_custom`).
+    """
+    vars(loss)["whole_step"] = True
+    return loss
 
 
 class Loss(Protocol):

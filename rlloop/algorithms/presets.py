@@ -62,4 +62,19 @@ PRESETS: dict[str, AlgorithmConfig] = {
     "importance_sampling": AlgorithmConfig(
         loss="importance_sampling", loss_args={**_NO_PENALTY}, advantage="group_norm", advantage_args={**_EPS}
     ),
+    "sft": AlgorithmConfig(loss="sft", advantage="raw"),
+    "rejection_sampling": AlgorithmConfig(loss="sft", advantage="raw", best_only=True),
+    "distillation": AlgorithmConfig(
+        loss="distillation", loss_args={"kl_coef": 1.0, "entropy_coef": 0.0}, advantage="raw"
+    ),
+    "dpo": AlgorithmConfig(
+        loss="dpo", loss_args={"kl_coef": 0.1, "variant": "sigmoid", "label_smoothing": 0.0}, advantage="raw"
+    ),
+    "ipo": AlgorithmConfig(
+        loss="dpo", loss_args={"kl_coef": 0.1, "variant": "ipo", "label_smoothing": 0.0}, advantage="raw"
+    ),
+    "kto": AlgorithmConfig(
+        loss="kto", loss_args={"kl_coef": 0.1, "desirable": 1.0, "undesirable": 1.0}, advantage="raw"
+    ),
+    "reward_model": AlgorithmConfig(loss="bradley_terry", loss_args={"center_coef": 0.0}, advantage="raw"),
 }

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlloop.algorithms.advantages import ADVANTAGES, GROUP_RELATIVE
-from rlloop.algorithms.batch import Loss, LossBatch, LossOutput
+from rlloop.algorithms.batch import Loss, LossBatch, LossOutput, whole_step
 from rlloop.algorithms.corrections import CORRECTIONS, WEIGHING, Correction, corrected, measured, possible
 from rlloop.algorithms.losses import LOSSES
-from rlloop.algorithms.shaping import groups_with_signal, overlong_penalty
+from rlloop.algorithms.shaping import best_of_groups, groups_with_signal, overlong_penalty
 from rlloop.config.algorithm import AlgorithmConfig, Anchor
 from rlloop.config.instantiate import accepts, resolve
 from rlloop.errors import ConfigError
@@ -34,6 +34,10 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "entropy_coef": (lambda x: 0 <= x < math.inf, "0 or more"),
     "max_tokens": (lambda x: x >= 1, "1 or more"),
     "beta": (lambda x: 0 <= x < math.inf, "0 or more"),
+    "label_smoothing": (lambda x: 0 <= x < 0.5, "from 0 to below 0.5"),
+    "desirable": (lambda x: 0 <= x < math.inf, "0 or more"),
+    "undesirable": (lambda x: 0 <= x < math.inf, "0 or more"),
+    "center_coef": (lambda x: 0 <= x < math.inf, "0 or more"),
     "eps": (lambda x: 0 <= x < math.inf, "0 or more"),
     "cap": (lambda x: x > 0, "above 0"),
     "low": (lambda x: x >= 0, "0 or more"),
@@ -91,6 +95,12 @@ def loss_for(algorithm: AlgorithmConfig) -> Loss:
         loss = _checked(resolve(algorithm.loss, "algorithm.loss", ("batch",)), algorithm.loss["_target_"])
     else:
         loss = get_loss(algorithm.loss, **algorithm.loss_args)
+    together = getattr(loss.func if isinstance(loss, partial) else loss, "whole_step", False)
+    if together and algorithm.correction:
+        raise ConfigError(
+            f"algorithm.correction weighs tokens, and loss {algorithm.loss} compares whole sequences; drop it (of "
+            "parity.mode=fallback it is a part: set parity.mode=require or observe)"
+        )
     if algorithm.correction:
         correction = get_correction(algorithm.correction)
         if algorithm.anchor is Anchor.rollout:
@@ -107,7 +117,8 @@ def loss_for(algorithm: AlgorithmConfig) -> Loss:
         loss = corrected(loss, correction)
     else:
         loss = possible(loss)
-    return measured(loss) if algorithm.anchor is Anchor.trainer else loss
+    loss = measured(loss) if algorithm.anchor is Anchor.trainer else loss
+    return whole_step(loss) if together else loss
 
 
 def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int) -> StepAdvantages:
@@ -139,6 +150,8 @@ def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int)
     ) -> tuple[list[float], list[bool]]:
         shaped = np.asarray(rewards, dtype=np.float64)
         keep = groups_with_signal(shaped, groups) if algorithm.dynamic_sampling else np.ones(len(shaped), dtype=bool)
+        if algorithm.best_only:
+            keep &= best_of_groups(shaped, groups)
         if algorithm.overlong_buffer:
             penalty = overlong_penalty(lengths, max_tokens=max_tokens, buffer=algorithm.overlong_buffer)
             shaped = shaped + algorithm.overlong_penalty * penalty

@@ -8,6 +8,13 @@ from numpy.typing import ArrayLike, NDArray
 from rlloop.errors import ConfigError
 
 
+def best_of_groups(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.bool_]:
+    """[n] True for samples with the best reward of their group, in groups whose rewards differ."""
+    values, group_ids = np.asarray(rewards, dtype=np.float64), np.asarray(groups)
+    best = np.array([values[group_ids == group].max() for group in group_ids])
+    return (values == best) & groups_with_signal(values, group_ids)
+
+
 def overlong_penalty(lengths: ArrayLike, *, max_tokens: int, buffer: int) -> NDArray[np.float64]:
     """A penalty from 0 to −1 to add to each reward, for completions that come near their budget: [n] -> [n].
 

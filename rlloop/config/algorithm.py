@@ -37,6 +37,7 @@ class AlgorithmConfig:
     anchor: Anchor = Anchor.trainer  # whose logprobs the policy ratio divides by: the trainer's own, or the engine's
     correction: dict[str, Any] = field(default_factory=dict)  # name -> its arguments; the factors of several multiply
     dynamic_sampling: bool = False  # do not train on groups whose rewards are all equal
+    best_only: bool = False  # train only on the samples with their group's best reward, where rewards differ
     max_refills: int = limited(0, zero_or_more("none"))  # with it: further batches of prompts that a step may sample
     reward_kl_coef: float = limited(0.0, zero_or_more("off"))  # of KL(policy ‖ reference), taken from each reward
     reward_kl: str = limited("k1", one_of("k1", "k2", "k3"))  # estimate of that KL, summed over a completion

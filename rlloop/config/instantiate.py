@@ -16,6 +16,12 @@ from rlloop.errors import ConfigError
 TARGET = "{_target_: package.module.name, ...}"  # for messages
 
 
+def needs(module: str, what: str, package: str | None = None) -> None:
+    """Raises `ConfigError` where `module` is not installed; `what` needs it."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{what} needs the package {package or module}: pip install {package or module}")
+
+
 def names_target(value: object, key: str, otherwise: str = "") -> bool:
     """True if `value`, of the configuration's `key`, is a mapping that names a function or class by `_target_`.
 

@@ -25,7 +25,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -33,6 +33,7 @@ from rlloop import recipes
 from rlloop.algorithms.presets import PRESETS
 from rlloop.config.fleet import FleetConfig, FleetKind
 from rlloop.config.run import RunConfig
+from rlloop.config.tasks import REWARDS, TASKS
 from rlloop.errors import ConfigError
 
 FREE = (
@@ -125,16 +126,56 @@ def as_container(config: DictConfig) -> dict[str, Any]:
 
 
 def _compose(folder: Path, stem: str, overrides: Sequence[str]) -> DictConfig:
+    chosen, rest, of_task = _chosen_task(folder, overrides)
     with initialize_config_dir(str(folder), version_base="1.3"):
-        composed = compose(stem, [_opened(override) for override in overrides])
+        composed = compose(stem, [_opened(override) for override in rest])
     if OmegaConf.get_type(composed) is not RunConfig:
         raise ConfigError(
             f"{folder / stem}.yaml does not begin with `defaults: [rlloop, ...]`, so its keys are not rlloop's"
         )
+    if chosen is not None:
+        _choose_task(composed, chosen, of_task, rest)
     _refuse_added(composed)
     if not OmegaConf.is_missing(composed, "algorithm"):
         _drop_preset_arguments(composed.algorithm)
     return composed
+
+
+def _chosen_task(folder: Path, overrides: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
+    """The entry of rlloop's task group that `task=NAME` chooses, the other overrides, and those of the task's keys."""
+    chosen = [text.partition("=")[2] for text in overrides if text.startswith("task=") and "{" not in text]
+    if not chosen or (folder / "task").is_dir():
+        return None, list(overrides), []
+    rest = [text for text in overrides if not text.startswith("task=")]
+    of_task = [text for text in rest if text.lstrip("+~").startswith("task.")]
+    return chosen[-1], [text for text in rest if text not in of_task], of_task
+
+
+def _choose_task(composed: DictConfig, name: str, of_task: Sequence[str], rest: Sequence[str]) -> None:
+    """Puts the group's entry in place of the recipe's `task`, and its reward in place of the recipe's where none is
+    set by an override. Raises `ConfigError` for an unknown name or key."""
+    if name not in TASKS:
+        near = difflib.get_close_matches(name, TASKS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(f"task is {name!r}; it must be one of {', '.join(TASKS)}{hint}")
+    sections = {"task": TASKS[name]}
+    if name in REWARDS and not any(text.lstrip("+~").startswith("reward") for text in rest):
+        sections["reward"] = REWARDS[name]
+    with open_dict(composed):
+        for section, entry in sections.items():
+            composed[section] = OmegaConf.create(dict(entry))
+        for text in of_task:
+            parsed = _parse_one(text)
+            key = parsed.key_or_group.removeprefix("task.")
+            if parsed.is_delete():
+                raise ConfigError(f"{text!r}: task={name} needs all of its keys; set it to another value")
+            known = [each for each in TASKS[name] if each != "_target_"]
+            inside = key.partition(".")[0]
+            if inside not in known or (key != inside and not isinstance(TASKS[name][inside], dict)):
+                near = difflib.get_close_matches(inside, known, n=1)
+                meant = f"; did you mean task.{near[0]}?" if near else ""
+                raise ConfigError(f"{text!r}: task={name} has no key task.{key}{meant} It has {', '.join(known)}")
+            OmegaConf.update(composed.task, key, parsed.value(), force_add=True)
 
 
 def _opened(override: str) -> str:

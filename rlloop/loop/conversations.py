@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from rlloop.parity.asked import Vocabulary, fault_of
 from rlloop.protocols import Engine, Task
 from rlloop.rewards.event_loop import POLL
 from rlloop.rewards.runner import RewardFailure
-from rlloop.types import Completion, Example, SamplingParams
+from rlloop.types import Completion, Example, FinishReason, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SingleTurn:
                 example,
                 completion,
                 self.task.decode(completion.token_ids),
-                fault=_fault(completion, example.prompt_ids, params, self.vocabulary),
+                fault=fault(completion, example.prompt_ids, params, self.vocabulary),
             )
             for example, params, completion in zip(examples, sampling, completions, strict=True)
         ]
@@ -164,28 +164,14 @@ class _Talk:
     fault: str | None = None  # the first turn's that has one
 
     def hear(self, turn: Completion, vocabulary: Vocabulary) -> None:
-        self.fault = self.fault or _fault(turn, self.ids, self.sampling, vocabulary)
+        self.fault = self.fault or fault(turn, self.ids, self.sampling, vocabulary)
         self.broken = None if turn.whole else cut_short(turn)  # no environment is to answer half a turn
         self.turns.append(turn)
         self.ids = [*turn.prompt_ids, *turn.token_ids]
 
     def played(self, text: str) -> Played:
-        first, begin = self.turns[0], len(self.example.prompt_ids)
-        assert all(turn.policy_version == first.policy_version for turn in self.turns), "weights changed in between"
         ended = bool(self.replies) and self.replies[-1].done
-        completion = dataclasses.replace(
-            first,
-            token_ids=self.ids[begin:],
-            logprobs=np.concatenate([turn.logprobs for turn in self.turns]),
-            raw_logprobs=np.concatenate([turn.raw_logprobs for turn in self.turns]),
-            routed_experts=_as_first_read([turn.routed_experts for turn in self.turns]),
-            selected=_as_first_read([turn.selected for turn in self.turns]),
-            finish_reason="abort" if self.broken else "stop" if ended else "length",
-            turns=tuple(
-                (len(turn.prompt_ids) - begin, len(turn.prompt_ids) - begin + len(turn.token_ids))
-                for turn in self.turns
-            ),
-        )
+        completion = joined(self.turns, "abort" if self.broken else "stop" if ended else "length")
         components: dict[str, float] = {}
         for reply in self.replies:
             for name, value in reply.components.items():
@@ -200,7 +186,25 @@ class _Talk:
         return Played(example, completion, text, self.broken, self.fault)
 
 
-def _fault(turn: Completion, prompt_ids: list[int], sampling: SamplingParams, vocabulary: Vocabulary) -> str | None:
+def joined(turns: Sequence[Completion], finish_reason: FinishReason) -> Completion:
+    """One completion of a conversation's turns, each of whose prompts begins with all tokens of the turn before."""
+    first, begin = turns[0], len(turns[0].prompt_ids)
+    assert all(turn.policy_version == first.policy_version for turn in turns), "weights changed in between"
+    return dataclasses.replace(
+        first,
+        token_ids=[*turns[-1].prompt_ids[begin:], *turns[-1].token_ids],
+        logprobs=np.concatenate([turn.logprobs for turn in turns]),
+        raw_logprobs=np.concatenate([turn.raw_logprobs for turn in turns]),
+        routed_experts=_as_first_read([turn.routed_experts for turn in turns]),
+        selected=_as_first_read([turn.selected for turn in turns]),
+        finish_reason=finish_reason,
+        turns=tuple(
+            (len(turn.prompt_ids) - begin, len(turn.prompt_ids) - begin + len(turn.token_ids)) for turn in turns
+        ),
+    )
+
+
+def fault(turn: Completion, prompt_ids: list[int], sampling: SamplingParams, vocabulary: Vocabulary) -> str | None:
     assert len(turn.token_ids) == len(turn.logprobs) == len(turn.raw_logprobs), "a logprob for each token"
     return fault_of(turn, prompt_ids, sampling, vocabulary)
 
@@ -220,8 +224,19 @@ def _as_first_read(turns: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return np.concatenate(first_read)
 
 
-def player_for(task: Task, vocabulary: Vocabulary, *, timeout: float, concurrency: int) -> SingleTurn | Conversations:
-    """Conversations where the task has an environment, else single completions."""
+class Player(Protocol):
+    """Completes examples: in one turn, in conversations, or as another library plays them."""
+
+    def play(self, engine: Engine, examples: Sequence[Example], sampling: Sequence[SamplingParams]) -> list[Played]: ...
+
+    def close(self) -> None: ...
+
+
+def player_for(task: Task, vocabulary: Vocabulary, *, timeout: float, concurrency: int) -> Player:
+    """The task's own player, where it brings one (`task.player`, a function of what `Conversations` is made of but the
+    task); conversations where it has an environment; else single completions."""
+    if (player := getattr(task, "player", None)) is not None:
+        return player(vocabulary, timeout=timeout, concurrency=concurrency)
     if getattr(task, "environment", None) is None:
         return SingleTurn(task, vocabulary)
     return Conversations(task, vocabulary, timeout=timeout, concurrency=concurrency)  # pyright: ignore[reportArgumentType]

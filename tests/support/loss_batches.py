@@ -9,7 +9,8 @@ from rlloop.algorithms import LossBatch
 from rlloop.algorithms.losses import LOSSES
 
 Ragged = list[list[float]]
-POLICY_LOSSES = [name for name in LOSSES if name != "sft"]
+WHOLE_STEP = [name for name, loss in LOSSES.items() if getattr(loss, "whole_step", False)]
+POLICY_LOSSES = [name for name in LOSSES if name not in ("sft", "distillation", *WHOLE_STEP)]
 TENSORS = (
     "logprobs",
     "entropy",

@@ -1,4 +1,4 @@
-"""OpenAI's routes: a request becomes an answer, whole or as server-sent events.
+"""OpenAI's routes, and the one for token ids: a request becomes an answer, whole or as server-sent events.
 
 Tokens are streamed as the engine draws them; when a client disconnects, its requests are cancelled in the engine.
 """
@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from rlloop.rollout.fleet.generation import Choice, Generation, Piece, Served, w
 from rlloop.rollout.fleet.openai_api import Completions, Dialect, Name
 from rlloop.rollout.fleet.openai_chat import Chat
 from rlloop.rollout.fleet.text import Tokenizer
+from rlloop.rollout.fleet.token_api import Tokens
 from rlloop.types import Completion, Part, PromptScores
 from rlloop.web.requests import gone, refusal
 
@@ -86,14 +88,38 @@ class Listening:
             self._tell((index, completion))
 
 
+def written(
+    dialect: Dialect,
+    ask: Generation,
+    completions: Sequence[Completion],
+    tokenizer: Tokenizer | None,
+    heard: Listening | None = None,
+) -> bytes:
+    """The whole answer as JSON. `heard`: scores, and choices that a stop string ended, where the request had any."""
+    scores, stopped = (heard.scores, heard.stopped) if heard is not None else ({}, set[int]())
+    pieces = [
+        Choice(index, ask, tokenizer).end(made, scores.get(index), index in stopped)
+        for index, made in enumerate(completions)
+    ]
+    content = dialect.whole(secrets.token_hex(12), ask, pieces, _names(ask, tokenizer))
+    return msgspec.json.encode({**content, "usage": ask.usage(completions)})
+
+
+def _names(ask: Generation, tokenizer: Tokenizer | None) -> Name:
+    if tokenizer is None or ask.names_are_ids:
+        return lambda id: f"token_id:{id}"
+    return functools.cache(lambda id: tokenizer.decode([id]))
+
+
 class OpenAiRoutes:
-    """`/v1/*`, over an engine service."""
+    """`/v1/*` and `/inference/v1/generate`, over an engine service."""
 
     def __init__(self, service: EngineService, served: Served) -> None:
         self._service, self._served, self._started = service, served, int(time.time())
         self.routes: Sequence[BaseRoute] = [
             Route("/v1/completions", self._answering(Completions()), methods=["POST"]),
             Route("/v1/chat/completions", self._answering(Chat()), methods=["POST"]),
+            Route("/inference/v1/generate", self._answering(Tokens()), methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{model:path}", self._model),
         ]
@@ -134,17 +160,8 @@ class OpenAiRoutes:
         if completions is None:
             return Response(status_code=LEFT)
 
-        def written() -> bytes:
-            pieces = [
-                Choice(index, ask, self._served.tokenizer).end(
-                    made, listener.scores.get(index), index in listener.stopped
-                )
-                for index, made in enumerate(completions)
-            ]
-            content = dialect.whole(secrets.token_hex(12), ask, pieces, self._name(ask))
-            return msgspec.json.encode({**content, "usage": ask.usage(completions)})
-
-        return Response(await run_in_threadpool(written), media_type="application/json")
+        answer = partial(written, dialect, ask, completions, self._served.tokenizer, listener)
+        return Response(await run_in_threadpool(answer), media_type="application/json")
 
     async def _stream(self, request: Request, dialect: Dialect, ask: Generation) -> Response:
         loop, told = asyncio.get_running_loop(), asyncio.Queue[Told | None]()
@@ -169,7 +186,8 @@ class OpenAiRoutes:
         self, dialect: Dialect, ask: Generation, listener: Listening, future: Future[list[Completion]],
         news: Told | None, told: asyncio.Queue[Told | None],
     ) -> AsyncIterator[bytes]:  # fmt: skip
-        id, name, tokenizer = secrets.token_hex(12), self._name(ask), self._served.tokenizer
+        tokenizer = self._served.tokenizer
+        id, name = secrets.token_hex(12), _names(ask, tokenizer)
         choices = [Choice(index, ask, tokenizer) for index in range(len(ask.prompts))]
         more = {"usage": None} if ask.usage_in_stream else {}
 
@@ -201,12 +219,6 @@ class OpenAiRoutes:
             ask.prompts, ask.sampling, ask.lowest, ask.highest,
             listener=listener, top=ask.logprobs or 0, score=ask.score, only_score=ask.only_score,
         )  # fmt: skip
-
-    def _name(self, ask: Generation) -> Name:
-        tokenizer = self._served.tokenizer
-        if tokenizer is None or ask.names_are_ids:
-            return lambda id: f"token_id:{id}"
-        return functools.cache(lambda id: tokenizer.decode([id]))
 
 
 class _Events(StreamingResponse):

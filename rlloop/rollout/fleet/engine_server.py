@@ -2,6 +2,7 @@
 
     POST /v1/completions             OpenAI's (rlloop.rollout.fleet.openai_api)      GET /v1/models, /v1/models/{model}
     POST /v1/chat/completions        OpenAI's (rlloop.rollout.fleet.openai_chat)
+    POST /inference/v1/generate      token ids both ways, as vLLM has it (rlloop.rollout.fleet.token_api)
     POST /rlloop/generate            exact float32 logprobs, seeds, versions (rlloop.rollout.fleet.wire)
     DELETE /rlloop/requests/{key}    cancel it: nobody waits for its answer
     POST /rlloop/lease               fencing: take over driving the engine
@@ -54,6 +55,11 @@ from rlloop.web.requests import parsed, refusal, whole_number
 REMEMBERED = 1024  # completions in the answers that are kept for those who ask again
 WAITING = 64  # calls that may wait for weights; a client has as many connections
 PAUSE_MODES: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}
+
+COUNTED = (  # of `EngineStats`
+    "steps", "requests", "prompt_tokens", "made_tokens", "cached_tokens", "preemptions", "adapter_waits",
+    "adapter_swaps", "adapter_swap_bytes", "adapter_swap_seconds",
+)  # fmt: skip
 
 
 class Follower(Protocol):
@@ -247,6 +253,7 @@ class EngineServer:
             self.service.paused,
             "" if follower is None else follower.run_id,
             "" if follower is None else follower.follows,
+            self.service.longest,
         )
 
     async def _unavailable(self, request: Request, error: Exception) -> Response:
@@ -303,8 +310,7 @@ class EngineServer:
             gauges["rlloop_sync_wire_bytes"] = ("bytes of the last change of weights", progress.wire_bytes)
             gauges["rlloop_sync_pause_seconds"] = ("how long it paused the engine", progress.pause_seconds)
         counters: dict[str, tuple[str, float]] = {
-            f"rlloop_{name}": (f"{name.replace('_', ' ')} since the start", getattr(stats, name))
-            for name in ("steps", "requests", "prompt_tokens", "made_tokens", "cached_tokens", "preemptions")
+            f"rlloop_{name}": (f"{name.replace('_', ' ')} since the start", getattr(stats, name)) for name in COUNTED
         }
         counters["rlloop_refused"] = ("requests refused for their version or term", self._refused)
         return [

@@ -59,6 +59,11 @@ class Generation:
     names_are_ids: bool = False  # tokens are called `token_id:7`
     stream: bool = False
     usage_in_stream: bool = False
+    parses_tools: bool = False  # tool calls in a chat's text
+    parses_reasoning: bool = False
+    reasoning_opened: bool = False  # the prompt ends inside of reasoning
+    request_id: str = ""  # the caller's own
+    experts_from: int | None = None  # the first token of the prompt whose experts are told; None: tell none
 
     def decode(self, tokenizer: Tokenizer) -> Decode:
         return lambda ids: tokenizer.decode(ids, self.skip_special_tokens)

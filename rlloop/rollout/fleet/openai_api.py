@@ -37,8 +37,6 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "verbosity": ("medium",),
@@ -195,10 +193,19 @@ def _prompts(given: CompletionFields, served: Served) -> list[list[int]]:
 
 def read(body: bytes, kind: type[F]) -> F:
     """The fields of a body. Raises `BadField`."""
+    return fields_of(decoded(body), kind)
+
+
+def decoded(body: bytes) -> dict[str, Any]:
+    """Raises `BadField`."""
     try:
-        content = msgspec.json.decode(body, type=dict[str, Any])
+        return msgspec.json.decode(body, type=dict[str, Any])
     except UNREADABLE as error:
         raise BadField(None, f"the body is no JSON object: {error}") from None
+
+
+def fields_of(content: dict[str, Any], kind: type[F]) -> F:
+    """Raises `BadField` for a field that is unknown, of another type, or cannot be honoured."""
     given = {name: value for name, value in content.items() if value is not None}  # null is a key left out
     for name, idle in IDLE.items():
         if name in given and (value := given.pop(name)) not in idle:
@@ -215,9 +222,10 @@ def read(body: bytes, kind: type[F]) -> F:
 
 def generation(
     given: Fields, served: Served, prompts: list[list[int]], max_tokens: int, logprobs: int | None, logprobs_field: str,
-    *, prompt_field: str = "prompt", echo: bool = False,
+    *, prompt_field: str = "prompt", echo: bool = False, **more: Any,
 ) -> Generation:  # fmt: skip
-    """`prompts` without their choices. Of `n` choices with a `seed`, choice i has seed + i. Raises `BadField`."""
+    """`prompts` without their choices. Of `n` choices with a `seed`, choice i has seed + i. `more`: further fields of
+    the `Generation`. Raises `BadField`."""
     _check(given, served)
     if len(prompts) * given.n > MOST_CHOICES:
         asked = f"{len(prompts)} prompts with n={given.n} ask for {len(prompts) * given.n} choices"
@@ -250,6 +258,11 @@ def generation(
         raise BadField(text.partition(" ")[0], text) from None
     mode = served.logprobs_mode if given.logprobs_mode is None else given.logprobs_mode
     exactly, options = given.policy_version, given.stream_options
+    fields: dict[str, Any] = {
+        "skip_special_tokens": given.skip_special_tokens,
+        "names_are_ids": given.return_tokens_as_token_ids,
+        **more,
+    }
     return Generation(
         model=given.model,
         prompts=[prompt for prompt in prompts for _ in each],
@@ -259,16 +272,15 @@ def generation(
         highest=exactly,
         stops=tuple([given.stop] if isinstance(given.stop, str) else given.stop),
         keep_stop=given.include_stop_str_in_output,
-        skip_special_tokens=given.skip_special_tokens,
         logprobs=logprobs,
         raw=mode == "raw_logprobs",
         prompt_logprobs=given.prompt_logprobs,
         echo=echo,
         only_score=max_tokens == 0,
         return_token_ids=given.return_token_ids,
-        names_are_ids=given.return_tokens_as_token_ids,
         stream=given.stream,
         usage_in_stream=options is not None and options.include_usage,
+        **fields,
     )
 
 

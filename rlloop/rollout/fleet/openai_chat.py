@@ -1,15 +1,21 @@
 """OpenAI's `POST /v1/chat/completions`: messages go through the chat template of the model's folder, text comes back.
 
-Fields and extras are those of `openai_api`. What a conversation goes on with is `token_ids`, not the text made of them.
+Fields and extras are those of `openai_api`; `chat_parsing` parses tool calls and reasoning. What a conversation goes on
+with is `token_ids`, not the text made of them.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from rlloop.errors import ConfigError
+from rlloop.rollout.fleet.chat_parsing import OPENING, parse
 from rlloop.rollout.fleet.generation import BadField, Generation, Piece, Served
 from rlloop.rollout.fleet.openai_api import Fields, Name, beside, exact, generation, of_prompt, ours, read
 from rlloop.rollout.fleet.text import HALF
@@ -25,6 +31,9 @@ class ChatFields(Fields):
     echo: bool = False
     add_special_tokens: bool = False  # besides what the template writes
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)  # calls come back as `tool_calls`
+    tool_choice: str | dict[str, Any] = "auto"
+    separate_reasoning: bool = False  # `reasoning_content` beside the content
 
 
 class Chat:
@@ -32,7 +41,7 @@ class Chat:
 
     def parse(self, body: bytes, served: Served) -> Generation:
         given = read(body, ChatFields)
-        ids = _ids(given, served)
+        ids, opened = _ids(given, served)
         tokens = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
         if given.max_tokens not in (None, tokens):
             text = f"max_tokens is {given.max_tokens} and max_completion_tokens {tokens}; give one of the two"
@@ -43,14 +52,27 @@ class Chat:
             raise BadField("top_logprobs", f"top_logprobs is {given.top_logprobs}, which needs logprobs: true")
         if tokens == 0:
             raise BadField("max_tokens", "max_tokens is 0; it must be at least 1 (/v1/completions scores prompts)")
+        parses_tools = bool(given.tools) and given.tool_choice != "none"
+        if given.tool_choice not in ("auto", "none"):
+            text = f"tool_choice is {given.tool_choice!r:.60}: this engine cannot force a call; give 'auto' or 'none'"
+            raise BadField("tool_choice", text)
+        if given.stream and (parses_tools or given.separate_reasoning):
+            name = "tools" if parses_tools else "separate_reasoning"
+            raise BadField("stream", f"stream is True, and {name} needs the whole text to be parsed; leave out either")
         tokens = max(1, served.longest - len(ids)) if tokens is None else tokens
         logprobs = given.top_logprobs or 0 if given.logprobs else None
-        return generation(given, served, [ids], tokens, logprobs, "top_logprobs", prompt_field="messages")
+        return generation(
+            given, served, [ids], tokens, logprobs, "top_logprobs", prompt_field="messages",
+            parses_tools=parses_tools, parses_reasoning=given.separate_reasoning, reasoning_opened=opened,
+            skip_special_tokens=given.skip_special_tokens and not (parses_tools or given.separate_reasoning),
+        )  # fmt: skip
 
     def whole(self, id: str, ask: Generation, pieces: Sequence[Piece], name: Name) -> dict[str, Any]:
         content = self._content("chat.completion", id, ask, pieces, name)
         for choice, piece in zip(content["choices"], pieces, strict=True):
             choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+            if ask.parses_tools or ask.parses_reasoning:
+                _parse(choice, piece.text, ask)
         return content
 
     def chunk(self, id: str, ask: Generation, pieces: Sequence[Piece], name: Name) -> dict[str, Any]:
@@ -67,7 +89,24 @@ class Chat:
         return {**head, "choices": choices, **before}
 
 
-def _ids(given: ChatFields, served: Served) -> list[int]:
+def _parse(choice: dict[str, Any], text: str, ask: Generation) -> None:
+    """Takes reasoning and tool calls out of a choice's text; `finish_reason` is then `tool_calls`, as OpenAI has it."""
+    parsed = parse(text, tools=ask.parses_tools, reasoning=ask.parses_reasoning, opened=ask.reasoning_opened)
+    message = choice["message"]
+    message["content"] = parsed.content
+    if ask.parses_reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["content"] = parsed.content or None
+        message["tool_calls"] = [
+            {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": asdict(call)}
+            for call in parsed.calls
+        ]
+        choice["finish_reason"] = "tool_calls" if choice["finish_reason"] == "stop" else choice["finish_reason"]
+
+
+def _ids(given: ChatFields, served: Served) -> tuple[list[int], bool]:
+    """Ids of the prompt, and whether it ends inside of reasoning."""
     tokenizer = served.tokenizer
     if tokenizer is None or not tokenizer.has_template:
         lacks = "tokenizer" if tokenizer is None else "chat template"
@@ -77,10 +116,10 @@ def _ids(given: ChatFields, served: Served) -> list[int]:
     if not messages:
         raise BadField("messages", "messages is empty; it must have at least one")
     try:
-        text = tokenizer.render(messages, given.chat_template_kwargs or {})
+        text = tokenizer.render(messages, given.chat_template_kwargs or {}, given.tools)
     except ConfigError as error:
         raise BadField("messages", str(error)) from None
-    return tokenizer.encode(text, given.add_special_tokens)
+    return tokenizer.encode(text, given.add_special_tokens), text.rstrip().endswith(OPENING)
 
 
 def _message(place: int, message: dict[str, Any]) -> dict[str, Any]:

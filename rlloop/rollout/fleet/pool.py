@@ -15,6 +15,7 @@ import hashlib
 import math
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ from rlloop.rollout.fleet.wire import EngineState
 from rlloop.types import Completion, SamplingParams
 
 T = TypeVar("T")
+SESSIONS = 1 << 16  # whose engines are remembered
 TRIES = 10  # failed tries of a chunk, over at least `fleet.patience` seconds, before its batch fails
 PASSING = (Busy, EngineLost, VersionUnavailable)  # temporary: an engine with one of these may be in order
 
@@ -52,6 +54,7 @@ class _Batch:
     version: int
     completions: list[Completion | None]
     done: asyncio.Future[None]
+    session: str | None = None
 
 
 @dataclass(eq=False)
@@ -91,6 +94,7 @@ class EnginePool:
         self._members = Membership(settings, record, connect, objection, self._pump, run_id)
         self._queue: list[_Chunk] = []
         self._batches: set[_Batch] = set()
+        self._sessions: OrderedDict[str, Member] = OrderedDict()  # the engine that has its tokens cached, latest last
         self._thread = LoopThread("engine pool")
 
     # ---------------------------------------------------------------------------------------------- for any thread
@@ -111,6 +115,12 @@ class EnginePool:
         """The version that serves, or is to; -1 before the first."""
         return self._members.version
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its completion may have together, at any engine that serves; 0: none does."""
+        states = [member.last for member in self._members.serving()]
+        return min((state.longest for state in states if state is not None and state.longest > 0), default=0)
+
     def serve_version(self, version: int, canary: Canary | None) -> dict[str, float]:
         """From now on only `version` serves. Returns metrics once engines serve it; raises `NoEngine`."""
         return self._thread.run(self._members.serve_version(version, canary))
@@ -124,10 +134,15 @@ class EnginePool:
         return self._thread.run(self._generate(prompts, sampling, version))
 
     def begin(
-        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], version: int
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        version: int,
+        session: str | None = None,
     ) -> Future[list[Completion]]:
-        """Like `generate`, for callers that do not wait in a thread."""
-        return self._thread.start(self._generate(prompts, sampling, version))
+        """Like `generate`, for callers that do not wait in a thread. `session` names a conversation: its turns go to
+        the engine that served the last one, which has their prefix cached, as long as that has room."""
+        return self._thread.start(self._generate(prompts, sampling, version, session))
 
     def take_metrics(self) -> dict[str, float]:
         """`fleet/*`: what happened since the last call."""
@@ -145,7 +160,11 @@ class EnginePool:
         await self._members.close()
 
     async def _generate(
-        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], version: int
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        version: int,
+        session: str | None = None,
     ) -> list[Completion]:
         if not prompts:
             return []
@@ -156,7 +175,7 @@ class EnginePool:
             for params in sampling
         ]  # two engines can only make the same completion of a seed that is known
         batch = _Batch(
-            prompts, seeded, version, [None] * len(prompts), asyncio.get_running_loop().create_future()
+            prompts, seeded, version, [None] * len(prompts), asyncio.get_running_loop().create_future(), session
         )  # fmt: skip
         self._batches.add(batch)
         self._queue += self._cut(batch)
@@ -210,6 +229,11 @@ class EnginePool:
             free = [member for member in free if any(member not in chunk.refused for chunk in self._queue)]
             if not free:
                 return
+            chunk = next((chunk for chunk in self._queue if self._holder(chunk) in free), None)
+            if chunk is not None and (holder := self._holder(chunk)) is not None:
+                self._queue.remove(chunk)
+                self._start(holder, chunk)
+                continue
             member = min(free, key=lambda each: each.load)
             may = [chunk for chunk in self._queue if member not in chunk.refused]
             chunk = next((chunk for chunk in may if self._home(chunk) is member), may[0])
@@ -227,6 +251,11 @@ class EnginePool:
             late = time.monotonic() - chunk.since > self.settings.patience
             if not hopes or (late and "serving" not in hopes):
                 self._fail(chunk.batch, list(chunk.refused.values())[-1])
+
+    def _holder(self, chunk: _Chunk) -> Member | None:
+        """The engine that served the chunk's session last; None without a session, or where it refused the chunk."""
+        member = self._sessions.get(chunk.batch.session or "")
+        return None if member in chunk.refused else member
 
     def _home(self, chunk: _Chunk) -> Member:
         """The engine that serves what begins like this, as long as the same engines serve."""
@@ -295,6 +324,11 @@ class EnginePool:
         for index, completion in zip(chunk.indices, completions, strict=True):
             batch.completions[index] = dataclasses.replace(completion, origin=origin)
         chunk.done = True
+        if batch.session:
+            self._sessions[batch.session] = member
+            self._sessions.move_to_end(batch.session)
+            if len(self._sessions) > SESSIONS:
+                self._sessions.popitem(last=False)
         self._members.counts[f"{member.region}/completions"] += len(completions)
         for other in self._members.all():
             for call, theirs in list(other.calls.items()):

@@ -25,7 +25,9 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str: ...
 
-    def render(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
+    def render(
+        self, messages: Sequence[Message], arguments: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         """The chat template's text, up to where the assistant begins. Raises `ConfigError`."""
         ...
 
@@ -46,9 +48,11 @@ class FolderTokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         return self._decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def render(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
+    def render(
+        self, messages: Sequence[Message], arguments: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         with self._lock:
-            return self._chat.render(messages, arguments)
+            return self._chat.render(messages, arguments, tools)
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:

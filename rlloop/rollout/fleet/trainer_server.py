@@ -10,6 +10,8 @@ And, for trainers that are not rlloop's (`rlloop serve trainer`), which publish 
 
     POST /fleet/publish?step=N    the weights as safetensors: the newest version from now on, served when it answers
     POST /fleet/generate          rlloop.rollout.fleet.wire.Ask -> Answer, made by whichever engines serve the version
+    POST /inference/v1/generate   token ids both ways (rlloop.rollout.fleet.token_api); requests of one X-Session-ID go
+                                  to the engine that has the session's prefix
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ from starlette.routing import Route
 from rlloop.config.fleet import is_address
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.rollout.engine.validation import one_for_each
-from rlloop.rollout.errors import VersionUnavailable
+from rlloop.rollout.errors import NoEngine, VersionUnavailable
 from rlloop.rollout.fleet import wire
+from rlloop.rollout.fleet.answering import written
+from rlloop.rollout.fleet.generation import BadField, Served
 from rlloop.rollout.fleet.pool import EnginePool
+from rlloop.rollout.fleet.token_api import Tokens
 from rlloop.sync.http import StoreRoutes
 from rlloop.sync.store import Store
 from rlloop.web.requests import body_of, parsed, refusal, whole_number
@@ -96,10 +101,27 @@ def trainer_app(
         answer = wire.Answer([wire.pack(completion) for completion in made], "fleet")
         return Response(msgspec.msgpack.encode(answer), media_type=wire.CONTENT_TYPE)
 
+    async def tokens(request: Request) -> Response:
+        longest, session = pool.longest, request.headers.get("x-session-id")
+        if longest == 0:
+            raise NoEngine("no engine serves yet; ask again once one has joined and has the newest weights")
+        ask = Tokens().parse(await body_of(request), Served("rlloop", None, longest))
+        if ask.score is not None or ask.stream or ask.logprobs not in (None, 0, 1):
+            raise BadField("sampling_params", "here are neither streams, prompt_logprobs nor logprobs above 1")
+        made = await asyncio.wrap_future(pool.begin(ask.prompts, ask.sampling, pool.version, session))
+        return Response(written(Tokens(), ask, made, None), media_type="application/json")
+
+    async def models(request: Request) -> Response:
+        card = {"id": "rlloop", "object": "model", "owned_by": "rlloop", "max_model_len": pool.longest or None}
+        return JSONResponse({"object": "list", "data": [card]})
+
     foreign = [
         Route("/fleet/publish", publish_weights, methods=["POST"]),
         Route("/fleet/generate", generate, methods=["POST"]),
+        Route("/inference/v1/generate", tokens, methods=["POST"]),
+        Route("/v1/models", models),
     ]
+
     return Starlette(
         routes=[
             *served.routes,

@@ -104,6 +104,7 @@ class EngineState(msgspec.Struct):
     paused: bool = False
     run_id: str = ""  # the run whose weights it has; "": none that was published
     follows: str = ""  # the only run whose weights it takes; "": any
+    longest: int = 0  # tokens that a prompt and its completion may have together; 0: not told
 
 
 @contextmanager

@@ -58,7 +58,8 @@ class VllmEngine(EngineFrontEnd):
     """Continues prompts with `model` inside vLLM, in this process: the parameters are shared, nothing is copied.
 
     The arguments are those of `rlloop.Engine`, and as there, none of them decides a completion's bits. One caller at a
-    time. The model's parameters may change in place; call `set_version` after, and `close` when done.
+    time. The model's parameters may change in place; call `set_version` after, and `close` when done. Tensor-parallel
+    ranks each have such an engine and make the same calls; vLLM itself knows of one rank.
 
     Raises `ConfigError` where vLLM cannot be used here (`rlloop doctor` says why, too).
     """
@@ -104,7 +105,10 @@ class VllmEngine(EngineFrontEnd):
         gc.collect()  # collect unreferenced engines before allocating
         if sleep and model.device.type == "cuda" and any(other.sleeps for other in _LIVE):
             raise ConfigError("another vLLM engine with sleep=True lives in this process; close it first")
-        self._live = live = _Life(sleeps=sleep and model.device.type == "cuda")
+        self._live = live = _Life(
+            sleeps=sleep and model.device.type == "cuda",
+            guest=any(other.guest for other in _LIVE) if _LIVE else torch.distributed.is_initialized(),
+        )
         _LIVE.add(live)
         self._llm = self._start(
             dtype=str(model.dtype).removeprefix("torch."),
@@ -189,6 +193,7 @@ class VllmEngine(EngineFrontEnd):
         self._forget_cached()
 
     def _forget_cached(self) -> None:
+        self._model.refresh()
         if not self._llm.reset_prefix_cache():
             raise RunError("vLLM kept its prefix cache, though no request is in flight")
 
@@ -308,9 +313,9 @@ class VllmEngine(EngineFrontEnd):
 class _Life:
     """Marks a live engine of this process. Held by the engine, so it is gone with an engine that could not start."""
 
-    def __init__(self, sleeps: bool) -> None:
-        """`sleeps`: by vLLM's sleep mode, which is the process's."""
-        self.sleeps, self.asleep = sleeps, False
+    def __init__(self, sleeps: bool, guest: bool) -> None:
+        """`sleeps`: by vLLM's sleep mode, which is the process's. `guest`: the process group is of a run's ranks."""
+        self.sleeps, self.asleep, self.guest = sleeps, False, guest
 
 
 _LIVE: weakref.WeakSet[_Life] = weakref.WeakSet()
@@ -318,7 +323,7 @@ _LIVE: weakref.WeakSet[_Life] = weakref.WeakSet()
 
 def _shut_down(core: Any, live: _Life) -> None:
     """vLLM's process groups are the process's, so the last engine takes them down."""
-    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel
 
     if live.sleeps and live.asleep:
         core.collective_rpc("restore_caches")  # what sleeps cannot be freed
@@ -326,7 +331,9 @@ def _shut_down(core: Any, live: _Life) -> None:
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
-    if not _LIVE:
+    if not _LIVE and live.guest:
+        destroy_model_parallel()
+    elif not _LIVE:
         cleanup_dist_env_and_memory()
 
 

@@ -42,13 +42,16 @@ def lend(model: Model) -> dict[str, str]:
     return {LENT_AS: name}
 
 
-def policy_of(config: VllmConfig) -> Model:
-    """The lent model, whose parameters stay shared; or, of a server, the folder's own."""
+def policy_of(config: VllmConfig, *, whole: bool = False) -> Model:
+    """The lent model, whose parameters stay shared; or, of a server, the folder's own: of tensor-parallel ranks each
+    one's part, or (`whole`) all of it, which vLLM's own models divide themselves."""
     asked = config.additional_config if isinstance(config.additional_config, dict) else {}
     if LENT_AS in asked:
         return _LENT[asked[LENT_AS]]
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     device, tp = usable_device(config.device_config.device or "cpu"), get_tp_group()
+    if whole:
+        return load_model(config.model_config.model, dtype=dtype, device=device)
     ranks = Ranks(tp.world_size, tp.rank_in_group, tp.device_group) if tp.world_size > 1 else Ranks()
     # Experts are cut beside the rest, whether vLLM was started with expert parallelism or without.
     groups = dict.fromkeys(("tp", "ep", "world"), ranks)
@@ -127,7 +130,7 @@ class StockLoader(BaseModelLoader):
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         config = get_current_vllm_config()
-        policy = policy_of(config)
+        policy = policy_of(config, whole=True)
         weights = named_weights(policy)
         model.load_weights((name, weights[name]) for name in weights if name != HEAD or not policy.config.tied)
         facts = _facts(policy, config)

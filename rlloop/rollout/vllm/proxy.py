@@ -25,6 +25,7 @@ ALLOWED = {
     "/v1/models": "GET",
     "/v1/completions": "POST",
     "/v1/chat/completions": "POST",
+    "/inference/v1/generate": "POST",
     "/tokenize": "POST",
     "/detokenize": "POST",
 }

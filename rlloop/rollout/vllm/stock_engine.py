@@ -60,6 +60,11 @@ class StockVllmEngine(VllmEngine):
         return versions.stock_fingerprint(self.model.fingerprint())
 
     def _start(self, **settings: Any) -> Any:
+        if (ranks := self.model.context.tp.size) > 1:
+            raise ConfigError(
+                f"rollout.layout.tp is {ranks}, and rollout.engine=vllm_stock runs on one rank beside a trainer; set "
+                "tp to 1, or rollout.engine=vllm, which has one rank's bits at any tp"
+            )
         if os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") == "1":
             raise ConfigError(
                 "VLLM_USE_FLASHINFER_SAMPLER=1: that sampler has no logprobs of what it sampled from; unset it"

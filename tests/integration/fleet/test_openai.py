@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -465,7 +466,7 @@ def test_fields_that_change_nothing_are_taken(running, name):
 
 REFUSED: dict[str, Any] = {
     "presence_penalty": 0.5, "frequency_penalty": 1, "repetition_penalty": 1.1, "logit_bias": {"5": 1}, "suffix": "x",
-    "best_of": 3, "use_beam_search": True, "store": True, "tools": [{}], "response_format": {"type": "json_object"},
+    "best_of": 3, "use_beam_search": True, "store": True, "response_format": {"type": "json_object"},
     "stop": [""], "top_k": -2, "temperature": -1, "n": 0, "seed": 2**63, "beams": 1, "max_tokens": "many",
     "logprobs_mode": "some", "min_tokens": 100, "prompt_logprobs": 21,
     "stream_options": {"continuous_usage_stats": True},
@@ -539,6 +540,52 @@ def test_chat_without_a_template_or_tokenizer_says_so(running, tmp_path):
                     client.completions.create(**asked | more)
         client.close()
         background.close()
+
+
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def test_tools_reach_the_template_and_calls_come_back(running, tmp_path):
+    """The model is random, so its text is put in place of what it writes; the template writes the tools' names."""
+    folder = write_model(tmp_path / "tools")
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings["chat_template"] = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + settings["chat_template"]
+    path.write_text(json.dumps(settings))
+    tokenizer = tokenizer_of(folder)
+
+    skipped: list[bool] = []
+
+    class Calling:
+        has_template = True
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+            skipped.append(skip_special_tokens)
+            return '<think>so</think>bad<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+    server = EngineServer(running.service, name="four", tokenizer=Calling())
+    background = BackgroundServer(server.app, Listen())
+    client = openai.OpenAI(base_url=f"{background.url}/v1", api_key="any", max_retries=0)
+    asked: Any = {"model": "rlloop", "messages": MESSAGES, "max_tokens": 1, "seed": 1}
+    extra = {"separate_reasoning": True, "return_token_ids": True, "ignore_eos": True}
+    made = client.chat.completions.create(**asked, tools=TOOLS, extra_body=extra)
+    [call] = made.choices[0].message.tool_calls or []
+    assert (call.function.name, call.function.arguments) == ("add", '{"a":1}')
+    assert made.choices[0].message.content == "bad"
+    assert made.choices[0].message.model_extra == {"reasoning_content": "so"}
+    assert not any(skipped), "the marks of calls may be special tokens"
+    plain = client.chat.completions.create(**asked, tools=TOOLS, tool_choice="none", extra_body={"ignore_eos": True})
+    assert (plain.choices[0].message.content or "").startswith("<think>")
+    assert made.prompt_token_ids == tokenizer.encode(tokenizer.render(MESSAGES, {}, TOOLS), False)  # pyright: ignore
+    assert tokenizer.render(MESSAGES, {}, TOOLS).startswith("add")  # pyright: ignore
+    for more, name in (({"tool_choice": "required"}, "tool_choice"), ({"stream": True}, "stream")):
+        with pytest.raises(openai.BadRequestError, match=f"{name} is"):
+            client.chat.completions.create(**asked, tools=TOOLS, **more)
+    client.close()
+    background.close()
 
 
 def test_models_are_listed_and_retrieved(running):
@@ -630,7 +677,7 @@ def test_a_text_that_cannot_be_read_ends_its_own_request_alone(running):
         def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
             raise ValueError("no such token")
 
-        def render(self, messages: Any, arguments: Any) -> str:
+        def render(self, messages: Any, arguments: Any, tools: Any = ()) -> str:
             raise NotImplementedError
 
     background = BackgroundServer(EngineServer(running.service, name="three", tokenizer=Broken()).app, Listen())

@@ -44,7 +44,7 @@ class Words:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         return "".join(f"{id} " for id in token_ids)
 
-    def render(self, messages, arguments):
+    def render(self, messages, arguments, tools=()):
         raise NotImplementedError
 
 

@@ -17,7 +17,9 @@ from rlloop.algorithms.losses import LOSSES
 from rlloop.algorithms.presets import PRESETS
 from rlloop.config.algorithm import AlgorithmConfig, Anchor
 from rlloop.errors import ConfigError
-from tests.support.loss_batches import random_batch
+from tests.support.loss_batches import WHOLE_STEP, random_batch
+
+TOKENWISE = [name for name, each in PRESETS.items() if each.loss not in WHOLE_STEP]  # others: test_preferences.py
 
 
 def preset(name: str, *overrides: str, max_tokens: int = 100) -> AlgorithmConfig:
@@ -54,7 +56,7 @@ def test_arguments_reach_the_loss():
     ("get", "name", "args", "message"),
     [
         (get_loss, "gpro", {}, "no loss 'gpro'; there are grpo, dr_grpo, dapo"),
-        (get_loss, "mine.loss", {}, r"sft. A dotted path is the value of algorithm.loss._target_"),
+        (get_loss, "mine.loss", {}, r"bradley_terry. A dotted path is the value of algorithm.loss._target_"),
         (get_advantage, "std", {}, "no advantage 'std'; there are group_norm, group_mean"),
         (get_loss, "grpo", {"clip": 0.2}, "loss grpo has no argument 'clip'; it has clip_low, clip_high"),
         (get_loss, "sft", {"kl_coef": 0.2}, "loss sft has no argument 'kl_coef'; it has none"),
@@ -106,7 +108,7 @@ def test_a_dual_clip_of_none_is_allowed():
     get_loss("dapo", dual_clip=3)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", TOKENWISE)
 def test_presets_are_the_documented_defaults(name):
     config = preset(name)
     for kind, registry in (("loss", LOSSES), ("advantage", ADVANTAGES)):
@@ -123,7 +125,7 @@ def test_presets_are_the_documented_defaults(name):
     assert batch.logprobs.grad.any()
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", TOKENWISE)
 def test_presets_compute_what_their_functions_compute_by_default(name):
     config = preset(name, max_tokens=1)
     bare = replace(config, loss_args={}, advantage_args={})
@@ -134,7 +136,7 @@ def test_presets_compute_what_their_functions_compute_by_default(name):
     assert both[0] == both[1]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", TOKENWISE)
 def test_what_updates_have_moved_out_of_a_truncated_distribution_leaves_the_step_whole(name):
     """Of the second minibatch, say: the token had a logprob when it was sampled and has none now."""
     batch = random_batch()
@@ -151,8 +153,8 @@ def test_what_updates_have_moved_out_of_a_truncated_distribution_leaves_the_step
     assert output.metrics["loss/tokens_discarded"].value > 0
 
 
-def test_presets_cover_every_loss_but_the_supervised_one():
-    assert set(PRESETS) == set(LOSSES) - {"sft"}
+def test_presets_cover_every_loss():
+    assert {preset.loss for preset in PRESETS.values()} == set(LOSSES)
 
 
 def test_configured_correction():

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from rlloop.algorithms import corrected, dapo, get_correction, get_loss, grpo, gspo, measured
 from rlloop.algorithms.losses import LOSSES
 from rlloop.metrics import Max, Min, merge, values
-from tests.support.loss_batches import POLICY_LOSSES, gradient, make_batch, random_batch, take
+from tests.support.loss_batches import POLICY_LOSSES, WHOLE_STEP, gradient, make_batch, random_batch, take
 
 PENALISED = {"kl_coef": 0.3, "entropy_coef": 0.05}
 
 
 CORRECTION = get_correction({"tis": {"level": "sequence"}, "mask": {"level": "token", "low": 0.7, "high": 1.5}})
-EVERY_LOSS = {name: get_loss(name, **(PENALISED if name in POLICY_LOSSES else {})) for name in LOSSES}
+EVERY_LOSS = {
+    name: get_loss(name, **(PENALISED if name in POLICY_LOSSES else {})) for name in LOSSES if name not in WHOLE_STEP
+}
 EVERY_LOSS["gspo corrected"] = measured(corrected(EVERY_LOSS["gspo"], CORRECTION))
 every_loss = pytest.mark.parametrize("loss", EVERY_LOSS.values(), ids=EVERY_LOSS.keys())
 

@@ -1,0 +1,40 @@
+"""The `task` group: `task=NAME` puts one of these in place of the recipe's own section; `task.KEY=VALUE` sets its keys.
+
+A recipe's inline section is used without it, and a recipe's folder `task/` with YAML files is a group of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_ROOM = {"max_tokens": "${rollout.max_tokens}", "max_sequence_tokens": "${trainer.max_batch_tokens}"}
+
+TASKS: dict[str, dict[str, Any]] = {
+    "verifiers": {
+        "_target_": "rlloop.tasks.verifiers_tasks.Verifiers",
+        "name": "???",  # a taskset's id
+        "taskset": {},  # its settings
+        "harness": "null",
+        "environment": {},  # verifiers' env settings
+        "renderer": {},  # verifiers' renderer settings; empty: what fits the model's chat template
+        "held_out": 64,
+        "solved_at": 1.0,
+        **_ROOM,
+    },
+    "reasoning_gym": {
+        "_target_": "rlloop.tasks.reasoning_gym_tasks.ReasoningGym",
+        "name": "???",  # a data set's name
+        "arguments": {},  # the data set's own settings
+        "system": None,
+        "template": "auto",
+        "train_size": 4096,
+        "eval_size": 256,
+        "solved_at": 1.0,
+        **_ROOM,
+    },
+}
+# Rewards of tasks that bring their own verdict: put in place of the recipe's unless `reward...` is given.
+REWARDS: dict[str, dict[str, Any]] = {
+    "verifiers": {"_target_": "rlloop.rewards.episode.episode_reward"},
+    "reasoning_gym": {"_target_": "rlloop.tasks.reasoning_gym_tasks.reward"},
+}

@@ -1,0 +1,1 @@
+"""Tasks of other libraries: `task=NAME` with `task.name=...` (rlloop.config.tasks lists them)."""

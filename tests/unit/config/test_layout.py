@@ -1,0 +1,85 @@
+"""Worlds of trainer and engines, and those that are left when ranks are lost."""
+
+import pytest
+
+from rlloop.config.layout import LayoutConfig, World, shrunk
+from rlloop.config.resume import refuse_other_run
+from rlloop.config.rollout import RolloutConfig
+from rlloop.config.run import AlgorithmConfig, Launch, RayConfig, RunConfig, TrainerConfig
+from rlloop.errors import ConfigError
+from rlloop.launch.layouts import check_launch
+from rlloop.parallel.layout import Layout
+
+
+def config(trainer=None, rollout=None, **keys) -> RunConfig:
+    return RunConfig(
+        algorithm=AlgorithmConfig(loss="grpo", advantage="group_norm"),
+        trainer=TrainerConfig(layout=LayoutConfig(**(trainer or {}))),
+        rollout=RolloutConfig(layout=LayoutConfig(**(rollout or {}))),
+        **keys,
+    )
+
+
+def test_the_larger_layout_is_the_world_and_the_smaller_one_fills_it():
+    world = World.of(Layout(dp_shard=4), Layout(tp=2))
+    assert (world.size, world.engines) == (4, 2)
+    world = World.of(Layout(tp=2), Layout(dp_replicate=2, tp=3))
+    assert world.trainer == Layout(dp_replicate=3, tp=2), "ranks that are left over train as well"
+    assert (world.size, world.engine, world.engines) == (6, Layout(tp=3), 2)
+    assert World.of(Layout(), Layout()).degrees() == {}
+    assert World.of(Layout(dp_shard=2), Layout(tp=2)).degrees() == {"trainer": {"dp_shard": 2}, "rollout": {"tp": 2}}
+
+
+def test_a_remainder_is_refused():
+    said = r"trainer.layout has 4 ranks and rollout.layout 3, which leaves 1 of the 4 over; .* divides 4 \(1, 2, 4\)"
+    with pytest.raises(ConfigError, match=said):
+        config({"dp_shard": 4}, {"tp": 3})
+
+
+def test_keys_of_a_layout_are_named_with_their_section():
+    with pytest.raises(ConfigError, match=r"trainer.layout.tp is 0; it must be at least 1"):
+        config({"tp": 0})
+    with pytest.raises(ConfigError, match=r"rollout.layout.ep is 2, and experts are laid over"):
+        config(rollout={"ep": 2})
+
+
+def test_layouts_shrink_along_data_parallel_axes_alone():
+    assert shrunk(Layout(dp_shard=4), Layout(), 3) == (Layout(dp_shard=3), Layout())
+    assert shrunk(Layout(dp_replicate=2, dp_shard=2), Layout(), 3)[0] == Layout(dp_shard=2)
+    assert shrunk(Layout(dp_shard=4), Layout(tp=2), 3) == (Layout(dp_shard=2), Layout(tp=2))
+    assert shrunk(Layout(dp_shard=4, ep=4), Layout(), 4)[0] == Layout(dp_shard=4, ep=4)
+    with pytest.raises(ConfigError, match=r"1 ranks are left, and trainer.layout \(tp=2\) need more"):
+        shrunk(Layout(dp_shard=2, tp=2), Layout(), 1)
+
+
+def test_several_ranks_need_a_launcher_which_is_named():
+    with pytest.raises(ConfigError) as refused:
+        check_launch(config({"dp_shard": 2}), 1)
+    assert "launch=ray" in str(refused.value)
+    assert "torchrun --nproc-per-node 2 -m rlloop train" in str(refused.value)
+    check_launch(config({"dp_shard": 2}), 2)
+    check_launch(config({"dp_shard": 2}, launch=Launch.ray), 1)
+    with pytest.raises(
+        ConfigError, match=r"torchrun has started 3 processes. Start it with --nproc-per-node 2, or set"
+    ):
+        check_launch(config({"dp_shard": 2}), 3)
+    with pytest.raises(ConfigError, match="launch=ray starts its own processes, and torchrun has started 2"):
+        check_launch(config({"dp_shard": 2}, launch=Launch.ray), 2)
+
+
+def test_what_needs_one_rank_is_refused_with_several():
+    with pytest.raises(ConfigError, match=r"device=cuda:1 is for one rank, and trainer.layout .* has 2"):
+        config({"dp_shard": 2}, device="cuda:1")
+    with pytest.raises(ConfigError, match=r"ray.replicas is 1, and tp is above 1 in a layout"):
+        config({"tp": 2}, ray=RayConfig(replicas=1))
+
+
+def test_replicas_are_one_beside_one_rank():
+    assert config().replicas == 1
+    assert config({"dp_shard": 2}).replicas == 0
+    assert config({"dp_shard": 2}, ray=RayConfig(replicas=3)).replicas == 3
+
+
+def test_layouts_may_change_at_resume(tmp_path):
+    run = {"trainer": {"layout": {"dp_shard": 4}, "lr": 1.0}}
+    refuse_other_run(tmp_path, run, {"trainer": {"layout": {"dp_shard": 3}, "lr": 1.0}})
