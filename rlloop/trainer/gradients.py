@@ -40,7 +40,13 @@ class GradientSum:
         self._experts = {
             name: module for name, module in model.named_modules() if isinstance(module, Experts) and module.leaves > 1
         }
-        self._ranks = context.ranks("dp")
+        self._ranks, self._contexts = context.ranks("dp"), context.ranks("cp")
+        self._complete = {  # whose gradients are of all context-parallel ranks' tokens already
+            f"{name}.{own}"
+            for name, module in model.named_modules()
+            if isinstance(module, Experts) and module.division is not None
+            for own, _ in module.named_parameters()
+        }
         uses = list(parameters)[::-1]  # about the order in which a backward reaches them
         self._stage, self._ties = model.stage, model.config.tied and EMBEDDING in parameters
         if self._ties and not self._stage.first:
@@ -152,6 +158,11 @@ class GradientSum:
         if rows.leaves > 1:
             self._add_leaves(tree, rows, gradient)
             return
+        if gradient is not None and self._contexts.size > 1 and use not in self._complete:
+            parts = self._contexts.gather(gradient[None])  # of each rank's tokens
+            gradient = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+            for part in parts[1:]:
+                gradient = gradient + part
         if self._ranks.size == 1:
             assert gradient is not None, "a single rank has every micro-batch"
             tree.push(gradient)
