@@ -31,11 +31,16 @@ def test_the_larger_layout_is_the_world_and_the_smaller_one_fills_it():
 
 
 def test_a_remainder_is_refused():
-    said = (
-        r"trainer.layout has 4 ranks and rollout.layout 3, which leaves 1 of the 4 over; .* divides 4 \(1, 2, 4\)"
-    )
+    said = r"trainer.layout has 4 ranks and rollout.layout 3, which leaves 1 of the 4 over; .* divides 4 \(1, 2, 4\)"
     with pytest.raises(ConfigError, match=said):
         config({"dp_shard": 4}, {"tp": 3})
+
+
+def test_a_rank_has_the_same_stage_in_trainer_and_engine():
+    assert World.of(Layout(pp=2, dp_shard=2), Layout(pp=2, dp_shard=2)).engines == 1
+    for trainer, rollout in ((Layout(pp=2), Layout()), (Layout(pp=2, dp_shard=2), Layout(pp=2))):
+        with pytest.raises(ConfigError, match="a rank must have the same ones in both"):
+            World.of(trainer, rollout)
 
 
 def test_keys_of_a_layout_are_named_with_their_section():
