@@ -1,4 +1,5 @@
-"""Tokens per second of a mixture of experts over the GPUs of a host: 16 layers, width 2,048, 8 of 128 experts, bfloat16.
+"""Tokens per second of a mixture of experts over the GPUs of a host: 16 layers, width 2,048, 128 experts, 8 a token.
+
 
     python benchmarks/ranks_experts.py --gpus 4 [--vllm] [--only crowd] [--quick] [--tiny]
 

@@ -67,6 +67,7 @@ class Rescored:
         if self.obstacle is not None or isinstance(config, str):
             return []
         from rlloop.models import load_model
+        from rlloop.models.adapter_files import is_adapter, with_stored_adapter
         from rlloop.numerics.profile import NumericsProfile
 
         certified = {line.fingerprints.get("trainer") for line in self.run.lines} - {None}
@@ -76,7 +77,14 @@ class Rescored:
                 if version and (damage := find_damage(folder)) is not None:
                     raise ValueError(damage)
                 profile = NumericsProfile(**vars(config.model.profile))
-                model = load_model(folder, dtype=config.model.dtype, device=config.device, profile=profile)
+                adapter, base = config.model.lora.path, folder
+                if is_adapter(folder):
+                    adapter, base = folder, self.weights.get(0)
+                if base is None:
+                    raise ValueError("it is an adapter, and its base is not here")
+                model = load_model(base, dtype=config.model.dtype, device=config.device, profile=profile)
+                if adapter is not None:
+                    model = with_stored_adapter(model, adapter)
             except (RlloopError, OSError, ValueError) as error:
                 self.unread.append(f"{_name(version)} cannot be read: {error}")
                 continue

@@ -63,12 +63,28 @@ class RunSection:
 
 
 @dataclass
+class LoraSection:
+    """A low-rank adapter that trains over the frozen model: docs/adapters.md."""
+
+    rank: int = limited(0, zero_or_more("off: all weights train"))  # of A and B of each weight
+    alpha: float = limited(32.0, POSITIVE)  # scale = alpha / rank
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])  # all-linear, experts, lm_head, names of modules
+    path: str | None = None  # a PEFT folder to start from, of this rank; None: an adapter that changes nothing yet
+
+    def __post_init__(self) -> None:
+        check_limits("model.lora", self)
+        self.targets = list(self.targets)
+        require("model.lora.targets", self.targets, len(self.targets) > 0, "a list of one name or more")
+
+
+@dataclass
 class ModelSection:
     path: str | None = None  # a Hugging Face folder; None: the recipe makes its own
     reference_path: str | None = None  # for losses with kl_coef > 0; None: the weights that the run starts from
     reference_swapped: bool = False  # on a GPU: keep the reference in host memory between its uses
     dtype: str = limited("float32", one_of("float32", "bfloat16", "float16"))  # of computation; masters are float32
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    lora: LoraSection = field(default_factory=LoraSection)
 
     def __post_init__(self) -> None:
         check_limits("model", self)
@@ -226,6 +242,7 @@ class RunConfig:
                 "which rounds alike on a CPU"
             )
         self._check_reference()
+        self._check_lora()
         self._check_parity()
         self._check_fleet()
         self._check_engine()
@@ -267,6 +284,23 @@ class RunConfig:
                 "KL to the reference (the loss's kl_coef, algorithm.reward_kl_coef) is infinite under rollout.top_p, "
                 "top_k or min_p, once the policy samples what the reference would leave out; drop either"
             )
+
+    def _check_lora(self) -> None:
+        """Raises `ConfigError` for what cannot train an adapter or engines that cannot compute one."""
+        if self.model.lora.rank == 0:
+            return
+        with_rank = f"with model.lora.rank={self.model.lora.rank}"
+        require(
+            "rollout.engine", self.rollout.engine, self.rollout.engine == EngineKind.embedded, f"embedded {with_rank}"
+        )
+        if self.rollout.drift.declared:
+            raise ConfigError(f"rollout.drift rounds all weights, most of them frozen {with_rank}; leave it out")
+        if self.fleet.kind is FleetKind.regions:
+            raise ConfigError(f"engines in regions follow whole weights; {with_rank} set fleet=node")
+        require(
+            "trainer.expert_bias_rate", self.trainer.expert_bias_rate, self.trainer.expert_bias_rate == 0,
+            f"0 {with_rank}: the base is frozen",
+        )  # fmt: skip
 
     def _check_fleet(self) -> None:
         if self.fleet.kind is not FleetKind.regions:

@@ -22,9 +22,11 @@ import torch
 from rlloop.config.instantiate import bind, lacking
 from rlloop.config.numerics import ProfileConfig
 from rlloop.config.rollout import EngineKind, RolloutConfig
-from rlloop.config.run import ParityMode, RunConfig
+from rlloop.config.run import LoraSection, ParityMode, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
+from rlloop.models.adapter_files import read_adapter
+from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.weights import usable_device
 from rlloop.numerics.probe import probe
@@ -66,7 +68,22 @@ def load(config: RunConfig, source: str | Path, context: ParallelContext | None 
                 f"this machine does not keep the numerical contract in {config.model.dtype} ({reasons}), so "
                 "parity.mode=require cannot hold; `rlloop doctor` says more, and parity.mode=observe measures it"
             )
-    return model
+    return model if config.model.lora.rank == 0 else with_lora(model, config.model.lora, config.seed)
+
+
+def with_lora(model: Model, lora: LoraSection, seed: int) -> Model:
+    """A view of the model, frozen, with the adapter that trains. Raises `ConfigError` for one that does not fit."""
+    targets = choose_targets(model.adapter_targets(), lora.targets)
+    if lora.path is None:
+        weights = fresh_weights(targets, lora.rank, lora.alpha, seed)
+    else:
+        weights = read_adapter(model, lora.path)
+        if (weights.rank, weights.alpha, weights.factors.keys()) != (lora.rank, lora.alpha, targets.keys()):
+            raise ConfigError(
+                f"model.lora.path has rank {weights.rank}, alpha {weights.alpha:g} and {len(weights.factors)} targets; "
+                f"model.lora says rank {lora.rank}, alpha {lora.alpha:g} and targets of which there are {len(targets)}"
+            )
+    return model.requires_grad_(False).with_adapter(Adapter(weights, targets))
 
 
 def vocabulary_of(config: ModelConfig) -> Vocabulary:
@@ -112,6 +129,12 @@ def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
     reference = None
     if config.algorithm.loss_kl_coef or config.algorithm.reward_kl_coef:
         settings, source = config.model, config.model.reference_path or path
+        lora = settings.lora
+        if lora.rank and settings.reference_path is None:  # the frozen base, which takes no memory
+            start = (
+                None if lora.path is None or model.adapter is None else model.adapter.attached(model.adapter.targets)
+            )
+            return Trainer(model, config.trainer, reference=model.with_adapter(start), redraws=config.redraws)
         home = replace(model.context, device=torch.device("cpu")) if settings.reference_swapped else model.context
         reference = load_model(source, dtype=settings.dtype, profile=model.profile, context=home)
     return Trainer(model, config.trainer, reference=reference, redraws=config.redraws)

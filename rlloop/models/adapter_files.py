@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
-from rlloop.models.adapter_weights import EXPERTS, AdapterWeights, Target, scaled, some
+from rlloop.models.adapter_weights import Adapter, AdapterWeights, Target, scaled, some
 from rlloop.models.checkpoint_names import stored_name, stored_state
 from rlloop.models.config_reader import read_json
 from rlloop.models.parameters import ParameterStore
@@ -82,6 +82,16 @@ def read_adapter(model: Model, folder: str | Path) -> AdapterWeights:
     return weights
 
 
+def is_adapter(folder: str | Path) -> bool:
+    """True for a PEFT folder."""
+    return (Path(folder) / CONFIG).is_file()
+
+
+def with_stored_adapter(model: Model, folder: str | Path) -> Model:
+    """A view of the model in which every token has the adapter of a PEFT folder. Raises as `load_adapter`."""
+    return model.with_adapter(Adapter(read_adapter(model, folder), model.adapter_targets()))
+
+
 def _config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{folder} has no {CONFIG}; an adapter is a PEFT folder, {CONFIG} beside {WEIGHTS}")
@@ -133,25 +143,30 @@ def _factors(
 ) -> dict[str, Pair]:
     """By the target's name, in the shapes of `Target.shapes`; unknown modules under their own."""
     factors: dict[str, Pair] = {}
+    grouped = {
+        stored.rsplit(".", 1)[0]: name.rsplit(".", 1)[0]
+        for stored, name in names.items() if targets[name].experts is not None
+    }  # fmt: skip
     of_experts: dict[str, dict[str, dict[int, Pair]]] = {}  # experts -> projection -> expert: its pair
     for module, (down, up) in pairs.items():
         bare = module.replace(".base_layer", "")
-        flat = [name for name in names if name.startswith(f"{bare}.") and bare.endswith(EXPERTS)]
         split = EXPERT.fullmatch(bare)
-        if flat:
-            target = next((targets[names[name]] for name in flat if _fits_flat(targets[names[name]], down, up)), None)
+        if bare in grouped:
+            flat = (targets.get(f"{grouped[bare]}.{kind}") for kind in ("gate_up_proj", "up_proj", "down_proj"))
+            target = next((each for each in flat if each is not None and _fits_flat(each, down, up)), None)
             if target is None or target.experts is None:
                 raise ConfigError(
                     f"{folder}: {module} has shapes {list(down.shape)} and {list(up.shape)}, which no experts here have"
                 )
             count = target.experts
             factors[target.name] = down.unflatten(0, (count, -1)), up.unflatten(1, (-1, count)).permute(2, 0, 1)
-        elif split is not None and split["experts"] + ".down_proj" in names:
-            parts = of_experts.setdefault(split["experts"], {}).setdefault(PARTS.get(split["part"], split["part"]), {})
+        elif split is not None and split["experts"] in grouped:
+            ours = grouped[split["experts"]]
+            parts = of_experts.setdefault(ours, {}).setdefault(PARTS.get(split["part"], split["part"]), {})
             if split["index"] is not None:
                 parts[int(split["index"])] = (down, up)
             elif down.numel() or up.numel():  # three dimensions; one expert stands for all
-                count = targets[names[split["experts"] + ".down_proj"]].experts or 0
+                count = targets[f"{ours}.down_proj"].experts or 0
                 a, b = (x.expand(count, *x.shape[1:]) if len(x) == 1 else x for x in (down, up))
                 parts.update({expert: (a[expert], b[expert]) for expert in range(min(len(a), len(b)))})
         else:
@@ -159,7 +174,7 @@ def _factors(
             heads = targets[name].heads if name in targets else None
             factors[name] = (down, up.unflatten(0, (heads, -1)) if heads and up.shape[0] % heads == 0 else up)
     for experts, parts in of_experts.items():
-        factors |= _joined(experts, parts, names, targets, folder)
+        factors |= _joined(experts, parts, targets, folder)
     return factors
 
 
@@ -171,15 +186,14 @@ def _fits_flat(target: Target, down: Tensor, up: Tensor) -> bool:
 def _joined(
     experts: str,
     parts: dict[str, dict[int, Pair]],
-    names: Mapping[str, str],
     targets: Mapping[str, Target],
     folder: Path,
 ) -> dict[str, Pair]:
     """Pairs of single experts as those of all. Experts that have none get zeros."""
     made: dict[str, Pair] = {}
-    gated = f"{experts}.gate_up_proj" in names
+    gated = f"{experts}.gate_up_proj" in targets
     for kind in ("gate_up_proj" if gated else "up_proj", "down_proj"):
-        target = targets[names[f"{experts}.{kind}"]]
+        target = targets[f"{experts}.{kind}"]
         wanted = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
         found = {part: parts.pop(part) for part in wanted if part in parts}
         if not found:
@@ -223,15 +237,15 @@ def save_adapter(model: Model, weights: AdapterWeights, folder: str | Path) -> N
     for name, (down, up) in weights.factors.items():
         target, module = targets[name], stored_name(f"{name}.", model.config.architecture).removesuffix(".")
         if target.experts is not None:
-            module, kind = module.rsplit(".", 1)
-            both = f"{name.rsplit('.', 1)[0]}.down_proj" in weights.factors and kind != "down_proj"
-            module += ".base_layer" if both else ""
+            (ours, kind), module = name.rsplit(".", 1), module.rsplit(".", 1)[0]
+            module += ".base_layer" if kind != "down_proj" and f"{ours}.down_proj" in weights.factors else ""
             down, up = down.flatten(0, 1), up.permute(1, 2, 0).flatten(1)
         elif target.heads is not None:
             up = up.flatten(0, 1)
         tensors[f"{PREFIX}{module}.lora_A.weight"] = down.contiguous()
         tensors[f"{PREFIX}{module}.lora_B.weight"] = up.contiguous()
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt", BASE: base_digest(model)})
+    # One entry of metadata: safetensors writes several in any order, and equal adapters shall be equal files.
+    save_file(tensors, folder / WEIGHTS, metadata={BASE: base_digest(model)})
     text = json.dumps(_written_config(model, weights, targets), indent=2, sort_keys=True)
     (folder / CONFIG).write_text(text + "\n")
 
@@ -301,8 +315,7 @@ def save_merged(model: Model, adapter: AdapterWeights, folder: str | Path) -> No
         rows = up.flatten(0, 1) if target.heads is not None else up
         delta = scaled(rows, adapter.scales[name], torch.float32) @ down
         weight = merged[names[id(target.weight)]]
-        transposed = target.experts is not None and tuple(weight.shape[1:]) != (target.outputs, target.inputs)
-        delta = delta.mT if transposed else delta
+        delta = delta.mT if target.transposed else delta
         merged[names[id(target.weight)]] = (weight.float() + delta.to(weight.device)).to(weight.dtype)
     if model.lm_head is None and "lm_head" in adapter.factors:
         raise ConfigError("an adapter of lm_head cannot be merged where the unembedding is tied to the embedding")

@@ -197,11 +197,15 @@ class _Store:
         return down, factors.up[:, slot] if by_group or self.target.heads is not None else factors.up[slot]
 
     def _widen(self, rank: int) -> None:
-        target, count, like = self.target, self._slots + 1, self.target.weight.detach()
+        target, count, like = self.target, self._slots + 1, self.target.weight
         a, b = target.shapes(rank)
         one = target.factors(torch.empty(a, device="meta"), torch.empty(b, device="meta"), torch.zeros(1))
         down, up = (
-            like.new_zeros([count if at == axis else size for at, size in enumerate(each.shape)])
+            torch.zeros(
+                [count if at == axis else size for at, size in enumerate(each.shape)],
+                dtype=like.dtype,
+                device=like.device,
+            )
             for each, axis in (
                 (one.down, 0 if target.experts is None else 1),
                 (one.up, 0 if target.experts is None and target.heads is None else 1),

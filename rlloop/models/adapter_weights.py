@@ -18,6 +18,8 @@ from rlloop.errors import ConfigError
 from rlloop.models.experts import Experts
 from rlloop.models.layers import Linear
 from rlloop.numerics.layout import Factors
+from rlloop.numerics.profile import NumericsProfile
+from rlloop.parallel.layout import Layout
 
 ALL, EXPERTS, HEAD = "all-linear", "experts", "lm_head"
 A, B = "lora_A", "lora_B"
@@ -33,6 +35,7 @@ class Target:
     inputs: int
     outputs: int
     experts: int | None = None
+    transposed: bool = False  # the weight is stored [K, N]
     heads: int | None = None  # whose rows are multiplied apart: kv_b_proj of absorbed latent attention
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -61,7 +64,7 @@ def find_targets(model: nn.Module, head: Tensor, heads: int | None) -> dict[str,
             for kind in ("gate_up_proj" if module.gated else "up_proj", "down_proj"):
                 weight: nn.Parameter = getattr(module, kind)
                 count, outputs, inputs = weight.shape if module.clamp is None else weight.mT.shape
-                found.append(Target(f"{name}.{kind}", weight, inputs, outputs, experts=count))
+                found.append(Target(f"{name}.{kind}", weight, inputs, outputs, count, module.clamp is not None))
     outputs, inputs = head.shape
     found.append(Target(HEAD, head, inputs, outputs))
     return {target.name: target for target in found}
@@ -90,6 +93,18 @@ def _matches(wanted: str, name: str, target: Target) -> bool:
     if target.experts is not None:
         return wanted in (EXPERTS, name) or (name.endswith(f".{wanted}") and wanted.startswith(f"{EXPERTS}."))
     return wanted == name or name.endswith(f".{wanted}")
+
+
+def check_adapts(profile: NumericsProfile, layout: Layout) -> None:
+    """Raises `ConfigError` where adapters cannot be computed under this profile or layout."""
+    if others := [op for op in ("linear", "experts", "token_logprob") if getattr(profile, op) != "rlloop"]:
+        raise ConfigError(f"adapters need the profile's {', '.join(others)} to be rlloop; leave it at the default")
+    for name, value, needed in (("tp_segments", profile.tp_segments, "1"), ("latent", profile.latent, "absorbed")):
+        if value != needed:
+            raise ConfigError(f"adapters need profile.{name}={needed}, and it is {value}")
+    for axis in ("tp", "ep", "pp"):
+        if (size := getattr(layout, axis)) > 1:
+            raise ConfigError(f"adapters need whole weights on each rank: the layout's {axis} is {size}; set it to 1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +173,14 @@ class Adapter:
             ranks = torch.tensor([weights.rank_of(each)], device=weight.device)
             self._factors[id(weight)] = self.targets[each].factors(a, b, ranks)
 
+    def attached(self, targets: Mapping[str, Target]) -> Adapter:
+        """A copy, live values included, for a copy of the model, which has these targets."""
+        twin = Adapter(self.exact, targets, self.name)
+        with torch.no_grad():
+            for name, parameter in twin._parameters.items():
+                parameter.copy_(self._parameters[name])
+        return twin
+
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """A and B' of each target, as `model.layers.0.self_attn.q_proj.lora_A.weight`."""
         return self._parameters
@@ -169,9 +192,13 @@ class Adapter:
 
     def exact_state(self) -> dict[str, Tensor]:
         """The float32 values that it was made of, by name of parameter; B unscaled."""
+        return self.state_of(self.exact)
+
+    def state_of(self, weights: AdapterWeights) -> dict[str, Tensor]:
+        """The values of `weights` by name of parameter."""
         return {
             parameter_name(name, letter): tensor
-            for name, pair in self.exact.factors.items()
+            for name, pair in weights.factors.items()
             for letter, tensor in zip((A, B), pair, strict=True)
         }
 

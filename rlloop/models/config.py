@@ -10,6 +10,7 @@ from rlloop.errors import ModelError
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.config_reader import ASKED, Keys, all_are, read_json
 from rlloop.models.families import FAMILIES, Family
+from rlloop.models.packed import read_scheme
 from rlloop.models.ropes import read_rope
 
 # Supported with this value only, which is also the default.
@@ -55,11 +56,7 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
     keys = Keys(raw)
     architecture, family = _family(keys)
     if (quantized := keys.take("quantization_config")) is not None:
-        method = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
-        raise ModelError(
-            f"config.json has a quantization_config {method}: float32, bfloat16 and float16 weights are supported; "
-            "write the weights dequantized to a folder, and give that"
-        )
+        read_scheme(quantized)
     for name, allowed in FIXED.items():
         keys.fixed(name, allowed)
     keys.fixed("hidden_act", "silu", "swish", null=False)

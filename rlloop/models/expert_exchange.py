@@ -41,11 +41,16 @@ def same_tokens(context: ParallelContext) -> Ranks:
     return ALONE if ep.size == 1 else min(ep, tp, key=lambda ranks: ranks.size)
 
 
-def exchange_experts(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step) -> Tensor:
-    """Outputs [T, k, D] of the experts chosen [T, k] for this rank's tokens x [T, D]; collective."""
+def exchange_experts(
+    experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step, every: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Outputs [T, k, D] of the experts chosen [T, k] for this rank's tokens x [T, D]; collective.
+
+    `every`: x and chosen of all ranks, end to end, where this rank has them.
+    """
     ep = step.context.ranks("ep")
     if step.even:
-        return _all_tokens(experts, x, chosen, step, ep)
+        return _all_tokens(experts, chosen, step, ep, every or (ep.gather(x), ep.gather(chosen)))
     (tokens, top_k), device = chosen.shape, x.device
     order = chosen.flatten().argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
@@ -91,12 +96,12 @@ class _OfLeaf(torch.autograd.Function):
         return None, None, None, None
 
 
-def _all_tokens(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step, ep: Ranks) -> Tensor:
+def _all_tokens(experts: OwnExperts, chosen: Tensor, step: Step, ep: Ranks, every: tuple[Tensor, Tensor]) -> Tensor:
     """As `exchange_experts`, where each rank has T tokens: all of them go everywhere, so sizes are known beforehand."""
     (tokens, top_k), (begin, end) = chosen.shape, share(experts.count, ep.size, ep.rank)
-    every = ep.gather(chosen)
-    mine = torch.where((every >= begin) & (every < end), every - begin, end - begin)
-    made = experts.computed(ep.gather(x), mine, dict(experts.named_parameters()), step).flatten(1)
+    x, wanted = every
+    mine = torch.where((wanted >= begin) & (wanted < end), wanted - begin, end - begin)
+    made = experts.computed(x, mine, dict(experts.named_parameters()), step).flatten(1)
     back = ep.exchange(made, [tokens] * ep.size, [tokens] * ep.size).view(ep.size, tokens, top_k, -1)
     owner = ((chosen + 1) * ep.size - 1) // experts.count  # the inverse of `share`
     return back.gather(0, owner[None, :, :, None].expand(1, -1, -1, back.shape[-1]))[0]

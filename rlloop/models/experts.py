@@ -82,11 +82,11 @@ class Experts(nn.Module):
     def divisions(self) -> Divisions:
         return {} if self.division is None else {name: (0, self.division) for name, _ in self.named_parameters()}
 
-    def forward(self, x: Tensor, chosen: Tensor, step: Step) -> Tensor:
-        """x [T, D], chosen [T, k] -> [T, k, D]"""
+    def forward(self, x: Tensor, chosen: Tensor, step: Step, every: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """x [T, D], chosen [T, k] -> [T, k, D]; `every` as for `exchange_experts`."""
         if self.division is None:
             return self.computed(x, chosen, dict(self.named_parameters()), step)
-        return exchange_experts(self, x, chosen, step)
+        return exchange_experts(self, x, chosen, step, every)
 
     def take_gradient(self, name: str, leaf: int, gradient: Tensor) -> None:
         """Keep the gradient of one leaf until all have come. The backward pass of `forward` calls it."""
@@ -151,9 +151,10 @@ class Mixture(nn.Module):
             x, chosen, weights = (pad(of, (0, 0, 0, each * alike.size - count)) for of in (x, chosen, weights))
             shared = None if shared is None else pad(shared, (0, 0, 0, each * alike.size - count))
         sizes = [max(0, min(each, len(x) - rank * each)) for rank in range(alike.size)]
+        every = (x, chosen) if alike.size == step.context.ranks("ep").size else None
         x, chosen, weights = (own_part(of, alike, sizes) for of in (x, chosen, weights))
         shared = None if shared is None else own_part(shared, alike, sizes)
-        out = step.ops.combine(self.experts(x, chosen, step), chosen, weights, shared)
+        out = step.ops.combine(self.experts(x, chosen, step, every), chosen, weights, shared)
         return gathered(out, alike, sizes)[:count]
 
     def without_tokens(self, x: Tensor, step: Step) -> Tensor:

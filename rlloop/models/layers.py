@@ -76,14 +76,15 @@ class Linear(nn.Module):
         """x [T, K], whole on every rank -> this rank's outputs [T, n]."""
         if self.rows is None or not torch.is_grad_enabled():
             return ops.linear(x, self.weight, self.bias, self.across)
-        return cut_linear(x, self, ops)
+        return cut_linear(ops, x, self.weight, self.bias, self.rows, self.across, None)
 
     def whole(self, x: Tensor, ops: Ops, columns: Division | None = None) -> Tensor:
         """All outputs [T, N], on every rank. `columns`: those of x that each rank has; None: x is whole."""
         if self.rows is None:
             return ops.linear(x, self.weight, self.bias, self.across)
         if torch.is_grad_enabled():
-            return gathered(cut_linear(x, self, ops, columns), self.rows)
+            own = cut_linear(ops, x, self.weight, self.bias, self.rows, self.across, columns)
+            return gathered(own, self.rows)
         peers = peers_of(self.rows)
         if peers is not None and ops.fuses and peers.takes(x, columns, self.rows):
             return peers.product(x if columns is None else peers.gather(x, columns), self.weight, self.bias, self.rows)

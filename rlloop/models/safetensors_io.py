@@ -20,6 +20,9 @@ from rlloop.parallel.cut import Cut
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+KINDS = {  # parts of packed weights as well
+    **FLOATS, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,10 @@ class StoredFile:
             header = file.read(int.from_bytes(length, "little"))
         entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         for name, entry in entries.items():
-            if entry["dtype"] not in FLOATS:
-                raise ModelError(f"{path}: {name} has type {entry['dtype']}; supported are {', '.join(FLOATS)}")
+            if entry["dtype"] not in KINDS:
+                raise ModelError(f"{path}: {name} has type {entry['dtype']}; supported are {', '.join(KINDS)}")
         order = sorted(entries, key=lambda name: entries[name]["data_offsets"])
-        tensors = {name: StoredTensor(FLOATS[entries[name]["dtype"]], tuple(entries[name]["shape"])) for name in order}
+        tensors = {name: StoredTensor(KINDS[entries[name]["dtype"]], tuple(entries[name]["shape"])) for name in order}
         return cls(path.name, length + header, metadata, tensors)
 
     def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ the ranks exchange: one chain over all outputs. A weight's gradient needs own ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from rlloop.parallel.division import (
     spans,
     taken,
 )
-
-if TYPE_CHECKING:
-    from rlloop.models.layers import Linear
 
 
 class _CutLinear(torch.autograd.Function):
@@ -66,17 +63,16 @@ def _input_gradient(
     return made if columns is not None else wanted.gather(made, 1)
 
 
-def cut_linear(x: Tensor, linear: Linear, ops: Ops, columns: Division | None = None) -> Tensor:
-    """Own outputs of a product whose weight is cut by rows, differentiable. `columns`: of x, of which each rank has its
-    own; None: x is whole on every rank."""
-    rows = linear.rows
-    assert rows is not None
-    if ops.profile.linear == "rlloop" and not (linear.across and ops.profile.tp_segments != "1"):
-        return _CutLinear.apply(x, linear.weight, linear.bias, rows, columns)
+def cut_linear(
+    ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division, across: bool, columns: Division | None
+) -> Tensor:
+    """`Ops.linear` of this rank's rows of weight and bias: its outputs, differentiable. `columns`: of x, of which each
+    rank has its own; None: x is whole on every rank."""
+    if ops.profile.linear == "rlloop" and not (across and ops.profile.tp_segments != "1"):
+        return _CutLinear.apply(x, weight, bias, rows, columns)
     # Others' products: the whole one on every rank, whatever they sum in their gradients.
-    bias = None if linear.bias is None else gathered(linear.bias, rows, 0)
-    whole = ops.linear(gathered(x, columns), gathered(linear.weight, rows, 0), bias, linear.across)
-    return taken(whole, rows)
+    whole_bias = None if bias is None else gathered(bias, rows, 0)
+    return taken(ops.linear(gathered(x, columns), gathered(weight, rows, 0), whole_bias, across), rows)
 
 
 Attend = Callable[..., Tensor]  # (q, k, v, layout, selected) -> what was read

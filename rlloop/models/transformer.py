@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from rlloop.errors import ConfigError
 from rlloop.models import attention, latent
 from rlloop.models.adapter_slots import AdapterRegistry
-from rlloop.models.adapter_weights import Adapter, Target, find_targets
+from rlloop.models.adapter_weights import Adapter, Target, check_adapts, find_targets
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.attention import Attention
 from rlloop.models.experts import Mixture
@@ -315,6 +316,17 @@ class Model(nn.Module):
         view.ops = view._with_own_adapter(self.ops)
         return view
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Model:
+        """An own adapter is attached to the copy's weights; loaded ones stay with the original."""
+        twin = memo[id(self)] = self.__class__.__new__(self.__class__)
+        for key, value in self.__dict__.items():
+            if key not in ("ops", "adapter", "adapters"):
+                twin.__dict__[key] = deepcopy(value, memo)
+        twin.adapters = AdapterRegistry()
+        twin.adapter = None if self.adapter is None else self.adapter.attached(twin.adapter_targets())
+        twin.ops = twin._with_own_adapter(self.ops)
+        return twin
+
     def _with_own_adapter(self, ops: Ops) -> Ops:
         return ops.with_adapters(None if self.adapter is None else AdapterSlots(self.adapter.factors))
 
@@ -331,19 +343,7 @@ class Model(nn.Module):
 
     def check_adapts(self) -> None:
         """Raises `ConfigError` where adapters cannot be computed under this profile or layout."""
-        profile, layout = self.profile, self.context.layout
-        others = [op for op in ("linear", "experts", "token_logprob") if getattr(profile, op) != "rlloop"]
-        if others:
-            raise ConfigError(f"adapters need the profile's {', '.join(others)} to be rlloop; leave it at the default")
-        for name, value, needed in (("tp_segments", profile.tp_segments, "1"), ("latent", profile.latent, "absorbed")):
-            if value != needed:
-                raise ConfigError(f"adapters need profile.{name}={needed}, and it is {value}")
-        for axis in ("tp", "ep"):
-            if getattr(layout, axis) > 1:
-                raise ConfigError(
-                    f"adapters need whole weights on each rank: the layout's {axis} must be 1, and it is "
-                    f"{getattr(layout, axis)}"
-                )
+        check_adapts(self.profile, self.context.layout)
 
     def check_profile(self, profile: NumericsProfile) -> None:
         """Raises `ConfigError` for settings that this model does not support on its device or in its type."""

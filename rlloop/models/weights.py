@@ -28,12 +28,14 @@ from rlloop.models.checkpoint_names import (
 from rlloop.models.config import parse_config, read_config
 from rlloop.models.experts import BIAS
 from rlloop.models.layers import Norm
+from rlloop.models.packed import PackedReader, check_plain, finished, place, read_scheme
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.ropes import RopeTable
 from rlloop.models.safetensors_io import StoredWeights, write_single
 from rlloop.models.stored_parameter import StoredParameter
 from rlloop.models.transformer import Model
 from rlloop.numerics.kernels import RECURRENT, SINKS, backend_of, device_types
+from rlloop.numerics.packed import PackedWeight, is_packed
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.progress import tick
@@ -136,16 +138,15 @@ def save_model(
 ) -> None:
     """Write a Hugging Face folder: weights, config.json, and the source's tokenizer and generation files.
 
-    `model` is a model (collective: all ranks gather it, and the first writes), or weights by parameter name.
-    Files are laid out as in the source (`source_path`, or the folder
-    that `model` was loaded from): same names, shards, order and metadata, so unchanged weights come out byte-equal, and
-    multi-token-prediction layers are copied. Without a source there is one model.safetensors, and config.json is that
-    of `config` (or of the model).
+    `model` is a model (with an adapter: its base; collective: all ranks gather it, and the first writes), or weights by
+    parameter name. Files are laid out as in the source (`source_path`, or the folder that `model` was loaded from):
+    same names, shards, order and metadata, so unchanged weights come out byte-equal, and multi-token-prediction layers
+    are copied. Without a source there is one model.safetensors, and config.json is that of `config` (or of the model).
 
     Raises `ModelError` for weights that do not fit the configuration, and a folder that holds other weight files.
     """
     if isinstance(model, Model):
-        state = dict(ParameterStore(model).wholes())
+        state = dict(ParameterStore(model.with_adapter(None)).wholes())
         source_path, config = source_path or model.source_path, config or model.config
         if model.context.rank > 0:
             return
@@ -156,6 +157,8 @@ def save_model(
         config = read_config(source)
     if config is None:
         raise ModelError("weights alone make no model folder; give source_path or config as well")
+    if is_packed(*state.values()):
+        raise ModelError("packed weights are frozen, and their folder holds them already; copy it instead of saving")
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     _check(config, found, _shapes(config), "the state to save")
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,15 +195,22 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, context:
     stored, shapes = StoredWeights.open(folder), _shapes(config)
     left_out = _left_out(config, stored)
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
+    expected = stored_shapes(shapes, config.architecture)
+    packed = _packed_reader(config, stored, expected, context)
+    if packed is not None:
+        found = packed.found(found)
     if (heads := [name for name in left_out if math.prod(stored.tensors[name].shape)]) and dtype is not None:
         log.warning("%s: multi-token-prediction heads are left out: %s", folder, _some(sorted(heads)))
-    _check(config, found, stored_shapes(shapes, config.architecture), str(folder))
+    _check(config, found, expected, str(folder))
+    plain = found.keys() - (packed.names if packed is not None else {})
+    for name in plain:
+        check_plain(str(folder), name, stored.tensors[name])
     slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture)}
     tied = StoredSlice(EMBEDDING)  # perhaps stored under its other name as well
     held = {name for name in found if _holds(entries, slices.get(name, tied))}
     cuts = {name: entries[rows.parameter].cut for name, rows in slices.items() if name in held and rows.expert is None}
     state: dict[str, Tensor] = {}
-    for name, tensor in stored.read(held, {name: cut for name, cut in cuts.items() if cut is not None}):
+    for name, tensor in stored.read(plain & held, {name: cut for name, cut in cuts.items() if cut is not None}):
         tick()
         kind, rows = _compute(name, dtype) or tensor.dtype, slices.get(name)
         if rows is None or rows.expert is None:
@@ -213,12 +223,33 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, context:
             kept = replace(rows, expert=rows.expert - first).of(state[rows.parameter]).copy_(tensor)
         if not _finite(kept):
             raise ModelError(f"{folder}: {name} holds NaN or infinity (as {kept.dtype}); such a model scores NaN")
+    if packed is not None:
+        aside: dict[str, dict[int, dict[int, PackedWeight]]] = {}
+        for name, weight in packed.read(str(folder), dtype or torch.bfloat16, context.device):
+            tick()
+            if name not in held:
+                continue
+            if not _finite(weight.dequantised()):
+                raise ModelError(f"{folder}: {name} holds NaN or infinity; such a model scores NaN")
+            place(state, aside, slices.get(name), name, weight)
+        state.update(finished(aside, state, str(folder)))
     if config.tied and HEAD in state and not torch.equal(state.pop(HEAD), state[EMBEDDING]):
         raise ModelError(
             f"{folder}: config.json ties {HEAD} to {EMBEDDING}, and the stored two differ; "
             "set tie_word_embeddings to false, or store one"
         )
     return state
+
+
+def _packed_reader(
+    config: ModelConfig, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]], context: ParallelContext
+) -> PackedReader | None:
+    quantized = config.raw.get("quantization_config")
+    if quantized is None:
+        return None
+    if context.tp.size > 1 or context.layout.ep > 1:
+        raise ConfigError("packed weights are whole on each rank: the layout's tp and ep must be 1")
+    return PackedReader(read_scheme(quantized), stored, shapes)
 
 
 def _holds(entries: Mapping[str, StoredParameter], rows: StoredSlice) -> bool:
@@ -291,6 +322,9 @@ def _assemble(
     with torch.device("meta"):
         model = Model(config, profile, context)
     model.load_state_dict(state, assign=True)
+    for parameter in model.parameters():
+        if is_packed(parameter):
+            parameter.requires_grad_(False)
     model.rope = RopeTable(config, "cpu").to(context.device)  # the same bits on every device
     model.source_path = source
     model.check_profile(model.profile)

@@ -25,6 +25,7 @@ from rlloop.numerics.layout import (
     LogitsProcessing,
     RecurrentState,
 )
+from rlloop.numerics.packed import is_packed
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.numerics.routing import Clamped, Routing
 from rlloop.numerics.tp_reduction import sum_over_ranks
@@ -110,14 +111,14 @@ class Ops:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`linear` of one input by three weights, without biases. Only if `fuses`. [T, K], [N, K] -> [T, N] each."""
         weights = (q_weight, k_weight, v_weight)
-        if any(map(self._adapted, weights)):
+        if is_packed(*weights) or any(map(self._adapted, weights)):
             q, k, v = (self.linear(x, weight) for weight in weights)
             return q, k, v
         return kernels_for(x.device).qkv_linear(x, *weights)
 
     def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """`silu_mul` of two linears of one input, without biases. Only if `fuses`. [T, K], [F, K], [F, K] -> [T, F]."""
-        if self._adapted(gate) or self._adapted(up):
+        if is_packed(gate, up) or self._adapted(gate) or self._adapted(up):
             return self.silu_mul(self.linear(x, gate), self.linear(x, up))
         return kernels_for(x.device).gated_linear(x, gate, up)
 

@@ -75,7 +75,7 @@ class Trace:
 
     def __init__(self, model: Model) -> None:
         self._ops, self.profile = model.ops, model.profile
-        entries = ParameterStore(model).entries.items()
+        entries = ParameterStore(model.with_adapter(None)).entries.items()
         self._names = {id(entry.live): name.removesuffix(".weight") for name, entry in entries}
         self._layer = ""
         self.calls: list[Call] = []

@@ -31,6 +31,7 @@ class Shard(Rows):
     end: int
     flat: nn.Parameter
     shares_memory: bool  # with the live parameter
+    scale: float = 1.0  # the live value is the master's times this, rounded
 
     @property
     def rows(self) -> Tensor:
@@ -64,7 +65,7 @@ class MasterWeights:
         self.stage = model.stage
         self._context, self._ranks = model.context, model.context.ranks("dp_shard")
         self.shards = {
-            name: _shard(entry.live, *self._owners(model, name))
+            name: _shard(entry.live, *self._owners(model, name), entry.scale)
             for name, entry in self.parameters.entries.items()
             if entry.trains
         }
@@ -112,7 +113,8 @@ class MasterWeights:
         """Set the masters' gradients to the sums of what was collected. Collective."""
         for name, total in self.gradients.totals().items():
             if total is not None:
-                self.shards[name].flat.grad = _padded(total.view(-1))
+                shard = self.shards[name]
+                shard.flat.grad = _padded(total.view(-1) if shard.scale == 1.0 else total.view(-1) * shard.scale)
 
     def gradient_norm(self) -> float:
         """L2 norm of the gradient of all masters: squares summed in float64 within each row, then in one tree over all
@@ -155,7 +157,7 @@ class MasterWeights:
         """Round the masters into the live parameters: each rank its own rows, which are then copied. Collective."""
         for shard in self.shards.values():
             if not shard.shares_memory:
-                shard.rows.copy_(shard.master)
+                shard.rows.copy_(shard.master if shard.scale == 1.0 else shard.master * shard.scale)
             shard.ranks.share_rows(shard.live.detach(), shard.sizes)
 
     @torch.no_grad()
@@ -179,7 +181,11 @@ class MasterWeights:
         self.publish()
 
     def _read_exact(self, model: Model) -> None:
-        """Start from the stored weights if they are wider than the live ones, and round to them."""
+        """Start from the stored weights if they are wider than the live ones, and round to them; from the values that
+        an adapter was made of."""
+        if model.adapter is not None:
+            self.load(model.adapter.exact_state())
+            return
         if model.source_path is None:
             return
         kinds = {tensor.dtype for tensor in StoredWeights.open(model.source_path).tensors.values()}
@@ -200,15 +206,21 @@ def _end_to_end(ranks: Ranks, own: Mapping[str, Tensor], counts: Mapping[str, li
     return {name: torch.cat(pieces[at :: len(counts)]) for at, name in enumerate(counts)}
 
 
-def _shard(live: nn.Parameter, ranks: Ranks, leaves: int) -> Shard:
+def _shard(live: nn.Parameter, ranks: Ranks, leaves: int, scale: float) -> Shard:
     sizes = tuple(shares(len(live), ranks.size))
     begin, end = sum(sizes[: ranks.rank]), sum(sizes[: ranks.rank + 1])
     rows = live.detach()[begin:end].reshape(-1)
     narrow = live.dtype in (torch.bfloat16, torch.float16)
-    in_place = not narrow and rows.numel() % VECTOR == 0 and rows.data_ptr() % VECTOR == 0 and live.is_contiguous()
+    in_place = (
+        not narrow
+        and scale == 1.0
+        and rows.numel() % VECTOR == 0
+        and rows.data_ptr() % VECTOR == 0
+        and live.is_contiguous()
+    )
     if not in_place:
         rows = _padded(rows.float() if narrow else rows.clone())
-    return Shard(live, ranks, sizes, leaves, begin, end, nn.Parameter(rows), in_place)
+    return Shard(live, ranks, sizes, leaves, begin, end, nn.Parameter(rows), in_place, scale)
 
 
 def _padded(flat: Tensor) -> Tensor:

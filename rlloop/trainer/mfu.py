@@ -43,7 +43,7 @@ def active_weights(model: Model) -> float:
         shares["embed_tokens"] = 0.0
     return sum(
         math.prod(shape) * next((share for part, share in shares.items() if part in name), 1.0)
-        for name, shape in ParameterStore(model).shapes().items()
+        for name, shape in ParameterStore(model.with_adapter(None)).shapes().items()
     )
 
 

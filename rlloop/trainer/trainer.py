@@ -21,6 +21,7 @@ from rlloop.config.run import TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Mean, Reduction, Sum, merge
 from rlloop.models import Model, read_state, save_model, score
+from rlloop.models.adapter_files import read_adapter, save_adapter
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
 from rlloop.trainer.leaves import Leaf, all_leaves, forward, forwards, joined, recomputed, rounds
 from rlloop.trainer.master_weights import MasterWeights
@@ -205,14 +206,18 @@ class Trainer:
         return {"loss/grad_norm": norm, "trainer/lr": lr, "trainer/refused": refused, **self.moe.update(self._ranks)}
 
     def save(self, folder: Path) -> None:
-        """Write masters and frozen weights as a Hugging Face folder, with the optimizer's state beside them.
+        """Write masters and frozen weights as a Hugging Face folder, or an adapter as a PEFT folder; beside them the
+        optimizer's state.
 
         Collective; the first rank writes, and the files do not know the layout.
         """
         writes = self.model.context.rank == 0
         state = {name: tensor.cpu() for name, tensor in self._masters.gathered() if writes}
         if writes:
-            save_model(state, folder, self.model.source_path, config=self.model.config)
+            if self.model.adapter is not None:
+                save_adapter(self.model, self.model.adapter.weights_of(state), folder)
+            else:
+                save_model(state, folder, self.model.source_path, config=self.model.config)
             (folder / STATE).write_text(json.dumps({"format": FORMAT, "updates": self.updates}, indent=1) + "\n")
         self._optimizer.save(folder, writes=writes)
 
@@ -225,7 +230,9 @@ class Trainer:
         state = json.loads((folder / STATE).read_text())
         if state["format"] != FORMAT:
             raise RunError(f"{folder / STATE} has format {state['format']}; this version reads {FORMAT}")
-        self._masters.load(read_state(folder))
+        adapter = self.model.adapter
+        stored = read_state(folder) if adapter is None else adapter.state_of(read_adapter(self.model, folder))
+        self._masters.load(stored)
         self._optimizer.restore(folder)
         self._masters.zero_grad()
         self._has_gradient = False

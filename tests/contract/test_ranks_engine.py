@@ -10,6 +10,7 @@ import torch
 
 from rlloop import Engine, SamplingParams
 from rlloop.models import Model, new_model, save_model
+from rlloop.numerics.layout import AttentionLayout
 from rlloop.parallel.context import ParallelContext, join
 from rlloop.parallel.layout import Layout
 from rlloop.types import Completion
@@ -59,13 +60,23 @@ def attended_apart() -> list[dict[str, Any]]:
         for load, counts in LOADS.items():
             found[load] = seen(engine.generate(*traffic(rank, counts[rank])))
         results.append({"rank": rank, **found})
-    return results
+    return results + [known_sizes(tp) for tp in (2, 4)]
+
+
+def known_sizes(tp: int) -> dict[str, Any]:
+    """Hidden states of tokens that no host has counted, as in CUDA graphs, and of the same tokens counted."""
+    policy = new_model(MIXTURE, seed=0, context=join(CPU, Layout(tp=tp)))
+    ids, positions = torch.arange(3, 10), torch.arange(7)
+    with torch.no_grad():
+        hidden = [policy.hidden(ids, positions, AttentionLayout.of_sequences([7]), even=even) for even in (False, True)]
+    return {"equal": torch.equal(*hidden)}
 
 
 def test_a_ranks_requests_never_change_anothers_bits() -> None:
     engine = Engine(new_model(MIXTURE, seed=0), page_size=8)
     for of_rank in run_ranks(4, attended_apart):
-        for found in of_rank:
+        assert [found.pop("equal") for found in of_rank[2:]] == [True, True]
+        for found in of_rank[:2]:
             for load, counts in LOADS.items():
                 prompts, sampling = traffic(found["rank"], counts[found["rank"]])
                 assert found[load] == seen([engine.generate([p], s)[0] for p, s in zip(prompts, sampling, strict=True)])

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlloop.numerics.kernels.protocol import Kernels
+from rlloop.numerics.packed import read_by
 
 if TYPE_CHECKING:
     from rlloop.numerics.kernels.cpu import backend
@@ -119,5 +120,6 @@ def _missing(device_type: str, name: str, *_: Any) -> Any:
     raise NotImplementedError(f"the kernels for {device_type!r} ({_backends[device_type].module}) have no {name!r}")
 
 
+read_by(kernels_for)
 for _entry in entry_points(group="rlloop.kernels"):
     register_kernels(_entry.name, _entry.value)

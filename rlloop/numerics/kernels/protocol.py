@@ -10,13 +10,14 @@ token, R rows sorted by group. Offsets, ids and positions are int64. Tensors nee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.packed import PackedWeight
 
 
 class Kernels(Protocol):
@@ -172,6 +173,18 @@ class Kernels(Protocol):
 
     def combine_backward(self, slots: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """-> (of slots [T, k, D], of weights [T, k])."""
+        ...
+
+    # Packed weights (`numerics.packed.PackedWeight`)
+
+    @property
+    def READS_PACKED(self) -> Collection[str]:
+        """Functions that take packed weights; others get dequantised ones."""
+        ...
+
+    @property
+    def dequantised(self) -> Callable[[PackedWeight], Tensor] | None:
+        """The weight in its type; None: by plain PyTorch."""
         ...
 
     # Whole operations with gradients of their own, or None: operators make them of the functions above.

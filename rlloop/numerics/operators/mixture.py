@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.kernels import kernels_for
+from rlloop.numerics.layout import offsets_of
 from rlloop.numerics.operators.elementwise import sigmoid_mul, silu_mul
 from rlloop.numerics.operators.library import operator
 from rlloop.numerics.operators.products import grouped_linear, grouped_weight_gradient, linear, linear_float32
+from rlloop.numerics.packed import is_packed
 from rlloop.numerics.routing import Clamped, Routing
 
 NO_BIAS = torch.zeros(0)
@@ -129,13 +131,12 @@ def clamped_glu(x: Tensor, rule: Clamped) -> Tensor:
 
 def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, clamped: Clamped | None = None) -> Tensor:
     whole = kernels_for(x.device).gated_experts
-    if whole is not None and gated and clamped is None:
+    if whole is not None and gated and clamped is None and not is_packed(up, down):
         return whole(x, up, down, chosen)
     tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    counts = chosen.flatten().bincount(minlength=len(down))[: len(down)]
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    offsets = offsets_of(chosen.flatten()[order], len(down))
     if clamped is not None:
         inner = _biased(Spread.apply(x, order, inverse, top_k), up, clamped.up_bias, offsets)
         out = _biased(clamped_glu(inner, clamped), down, clamped.down_bias, offsets)

@@ -10,7 +10,7 @@ knows yet, and the host learns of both a step later.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError
-from rlloop.models.adapter_files import load_adapter
-from rlloop.models.adapter_slots import MAX_RANK, SLOTS, AdapterStats, LoadedAdapter
+from rlloop.models.adapter_slots import MAX_RANK, SLOTS
 from rlloop.models.logits_processing import on_device, warp_for
 from rlloop.models.peer_gathers import open_peers
 from rlloop.models.routing_record import RoutingRecord
@@ -28,12 +27,13 @@ from rlloop.models.scoring import likeliest, score_prompt
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessing
 from rlloop.numerics.operators.distribution import check_drawn
 from rlloop.parallel.context import ALONE
+from rlloop.rollout.engine.adapters import EngineAdapters
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.graphs import DecodeGraphs, packed
 from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token
 from rlloop.rollout.engine.request import Request
-from rlloop.rollout.engine.scheduler import ScheduledStep, Scheduler
+from rlloop.rollout.engine.scheduler import EngineStats, ScheduledStep, Scheduler
 from rlloop.rollout.engine.validation import Limits
 from rlloop.types import NOTHING, Alternatives, Completion, ModelInput, Part, PromptScores, SamplingParams
 
@@ -104,8 +104,7 @@ class Engine(EngineFrontEnd):
         self.page_size = page_size
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
-        self._adapter_room = (adapter_slots, adapter_rank)
-        self._own = None if model.adapter is None else LoadedAdapter.live(model.adapter, 0)
+        self._adapters = EngineAdapters(model, adapter_slots, adapter_rank)
         self._prefix_caching = prefix_caching and not model.recurrent
         self._device = model.context.device
         self._together = model.context.ranks("ep") if model.context.layout.expert_leaves > 1 else ALONE
@@ -243,8 +242,7 @@ class Engine(EngineFrontEnd):
     def _forget_cached(self) -> None:
         self.model.refresh()
         self._scheduler.blocks.forget(self.policy_version)
-        if self.model.adapter is not None:
-            self._own = LoadedAdapter.live(self.model.adapter, self.policy_version)
+        self._adapters.set_version(self.policy_version)
         if self._graphs is not None:
             self._graphs.check_weights()
 
@@ -261,33 +259,17 @@ class Engine(EngineFrontEnd):
 
         Raises `ConfigError` or `ModelError` as `rlloop.load_adapter`, and then nothing has changed.
         """
-        if not self.model.adapters.names:
-            self.model.adapters.configure(*self._adapter_room)
-        return load_adapter(self.model, folder, name)
+        return self._adapters.load(name, folder)
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter; requests that have it are finished with it. Raises `ConfigError` for an unknown name."""
         self.model.adapters.drop(name)
 
-    def adapter_stats(self) -> AdapterStats:
-        """Counts of the model's adapters, since it was made."""
-        return replace(self.model.adapters.stats)
+    def stats(self) -> EngineStats:
+        return self._adapters.counted(self._stats)
 
     def _check_adapter(self, adapter: str | None) -> None:
-        if adapter is not None:
-            self.model.adapters.get(adapter)
-
-    def _slots(self, batch: ScheduledStep) -> np.ndarray | None:
-        """[S] int64 the slot of each request's adapter, −1: none; None where all have the model's own, or none."""
-        table = self._scheduler.table
-        if not table.adapted[batch.rows].any():
-            return None
-        adapters = [table.request(row).adapter or self._own for row in batch.rows.tolist()]
-        slots = self.model.adapters.place([each for each in adapters if each is not None])
-        return np.array([-1 if each is None else slots[each] for each in adapters])
-
-    def _with_slots(self, slots: np.ndarray | None) -> AdapterSlots | None:
-        return None if slots is None else self.model.adapters.rows(self._tensor(slots))
+        self._adapters.named(adapter)
 
     # ---------------------------------------------------------------------------------------------- one step
 
@@ -307,7 +289,7 @@ class Engine(EngineFrontEnd):
         blocks = -(-int((batch.context + batch.counts).max()) // self.page_size)
         block_start = table.blocks[batch.rows, :blocks] * self.page_size
         slots = block_start[sequence, index // self.page_size] + index % self.page_size
-        emitting, slots_of = batch.rows[batch.emits], self._slots(batch)
+        emitting, slots_of = batch.rows[batch.emits], self._adapters.of_rows(table, batch.rows)
         decodes = len(emitting) == end[-1] and positions.ndim == 1  # one token each
         if self._graphs is not None and decodes and not eager:
             if tokens_before is None:
@@ -321,11 +303,11 @@ class Engine(EngineFrontEnd):
                 token_ids, drawn = self._sample([self._graphs.logits(*where)], emitting, warp)
         else:
             tokens_now = table.tokens[batch.rows[sequence], index]
-            adapters = self._with_slots(None if slots_of is None else slots_of[sequence])
+            adapters = self._adapters.on_device(None if slots_of is None else slots_of[sequence], self._device)
             hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start, adapters)
             last, vocabulary = hidden[self._tensor(end[batch.emits] - 1)], self.model.vocab_size
             at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // vocabulary)
-            adapters = self._with_slots(None if slots_of is None else slots_of[batch.emits])
+            adapters = self._adapters.on_device(None if slots_of is None else slots_of[batch.emits], self._device)
             spans = (slice(begin, begin + at_once) for begin in range(0, len(last), at_once))
             parts = (self.model.logits(last[span], adapters and adapters.at(span)) for span in spans)
             token_ids, drawn = self._sample(parts, emitting, self._warp(emitting))
@@ -430,12 +412,12 @@ class Engine(EngineFrontEnd):
             max_batch_tokens=self._max_batch_tokens,
             max_running=self._max_running,
             choices=self._choices,
-            adapter_slots=self._adapter_room[0],
-            own_adapter=self.model.adapter is not None,
+            adapter_slots=self._adapters.slots,
+            own_adapter=self._adapters.own,
         )
 
     def _accept(
         self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None
     ) -> None:
-        loaded = None if adapter is None else self.model.adapters.get(adapter)
+        loaded = self._adapters.named(adapter)
         self._scheduler.add(Request.of(id, prompt, sampling, self.limits.eos_token_ids, top_logprobs, loaded))

@@ -81,9 +81,11 @@ class DecodeGraphs:
         ids, made = self._replay(True, tokens, adapters, pages, index, positions, slots, seeds)
         return ids[: len(tokens)], made[:, : len(tokens)]
 
-    def shape(self, rows: int, pages: int) -> tuple[int, int]:
-        """The rows and pages of the graph that decodes so many."""
-        return rounded(rows), at_least(pages, min(LEAST_TOKENS, self._model.max_positions) // self._page_size)
+    def shape(self, rows: int, pages: int, *, draws: bool = False) -> tuple[int, int]:
+        """The rows and pages of the graph that decodes so many. Those that draw keep no logits: there may be many."""
+        return rounded(rows, finely=draws), at_least(
+            pages, min(LEAST_TOKENS, self._model.max_positions) // self._page_size
+        )
 
     def idle(self, draws: bool) -> None:
         """Replay the graph of size `least`, with nothing to decode: others of the layout need its experts."""
@@ -99,7 +101,7 @@ class DecodeGraphs:
         if adapted and self._adapters_at != (now := self._model.adapters.addresses()):
             self._recorded = {key: step for key, step in self._recorded.items() if not key[3]}
             self._adapters_at = now
-        (rows, width), count = self.shape(len(tokens), pages.shape[1]), len(tokens)
+        (rows, width), count = self.shape(len(tokens), pages.shape[1], draws=draws), len(tokens)
         rows, width = max(rows, self.least[0]), max(width, self.least[1])
         step = self._recorded.get((rows, width, draws, adapted)) or self._record(rows, width, draws, adapted)
         given = torch.empty(rows, PAGES + width, dtype=torch.int64, pin_memory=True)
@@ -154,7 +156,7 @@ class DecodeGraphs:
         return step
 
     def _addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self._model.parameters()]
+        return [getattr(parameter, "codes", parameter).data_ptr() for parameter in self._model.parameters()]
 
 
 def packed(ids: Tensor, logprobs: Tensor, raw: Tensor) -> Tensor:
@@ -162,11 +164,16 @@ def packed(ids: Tensor, logprobs: Tensor, raw: Tensor) -> Tensor:
     return torch.stack([ids.int(), logprobs.view(torch.int32), raw.view(torch.int32)])
 
 
-def rounded(rows: int) -> int:
-    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: no more than a third of the rows is idle."""
+def rounded(rows: int, *, finely: bool = False) -> int:
+    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: no more than a third of the rows is idle.
+
+    `finely`: beyond 32, where more rows take longer, to 36, 40, 44, ..., 64, 72, ...: no more than a ninth.
+    """
     if rows <= 3:
         return rows
     power = 1 << (rows - 1).bit_length()
+    if finely and rows > 32:
+        return -(-rows // (power // 16)) * (power // 16)
     return power if rows > power * 3 // 4 else power * 3 // 4
 
 

@@ -58,9 +58,10 @@ class LeadingEngine(Engine):
         return super().score(prompt, top_logprobs)
 
     def set_version(self, version: int) -> None:
-        if not self.has_work and self._weights is not None:
-            self._send("set_version", version)
-            hand_out(self.model, self._weights)
+        if not self.has_work:  # else it is refused
+            self._send("set_version", version, self._weights is not None)
+            if self._weights is not None:
+                hand_out(self.model, self._weights)
         super().set_version(version)
 
     def close(self) -> None:
@@ -78,8 +79,12 @@ def follow(engine: Engine) -> None:
                 return
             try:
                 if method == "set_version":
-                    hand_out(engine.model, None)
-                getattr(engine, method)(*args)
+                    version, handed = args
+                    if handed:
+                        hand_out(engine.model, None)
+                    engine.set_version(version)
+                else:
+                    getattr(engine, method)(*args)
             except Exception as error:  # the leader's call raised it as well, to its caller
                 log.info("a call of %s raised %r", method, error)
 

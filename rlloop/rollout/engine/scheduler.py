@@ -46,6 +46,9 @@ class EngineStats:
     cached_tokens: int = 0  # that admissions found in the prefix cache
     preemptions: int = 0
     adapter_waits: int = 0  # steps in which a request waited for a slot, since as many other adapters were running
+    adapter_swaps: int = 0  # copies of adapters from the host into slots, of all engines over the model
+    adapter_swap_bytes: int = 0
+    adapter_swap_seconds: float = 0.0  # of the host
 
 
 class Scheduler:

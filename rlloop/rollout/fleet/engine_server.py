@@ -56,6 +56,11 @@ REMEMBERED = 1024  # completions in the answers that are kept for those who ask 
 WAITING = 64  # calls that may wait for weights; a client has as many connections
 PAUSE_MODES: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}
 
+COUNTED = (  # of `EngineStats`
+    "steps", "requests", "prompt_tokens", "made_tokens", "cached_tokens", "preemptions", "adapter_waits",
+    "adapter_swaps", "adapter_swap_bytes", "adapter_swap_seconds",
+)  # fmt: skip
+
 
 class Follower(Protocol):
     """Keeps the engine's weights at the newest version (`rlloop.rollout.fleet.weight_follower`)."""
@@ -305,8 +310,7 @@ class EngineServer:
             gauges["rlloop_sync_wire_bytes"] = ("bytes of the last change of weights", progress.wire_bytes)
             gauges["rlloop_sync_pause_seconds"] = ("how long it paused the engine", progress.pause_seconds)
         counters: dict[str, tuple[str, float]] = {
-            f"rlloop_{name}": (f"{name.replace('_', ' ')} since the start", getattr(stats, name))
-            for name in ("steps", "requests", "prompt_tokens", "made_tokens", "cached_tokens", "preemptions")
+            f"rlloop_{name}": (f"{name.replace('_', ' ')} since the start", getattr(stats, name)) for name in COUNTED
         }
         counters["rlloop_refused"] = ("requests refused for their version or term", self._refused)
         return [

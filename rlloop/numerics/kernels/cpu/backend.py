@@ -44,9 +44,11 @@ from rlloop.numerics.kernels.cpu.products import (
 )
 from rlloop.numerics.kernels.cpu.recurrence import causal_conv, recurrent_gates, scan, scan_backward
 
-gated_experts = head_linear = None
+gated_experts = head_linear = dequantised = None
+READS_PACKED = frozenset({"grouped_linear", "adapted_grouped_linear", "grouped_rows_gradient"})
 
 __all__ = [
+    "READS_PACKED",
     "adapted_grouped_linear",
     "adapted_linear",
     "attention",
@@ -54,6 +56,7 @@ __all__ = [
     "causal_conv",
     "combine",
     "combine_backward",
+    "dequantised",
     "embedding_backward",
     "gated_experts",
     "gated_linear",

@@ -11,6 +11,7 @@ from rlloop.numerics.kernels.cpu.compiled import linear as kernels
 from rlloop.numerics.kernels.cpu.compiled.jit import flat, threads_for
 from rlloop.numerics.kernels.cpu.compiled.linear import FORWARD, GRADIENT, NO, YES, Further
 from rlloop.numerics.layout import AdapterTerms
+from rlloop.numerics.packed import PackedWeight
 
 NO_SLOTS = np.empty(0, np.int64)
 
@@ -114,6 +115,11 @@ def _multiply_groups(
     rows: Tensor, weight: Tensor, by_row: bool, offsets: np.ndarray, segment: np.int64,
     terms: AdapterTerms | None = None,
 ) -> Tensor:  # fmt: skip
+    if isinstance(weight, PackedWeight):  # of the groups that have rows
+        used = np.diff(offsets) > 0
+        chosen = np.flatnonzero(used) if used.any() else np.zeros(1, np.int64)
+        weight = torch.stack([weight.matrix(int(group)).dequantised() for group in chosen])
+        offsets = np.append(offsets[chosen], offsets[-1])
     weight, columns = _whole_matrices(weight), weight.shape[1 if by_row else 2]
     out, width, counts = rows.new_empty(len(rows), columns), rows.shape[1], np.diff(offsets)
     if out.numel():

@@ -16,7 +16,7 @@ from rlloop.numerics.kernels.terms import Products
 from rlloop.numerics.kernels.triton import grouped
 from rlloop.numerics.kernels.triton import linear as products
 from rlloop.numerics.kernels.triton.launch import aligned
-from rlloop.numerics.kernels.triton.sorting import groups_of
+from rlloop.numerics.kernels.triton.packed import sums
 
 ROWS, OUTPUTS, TERMS = 64, 64, 16
 
@@ -54,18 +54,18 @@ def _continue(
 
 
 def continued(
-    sums: Tensor, bias: Tensor | None, dtype: torch.dtype, z: Tensor, up: Tensor, by_row: bool, slots: Tensor,
+    made: Tensor, bias: Tensor | None, dtype: torch.dtype, z: Tensor, up: Tensor, by_row: bool, slots: Tensor,
     ranks: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Sums [R, N] float32 with each row's terms and the bias, rounded to `dtype`; see `layout.AdapterTerms`."""
-    (rows, outputs), z = sums.shape, aligned(z)
+    """Sums `made` [R, N] float32 with each row's terms and the bias, rounded to `dtype`; see `layout.AdapterTerms`."""
+    (rows, outputs), z = made.shape, aligned(z)
     up = up.to(z.dtype)
-    out = sums if dtype == torch.float32 else sums.new_empty(rows, outputs, dtype=dtype)
+    out = made if dtype == torch.float32 else made.new_empty(rows, outputs, dtype=dtype)
     if out.numel():
         up_slot, up_output, up_term = up.stride() if by_row else (up.stride(0), up.stride(2), up.stride(1))
         grid = (triton.cdiv(rows, ROWS) * triton.cdiv(outputs, OUTPUTS),)
         _continue[grid](
-            sums, z, up, slots.contiguous(), ranks, sums if bias is None else aligned(bias), out, rows, outputs,
+            made, z, up, slots.contiguous(), ranks, made if bias is None else aligned(bias), out, rows, outputs,
             z.shape[1], up_slot, up_output, up_term, ROWS=ROWS, OUTPUTS=OUTPUTS, TERMS=TERMS,
             HAS_BIAS=bias is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
@@ -76,20 +76,19 @@ def adapted_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, z: Tensor, up: Tensor, up_by_row: bool,
     slots: Tensor, ranks: Tensor,
 ) -> Tensor:  # fmt: skip
-    return continued(products.product(x, weight, None, torch.float32), bias, dtype, z, up, up_by_row, slots, ranks)
+    return continued(sums(x, weight, True, None, torch.float32), bias, dtype, z, up, up_by_row, slots, ranks)
 
 
 def adapted_grouped_linear(
     rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor, z: Tensor, up: Tensor, up_by_row: bool, slots: Tensor,
     ranks: Tensor,
 ) -> Tensor:  # fmt: skip
-    groups = groups_of(offsets, len(rows), rows.dtype)
-    sums = grouped.product(rows, weight, groups, len(rows), by_row=by_row, dtype=torch.float32)
-    return continued(sums, None, rows.dtype, z, up, up_by_row, slots, ranks)
+    made = sums(rows, weight, by_row, offsets, torch.float32)
+    return continued(made, None, rows.dtype, z, up, up_by_row, slots, ranks)
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
-    return grouped.product(rows, weight, groups_of(offsets, len(rows), rows.dtype), len(rows), by_row=by_row)
+    return sums(rows, weight, by_row, offsets, rows.dtype)
 
 
 PRODUCTS = Products(products.gradient, grouped_linear, grouped.weight_gradient)

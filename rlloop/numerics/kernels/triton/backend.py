@@ -29,6 +29,7 @@ from rlloop.numerics.kernels.triton.grouped import weight_gradient as grouped_we
 from rlloop.numerics.kernels.triton.launch import strict_products
 from rlloop.numerics.kernels.triton.linear import gradient as product
 from rlloop.numerics.kernels.triton.multi_linear import gated_linear, qkv_linear
+from rlloop.numerics.kernels.triton.packed import dequantised, sums
 from rlloop.numerics.kernels.triton.qkv_cache_write import qkv_cache_write
 from rlloop.numerics.kernels.triton.routing import combine, combine_backward, route
 from rlloop.numerics.kernels.triton.sparse import select, sparse_attention_backward
@@ -40,14 +41,17 @@ from rlloop.numerics.kernels.triton.token_logprob import (
     token_logprob,
     token_logprob_backward,
 )
+from rlloop.numerics.packed import is_packed
 
 __all__ = [
+    "READS_PACKED",
     "adapted_grouped_linear",
     "adapted_linear",
     "attention",
     "attention_backward",
     "combine",
     "combine_backward",
+    "dequantised",
     "gated_experts",
     "gated_linear",
     "grouped_linear",
@@ -81,11 +85,19 @@ __all__ = [
 strict_products()
 
 
+READS_PACKED = frozenset({"linear", "linear_float32", "grouped_linear", "adapted_linear", "adapted_grouped_linear"})
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if is_packed(weight):
+        made = sums(x, weight, True, None, x.dtype if bias is None else torch.float32)
+        return made if bias is None else (made + bias.float()).to(x.dtype)
     return products.product(x, weight, bias, x.dtype)
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    if is_packed(weight):
+        return sums(x, weight, True, None, torch.float32)
     return products.product(x, weight, None, torch.float32)
 
 

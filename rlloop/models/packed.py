@@ -1,0 +1,171 @@
+"""Packed weights of Hugging Face folders (config.json's quantization_config), as `numerics.packed.PackedWeight`.
+
+    quant_method        what is stored of X                                      format
+    compressed-tensors  X.weight_packed int32, X.weight_scale, X.weight_shape    pack-quantized: int4, groups of 32
+    compressed-tensors  X.weight_packed, X.weight_scale, X.weight_global_scale   nvfp4-pack-quantized
+    modelopt            X.weight uint8, X.weight_scale, X.weight_scale_2         NVFP4
+    mxfp4               X_blocks uint8, X_scales uint8                           MXFP4, as gpt-oss is released
+    fp8                 X.weight float8, X.weight_scale_inv                      FP8 in 128 x 128, as DeepSeek-V3 is
+
+Codes are the checkpoint's bytes. Inputs are not quantized: scales for them in the files are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlloop.errors import ModelError
+from rlloop.models.checkpoint_names import StoredSlice
+from rlloop.models.safetensors_io import FLOATS, KINDS, StoredTensor, StoredWeights
+from rlloop.numerics.packed import FP8, INT4, MXFP4, NVFP4, PackedWeight, Packing
+
+SUPPORTED = (
+    "compressed-tensors (pack-quantized with 4-bit integers in groups of 32, or nvfp4-pack-quantized), modelopt NVFP4, "
+    "mxfp4, and fp8 in blocks of 128 x 128"
+)
+BESIDE = (".input_scale", ".input_global_scale")  # of activations
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A packing and the names of its parts in checkpoints, by what they are."""
+
+    packing: Packing
+    names: Mapping[str, str]  # codes, scales, and perhaps of_tensor and shape -> ending of the name
+    divides: bool = False  # scales are divided by the tensor's, not multiplied
+    strips: str = ".weight"  # the plain name's ending that the parts' replace
+
+    def parts(self, name: str) -> dict[str, str]:
+        """The stored names of a weight's parts."""
+        return {part: name.removesuffix(self.strips) + ending for part, ending in self.names.items()}
+
+
+def read_scheme(raw: Any) -> Scheme:
+    """The scheme of a `quantization_config`. Raises `ModelError` for a format that is not read, by its name."""
+    given: dict[str, Any] = raw if isinstance(raw, dict) else {}
+    method, form = given.get("quant_method"), given.get("format")
+    if method == "mxfp4":
+        return Scheme(MXFP4, {"codes": "_blocks", "scales": "_scales"}, strips="")
+    if method == "fp8" and given.get("weight_block_size") == [128, 128] and given.get("fmt", "e4m3") == "e4m3":
+        return Scheme(FP8, {"codes": ".weight", "scales": ".weight_scale_inv"})
+    if method == "modelopt" and given.get("quant_algo") == "NVFP4":
+        names = {"codes": ".weight", "scales": ".weight_scale", "of_tensor": ".weight_scale_2"}
+        return Scheme(NVFP4, names)
+    groups = given.get("config_groups")
+    weights = [each.get("weights") or {} for each in groups.values()] if isinstance(groups, dict) else []
+    if method == "compressed-tensors" and form == "nvfp4-pack-quantized":
+        names = {"codes": ".weight_packed", "scales": ".weight_scale", "of_tensor": ".weight_global_scale"}
+        return Scheme(NVFP4, names, divides=True)
+    wanted = {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True}
+    if method == "compressed-tensors" and form == "pack-quantized" and weights:
+        if all(each.get(key) == value for each in weights for key, value in wanted.items()):
+            names = {"codes": ".weight_packed", "scales": ".weight_scale", "shape": ".weight_shape"}
+            return Scheme(INT4, names)
+        form = f"pack-quantized with {', '.join(f'{key}={weights[0].get(key)!r}' for key in wanted)}"
+    said = ", ".join(f"{key} {value!r}" for key, value in (("quant_method", method), ("format", form)) if value)
+    said += "".join(f", {key} {given[key]!r}" for key in ("weight_block_size", "quant_algo", "fmt") if key in given)
+    raise ModelError(
+        f"config.json has a quantization_config of {said or repr(raw)}, which is not read; weights may be float32, "
+        f"bfloat16, float16, {SUPPORTED}"
+    )
+
+
+class PackedReader:
+    """The packed weights of a folder. `shapes`: of all weights, by the name of the plain one."""
+
+    def __init__(self, scheme: Scheme, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._scheme, self._stored = scheme, stored
+        tensors = stored.tensors
+        self.names = {
+            name: scheme.parts(name)
+            for name in shapes
+            if (codes := tensors.get(scheme.parts(name)["codes"])) is not None and codes.dtype == scheme.packing.codes
+        }
+        self._shapes = {name: shapes[name] for name in self.names}
+        beside = {each for each in tensors if each.endswith(BESIDE)}
+        self.parts = beside | {part for parts in self.names.values() for part in parts.values()}
+
+    def found(self, plain: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Names and shapes as they would be of plain weights; `plain` are the stored tensors'."""
+        return {**{name: shape for name, shape in plain.items() if name not in self.parts}, **self._shapes}
+
+    def read(self, where: str, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, PackedWeight]]:
+        """Each packed weight by its plain name. Raises `ModelError` for parts that are missing or misshapen."""
+        tensors = self._stored.tensors
+        for name, parts in self.names.items():
+            if missing := [part for part in parts.values() if part not in tensors]:
+                raise ModelError(f"{where} lacks {', '.join(missing)}, without which {name} cannot be read")
+            loaded = {key: tensor for part in parts.values() for key, tensor in self._stored.read({part})}
+            by_part = {part: loaded[stored].to(device, copy=True) for part, stored in parts.items()}
+            made = self._made(name, by_part, where)
+            if made.shape != self._shapes[name]:
+                raise ModelError(
+                    f"{where}: {name} has shape {list(made.shape)}; config.json says {list(self._shapes[name])}"
+                )
+            yield name, made.like(lambda x: x, dtype)
+
+    def _made(self, name: str, parts: Mapping[str, Tensor], where: str) -> PackedWeight:
+        packing, codes, scales = self._scheme.packing, parts["codes"], parts["scales"]
+        if packing is MXFP4:
+            codes = codes.flatten(-2)
+        rows, width = codes.shape[-2], codes.shape[-1] * packing.each
+        if packing is FP8:  # a row has the scales of its block of rows
+            scales = scales.float().repeat_interleave(packing.group, 0)[:rows].contiguous()
+        if packing is INT4:
+            scales = scales.to(torch.bfloat16)
+        groups = -(-width // packing.group)
+        if tuple(scales.shape[-2:]) != (rows, groups) or scales.dtype != packing.scales:
+            raise ModelError(
+                f"{where}: scales of {name} are {scales.dtype} {list(parts['scales'].shape)}; {packing.name} of "
+                f"{rows} x {width} needs {packing.scales}, one for {packing.group} inputs"
+            )
+        of_tensor = None
+        if "of_tensor" in parts:
+            whole = parts["of_tensor"].float().reshape(())
+            of_tensor = (1 / whole if self._scheme.divides else whole).expand(rows, 1).contiguous()
+        return PackedWeight(codes, scales, packing, tensor_scale=of_tensor, transposed=packing is MXFP4)
+
+
+def stacked(parts: Mapping[int, Mapping[int, PackedWeight]]) -> PackedWeight:
+    """Experts' matrices as one weight: by expert, and by the first of its rows."""
+    first = next(iter(parts[0].values()))
+
+    def gathered(kind: str) -> Tensor:
+        return torch.stack([
+            torch.cat([getattr(parts[expert][begin], kind) for begin in sorted(parts[expert])])
+            for expert in sorted(parts)
+        ])  # fmt: skip
+
+    scale = None if first.tensor_scale is None else gathered("tensor_scale")
+    return PackedWeight(gathered("codes"), gathered("scales"), first.packing, tensor_scale=scale, dtype=first.dtype)
+
+
+def check_plain(where: str, name: str, tensor: StoredTensor) -> None:
+    """Raises `ModelError` for a tensor that is no float and no part of a packed weight."""
+    if tensor.dtype not in FLOATS.values():
+        kind = next(name for name, dtype in KINDS.items() if dtype == tensor.dtype)
+        raise ModelError(f"{where}: {name} has type {kind}; supported are {', '.join(FLOATS)} and {SUPPORTED}")
+
+
+def place(state: dict[str, Any], packed: dict[str, dict[int, dict[int, PackedWeight]]], rows: StoredSlice | None,
+          name: str, weight: PackedWeight) -> None:  # fmt: skip
+    """Put a weight into `state` under its parameter's name, or aside until all of its experts are there."""
+    if rows is None or rows.expert is None:
+        state[name if rows is None else rows.parameter] = torch.nn.Parameter(weight, requires_grad=False)
+    else:
+        packed.setdefault(rows.parameter, {}).setdefault(rows.expert, {})[rows.begin] = weight
+
+
+def finished(
+    packed: Mapping[str, dict[int, dict[int, PackedWeight]]], state: Mapping[str, Tensor], where: str
+) -> Iterator[tuple[str, Tensor]]:
+    """The experts that `place` put aside. Raises `ModelError` where some of a layer's are packed and others plain."""
+    for parameter, parts in packed.items():
+        if parameter in state:
+            raise ModelError(f"{where}: some experts of {parameter} are packed and some are not; store all alike")
+        yield parameter, torch.nn.Parameter(stacked(parts), requires_grad=False)

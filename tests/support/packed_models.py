@@ -1,0 +1,104 @@
+"""Checkpoints with packed weights, and beside each one the same weights written plainly."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.checkpoints import make_checkpoint
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+FORMATS = {  # format -> (family, quantization_config)
+    "int4": ("qwen3_moe", {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+            "num_bits": 4, "type": "int", "group_size": 32, "symmetric": True, "strategy": "group"}}},
+    }),
+    "nvfp4": ("qwen3", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "nvfp4_compressed": ("qwen3_moe", {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
+    "fp8": ("deepseek_v3", {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}),
+    "mxfp4": ("gpt_oss", {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
+}  # fmt: skip
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+EXPERTS = {"moe_intermediate_size": 32}
+
+
+def nibbles(rows: int, width: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 16, (rows, width), generator=generator, dtype=torch.uint8)
+
+
+def bytes_of(codes: Tensor) -> Tensor:
+    """Two codes a byte, the first one low."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def packed_matrix(kind: str, shape: tuple[int, int], generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    """A random matrix: its parts by the endings of their names, and its bfloat16 values by the plain formula."""
+    rows, width = shape
+    size = width**-0.5
+    if kind == "fp8":
+        codes = (torch.randn(shape, generator=generator) * 3).to(torch.float8_e4m3fn)
+        scales = (torch.rand(-(-rows // 128), -(-width // 128), generator=generator) + 0.5) * size / 3
+        wide = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :width]
+        return {".weight": codes, ".weight_scale_inv": scales}, (codes.float() * wide).bfloat16()
+    codes = nibbles(rows, width, generator)
+    if kind == "int4":
+        words = torch.zeros(rows, width // 8, dtype=torch.int64)
+        for place in range(8):
+            words |= codes[:, place::8].long() << (4 * place)
+        words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        scales = ((torch.rand(rows, width // 32, generator=generator) + 0.5) * size / 4).bfloat16()
+        values = ((codes.float() - 8) * scales.float().repeat_interleave(32, 1)).bfloat16()
+        return {".weight_packed": words, ".weight_scale": scales, ".weight_shape": torch.tensor(shape)}, values
+    scales = (torch.rand(rows, width // 16, generator=generator) * 10 + 1).to(torch.float8_e4m3fn)
+    of_tensor = torch.tensor(size / 12)
+    whole = scales.float() * (of_tensor if kind == "nvfp4" else 1 / (1 / of_tensor))
+    values = (FP4[codes.long()] * whole.repeat_interleave(16, 1)).bfloat16()
+    if kind == "nvfp4":
+        parts = {".weight": bytes_of(codes), ".weight_scale": scales, ".weight_scale_2": of_tensor}
+        return {**parts, ".input_scale": torch.tensor(1.0)}, values
+    global_scale = (1 / of_tensor)[None]
+    return {".weight_packed": bytes_of(codes), ".weight_scale": scales, ".weight_global_scale": global_scale}, values
+
+
+def packed_experts(shape: tuple[int, ...], generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    """gpt-oss's: blocks [E, N, K / 32, 16] and exponents, of a weight [E, K, N]."""
+    experts, width, rows = shape
+    codes = nibbles(experts * rows, width, generator).view(experts, rows, width)
+    scales = torch.randint(120, 126, (experts, rows, width // 32), generator=generator, dtype=torch.uint8)
+    values = FP4[codes.long()] * 2.0 ** (scales.double() - 127).repeat_interleave(32, 2).float()
+    return {"_blocks": bytes_of(codes).unflatten(-1, (-1, 16)), "_scales": scales}, values.bfloat16().mT.contiguous()
+
+
+def make_packed(place: Path, kind: str) -> tuple[Path, Path]:
+    """The folders of the packed weights and of the plain ones."""
+    family, quantization = FORMATS[kind]
+    plain, packed = place / "plain", place / "packed"
+    sizes = SIZES | (EXPERTS if family in ("qwen3_moe", "deepseek_v3") else {})
+    for folder in (plain, packed):
+        make_checkpoint(folder, family, dtype=torch.bfloat16, **sizes)
+    generator = torch.Generator().manual_seed(0)
+    file = "model.safetensors"
+    tensors = load_file(plain / file)
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if kind == "mxfp4" and re.search(r"experts\.(gate_up|down)_proj$", name):
+            parts, values = packed_experts(tuple(tensor.shape), generator)
+            stored |= {name + ending: part for ending, part in parts.items()}
+        elif kind != "mxfp4" and tensor.ndim == 2 and "_proj" in name:
+            parts, values = packed_matrix(kind, (tensor.shape[0], tensor.shape[1]), generator)
+            stored |= {name.removesuffix(".weight") + ending: part for ending, part in parts.items()}
+        else:
+            stored[name] = tensor
+            continue
+        tensors[name] = values
+    save_file(tensors, plain / file)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, packed / file)
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    return packed, plain

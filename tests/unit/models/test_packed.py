@@ -1,0 +1,109 @@
+"""Packed weights: the bits of the same weights written plainly, in engine and trainer, with adapters above."""
+
+import json
+
+import pytest
+import torch
+
+from rlloop import Engine, SamplingParams, load_adapter, load_model, token_logprobs
+from rlloop.models import save_model
+from rlloop.models.adapter_files import save_adapter, with_stored_adapter
+from rlloop.models.config import parse_config
+from rlloop.numerics.packed import MXFP4, PackedWeight, is_packed
+from tests.support.adapters import random_adapter
+from tests.support.packed_models import FORMATS, make_packed
+from tests.support.traffic import bits
+
+PROMPTS = [[5], list(range(3, 20)), [9, 8, 7]]
+SAMPLING = [SamplingParams(max_tokens=6, seed=seed, ignore_eos=True) for seed in range(3)]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def folders(request, tmp_path_factory):
+    return make_packed(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_packed_weights_have_the_bits_of_plain_ones(folders, dtype):
+    packed, plain = (load_model(folder, dtype=dtype) for folder in folders)
+    kept = [each for each in packed.parameters() if is_packed(each)]
+    assert len(kept) >= 4
+    assert sum(each.stored_bytes for each in kept) < 0.7 * 2 * sum(each.numel() for each in kept)
+    assert not any(each.requires_grad for each in kept)
+    values = dict(plain.named_parameters())
+    for name, parameter in packed.named_parameters():
+        own = parameter.dequantised() if isinstance(parameter, PackedWeight) else parameter
+        assert torch.equal(own, values[name]), name
+    made, expected = (Engine(model, max_batch_tokens=16).generate(PROMPTS, SAMPLING) for model in (packed, plain))
+    assert list(map(bits, made)) == list(map(bits, expected))
+    pairs = [(each.prompt_ids, each.token_ids) for each in made]
+    for each, scored in zip(made, token_logprobs(packed, pairs), strict=True):
+        assert each.raw_logprobs.tobytes() == scored.detach().numpy().tobytes()
+
+
+def test_adapters_train_through_packed_weights(folders, tmp_path):
+    gradients = []
+    for folder in folders:
+        model = load_model(folder, dtype="bfloat16").requires_grad_(False)
+        save_adapter(model, random_adapter(model, 0, targets=("all-linear", "lm_head")), tmp_path / folder.name)
+        load_adapter(model, tmp_path / folder.name, "a")
+        view = with_stored_adapter(model, tmp_path / folder.name)
+        (logprobs,) = token_logprobs(view, [(PROMPTS[1], [4, 5, 6])])
+        logprobs.sum().backward()
+        gradients.append((logprobs.detach(), [x.grad for x in view.adapter.named_parameters().values()]))
+        (made,) = Engine(model).generate(PROMPTS[:1], SAMPLING[:1], adapters="a")
+        (scored,) = token_logprobs(model, [(made.prompt_ids, made.token_ids)], adapter="a")
+        assert made.raw_logprobs.tobytes() == scored.detach().numpy().tobytes()
+    assert torch.equal(gradients[0][0], gradients[1][0])
+    assert len(gradients[0][1]) > 8
+    for packed, plain in zip(gradients[0][1], gradients[1][1], strict=True):
+        assert torch.equal(packed, plain)
+        assert packed.any()
+
+
+def test_mxfp4_is_what_transformers_makes_of_it():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(100, 140, (3, 10, 4), generator=generator, dtype=torch.uint8)
+    ours = PackedWeight(blocks.flatten(-2), scales, MXFP4, transposed=True)
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    assert torch.equal(ours.dequantised(), theirs)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "format 'float-quantized'"),
+        ({**FORMATS["int4"][1], "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 128}}}},
+         "group_size=128"),
+        ("mxfp4", "'mxfp4'"),
+    ],
+)  # fmt: skip
+def test_other_formats_are_refused_by_name(tmp_path, quantization, message):
+    packed, _ = make_packed(tmp_path, "nvfp4")
+    config = json.loads((packed / "config.json").read_text())
+    with pytest.raises(ValueError, match=message):
+        parse_config({**config, "quantization_config": quantization})
+
+
+def test_parts_that_are_missing_or_of_another_type_and_saving(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    packed, _ = make_packed(tmp_path, "nvfp4")
+    with pytest.raises(ValueError, match="packed weights are frozen"):
+        save_model(load_model(packed), tmp_path / "copy")
+    file, name = packed / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(file)
+    save_file({key: x for key, x in tensors.items() if key != f"{name}_scale_2"}, file)
+    with pytest.raises(ValueError, match=r"lacks .*up_proj.weight_scale_2"):
+        load_model(packed)
+    save_file({**tensors, f"{name}_scale": tensors[f"{name}_scale"].float()}, file)
+    with pytest.raises(ValueError, match=r"scales of .*up_proj.weight are torch.float32"):
+        load_model(packed)
+    save_file({**tensors, name: tensors[name].long()}, file)
+    with pytest.raises(ValueError, match=r"has type I64|does not know"):
+        load_model(packed)
