@@ -121,3 +121,36 @@ def test_rows_that_cannot_work_are_named_before_anything_starts(place, tmp_path)
         made("preferences", [{"prompt": "1 2", "chosen": "2 " * 99, "rejected": "1"}], 2)
     with pytest.raises(ConfigError, match=r"rollout.group_size is 1; with task.kind=preferences it must be 2"):
         made("preferences", [{"prompt": "1 2", "chosen": "2", "rejected": "1"}], 1)
+
+
+REWARD = """
+def larger(prompt, completion, example):
+    return float(completion.split("<")[0].strip() == example.data["completion"])
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["distillation", "rejection_sampling"])
+def test_samples_are_learned_from(place, mixed, monkeypatch, algorithm):
+    """A random student follows a teacher of its own samples; a policy that knows either answer imitates its best."""
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+    (place / "toy_reward.py").write_text(REWARD)
+    student = {"distillation": ["model.path=model", f"model.reference_path={mixed}", "trainer.lr=5e-3"],
+               "rejection_sampling": [f"model.path={mixed}", "trainer.lr=1e-3"]}[algorithm]  # fmt: skip
+    command = ["train", "--config-name", "custom", "data.path=demonstrations.jsonl", f"algorithm={algorithm}", *student]
+    small = [
+        "rollout.num_prompts=16",
+        "rollout.group_size=4",
+        f"trainer.num_steps={45 if algorithm == 'distillation' else 15}",
+        f"run.dir={algorithm}",
+    ]
+    assert main([*command, *small, *TOKENS, "reward._target_=toy_reward.larger"]) == 0
+    records = list(read_records(place / algorithm / "metrics.jsonl"))[1:]
+    assert all(record["parity/tokens_different"] == 0 for record in records)
+    if algorithm == "distillation":
+        last, first = (sum(each["loss/policy"] for each in part) / 4 for part in (records[-4:], records[:4]))
+        assert last < 0.6 * first  # the reverse KL to the teacher, in nats a token
+    else:
+        assert 0 < records[0]["ledger/trained"] < records[0]["ledger/sampled"]
+        last, first = (sum(each["reward/mean"] for each in part) / 4 for part in (records[-4:], records[:4]))
+        assert last > first + 0.05
