@@ -158,13 +158,13 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
         knob = knob_of(op, engine.profile, trainer.profile)
         return _finding(where, op, knob, position, mine, other, len(completion.prompt_ids))
 
-    for mine, other in pairs(ours, theirs):
-        if (row := first_row(mine.rows, other.rows)) is not None:
-            return finding(mine.where, mine.op, row, mine.rows, other.rows)
-    our_logits, their_logits = (
+    our_logits, their_logits = (  # before a rank that finds a difference leaves others alone in a copy
         model.output.whole(model.logits(hidden[-1:]))
         for model, hidden in ((engine, our_hidden), (trainer, their_hidden))
     )
+    for mine, other in pairs(ours, theirs):
+        if (row := first_row(mine.rows, other.rows)) is not None:
+            return finding(mine.where, mine.op, row, mine.rows, other.rows)
     if first_row(our_logits, their_logits) is not None:
         return finding("lm_head", "logits", token.position, our_logits, their_logits)
     offset = token.position - len(completion.prompt_ids)
