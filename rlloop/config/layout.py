@@ -51,7 +51,22 @@ class World:
                 f"{smaller} a number of ranks that divides {size} ({fits}), or {larger} a multiple of {part}"
             )
         whole = replace(trainer, dp_replicate=trainer.dp_replicate * (size // trainer.world_size))
-        return cls(whole, replace(rollout, dp_replicate=1))
+        world = cls(whole, replace(rollout, dp_replicate=1))
+        if not world.stages_agree:
+            raise ConfigError(
+                f"trainer.layout has pp={trainer.pp} and rollout.layout pp={rollout.pp}, and layers are not copied "
+                "from stage to stage: a rank must have the same ones in both. Give rollout.layout the degrees of "
+                "trainer.layout, or trainer.layout pp=1"
+            )
+        return world
+
+    @property
+    def stages_agree(self) -> bool:
+        """Whether each rank's trainer has the layers of its engine: all, or the same stage of a pipeline."""
+        return self.trainer.pp == 1 or all(
+            self.trainer.coordinates(rank)["pp"] == self.engine.coordinates(rank % self.engine.world_size)["pp"]
+            for rank in range(self.size)
+        )
 
     def degrees(self) -> dict[str, dict[str, int]]:
         """The degrees above 1, as JSON values; empty for one rank."""

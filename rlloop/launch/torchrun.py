@@ -21,12 +21,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import DistError
 
 from rlloop.config.run import RunConfig
 from rlloop.errors import RlloopError
@@ -44,6 +46,7 @@ from rlloop.sync.colocated import ColocatedSync
 from rlloop.trainer import CheckpointStore
 
 END = "end"  # a call that ends the ranks
+STARTING = timedelta(seconds=60)  # that a rank may take to begin
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Leader:
     """Rank 0's end: begins runs, and ends the other ranks with the command."""
 
     def __init__(self, here: Torchrun) -> None:
-        self.here, self._jobs = here, 0
+        self.here, self._jobs, self._hosted = here, 0, None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # a launcher without a store of its own
             host, _, port = here.address.removeprefix("tcp://").partition("/")[0].rpartition(":")
             self._hosted = host_store(host, int(port))
@@ -90,6 +93,9 @@ class Leader:
 
     def __exit__(self, *error: object) -> None:
         _put(self._store, f"job/{self._jobs}", None)
+        if self._hosted is not None and self._jobs == 0:  # until the others, who may still be starting, have read that
+            with suppress(DistError):
+                self._store.wait([f"left/{rank}" for rank in range(1, self.here.size)], STARTING)
 
     @contextmanager
     def parts(self, config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
@@ -221,9 +227,13 @@ def follow(here: Torchrun) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; rank 0 decides
     store = meet(here.address)
     for job in itertools.count():
-        store.wait([f"job/{job}"], NEVER)
-        start = _get(store, f"job/{job}")
+        try:
+            store.wait([f"job/{job}"], NEVER)
+            start = _get(store, f"job/{job}")
+        except DistError:  # rank 0 has ended, with the store that it hosts
+            return 0
         if start is None:
+            _put(store, f"left/{here.rank}", True)
             return 0
         if not _obey(here.place(job), *start):
             return 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rlloop.models.adapter_slots import AdapterRegistry
 from rlloop.models.head import Head
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
@@ -22,12 +23,14 @@ class LatentModel(nn.Module):
     context = ParallelContext(torch.device("cpu"))
     adapter = None
     vocab_size = VOCABULARY
+    stage = None  # of a pipeline
 
     def __init__(self, profile: NumericsProfile | None = None, seed: int = 0) -> None:
         super().__init__()
         self.profile = profile or NumericsProfile()
         self.ops = ops_for(self.profile)
         self.output = Head(self.ops, lambda: self.head, None)
+        self.adapters = AdapterRegistry()
         generator = torch.Generator().manual_seed(seed)
 
         def weight(*shape: int) -> nn.Parameter:

@@ -36,6 +36,13 @@ def test_a_remainder_is_refused():
         config({"dp_shard": 4}, {"tp": 3})
 
 
+def test_a_rank_has_the_same_stage_in_trainer_and_engine():
+    assert World.of(Layout(pp=2, dp_shard=2), Layout(pp=2, dp_shard=2)).engines == 1
+    for trainer, rollout in ((Layout(pp=2), Layout()), (Layout(pp=2, dp_shard=2), Layout(pp=2))):
+        with pytest.raises(ConfigError, match="a rank must have the same ones in both"):
+            World.of(trainer, rollout)
+
+
 def test_keys_of_a_layout_are_named_with_their_section():
     with pytest.raises(ConfigError, match=r"trainer.layout.tp is 0; it must be at least 1"):
         config({"tp": 0})
