@@ -58,6 +58,7 @@ def operations(model: Model, lengths: Iterable[int]) -> float:
 
 
 def utilisation(model: Model, lengths: Iterable[int], seconds: float) -> dict[str, Mean]:
-    """`perf/mfu` of an update; empty where the device's peak is unknown."""
+    """`perf/mfu` of an update, of all GPUs of the layout; empty where the device's peak is unknown."""
     rate = peak(model.context.device, model.dtype)
-    return {} if rate is None else {"perf/mfu": Mean(operations(model, lengths), rate * seconds)}
+    gpus = model.context.layout.world_size
+    return {} if rate is None else {"perf/mfu": Mean(operations(model, lengths), rate * gpus * seconds)}
