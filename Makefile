@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 VLLM_VENV := .venv-vllm
 DOCS_VENV := .venv-docs
+ENVIRONMENTS_VENV := .venv-environments
 RUN ?= runs/countdown/demo
 
 STUDY ?= runs/countdown/study
@@ -17,7 +18,7 @@ FULL_ARMS := zero_kld bf16 bf16_logits fp8 int8 int5 int4 int4_tensor fp4 switch
 	stale lossy_sync
 JOBS ?= 2
 
-.PHONY: demo docs study study-full test test-fast mutate vllm-cpu test-vllm lint lint-vllm review audit check clean
+.PHONY: demo docs study study-full test test-fast mutate vllm-cpu test-vllm test-environments lint lint-vllm review audit check clean
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -88,6 +89,16 @@ vllm-cpu: $(VLLM_VENV)/.ready
 test-vllm: vllm-cpu
 	$(VLLM_VENV)/bin/pytest tests/vllm
 
+# docs/agents.md. The libraries of environments pin other versions, too: openai below 3.
+$(ENVIRONMENTS_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(ENVIRONMENTS_VENV)
+	$(ENVIRONMENTS_VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(ENVIRONMENTS_VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[serve,environments]' pytest pytest-timeout hypothesis
+	touch $@
+
+test-environments: $(ENVIRONMENTS_VENV)/.ready
+	PATH="$(CURDIR)/$(ENVIRONMENTS_VENV)/bin:$$PATH" pytest tests/integration/tasks
+
 lint-vllm: vllm-cpu
 	$(VLLM_VENV)/bin/pyright --project tests/vllm
 
@@ -107,4 +118,4 @@ audit:
 check: lint review test
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) build dist mutants *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) $(ENVIRONMENTS_VENV) build dist mutants *.egg-info

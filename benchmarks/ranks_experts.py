@@ -1,6 +1,5 @@
 """Tokens per second of a mixture of experts over the GPUs of a host: 16 layers, width 2,048, 128 experts, 8 a token.
 
-
     python benchmarks/ranks_experts.py --gpus 4 [--vllm] [--only crowd] [--quick] [--tiny]
 
 rlloop's engine with `rollout.layout.tp=N` and `ep=N`, beside vLLM's with `tensor_parallel_size=N`, by default and with

@@ -1,12 +1,13 @@
 """Full training of the Qwen3 8B shape on several GPUs, bfloat16: the trainer beside transformers with FSDP2.
 
-    python benchmarks/ranks_train.py [--gpus 2] [--quick] [--only rlloop]
+    python benchmarks/ranks_train.py [--gpus 2] [--quick] [--only rlloop] [--shard parameters]
 
 A step is forward, backward and AdamW over 8 sequences of 2,048 tokens a GPU; all layers are recomputed in the backward
 (without that, the peer does not fit). Weights are random, all tokens are trained.
 
 - rlloop: `trainer.layout.dp_shard` is the number of GPUs; masters, moments and gradients are sharded, the compute copy
-  is whole, as an engine beside the trainer needs it. Every parity guarantee is on; gradients are exchanged as bits.
+  is whole, as an engine beside the trainer needs it (`--shard parameters`: sharded like the peer's). Every parity
+  guarantee is on; gradients are exchanged as bits.
 - peer: transformers' model with SDPA under `fully_shard`, float32 masters, bfloat16 compute, float32 reduction.
 
 Each has processes of its own, one after the other; the fastest of the rounds counts. The share of the exchange is the
@@ -62,8 +63,8 @@ WARM, ROUNDS = 2, 4
 class Setting:
     """One rank's part of the work."""
 
-    def __init__(self, rank: int, size: int, tiny: bool) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, tiny: bool, shard: str) -> None:
+        self.rank, self.size, self.shard = rank, size, shard
         self.device = torch.device("cpu") if tiny else torch.device("cuda", rank)
         self.config = {**QWEN3_8B, **(SMALL if tiny else {})}
         self.sequences, self.length = (2, 16) if tiny else (8, 2048)
@@ -100,7 +101,8 @@ def ours(setting: Setting) -> tuple[Callable[[], None], Callable[[], None]]:
     del state
     model.rope = RopeTable(config, "cpu").to(setting.device)
     budget = setting.sequences * setting.length
-    trainer = Trainer(model, TrainerConfig(lr=1e-6, max_batch_tokens=budget, checkpoint_layers="all"))
+    settings = TrainerConfig(lr=1e-6, max_batch_tokens=budget, checkpoint_layers="all", shard=setting.shard)
+    trainer = Trainer(model, settings)
     batch = [TrainSequence.supervised(row[:1], row[1:]) for row in setting.tokens().tolist()]
     loss = get_loss("sft")
 
@@ -207,11 +209,21 @@ def _peak(setting: Setting) -> float:
     return torch.cuda.max_memory_allocated() if setting.device.type == "cuda" else 1.0
 
 
-def in_children(what: str, size: int, tiny: bool) -> dict[str, float]:
+def in_children(what: str, size: int, tiny: bool, shard: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out, address = folder / "found.json", f"file://{folder / 'meeting'}"
-        command = [sys.executable, __file__, "--gpus", str(size), *(["--tiny"] if tiny else []), "--child", what]
+        command = [
+            sys.executable,
+            __file__,
+            "--gpus",
+            str(size),
+            "--shard",
+            shard,
+            *(["--tiny"] if tiny else []),
+            "--child",
+            what,
+        ]
         ranks = [subprocess.Popen([*command, str(rank), address, str(out)]) for rank in range(size)]
         while any(rank.poll() is None for rank in ranks):
             time.sleep(0.2)
@@ -228,6 +240,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, help="as many ranks; all that there are by default")
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
     parser.add_argument("--tiny", action="store_true", help="a toy on CPUs, nothing recorded")
+    parser.add_argument("--shard", choices=["optimizer", "parameters"], default="optimizer", help="trainer.shard")
     parser.add_argument("--only", choices=["rlloop", "peer"], help="one of the two; nothing recorded")
     parser.add_argument("--child", nargs=4, metavar=("WHAT", "RANK", "ADDRESS", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -235,21 +248,27 @@ def main() -> None:
     if args.child:
         what, rank, address, out = args.child
         torch.set_num_threads(1 if args.tiny else 4)
-        child(what, Setting(int(rank), size, args.tiny), address, Path(out))
+        child(what, Setting(int(rank), size, args.tiny, args.shard), address, Path(out))
         return
-    setting = Setting(0, size, args.tiny)
-    mine = in_children("rlloop", size, args.tiny) if args.only != "peer" else None
-    theirs = in_children("peer", size, args.tiny) if args.only != "rlloop" else None
+    setting = Setting(0, size, args.tiny, args.shard)
+    mine = in_children("rlloop", size, args.tiny, args.shard) if args.only != "peer" else None
+    theirs = in_children("peer", size, args.tiny, args.shard) if args.only != "rlloop" else None
     figures = compared(setting, mine, theirs)
     if args.quick or args.tiny or args.only:
         print(table(figures))
     else:
-        report(f"ranks-train-{size}", figures, packages=("triton", "transformers"))
+        report(
+            f"ranks-train-{size}{'-parameters' * (args.shard == 'parameters')}",
+            figures,
+            packages=("triton", "transformers"),
+        )
 
 
 def compared(setting: Setting, mine: dict[str, float] | None, theirs: dict[str, float] | None) -> list[Figure]:
     tokens, gib = setting.size * setting.sequences * setting.length, 2**30
     shape = f"8B shape, {setting.size} GPUs, {setting.sequences} x {setting.length} a GPU"
+    if setting.shard == "parameters":
+        shape += ", parameters sharded"
     found, peer = mine or theirs, theirs if mine is not None else None
     assert found is not None
     figures = [

@@ -36,6 +36,8 @@ class Rescored:
             self.weights[0] = parts.model
         self.no_model = parts.no_model
         self.obstacle = self._obstacle(parts)
+        config = run.built  # without parity.redraw nothing was compared with draws: its tokens may be given ones
+        self.draws = isinstance(config, str) or config.parity.redraw
         self.kept, self.out_of_reach, self.seen = list[Row](), 0, 0
         self.by_step, self.tokens = Counter[int](), 0
         self.elsewhere: list[str] = []  # differences under numerics that are not the run's
@@ -89,7 +91,7 @@ class Rescored:
                 self.unread.append(f"{_name(version)} cannot be read: {error}")
                 continue
             try:
-                differences = _differences(model, rows)
+                differences = _differences(model, rows, self.draws)
             except (RlloopError, ValueError, OverflowError) as error:
                 problems.append(f"completions of {_name(version)} cannot be computed: {error}")
                 continue
@@ -106,7 +108,8 @@ class Rescored:
             return f"not done: {self.obstacle}"
         done = sum(self.by_step.values())
         where = ", ".join(_name(version) for version in sorted(self.by_step))
-        text = f"{done} completions, {self.tokens} tokens, drawn again under {where}" if done else "none"
+        how = "drawn again" if self.draws else "scored again (parity.redraw is false: not drawn)"
+        text = f"{done} completions, {self.tokens} tokens, {how} under {where}" if done else "none"
         beyond = self.out_of_reach + self.seen - done
         text += f"; {beyond} not" if beyond else ""
         if self.out_of_reach:
@@ -123,8 +126,8 @@ class Rescored:
         return text
 
 
-def _differences(model: Model, rows: list[Row]) -> list[str]:
-    """Completions whose tokens or logprobs, drawn again with `model`, differ from the stored ones."""
+def _differences(model: Model, rows: list[Row], draws: bool) -> list[str]:
+    """Completions whose logprobs or, with `draws`, tokens differ from the stored ones, drawn again with `model`."""
     from rlloop.audit.completions import as_sample
     from rlloop.models import ScoreRow, redraw
 
@@ -141,7 +144,7 @@ def _differences(model: Model, rows: list[Row]) -> list[str]:
         completion = sample.completion
         tokens = np.array([completion.token_ids[at] for at in completion.written], np.int64)
         version = _name(completion.policy_version)
-        if differ := int((tokens != drawn.token_ids).sum()):
+        if draws and (differ := int((tokens != drawn.token_ids).sum())):
             problems.append(
                 f"{sample.uid}: {differ} of {len(tokens)} tokens are not what its seed draws from {version}"
             )

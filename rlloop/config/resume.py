@@ -18,6 +18,7 @@ RESUMABLE = (
     "launch",
     "ray.",
     "trainer.layout.",
+    "trainer.shard",
     "rollout.layout.",
     "trainer.num_steps",
     "certificate.",

@@ -104,6 +104,7 @@ class TrainerConfig:
     num_minibatches: int = limited(1, at_least(1))  # optimizer steps a rollout batch is split into, by whole groups
     balance_coef: float = limited(0.0, zero_or_more("off"))  # of the experts' load-balancing loss
     expert_bias_rate: float = limited(0.0, BELOW_ONE)  # step of the experts' biases towards even loads; 0: off
+    shard: str = limited("optimizer", one_of("optimizer", "parameters"))  # split over layout.dp_shard: docs/ranks.md
     checkpoint_layers: str = "none"  # recomputed in the backward pass, which saves memory: none, all, every n-th
     layout: LayoutConfig = field(default_factory=LayoutConfig)
 
@@ -384,6 +385,11 @@ class RunConfig:
         """Refuses what runs on one rank alone beside a layout of several."""
         if self.world.size == 1:
             return
+        if self.trainer.shard == "parameters" and self.world.trainer.pp > 1:
+            raise ConfigError(
+                "trainer.shard=parameters is not for a pipeline, and trainer.layout.pp is "
+                f"{self.world.trainer.pp}; set it to 1, or trainer.shard=optimizer"
+            )
         cut = [axis for layout in self.layouts for axis in ("tp", "pp", "ep") if getattr(layout, axis) > 1]
         if cut and self.replicas:
             raise ConfigError(

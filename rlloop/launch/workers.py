@@ -28,6 +28,7 @@ from rlloop.models import Model, load_model
 from rlloop.models.adapter_files import read_adapter
 from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.models.architecture import ModelConfig
+from rlloop.models.parameters import ParameterStore
 from rlloop.models.weights import usable_device
 from rlloop.numerics.probe import probe
 from rlloop.numerics.profile import Drift, NumericsProfile
@@ -181,10 +182,12 @@ class Replica(Rank):
         target = LiveTarget(named_weights(self.model).items(), self.engine.set_version)  # it is called between batches
         self._sync = BundleReplica(target, threads)
 
-    def _open(self, config: RunConfig, path: str) -> None:
-        """Loads the weights of `context`, and makes the engine, over those of `engine_context`."""
+    def _open(self, config: RunConfig, path: str, *, apart: bool = False) -> None:
+        """Loads the weights of `context`, and makes the engine, over those of `engine_context`; `apart`: its own."""
         self.model = self.sampled = load(config, path, self.context)
-        if self.engine_context.layout != self.context.layout:
+        if apart:
+            self.sampled = load(config, path, self.engine_context)
+        elif self.engine_context.layout != self.context.layout:
             self.sampled = Model(self.model.config, self.model.profile, self.engine_context, weights_of=self.model)
         self.engine = make_engine(self.sampled, config.rollout.profile.over(config.model.profile), config.rollout)
         if close := getattr(self.engine, "close", None):
@@ -217,19 +220,24 @@ class Colocated(Replica):
 
     def __init__(self, config: RunConfig, path: str, threads: int, place: Place = ALONE) -> None:
         Rank.__init__(self, config, threads, place, config.world.trainer, config.world.engine)
-        self._open(config, path)
+        # Sharded parameters are whole only while the trainer computes with them.
+        lora = config.model.lora.rank > 0
+        self._apart = config.trainer.shard == "parameters" and self.context.layout.dp_shard > 1 and not lora
+        self._open(config, path, apart=self._apart)
         self.trainer = make_trainer(self.model, config, path)
         self._publisher = BundlePublisher("node", threads)
         self._published: dict[str, float] = {}
 
     def set_version(self, version: int) -> None:
         """The engine has the trainer's weights, now `version`; parts of another layout are copied from rank to rank."""
+        if self._apart:
+            ParameterStore(self.sampled).copy_wholes(self.trainer.compute_copy())
         self.engine.set_version(version)
 
     def publish(self, version: int) -> Bundle:
         """The bundle that brings a replica of the previous version to the trainer's weights, now `version`."""
         self.set_version(version)
-        tensors, aliases = tensors_of(named_weights(self.model).items())
+        tensors, aliases = tensors_of(named_weights(self.sampled if self._apart else self.model).items())
         bundle = self._publisher.publish(tensors, version, aliases)
         self._published = bundle.metrics
         return bundle

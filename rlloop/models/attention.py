@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rlloop.models.architecture import ModelConfig
+from rlloop.models.context_parallel import own_heads, spread_attention
 from rlloop.models.layers import Cache, Divisions, Linear, Norm, Step
 from rlloop.models.tensor_parallel import cut_attention
 from rlloop.numerics.layout import AttentionLayout
@@ -79,12 +80,15 @@ class Attention(nn.Module):
         return q, keys, values
 
     def _read(self, q: Tensor, keys: Tensor, values: Tensor, gate: Tensor | None, step: Step) -> Tensor:
-        ops, sinks, heads = step.ops, self.sinks, self.heads
+        ops, heads = step.ops, self.heads
+        sinks = own_heads(self.sinks, q.shape[1], keys.shape[1], step)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, _: Tensor | None) -> Tensor:
             return ops.attention(q, k, v, layout, self.scale, sinks, self.window)
 
-        if sinks is not None and heads is not None and heads[1].repeats and torch.is_grad_enabled():
+        if step.context.ranks("cp").size > 1:
+            read = spread_attention(attend, q, keys, values, step).flatten(1)
+        elif sinks is not None and heads is not None and heads[1].repeats and torch.is_grad_enabled():
             sinks = gathered(sinks, heads[0], 0)  # a sink's gradient is a sum over all sequences: every rank makes all
             k, v = gathered(keys, heads[1], 1), gathered(values, heads[1], 1)
             read = taken(attend(gathered(q, heads[0], 1), k, v, step.layout, None), heads[0], 1).flatten(1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rlloop.errors import ConfigError
 from rlloop.models.architecture import IndexerConfig, LatentConfig, ModelConfig
 from rlloop.models.attention import rows_of
+from rlloop.models.context_parallel import spread_attention
 from rlloop.models.layers import Linear, Step, Weight
 from rlloop.models.tensor_parallel import cut_attention
 from rlloop.numerics.layout import AttentionLayout
@@ -83,7 +84,13 @@ class LatentAttention(nn.Module):
 
         selected = None if latent.indexer is None else self._selected(x, reduced, step)
         heads = None if self.heads is None else (self.heads, None)
-        read = cut_attention(attend, queries, keys, values, selected, step.layout, heads)
+        if step.context.ranks("cp").size > 1:
+            read = spread_attention(
+                lambda q, k, _, layout, chosen: attend(q, k, k[..., : latent.kv_rank], layout, chosen),
+                queries, keys, None, step,
+            )  # fmt: skip
+        else:
+            read = cut_attention(attend, queries, keys, values, selected, step.layout, heads)
         made = ops.head_linear(read, up[:, latent.nope_dim :], by_row=True, part_of=weight).flatten(1)
         return self.o_proj.whole(made, ops, self.columns)
 

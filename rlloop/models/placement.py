@@ -34,6 +34,10 @@ def _fault(config: ModelConfig, layout: Layout, trains: bool) -> tuple[str, Layo
         return f"cp is {layout.cp}, and an engine does not split sequences", _without(layout, "cp")
     if layout.cp > 1 and layout.tp > 1:
         return f"cp is {layout.cp} and tp {layout.tp}, which both split heads", _without(layout, "cp")
+    if layout.cp > 1 and (config.delta is not None or config.mamba is not None):
+        return f"cp is {layout.cp}, and recurrent layers read tokens one after the other", _without(layout, "cp")
+    if layout.cp > 1 and config.latent is not None and config.latent.indexer is not None:
+        return f"cp is {layout.cp}, and an indexer selects among the tokens of one rank", _without(layout, "cp")
     for axis in ("cp", "tp"):
         if (degree := getattr(layout, axis)) > (heads := _heads(config)):
             fault = f"{axis} is {degree}, and ranks split layers of {heads} heads"

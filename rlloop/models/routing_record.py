@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.differentiable import gathered
+
 
 class RoutingRecord:
     """The choices of one forward.
@@ -23,14 +26,26 @@ class RoutingRecord:
 
     def __init__(self, replayed: Tensor | None = None) -> None:
         """`replayed` [T, layers, top_k]: the experts to use instead of the router's own choice."""
-        self._replayed = replayed
+        self._replayed, self._range = replayed, slice(None)
         self._chosen: dict[int, Tensor] = {}
         self._selected: dict[int, Tensor] = {}
         self.scores: dict[int, Tensor] = {}  # by layer: of all experts [T, E] float32, differentiable
 
     def replayed(self, layer: int) -> Tensor | None:
         """[T, top_k] the experts that a layer has to use; None: its own choice."""
-        return None if self._replayed is None else self._replayed[:, layer]
+        return None if self._replayed is None else self._replayed[self._range, layer]
+
+    def own(self, begin: int, end: int) -> RoutingRecord:
+        """The same record, of which one rank fills a range of the tokens; `gather` makes it whole."""
+        self._range = slice(begin, end)
+        return self
+
+    def gather(self, cp: Ranks, rows: Sequence[int]) -> None:
+        """Bring together what context-parallel ranks recorded of `rows[r]` tokens each. Collective."""
+        for layer, scores in self.scores.items():
+            self._chosen[layer] = cp.gather(self._chosen[layer], 0, rows)
+            self.scores[layer] = gathered(scores, cp, rows)
+        self._selected = {layer: cp.gather(selected, 0, rows) for layer, selected in self._selected.items()}
 
     def record(self, layer: int, chosen: Tensor, scores: Tensor) -> None:
         self._chosen[layer], self.scores[layer] = chosen, scores

@@ -14,6 +14,8 @@ from rlloop.models.logits_processing import warp_for
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.transformer import Model
 from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
+from rlloop.parallel.cut import shares
+from rlloop.parallel.differentiable import gathered
 from rlloop.parallel.progress import tick
 from rlloop.types import Alternatives, ModelInput, PromptScores, SamplingParams, as_model_input, is_ids
 
@@ -237,15 +239,19 @@ def _score(
     used = [row for row in rows if len(row.predict)]
     if not used:
         return torch.zeros(0, device=device), torch.zeros(0, device=device)
-    hidden, targets, warp = _predicted(model, used, routes)
+    hidden, targets, warp, counts = _predicted(model, used, routes)
+    cp = model.context.ranks("cp")
+    own = slice(sum(counts[: cp.rank]), sum(counts[: cp.rank + 1]))  # of all predicted tokens, this rank's
+    targets, warp = targets[own], warp if cp.size == 1 else warp.rows(own.start, own.stop)
     if record is None:
-        return model.output.token_logprob(hidden, targets, warp)
-    seeds, positions = (torch.from_numpy(each).to(device) for each in _random_names(used))
-    logprobs, entropies, raw, ids = model.output.token_redraw(
-        hidden, targets, warp, seeds if record.draws else None, positions
-    )
-    record.add(raw, ids)
-    return logprobs, entropies
+        logprobs, entropies = model.output.token_logprob(hidden, targets, warp)
+    else:
+        seeds, positions = (torch.from_numpy(each[own]).to(device) for each in _random_names(used))
+        logprobs, entropies, raw, ids = model.output.token_redraw(
+            hidden, targets, warp, seeds if record.draws else None, positions
+        )
+        record.add(cp.gather(raw, 0, counts), cp.gather(ids, 0, counts))
+    return gathered(logprobs, cp, counts), gathered(entropies, cp, counts)
 
 
 def _random_names(used: Sequence[ScoreRow]) -> tuple[np.ndarray, np.ndarray]:
@@ -257,9 +263,9 @@ def _random_names(used: Sequence[ScoreRow]) -> tuple[np.ndarray, np.ndarray]:
 
 def _predicted(
     model: Model, used: Sequence[ScoreRow], routes: RoutingRecord | None
-) -> tuple[Tensor, Tensor, LogitsProcessing]:
+) -> tuple[Tensor, Tensor, LogitsProcessing, list[int]]:
     """One forward for all rows: hidden states [N, D] that the predicted tokens come from, these tokens [N], and how
-    their logits are processed."""
+    their logits are processed; of hidden states each context-parallel rank has its own, as many as the counts say."""
     device = model.context.device
     picked = [np.asarray(row.predict, np.int64) for row in used]
     # The last scored token, and those after it, are not read: nothing is predicted from them.
@@ -285,7 +291,14 @@ def _predicted(
     )
     before = flat([at - 1 + start for at, start in zip(picked, starts, strict=True)])
     targets = flat([ids[at] for ids, at in zip(tokens, picked, strict=True)])
-    return hidden.index_select(0, before), targets, warp
+    cp = model.context.ranks("cp")
+    rows = shares(sum(lengths), cp.size)
+    if routes is not None and cp.size > 1:
+        routes.gather(cp, rows)
+    cuts = np.searchsorted(before.cpu().numpy(), np.cumsum([0, *rows]))
+    first = sum(rows[: cp.rank])
+    mine = before[cuts[cp.rank] : cuts[cp.rank + 1]] - first
+    return hidden.index_select(0, mine), targets, warp, np.diff(cuts).tolist()
 
 
 def _positions(rows: Sequence[ScoreRow], lengths: Sequence[int]) -> np.ndarray:

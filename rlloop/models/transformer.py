@@ -41,6 +41,7 @@ from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
+from rlloop.parallel.cut import share
 from rlloop.parallel.division import in_tiles, taken
 
 
@@ -395,6 +396,8 @@ class Model(nn.Module):
     ) -> Tensor:
         """Last hidden states of flat tokens, normed. tokens and positions [T] int64 -> [T, D].
 
+        Of context-parallel ranks each gets the rows of its own range of the tokens.
+
         In a pipeline each stage calls this with the same tokens. Stages before the last get zeros [T, D]: to
         differentiate them is to differentiate the stage.
 
@@ -415,6 +418,13 @@ class Model(nn.Module):
         rope = (self.rope.table[0], self.rope.table[1])
         ops = self.ops if adapters is None else self.ops.with_adapters(adapters)
         step = Step(positions, rope, layout, cache, ops, routes, self.context, even)
+        cp = self.context.ranks("cp")
+        if cp.size > 1:  # each rank computes its own range of the tokens
+            begin, end = share(len(tokens), cp.size, cp.rank)
+            tokens = tokens[begin:end]
+            step = replace(
+                step, positions=positions[begin:end], routes=None if routes is None else routes.own(begin, end)
+            )
         if self.stage.first:
             delta, stream = embedding(tokens, self._embedding), None
         else:

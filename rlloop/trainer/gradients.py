@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,22 +20,9 @@ from rlloop.models import Model
 from rlloop.models.checkpoint_names import EMBEDDING, HEAD
 from rlloop.models.experts import Experts
 from rlloop.numerics.tree import TreeSum
-from rlloop.parallel.collectives import Ranks
+from rlloop.trainer.shard import Shard
 
 IN_FLIGHT = 1 << 30  # bytes of gradients that may be on their way on a GPU before the backward waits for the network
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """A parameter, the ranks that its rows (of dimension 0) are shared among, and the number that each owns.
-
-    `leaves`: how many micro-batches' gradients this rank has in a round: several, of experts that ranks share.
-    """
-
-    live: nn.Parameter
-    ranks: Ranks
-    sizes: tuple[int, ...]
-    leaves: int
 
 
 class GradientSum:
@@ -45,14 +31,22 @@ class GradientSum:
     A parameter without a gradient in a micro-batch counts as zero there. A tied weight's two uses are two trees.
     """
 
-    def __init__(self, model: Model, parameters: Mapping[str, Rows]) -> None:
+    def __init__(self, model: Model, parameters: Mapping[str, Shard], *, in_step: bool = False) -> None:
+        """`in_step`: ranks without a micro-batch go through all layers as well (`idle`)."""
+        self._in_step = in_step
         self._model, self._parameters = model, parameters
         context = model.context
         self._shards, self._replicas = context.ranks("dp_shard"), context.ranks("dp_replicate")
         self._experts = {
             name: module for name, module in model.named_modules() if isinstance(module, Experts) and module.leaves > 1
         }
-        self._ranks = context.ranks("dp")
+        self._ranks, self._contexts = context.ranks("dp"), context.ranks("cp")
+        self._complete = {  # whose gradients are of all context-parallel ranks' tokens already
+            f"{name}.{own}"
+            for name, module in model.named_modules()
+            if isinstance(module, Experts) and module.division is not None
+            for own, _ in module.named_parameters()
+        }
         uses = list(parameters)[::-1]  # about the order in which a backward reaches them
         self._stage, self._ties = model.stage, model.config.tied and EMBEDDING in parameters
         if self._ties and not self._stage.first:
@@ -70,18 +64,18 @@ class GradientSum:
 
     def collect(self, leaves: int, work: Callable[[], None] | None, *, idle: bool = False) -> None:
         """Add a round of `leaves` micro-batches, those of the first ranks. `work` does the forward and backward of this
-        rank's, or the backward alone; None on a rank that has none, or, `idle`, what it does for others'. Collective
+        rank's, or the backward alone; None on a rank that has none, or, `idle`, what it does meanwhile. Collective
         along dp."""
-        self._leaves, self._turn = leaves, 0
-        self._waiting: dict[str, Tensor] = {}
+        self._leaves, self._turn, self._idle = leaves, 0, idle or work is None
+        self._waiting: dict[str, Tensor | None] = {}
         # Where ranks work for others' tokens, those without a micro-batch go through the layers too, but have no
         # gradients to send on the way: nobody waits for them then.
-        self._holds = bool(self._experts) and leaves < self._ranks.size
+        self._holds = bool(self._experts) and leaves < self._ranks.size and not self._in_step
         if work is None and self._experts:
             self._run(lambda: self._model.without_tokens().backward())
         if work is not None:
             self._run(work)
-        self._send(missing=True, idle=idle or work is None)
+        self._send(missing=True)
         if self._stream is not None:
             torch.cuda.current_stream(self._model.context.device).wait_stream(self._stream)
             self._in_flight.clear()
@@ -131,19 +125,22 @@ class GradientSum:
                 each.remove()
 
     def _arrived(self, use: str, gradient: Tensor) -> None:
-        self._present.add(use)
-        self._waiting[use] = gradient
+        if self._idle and self._rows(use).leaves == 1:
+            self._waiting[use] = None  # of no micro-batch
+        else:
+            self._present.add(use)
+            self._waiting[use] = gradient
         if not self._holds:
             self._send()
 
-    def _send(self, *, missing: bool = False, idle: bool = False) -> None:
+    def _send(self, *, missing: bool = False) -> None:
         """Send what has arrived, in the order of `_uses`, which all ranks keep; `missing`: also what has not."""
         while self._turn < len(self._uses):
             use = self._uses[self._turn]
             if use not in self._waiting and not missing:
                 return
             gradient = self._waiting.pop(use, None)
-            if gradient is None and not idle:
+            if gradient is None and (not self._idle or self._rows(use).leaves > 1):
                 live, leaves = self._rows(use).live, self._rows(use).leaves
                 gradient = live.new_zeros(live.shape if leaves == 1 else (leaves, *live.shape))
             self._turn += 1
@@ -152,7 +149,7 @@ class GradientSum:
             else:
                 self._add_beside(self._stream, use, gradient)
 
-    def _rows(self, use: str) -> Rows:
+    def _rows(self, use: str) -> Shard:
         return self._parameters[use if use in self._parameters else EMBEDDING]
 
     def _add(self, use: str, gradient: Tensor | None) -> None:
@@ -161,6 +158,11 @@ class GradientSum:
         if rows.leaves > 1:
             self._add_leaves(tree, rows, gradient)
             return
+        if gradient is not None and self._contexts.size > 1 and use not in self._complete:
+            parts = self._contexts.gather(gradient[None])  # of each rank's tokens
+            gradient = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+            for part in parts[1:]:
+                gradient = gradient + part
         if self._ranks.size == 1:
             assert gradient is not None, "a single rank has every micro-batch"
             tree.push(gradient)
@@ -176,7 +178,7 @@ class GradientSum:
         for part in parts.unflatten(0, (self._leaves, mine)):
             tree.push(part, borrowed=True)
 
-    def _add_leaves(self, tree: TreeSum, rows: Rows, gradients: Tensor | None) -> None:
+    def _add_leaves(self, tree: TreeSum, rows: Shard, gradients: Tensor | None) -> None:
         """`_add` of experts' gradients [leaves, ...]: those of the micro-batches of a whole expert group."""
         assert gradients is not None, "ranks without a micro-batch work for those of others"
         mine, count = rows.sizes[rows.ranks.rank], rows.leaves

@@ -60,7 +60,7 @@ class WeightHistory:
                 device=self._twin.context.device,
             )
             work = partial(forward, self._twin, batch, moe=self._moe, redraws=self._redraws)
-            leaves = forwards(self._twin, batch.micro_batches, self._ranks, work)
+            leaves = forwards(batch.micro_batches, self._ranks, work, self._twin.without_tokens)
             again = recomputed(batch, all_leaves(leaves, self._twin))
             assert again.raw_logprobs is not None, "samples come from engines"
             assert again.redrawn is not None

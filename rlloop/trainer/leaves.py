@@ -50,14 +50,14 @@ def rounds(leaves: Sequence[MicroBatch], ranks: Ranks) -> Iterator[tuple[int, Mi
 
 
 def forwards(
-    model: Model, leaves: Sequence[MicroBatch], ranks: Ranks, work: Callable[[MicroBatch], Leaf]
+    leaves: Sequence[MicroBatch], ranks: Ranks, work: Callable[[MicroBatch], Leaf], idle: Callable[[], object]
 ) -> list[Leaf]:
-    """`work`'s results for this rank's leaves, without a graph. A rank that has none in a round works for the others'
-    tokens, if its experts do. Collective along `ranks`, dp."""
+    """`work`'s results for this rank's leaves, without a graph. A rank that has none in a round is `idle`: it meets the
+    others where their layers meet. Collective along `ranks`, dp."""
     results = []
     for _, micro in rounds(leaves, ranks):
         if micro is None:
-            model.without_tokens()
+            idle()
         else:
             results.append(work(micro))
     return results

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlloop.errors import ModelError
 from rlloop.models import Model, read_state
@@ -17,41 +16,16 @@ from rlloop.models.safetensors_io import StoredWeights
 from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.tree import tree_sum
 from rlloop.parallel.collectives import Ranks
-from rlloop.parallel.cut import shares
-from rlloop.trainer.gradients import GradientSum, Rows
-
-VECTOR = 16  # numbers: AdamW's kernels take another path for what is left over by their vectors, with other bits
-
-
-@dataclass(frozen=True, eq=False)
-class Shard(Rows):
-    """One rank's rows of a parameter, and their masters: flat, and padded with zeros to whole vectors."""
-
-    begin: int
-    end: int
-    flat: nn.Parameter
-    shares_memory: bool  # with the live parameter
-    scale: float = 1.0  # the live value is the master's times this, rounded
-
-    @property
-    def rows(self) -> Tensor:
-        """This rank's rows of the compute copy."""
-        return self.live.detach()[self.begin : self.end]
-
-    @property
-    def master(self) -> Tensor:
-        return self.of(self.flat.detach())
-
-    def of(self, flat: Tensor) -> Tensor:
-        """A tensor as long as `flat`, such as a moment or a gradient, in the shape of the rows; a view."""
-        return flat[: self.rows.numel()].view(self.rows.shape)
+from rlloop.trainer.gradients import GradientSum
+from rlloop.trainer.shard import make_shard, padded
+from rlloop.trainer.sharded_layers import ShardedLayers
 
 
 class MasterWeights:
     """The weights that train, by Hugging Face name; a tied weight once, frozen ones left out.
 
     A rank owns `shares` of each parameter's rows (of dimension 0), along the layout's dp_shard. The compute copy is
-    whole on each rank.
+    whole on each rank, or (`layers`) sharded as well.
 
     Where the model computes in float32 or float64, masters lie in its own parameters (if they make whole vectors).
     Where it computes in bfloat16 or float16, a master is a separate float32 tensor, and `publish` rounds it to nearest
@@ -60,17 +34,21 @@ class MasterWeights:
     more exact, if these round to the live ones; otherwise (new or changed weights) from the live ones.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, shard_layers: bool = False) -> None:
+        """`shard_layers`: the layers' compute copy has memory only while they compute; see `ShardedLayers`."""
         self.parameters = ParameterStore(model)
         self.stage = model.stage
         self._context, self._ranks = model.context, model.context.ranks("dp_shard")
         self.shards = {
-            name: _shard(entry.live, *self._owners(model, name), entry.scale)
+            name: make_shard(name, entry.live, *self._owners(model, name), entry.scale, apart=shard_layers)
             for name, entry in self.parameters.entries.items()
             if entry.trains
         }
-        self.gradients = GradientSum(model, self.shards)
+        self.gradients = GradientSum(model, self.shards, in_step=shard_layers)
+        self.layers: ShardedLayers | None = None
         self._read_exact(model)
+        if shard_layers:
+            self.layers = ShardedLayers(model, self.shards)
 
     def _owners(self, model: Model, name: str) -> tuple[Ranks, int]:
         """The ranks that share the rows of a parameter, and the micro-batches that it has gradients of in a round."""
@@ -95,6 +73,15 @@ class MasterWeights:
 
         yield from self.parameters.from_all_stages(whole)
 
+    def compute_copy(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that `publish` wrote, whole, one at a time, in the compute type. Collective."""
+
+        def whole(name: str) -> Tensor:
+            kept = None if self.layers is None else self.layers.rows(name)
+            return self.parameters.entries[name].whole() if kept is None else self.gather(name, kept)
+
+        yield from self.parameters.from_all_stages(whole)
+
     def gather(self, name: str, rows: Tensor) -> Tensor:
         """The whole of a parameter, or of another tensor of its shape, from each rank's rows. Collective."""
         return self.parameters.entries[name].whole(self.part(name, rows))
@@ -114,7 +101,7 @@ class MasterWeights:
         for name, total in self.gradients.totals().items():
             if total is not None:
                 shard = self.shards[name]
-                shard.flat.grad = _padded(total.view(-1) if shard.scale == 1.0 else total.view(-1) * shard.scale)
+                shard.flat.grad = padded(total.view(-1) if shard.scale == 1.0 else total.view(-1) * shard.scale)
 
     def gradient_norm(self) -> float:
         """L2 norm of the gradient of all masters: squares summed in float64 within each row, then in one tree over all
@@ -155,9 +142,14 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the live parameters: each rank its own rows, which are then copied. Collective."""
-        for shard in self.shards.values():
+        if self.layers is not None:
+            self.layers.free()
+        for name, shard in self.shards.items():
+            if self.layers is not None and (kept := self.layers.rows(name)) is not None:
+                kept.copy_(shard.scaled)
+                continue
             if not shard.shares_memory:
-                shard.rows.copy_(shard.master if shard.scale == 1.0 else shard.master * shard.scale)
+                shard.rows.copy_(shard.scaled)
             shard.ranks.share_rows(shard.live.detach(), shard.sizes)
 
     @torch.no_grad()
@@ -204,26 +196,3 @@ def _end_to_end(ranks: Ranks, own: Mapping[str, Tensor], counts: Mapping[str, li
     found = ranks.gather(torch.cat([own[name] for name in counts]), 0, [sum(each) for each in by_rank])
     pieces = found.split([count for each in by_rank for count in each])
     return {name: torch.cat(pieces[at :: len(counts)]) for at, name in enumerate(counts)}
-
-
-def _shard(live: nn.Parameter, ranks: Ranks, leaves: int, scale: float) -> Shard:
-    sizes = tuple(shares(len(live), ranks.size))
-    begin, end = sum(sizes[: ranks.rank]), sum(sizes[: ranks.rank + 1])
-    rows = live.detach()[begin:end].reshape(-1)
-    narrow = live.dtype in (torch.bfloat16, torch.float16)
-    in_place = (
-        not narrow
-        and scale == 1.0
-        and rows.numel() % VECTOR == 0
-        and rows.data_ptr() % VECTOR == 0
-        and live.is_contiguous()
-    )
-    if not in_place:
-        rows = _padded(rows.float() if narrow else rows.clone())
-    return Shard(live, ranks, sizes, leaves, begin, end, nn.Parameter(rows), in_place, scale)
-
-
-def _padded(flat: Tensor) -> Tensor:
-    """With zeros up to whole vectors; itself where it has them."""
-    rest = -flat.numel() % VECTOR
-    return nn.functional.pad(flat, (0, rest)) if rest else flat

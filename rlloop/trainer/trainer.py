@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from rlloop.algorithms.kl import sequence_kl
 from rlloop.config.run import TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Mean, Reduction, Sum, merge
-from rlloop.models import Model, read_state, save_model, score
+from rlloop.models import Model, ScoreRow, read_state, save_model, score
 from rlloop.models.adapter_files import read_adapter, save_adapter
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
 from rlloop.trainer.leaves import Leaf, all_leaves, forward, forwards, joined, recomputed, rounds
@@ -78,7 +78,9 @@ class Trainer:
         model.checkpoint_layers = config.checkpoint_every
         self.updates = 0  # optimizer steps taken or refused
         self._ranks = model.context.ranks("dp")
-        self._masters = MasterWeights(model)
+        sharded = config.shard == "parameters" and model.context.ranks("dp_shard").size > 1
+        in_layers = sharded and model.adapter is None  # what an adapter leaves frozen stays whole
+        self._masters = MasterWeights(model, shard_layers=in_layers)
         self._optimizer = ShardedAdamW(self._masters, config)
         self._has_gradient = False
         self.moe = MoeTraining(model, config)
@@ -256,7 +258,10 @@ class Trainer:
         returns its backward."""
         gradients, stage = self._masters.gradients, self.model.stage
         for count, micro in rounds(step.micro_batches, self._ranks) if stage.whole else ():
-            gradients.collect(count, None if micro is None else partial(_both, work, micro))
+            if micro is None and self._masters.layers is not None:
+                gradients.collect(count, lambda: self._short(step).sum().backward(), idle=True)
+            else:
+                gradients.collect(count, None if micro is None else partial(_both, work, micro))
 
         def begin(count: int, micro: MicroBatch | None) -> tuple[int, Callable[[], None] | None, bool]:
             if micro is not None:
@@ -289,11 +294,21 @@ class Trainer:
             micro_batches=len(step.micro_batches),
         )
 
+    def _short(self, step: StepBatch) -> Tensor:
+        """The forward of a rank without a micro-batch where layers are sharded: it meets the others at each."""
+        return score(self.model, [ScoreRow(step.rows[0].token_ids[:2], [1])])[0]
+
+    def compute_copy(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights whole, one at a time, in the compute type, for engines that hold other parts of them.
+        Collective."""
+        return self._masters.compute_copy()
+
     @torch.no_grad()
     def _score(self, step: StepBatch) -> list[Leaf]:
         """The policy's forwards over all micro-batches, without a graph. Collective."""
         work = partial(forward, self.model, step, moe=self.moe, redraws=self.redraws)
-        leaves = forwards(self.model, step.micro_batches, self._ranks, work)
+        idle = self.model.without_tokens if self._masters.layers is None else partial(self._short, step)
+        leaves = forwards(step.micro_batches, self._ranks, work, idle)
         return all_leaves(leaves, self.model)
 
     @torch.no_grad()
@@ -308,7 +323,7 @@ class Trainer:
         def work(micro: MicroBatch) -> Leaf:
             return Leaf(*score(reference, step.rows[micro.sequences]))
 
-        leaves = forwards(reference, step.micro_batches, self._ranks, work)
+        leaves = forwards(step.micro_batches, self._ranks, work, reference.without_tokens)
         self.reference.to(home)
         return leaves
 

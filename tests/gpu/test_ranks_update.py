@@ -25,9 +25,9 @@ CASES = {
 }
 LAYOUTS = {
     1: [{}],
-    2: [{"dp_shard": 2}, {"dp_replicate": 2}],
-    3: [{"dp_shard": 3}],
-    4: [{"dp_shard": 4}, {"dp_shard": 2, "dp_replicate": 2}],
+    2: [{"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "layers": 1}],  # layers: with trainer.shard=parameters
+    3: [{"dp_shard": 3}, {"dp_shard": 3, "layers": 1}],
+    4: [{"dp_shard": 4}, {"dp_shard": 2, "dp_replicate": 2}, {"dp_shard": 2, "dp_replicate": 2, "layers": 1}],
 }
 
 
@@ -76,7 +76,7 @@ def test_a_rows_squares_do_not_depend_on_other_rows() -> None:
 
 
 def test_adamw_does_not_know_where_a_shard_ends() -> None:
-    from rlloop.trainer.master_weights import VECTOR
+    from rlloop.trainer.shard import VECTOR
 
     weights, gradients = torch.randn(2, 64 * 1000, device="cuda").unbind()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -111,10 +112,9 @@ def test_pairs_that_are_none_are_refused(name):
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "distillation"])
 def test_without_a_reference_they_say_so(name):
-    from dataclasses import replace
 
     with pytest.raises(ConfigError, match="kl_coef is"):
-        get_loss(name)(replace(batch(), ref_logprobs=None))
+        get_loss(name)(dataclasses.replace(batch(), ref_logprobs=None))
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "bradley_terry", "sft"])
@@ -131,3 +131,39 @@ def test_rejection_sampling_keeps_the_best_of_groups_that_differ():
     assert best_of_groups(rewards, groups).tolist() == [False, True, True, False, False, True, False]
     _, keep = advantages_for(PRESETS["rejection_sampling"], 8, 2)(rewards, groups, [1] * 7, None)
     assert keep == [False, True, True, False, False, True, False]
+
+
+# What TRL 1.16.0 computes from the logits of `from_logits`: DPOTrainer and RewardTrainer, by their `_compute_loss`,
+# with beta 0.3 and a centring coefficient of 0.01; the reward is the sum of a sequence's logprobs. SFTTrainer's is
+# PyTorch's cross-entropy over the completions' tokens.
+TRL = {
+    "sigmoid": 0.4585959077625768,
+    "ipo": 3.962535757952275,
+    "hinge": 0.4768504440182426,
+    "bradley_terry": 7.2631937211092445,
+    "sft": 2.7752008581907575,
+}
+
+
+def from_logits() -> LossBatch:
+    """Four sequences of two prompt tokens and `LENGTHS` completion tokens, of a vocabulary of 11."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, 11, (4, 6), generator=generator)
+    policy, reference = (torch.randn(4, 6, 11, generator=generator, dtype=torch.float64) for _ in range(2))
+
+    def flat(logits: torch.Tensor) -> torch.Tensor:
+        scored = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        return torch.cat([scored[row, 1 : 1 + length] for row, length in enumerate(LENGTHS)])
+
+    given = batch()
+    return dataclasses.replace(given, logprobs=flat(policy), ref_logprobs=flat(reference))
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_losses_are_trls_on_the_same_logits(name):
+    losses = {
+        "bradley_terry": get_loss("bradley_terry", center_coef=0.01),
+        "sft": get_loss("sft"),
+        **{kind: get_loss("dpo", kl_coef=0.3, variant=kind) for kind in ("sigmoid", "ipo", "hinge")},
+    }
+    assert losses[name](from_logits()).loss.item() == pytest.approx(TRL[name], abs=1e-6)

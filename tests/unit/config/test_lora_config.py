@@ -25,7 +25,7 @@ def config(lora: LoraSection, **sections) -> RunConfig:
     [
         (
             {"rollout": RolloutConfig(engine=EngineKind.vllm)},
-            "rollout.engine is .*vllm.* embedded with model.lora.rank=4",
+            "rollout.engine is .*vllm.* embedded with model",
         ),
         ({"rollout": RolloutConfig(drift=DriftConfig(weights="int8"))}, "rollout.drift rounds all weights"),
         ({"fleet": FleetConfig(kind=FleetKind.regions)}, "set fleet=node"),

@@ -29,6 +29,12 @@ def copies():
     got = tp.exchange(mine, [1, 0, len(mine) - 1], [[1, 1, 1], [0, 0, 0], [1, 2, 3]][tp.rank])
     wanted = torch.cat([[part[:1], part[1:1], part[1:]][tp.rank] for part in rows])
     found["exchange"] = got.equal(wanted)
+    for sizes in ([2, 3, 4], [2, 2, 2], [0, 4, 1]):
+        shared = torch.zeros(sum(sizes), 3)
+        part = shared.split(sizes)[tp.rank]
+        part.copy_(rows[tp.rank][:1].expand_as(part))
+        expected = torch.cat([each[:1].expand(size, 3) for each, size in zip(rows, sizes, strict=True)])
+        found[f"share_rows {sizes}"] = tp.share_rows(shared, sizes).equal(expected)
     found["broadcast"] = tp.broadcast(rows[tp.rank][:2].clone(), 1).equal(rows[1][:2])
     found["objects"] = tp.gather_objects({"rank": tp.rank}) == [{"rank": r} for r in range(3)]
     found["object"] = tp.broadcast_object(tp.rank, 2) == 2

@@ -15,7 +15,7 @@ from rlloop.numerics.packed import PackedWeight
 
 NO_SLOTS = np.empty(0, np.int64)
 
-SQUARES = 1 << 16  # numbers that are squared at a time
+SQUARES = 1 << 18  # numbers that are squared at a time
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,90 @@
+"""A sequence's tokens over ranks (context parallelism), with attention by heads: Ulysses (Jacobs et al. 2023,
+arXiv:2309.14509).
+
+Everything but attention is a function of single tokens, and each rank computes it for its own range of them. For
+attention ranks exchange their tokens of all heads for all tokens of their heads, and the results back, so a head reads
+its keys in one rank's order and forwards have one rank's bits. Key-value heads that several ranks' queries read travel
+to each; a latent, which all heads read, to all. No rank holds more than its tokens of all heads, or all tokens of its
+heads.
+
+A weight's gradient is a sum over tokens, so a rank has a part of it; the trainer adds the parts in order of rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlloop.models.layers import Step
+from rlloop.numerics.layout import AttentionLayout
+from rlloop.parallel.cut import shares
+from rlloop.parallel.division import Division, exchanged_parts, exchanged_rows, heads_over
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionLayout, Tensor | None], Tensor]
+
+
+def spread_attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor | None, step: Step) -> Tensor:
+    """`attend` over all tokens, by heads: q [t, H, D], k and v [t, G, D] of this rank's tokens -> [t, H, D].
+
+    Without v, `attend` makes the values of the keys.
+    """
+    ranks = step.context.ranks("cp")
+    divisions = heads_over(q.shape[1], k.shape[1], ranks)
+    assert divisions is not None, "there are several ranks"
+    (queries, groups), rows = divisions, shares(int(step.layout.query_start[-1]), ranks.size)
+    by_heads = [_ByHeads.apply(x, rows, heads) for x, heads in ((q, queries), (k, groups))]
+    values = by_heads[1] if v is None else _ByHeads.apply(v, rows, groups)
+    read = attend(by_heads[0], by_heads[1], values, step.layout, None)
+    return _ByTokens.apply(read, rows, queries)
+
+
+def own_heads(x: Tensor | None, heads: int, groups: int, step: Step) -> Tensor | None:
+    """Of one number for each query head, those of the heads that this rank attends with."""
+    divisions = heads_over(heads, groups, step.context.ranks("cp"))
+    if x is None or divisions is None:
+        return x
+    ((begin, end),) = divisions[0].own
+    return x[begin:end]
+
+
+class _ByHeads(torch.autograd.Function):
+    """Own tokens of all heads [t, N, D] -> all tokens of own heads [T, n, D].
+
+    The gradients of a head's copies are added in order of rank, in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Sequence[int], heads: Division) -> Tensor:
+        ctx.rows, ctx.heads = rows, heads
+        return exchanged_rows(x, rows, heads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, heads, grad = ctx.rows, ctx.heads, grads[0].contiguous()
+        if not heads.repeats:
+            return exchanged_parts(grad, rows, heads), None, None
+        mine, width = rows[heads.ranks.rank], grad.shape[2]
+        receives = [mine * size * width for size in heads.sizes]
+        got = heads.ranks.exchange(grad.view(-1), [count * heads.size * width for count in rows], receives)
+        total = grad.new_zeros(mine, heads.count, width, dtype=torch.promote_types(grad.dtype, torch.float32))
+        for part, ranges in zip(got.split(receives), heads.ranges, strict=True):
+            columns = part.view(mine, -1, width).split([end - begin for begin, end in ranges], 1)
+            for (begin, end), column in zip(ranges, columns, strict=True):
+                total[:, begin:end] += column
+        return total.to(grad.dtype), None, None
+
+
+class _ByTokens(torch.autograd.Function):
+    """All tokens of own heads [T, n, D] -> own tokens of all heads [t, N, D]. No head may have copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Sequence[int], heads: Division) -> Tensor:
+        ctx.rows, ctx.heads = rows, heads
+        return exchanged_parts(x, rows, heads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return exchanged_rows(grads[0], ctx.rows, ctx.heads), None, None

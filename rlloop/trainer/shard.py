@@ -1,0 +1,73 @@
+"""The rows of a parameter that a rank owns, and their masters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.cut import shares
+
+VECTOR = 16  # numbers: AdamW's kernels take another path for what is left over by their vectors, with other bits
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One rank's rows (of dimension 0) of a parameter, and their masters: flat, with zeros up to whole vectors.
+
+    `leaves`: how many micro-batches' gradients this rank has in a round: several, of experts that ranks share.
+    """
+
+    name: str
+    live: nn.Parameter
+    ranks: Ranks  # that the rows are shared among
+    sizes: tuple[int, ...]  # rows of each of them
+    leaves: int
+    begin: int
+    end: int
+    flat: nn.Parameter
+    shares_memory: bool  # with the live parameter
+    scale: float  # the live value is the master's times this, rounded
+
+    @property
+    def rows(self) -> Tensor:
+        """This rank's rows of the compute copy."""
+        return self.live.detach()[self.begin : self.end]
+
+    @property
+    def master(self) -> Tensor:
+        return self.of(self.flat.detach())
+
+    @property
+    def scaled(self) -> Tensor:
+        """What the compute copy has, before it is rounded to its type."""
+        return self.master if self.scale == 1.0 else self.master * self.scale
+
+    def of(self, flat: Tensor) -> Tensor:
+        """A tensor as long as `flat`, such as a moment or a gradient, in the shape of the rows; a view."""
+        shape = (self.end - self.begin, *self.live.shape[1:])
+        return flat[: math.prod(shape)].view(shape)
+
+
+def make_shard(
+    name: str, live: nn.Parameter, ranks: Ranks, leaves: int, scale: float = 1.0, *, apart: bool = False
+) -> Shard:
+    """This rank's shard of a parameter. `apart`: masters never share memory with it."""
+    sizes = tuple(shares(len(live), ranks.size))
+    begin, end = sum(sizes[: ranks.rank]), sum(sizes[: ranks.rank + 1])
+    rows = live.detach()[begin:end].reshape(-1)
+    narrow = live.dtype in (torch.bfloat16, torch.float16)
+    vectors = rows.numel() % VECTOR == 0 and rows.data_ptr() % VECTOR == 0 and live.is_contiguous()
+    in_place = vectors and not narrow and scale == 1.0 and not apart
+    if not in_place:
+        rows = padded(rows.float() if narrow else rows.clone())
+    return Shard(name, live, ranks, sizes, leaves, begin, end, nn.Parameter(rows), in_place, scale)
+
+
+def padded(flat: Tensor) -> Tensor:
+    """With zeros up to whole vectors; itself where it has them."""
+    rest = -flat.numel() % VECTOR
+    return nn.functional.pad(flat, (0, rest)) if rest else flat

@@ -1,0 +1,123 @@
+"""Objectives on given data, from a random model: imitate either answer, then learn to prefer the right one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlloop.audit import Extent, verify
+from rlloop.cli.main import main
+from rlloop.errors import ConfigError
+from rlloop.recipes.offline.task import Given
+from rlloop.recipes.offline.toy import write_toy
+from rlloop.runs.folder import read_records, read_rollouts, rollout_files
+
+TOKENS = ["rollout.max_tokens=2", "eval.num_draws=40", "eval.every=0", "checkpoint.every=0"]
+ROOM = {"max_tokens": 2, "max_sequence_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("offline")
+    write_toy(folder)
+    return folder
+
+
+@pytest.fixture
+def train(place, monkeypatch):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(recipe: str, name: str, model: str, data: str, *more: str) -> list[dict]:
+        command = [
+            "train",
+            "--config-name",
+            recipe,
+            f"model.path={model}",
+            f"data.path={data}.jsonl",
+            f"run.dir={name}",
+        ]
+        assert main([*command, *TOKENS, *more]) == 0
+        records = list(read_records(place / name / "metrics.jsonl"))
+        assert all(record["parity/tokens_different"] == 0 for record in records[1:])
+        return records
+
+    return run
+
+
+@pytest.fixture
+def mixed(train, place) -> str:
+    """A policy that knows the task's form, and either answer."""
+    if not (place / "mixed").exists():
+        train("offline", "mixed", "model", "mixed", "trainer.num_steps=60", "trainer.lr=5e-3", "rollout.num_prompts=32")
+    return str(place / "mixed/checkpoints/step_60")
+
+
+def test_demonstrations_are_learned_and_the_run_verifies(train, place):
+    records = train(
+        "offline", "sft", "model", "demonstrations", "trainer.num_steps=40", "trainer.lr=5e-3", "rollout.num_prompts=32"
+    )
+    assert records[-1]["loss/total"] < 0.5 * records[1]["loss/total"]
+    assert records[-1]["eval/solved"] > records[0]["eval/solved"] + 0.2
+    problems = [problem for check in verify(place / "sft", Extent(None, run_code=True)) for problem in check.problems]
+    assert problems == []
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "ipo", "kto"])
+def test_preferences_are_learned(train, mixed, algorithm):
+    steps = ["trainer.num_steps=8", "trainer.lr=1e-3", "rollout.num_prompts=8"]
+    records = train("offline/preferences", algorithm, mixed, "preferences", f"algorithm={algorithm}", *steps)
+    assert records[-1]["loss/total"] < records[1]["loss/total"]
+    names = (
+        ("loss/reward_good", "loss/reward_bad")
+        if algorithm == "kto"
+        else ("loss/reward_chosen", "loss/reward_rejected")
+    )
+    assert records[1][names[0]] == records[1][names[1]] == 0  # the policy is its own reference
+    assert records[-1][names[0]] > records[-1][names[1]]
+
+
+def test_a_reward_model_orders_pairs(train, mixed, place):
+    steps = ["trainer.num_steps=20", "trainer.lr=5e-3", "rollout.num_prompts=16"]
+    records = train("offline/reward_model", "verdicts", mixed, "preferences", *steps)
+    assert records[-1]["loss/reward_accuracy"] > 0.75
+    assert records[-1]["loss/total"] < records[1]["loss/total"]
+    row = read_rollouts(rollout_files(place / "verdicts")[0])[0]
+    assert [end - begin for begin, end in row["turns"]] == [1], "the verdict alone is predicted"
+
+
+def test_conversations_train_every_assistant_turn_and_nothing_else(place, tmp_path):
+    talk = [
+        {"role": "user", "content": "1 2"}, {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3 1"}, {"role": "assistant", "content": "3"},
+    ]  # fmt: skip
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps({"messages": talk, "n": n}) + "\n" for n in range(40)))
+    data = {"path": str(file), "prompt_key": "messages", "eval_path": str(file)}
+    task = Given(0, str(place / "model"), kind="demonstrations", data=data, group_size=1, **ROOM)
+    [example] = task.train_examples(1, 1)
+    given = example.data["given"]["completion"]
+    spoken = [task.decode(given["ids"][begin:end]) for begin, end in given["turns"]]
+    assert [text.split("<")[0].strip() for text in spoken] == ["2", "3"]
+    whole = task.chat.tokenizer.decode([*example.prompt_ids, *given["ids"]])
+    assert whole.replace(" ", "").startswith(
+        "<|user|>12<|end|><|assistant|>2<|end|><|user|>31<|end|><|assistant|>3<|end|>"
+    )
+
+
+def test_rows_that_cannot_work_are_named_before_anything_starts(place, tmp_path):
+    def made(kind, rows, group_size):
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = {"path": str(file), "eval_path": str(place / "preferences.jsonl")}
+        return Given(0, str(place / "model"), kind=kind, data=data, group_size=group_size, **ROOM)
+
+    with pytest.raises(ConfigError, match=r"row 1: rejected is None; it must be text, for task.kind=preferences"):
+        made("preferences", [{"prompt": "1 2", "chosen": "2"}], 2)
+    with pytest.raises(ConfigError, match="row 1 has 105 tokens with its prompt, and 64 have room"):
+        made("preferences", [{"prompt": "1 2", "chosen": "2 " * 99, "rejected": "1"}], 2)
+    with pytest.raises(ConfigError, match=r"rollout.group_size is 1; with task.kind=preferences it must be 2"):
+        made("preferences", [{"prompt": "1 2", "chosen": "2", "rejected": "1"}], 1)
