@@ -73,9 +73,9 @@ def test_four_ranks_then_three_then_one_end_as_if_nothing_had_happened(tmp_path,
     [
         ("trainer.layout.dp_shard=2", "rollout.layout.tp=2"),
         ("trainer.layout.tp=2",),  # an engine on each rank
-        ("trainer.layout.dp_shard=2", "trainer.shard=parameters"),
         ("trainer.layout.pp=2", "rollout.layout.pp=2"),
         ("trainer.layout.dp_shard=2", "rollout.layout.pp=2"),
+        ("trainer.layout.dp_shard=2", "trainer.shard=parameters"),
     ],
 )
 def test_any_layout_of_trainer_and_engine_makes_the_same_run(tmp_path, whole, layouts):

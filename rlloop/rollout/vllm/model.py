@@ -51,7 +51,9 @@ class RlloopForCausalLM(nn.Module):
         self.replayed: Replayed | None = None  # what a graph made of it, if one did
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return nn.functional.embedding(input_ids.long(), self.policy.model.embed_tokens.weight)
+        embedding = self.policy.model.embed_tokens
+        assert embedding is not None, "vLLM's ranks have every layer"
+        return nn.functional.embedding(input_ids.long(), embedding.weight)
 
     def forward(self, input_ids: Tensor, positions: Tensor, *unused: Any, **also_unused: Any) -> Tensor | Replayed:
         """Last hidden states. [T] -> [T, D]"""
