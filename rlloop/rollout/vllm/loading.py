@@ -54,7 +54,7 @@ def policy_of(config: VllmConfig, *, whole: bool = False) -> Model:
         return load_model(config.model_config.model, dtype=dtype, device=device)
     ranks = Ranks(tp.world_size, tp.rank_in_group, tp.device_group) if tp.world_size > 1 else Ranks()
     # Experts are cut beside the rest, whether vLLM was started with expert parallelism or without.
-    groups = dict.fromkeys(("tp", "ep", "world"), ranks)
+    groups: dict[str, Ranks] = {"tp": ranks, "ep": ranks, "world": ranks}
     context = ParallelContext(device, Layout(tp=ranks.size), ranks.rank, groups=groups)
     return load_model(config.model_config.model, dtype=dtype, context=context)
 
