@@ -1,7 +1,8 @@
 """Results that clients come back for.
 
 A future is pending, then done, and stays until its result was collected and a grace is over, for clients whose
-connection broke while they read it; uncollected results stay for an hour. All calls are made in the event loop's thread.
+connection broke while they read it; uncollected results stay for an hour. All calls are made in the event loop's
+thread.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 COLLECTED_SECONDS = 120.0  # a collected result is kept for
@@ -24,6 +25,8 @@ class Outcome:
     body: bytes
     media: str = JSON
     failed: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of a forward_backward
+    raw: bytes = b""  # of a sample, for its log
 
 
 @dataclass(eq=False)
@@ -65,6 +68,11 @@ class Futures:
         load.futures += 1
         load.nbytes += nbytes
         return future
+
+    def discard(self, future: Future) -> None:
+        """Forget a pending future."""
+        self.resolve(future, Outcome(b"", failed=True))
+        del self._all[future.request_id]
 
     def resolve(self, future: Future, outcome: Outcome) -> None:
         """Only the first outcome counts."""

@@ -1,4 +1,4 @@
-"""A model's commands on disk: written and synced before they are acknowledged, executed in order, replayed after a crash.
+"""Commands on disk: written and synced before they are acknowledged, executed in order, replayed after a crash.
 
 A log is a folder. Each of its segments, `000120.log`, holds commands from number 120 on; `000120/` is the model's state
 before them. Segment 0 needs no state. A segment is a sequence of frames, each one commit:
@@ -42,10 +42,19 @@ class Command(msgspec.Struct, tag="command", array_like=True):
 
 
 class Result(msgspec.Struct, tag="result", array_like=True):
-    """The final result of a command that must not be executed again."""
+    """The final result of a command, which is not executed again."""
 
     seq_id: int
     body: bytes
+    failed: bool = False
+    raw: bytes = b""  # of a sample: logprobs at temperature 1 of its sequences, one after the other, float32
+
+
+class Checked(msgspec.Struct, tag="checked", array_like=True):
+    """A forward_backward succeeded whose datums named sampled sequences: those need not be there to replay it."""
+
+    seq_id: int
+    metrics: dict[str, float]
 
 
 class Weights(msgspec.Struct, tag="weights", array_like=True):
@@ -55,13 +64,7 @@ class Weights(msgspec.Struct, tag="weights", array_like=True):
     digest: bytes  # blake3
 
 
-class Sampled(msgspec.Struct, tag="sampled", array_like=True):
-    """Completions whose logprobs later commands may be checked against, in the training service's own encoding."""
-
-    body: bytes
-
-
-Record = Command | Result | Weights | Sampled
+Record = Command | Result | Checked | Weights
 
 
 @dataclass
@@ -80,8 +83,12 @@ class Replay:
         return [found[seq_id] for seq_id in sorted(found)]
 
     @property
-    def results(self) -> dict[int, bytes]:
-        return {record.seq_id: record.body for record in self.records if isinstance(record, Result)}
+    def results(self) -> dict[int, Result]:
+        return {record.seq_id: record for record in self.records if isinstance(record, Result)}
+
+    @property
+    def checked(self) -> dict[int, dict[str, float]]:
+        return {record.seq_id: record.metrics for record in self.records if isinstance(record, Checked)}
 
     @property
     def digests(self) -> dict[int, bytes]:
@@ -220,8 +227,6 @@ class CommandLog:
         if paths:
             self._path = paths[-1]
             self.replay = read_segment(self._path)
-            if self.replay.first and self.replay.state is None:
-                raise RunError(f"{self._path} needs the state in {self._path.with_suffix('')}, which is not there")
             if self.replay.dropped:
                 os.truncate(self._path, self._path.stat().st_size - self.replay.dropped)
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
@@ -259,12 +264,30 @@ class CommandLog:
         still needs, such as results that nobody has collected; commands from `first` on are carried by themselves."""
         return self._committer.between(lambda: self._rotate(first, carried, keep_bytes))
 
+    def shrink(self, keep: Callable[[list[Record]], list[Record]]) -> Future[None]:
+        """Begin a segment of the records that `keep` returns, and delete the one before. For logs without states."""
+
+        def work() -> None:
+            old = self._path
+            records = keep(read_segment(old).records)
+            self._path = self.folder / f"{int(old.stem) + 1:06d}.log"
+            file = self._begin(self._path, records)
+            os.close(self._file)
+            self._file = file
+            old.unlink()
+
+        return self._committer.between(work)
+
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self._file).st_size
+
     def _rotate(self, first: int, carried: Sequence[Record], keep_bytes: int) -> None:
         state = self.folder / f"{first:06d}"
         new = state.with_suffix(".new")
         for path in new.rglob("*"):
             if path.is_file():
-                _sync(path)
+                sync(path)
         new.rename(state)
         later = [
             record
@@ -280,9 +303,9 @@ class CommandLog:
     def _begin(self, path: Path, records: Sequence[Record]) -> int:
         new = path.with_suffix(".part")
         new.write_bytes(MAGIC + (_framed(records) if records else b""))
-        _sync(new)
+        sync(new)
         new.rename(path)
-        _sync(self.folder)
+        sync(self.folder)
         return os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def _prune(self, keep_bytes: int) -> None:
@@ -318,7 +341,7 @@ def _framed(records: Sequence[Record]) -> bytes:
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -76,9 +76,7 @@ class Adam(Body):
     grad_clip_norm: float = 0.0
 
     def params(self) -> AdamParams:
-        return AdamParams(
-            self.learning_rate, self.beta1, self.beta2, self.eps, self.weight_decay, self.grad_clip_norm
-        )
+        return AdamParams(self.learning_rate, self.beta1, self.beta2, self.eps, self.weight_decay, self.grad_clip_norm)
 
 
 class OptimStep(Body):
@@ -160,7 +158,7 @@ class Input(Body):
 
 
 class Tensor(Body):
-    data: list[float] | list[int]
+    data: list[int | float]
     dtype: str
     shape: list[int] | None = None
     sparse_crow_indices: list[int] | None = None
@@ -185,13 +183,22 @@ class Tensor(Body):
 class Params(Body):
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str | int] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
 
     def sampling(self) -> Sampling:
-        return Sampling(self.max_tokens, self.seed, self.stop, self.temperature, self.top_k, self.top_p)
+        """Raises `ConfigError` for stops of both kinds."""
+        stop: str | list[str] | list[int] | None
+        if isinstance(self.stop, list):
+            texts, ids = [x for x in self.stop if isinstance(x, str)], [x for x in self.stop if isinstance(x, int)]
+            if texts and ids:
+                raise ConfigError("sampling_params.stop has both texts and token ids; give one kind")
+            stop = texts or ids
+        else:
+            stop = self.stop
+        return Sampling(self.max_tokens, self.seed, stop, self.temperature, self.top_k, self.top_p)
 
 
 class Sample(Body):

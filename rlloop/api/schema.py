@@ -3,8 +3,8 @@
     from rlloop.api.schema import message
     request = message("ForwardBackwardRequest").FromString(body)
 
-Reads the part of proto3 that the file uses: messages and enums of one package, scalar, repeated, optional, map and oneof
-fields, comments. Needs the extra `serve`.
+Reads the part of proto3 that the file uses: messages and enums of one package, scalar, repeated, optional, map and
+oneof fields, comments. Needs the extra `serve`.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ def _add_map(target: DescriptorProto, field: FieldDescriptorProto, kind: str, en
     entry = target.nested_type.add(name=f"{field.name.title().replace('_', '')}Entry")
     entry.options.map_entry = True
     for number, (part, type_) in enumerate(zip(("key", "value"), kind[4:-1].split(", "), strict=True), 1):
-        _set_type(
-            entry.field.add(name=part, number=number, label=FieldDescriptorProto.LABEL_OPTIONAL), type_, enums
-        )
+        _set_type(entry.field.add(name=part, number=number, label=FieldDescriptorProto.LABEL_OPTIONAL), type_, enums)
     field.label, field.type = FieldDescriptorProto.LABEL_REPEATED, FieldDescriptorProto.TYPE_MESSAGE
     field.type_name = f".{PACKAGE}.{target.name}.{entry.name}"
 

@@ -136,7 +136,7 @@ def dense_of(
     if (
         len(shape) != 2 or min(shape) < 0 or len(rows) != shape[0] + 1 or rows[0] != 0 or (np.diff(rows) < 0).any()
         or rows[-1] != len(columns) or len(columns) != len(values)
-        or (len(columns) and not (0 <= columns.min() and columns.max() < shape[1]))
+        or (len(columns) and not (columns.min() >= 0 and columns.max() < shape[1]))
     ):  # fmt: skip
         raise ConfigError(f"{where} is no CSR matrix of shape {tuple(shape)}: its indices do not fit")
     if shape[0] * shape[1] > 1 << 28:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rlloop.api.log import Command, CommandLog, Committer, Result, Sampled, Weights, read_segment, segments
+from rlloop.api.log import Checked, Command, CommandLog, Committer, Result, Weights, read_segment, segments
 from rlloop.errors import RunError
 
 
@@ -28,10 +28,11 @@ def appended(log: CommandLog, *records) -> None:
 
 def test_what_was_acknowledged_is_read_back_in_order_of_its_numbers(tmp_path, committer):
     log = CommandLog(tmp_path, committer)
-    appended(log, command(0), command(2), command(1), Result(1, b"done"), Weights(1, b"digest"), Sampled(b"s"))
+    appended(log, command(0), command(2), command(1), Result(1, b"done"), Weights(1, b"digest"), Checked(2, {"n": 1.0}))
     again = CommandLog(tmp_path, committer).replay
     assert [each.seq_id for each in again.commands] == [0, 1, 2]
-    assert again.results == {1: b"done"}
+    assert again.results == {1: Result(1, b"done")}
+    assert again.checked == {2: {"n": 1.0}}
     assert again.digests == {1: b"digest"}
     assert again.dropped == 0
 
@@ -85,7 +86,7 @@ def test_rotation_keeps_what_is_still_needed(tmp_path, committer):
     waiting.result(10)
     appended(log, command(5))
     again = CommandLog(tmp_path, committer).replay
-    assert (again.first, again.results) == (3, {2: b"uncollected"})
+    assert (again.first, again.results) == (3, {2: Result(2, b"uncollected")})
     assert [each.seq_id for each in again.commands] == [3, 4, 5]
     assert again.state is not None
     assert (again.state / "weights").read_bytes() == b"w"
@@ -140,3 +141,14 @@ def test_what_waits_together_shares_a_sync(tmp_path, committer):
         future.result(10)
     assert committer.commits - before <= 2
     assert len(CommandLog(tmp_path, committer).replay.commands) == 300
+
+
+def test_a_log_without_states_shrinks(tmp_path, committer):
+    log = CommandLog(tmp_path, committer)
+    appended(log, *(command(number, b"x" * 100) for number in range(10)))
+    before = log.nbytes
+    log.shrink(lambda records: records[-2:]).result(10)
+    assert log.nbytes < before
+    appended(log, command(10))
+    assert [each.seq_id for each in CommandLog(tmp_path, committer).replay.commands] == [8, 9, 10]
+    assert len(segments(tmp_path)) == 1
