@@ -14,7 +14,7 @@ from rlloop.api.futures import PROTOBUF, Outcome
 from rlloop.api.log import Command
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.training.service import TrainingService
-from rlloop.training.types import ForwardBackwardOutput, OptimStepResponse, Parity
+from rlloop.training.types import ForwardBackwardOutput, OptimStepResponse, Parity, PromptProvenanceSpan
 
 HIDDEN = "rlloop-log-"  # begins the names of checkpoints that belong to a log
 EXTERNAL = "rlloop-external-"  # begins those of checkpoints in another library's format
@@ -39,10 +39,17 @@ class Call:
     checked: bool = False  # its datums name sampled sequences
 
 
-def start(service: TrainingService, context: Context, command: Command, checked: Mapping[str, float] | None) -> Call:
-    """Begin a command. `checked`: the metrics of the comparison, for a call whose tokens were compared when it came
-    first. Raises `ConfigError` for one that cannot be read."""
-    return _KINDS[command.kind](service, context, command, checked)
+@dataclass(frozen=True)
+class Replayed:
+    """How a call went when it came first; nothing for one that comes for the first time."""
+
+    compared: Mapping[str, float] | None = None  # metrics of the comparison of its tokens, which all were equal
+    broken: bool = False  # it failed in the server, and took the gradient with it
+
+
+def start(service: TrainingService, context: Context, command: Command, replayed: Replayed = Replayed()) -> Call:
+    """Begin a command. Raises `ConfigError` for one that cannot be read."""
+    return _KINDS[command.kind](service, context, command, replayed)
 
 
 def failure(error: BaseException) -> Outcome:
@@ -81,10 +88,8 @@ def service_path(path: str) -> str:
 
 # ------------------------------------------------------------------------------------------------ one for each kind
 
-Checked = Mapping[str, float] | None
 
-
-def _create_model(service: TrainingService, context: Context, command: Command, checked: Checked) -> Call:
+def _create_model(service: TrainingService, context: Context, command: Command, replayed: Replayed) -> Call:
     body = requests.decoded(command.body, requests.CreateModel)
     _check_base(body.base_model, context)
     _check_optimizer(body.optimizer_config)
@@ -97,7 +102,7 @@ def _create_model(service: TrainingService, context: Context, command: Command, 
     return Call(made, lambda _: result(type="create_model", model_id=context.model_id))
 
 
-def _load_weights(service: TrainingService, context: Context, command: Command, checked: Checked) -> Call:
+def _load_weights(service: TrainingService, context: Context, command: Command, replayed: Replayed) -> Call:
     body = requests.decoded(command.body, requests.LoadWeights)
     path = context.check_path(body.path, body.weights_access_token)
     _check_optimizer(body.optimizer_config)
@@ -116,22 +121,28 @@ def _load_weights(service: TrainingService, context: Context, command: Command, 
     return Call(loaded, lambda _: result(type="load_weights", path=body.path, model_id=context.model_id))
 
 
-def _forward_backward(service: TrainingService, context: Context, command: Command, checked: Checked) -> Call:
-    body = wire.decode_forward_backward(command.body, provenance=checked is None)
+def _forward_backward(service: TrainingService, context: Context, command: Command, replayed: Replayed) -> Call:
+    compared = replayed.compared
+    body = wire.decode_forward_backward(command.body, provenance=compared is None)
     if not body.data:
         raise ConfigError("forward_backward has no datum; send one or more")
+    if replayed.broken:  # a name that no sequence has fails the call, and drops the gradient, as the first time
+        first = body.data[0]
+        lengths = len(first.model_input), len(first.loss_fn_inputs.get("target_tokens", ()))
+        spans = [(PromptProvenanceSpan(sequence_id="-", length=length),) for length in lengths]
+        body.data[0] = first.with_provenance(*spans)
     call = service.forward if body.forward_only else service.forward_backward
     made = call(context.model_id, body.data, body.loss_fn, body.loss_fn_config)
 
     def encode(output: ForwardBackwardOutput) -> Outcome:
-        if checked is not None:
-            output = replace(output, metrics={**output.metrics, **checked})
+        if compared is not None:
+            output = replace(output, metrics={**output.metrics, **compared})
         return Outcome(wire.encode_output(output), PROTOBUF, metrics=output.metrics)
 
     return Call(made, encode, checked=any(datum.provenance is not None for datum in body.data))
 
 
-def _optim_step(service: TrainingService, context: Context, command: Command, checked: Checked) -> Call:
+def _optim_step(service: TrainingService, context: Context, command: Command, replayed: Replayed) -> Call:
     body = requests.decoded(command.body, requests.OptimStep)
     if body.optimizer_params is not None or body.adam_params is None:
         raise ConfigError("optim_step has no adam_params; AdamW is the optimizer of this server")
@@ -143,7 +154,7 @@ def _optim_step(service: TrainingService, context: Context, command: Command, ch
     return Call(service.optim_step(context.model_id, body.adam_params.params()), encode)
 
 
-def _save_weights(service: TrainingService, context: Context, command: Command, checked: Checked) -> Call:
+def _save_weights(service: TrainingService, context: Context, command: Command, replayed: Replayed) -> Call:
     body = requests.decoded(command.body, requests.SaveWeights)
     name = _name(body.path) if body.path is not None else f"{command.seq_id:06d}"
     saved = service.save_weights(
@@ -156,7 +167,7 @@ def _save_weights(service: TrainingService, context: Context, command: Command, 
     return Call(saved, lambda made: result(type="save_weights", path=made.path), kept=True)
 
 
-def _save_for_sampler(service: TrainingService, context: Context, command: Command, checked: Checked) -> Call:
+def _save_for_sampler(service: TrainingService, context: Context, command: Command, replayed: Replayed) -> Call:
     body = requests.decoded(command.body, requests.SaveForSampler)
     name = None if body.path is None else _name(body.path)
     if name is None and body.sampling_session_seq_id is None:
@@ -176,7 +187,7 @@ def _save_for_sampler(service: TrainingService, context: Context, command: Comma
     )
 
 
-def _save_external(service: TrainingService, context: Context, command: Command, checked: Checked) -> Call:
+def _save_external(service: TrainingService, context: Context, command: Command, replayed: Replayed) -> Call:
     body = requests.decoded(command.body, requests.SaveExternal)
     if body.age_encryption_recipients:
         raise ConfigError("this server does not encrypt checkpoints; leave age_encryption_recipients out")
@@ -186,7 +197,7 @@ def _save_external(service: TrainingService, context: Context, command: Command,
     return Call(saved, lambda made: result(type="save_weights_external", path=public_path(made.path or "")), kept=True)
 
 
-_KINDS: dict[str, Callable[[TrainingService, Context, Command, Checked], Call]] = {
+_KINDS: dict[str, Callable[[TrainingService, Context, Command, Replayed], Call]] = {
     "create_model": _create_model,
     "load_weights": _load_weights,
     "forward_backward": _forward_backward,

@@ -67,8 +67,8 @@ class Core:
         self.refused += 1
         raise Refused(
             429,
-            f"{futures} requests with {held} bytes are in flight, and at most {quota.futures} with {quota.bytes} bytes may "
-            "be: collect results before you send more",
+            f"{futures} requests with {held} bytes are in flight; {quota.futures} with {quota.bytes} are allowed: "
+            "collect results before you send more",
         )
 
     def task(self, work: Any) -> asyncio.Task[Any]:

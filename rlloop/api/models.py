@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from rlloop.api.calls import HIDDEN, Call, Context, failed, failure, sampling_session, start
+from rlloop.api.calls import HIDDEN, Call, Context, Replayed, failed, failure, sampling_session, start
 from rlloop.api.core import Core, Refused, log
 from rlloop.api.futures import JSON, PROTOBUF, Future, Outcome
 from rlloop.api.log import Checked, Command, CommandLog, Record, Result
@@ -168,13 +168,15 @@ class Trained:
                 await self._wake.wait()
             self._next += 1
             future = self.core.futures[f"{self.model_id}:{command.seq_id}"]
-            if (known := self._results.pop(command.seq_id, None)) is not None:
+            known = self._results.pop(command.seq_id, None)
+            if known is not None:
                 self._settle_replayed(future, known)
-                continue
+                if command.kind not in ("forward_backward", "optim_step"):
+                    continue  # a call that failed is made again for what it did to the gradient
             if self.failed is not None:
                 self._settle(command, future, failed(f"{self.model_id} was not made: {self.failed}", "user"), None)
                 continue
-            call = await loop.run_in_executor(self.core.threads, self._begin, command)
+            call = await loop.run_in_executor(self.core.threads, self._begin, command, known)
             self._account(command)
             if isinstance(call, Outcome):
                 self._settle(command, future, call, None)
@@ -182,10 +184,11 @@ class Trained:
                 settle = partial(self._settle, command, future, call=call)
                 self.core.when_done(call.future, call.encode, settle)
 
-    def _begin(self, command: Command) -> Call | Outcome:
-        """In a thread: decode the command and call the service."""
+    def _begin(self, command: Command, known: Result | None) -> Call | Outcome:
+        """In a thread: decode the command and call the service. `known`: how it failed when it came first."""
+        replayed = Replayed(self._compared.pop(command.seq_id, None), known is not None and b'"server"' in known.body)
         try:
-            return start(self.core.service, self.context, command, self._compared.pop(command.seq_id, None))
+            return start(self.core.service, self.context, command, replayed)
         except Exception as error:
             if not isinstance(error, RlloopError):
                 log.error("a command failed in the server", exc_info=error)
@@ -197,6 +200,8 @@ class Trained:
 
     async def _finish(self, command: Command, future: Future, outcome: Outcome, call: Call | None) -> None:
         """Record what a replay needs, then let the client have the outcome."""
+        if future.outcome is not None:  # a call that is made again
+            return
         if not command.seq_id and outcome.failed:
             self.failed = msgspec.json.decode(outcome.body)["error"]
         if outcome.failed or (call is not None and call.kept):

@@ -71,7 +71,7 @@ def _locked(folder: Path) -> IO[str]:
     `ConfigError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / "lock", "w")  # noqa: SIM115 (the caller closes it)
+        file = (folder / "lock").open("w")
     except OSError as error:
         raise ConfigError(f"--folder {folder} cannot be written: {error.strerror}") from None
     try:
