@@ -138,6 +138,11 @@ SECTIONS: tuple[Section, ...] = (
                   "masking: the cost of a mismatch.", scale=Scale.fraction),
             Panel("Correction", ("is/truncated_high", "is/truncated_low", "is/masked"), "Fraction of tokens that the "
                   "importance correction changed.", scale=Scale.fraction),
+            Panel("Pairs in order", ("loss/reward_accuracy",), "Fraction of pairs whose chosen one has the larger "
+                  "reward.", scale=Scale.fraction),
+            Panel("Rewards of pairs", ("loss/reward_chosen", "loss/reward_rejected", "loss/reward_good",
+                  "loss/reward_bad", "loss/reward_margin"), "Implied by the policy: of chosen and rejected, or of good "
+                  "and bad, completions."),
             Panel("Updates refused", ("trainer/refused",), "1 where a gradient was not finite.", scale=Scale.zero),
         ),
     ),

@@ -172,7 +172,8 @@ def make_app(dashboard: Dashboard) -> Starlette:
         query = request.query_params
         if "step" not in query:  # a step's own file is read at once
             index.keep_up()
-        order = _choice(request, "order", ORDERS) or "worst"
+        files = index.progress()["files"]  # before the page, which may then have more of them, but not fewer
+        order = _choice(request, "order", ORDERS)
         solved = _choice(request, "solved", ("yes", "no"))
         completions = index.page(
             step=_number(request, "step") if "step" in query else None,
@@ -180,6 +181,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
             kind=_choice(request, "kind", KINDS),
             solved=None if solved is None else solved == "yes",
             group=_number(request, "group") if "group" in query else None,
+            search=query.get("search", "")[:200],
             offset=max(0, _number(request, "offset", 0)),
             limit=min(max(1, _number(request, "limit", 100)), 10_000),
         )
@@ -190,7 +192,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
             writer.writerows(completions["rows"])
             step = query.get("step")
             return _attachment(file.getvalue(), request, "rollouts" if step is None else f"rollouts step {step}")
-        return _reply({**completions, "index": index.progress()})
+        return _reply({**completions, "index": {**index.progress(), "files": files}})
 
     def rollout(request: Request) -> Response:
         run, step, line = _run(dashboard, request), _number(request, "step"), _number(request, "line")
@@ -245,10 +247,9 @@ def _attachment(text: str, request: Request, title: str) -> Response:
     """A CSV file, named by its runs and what it holds: `countdown-seed=1_reward.csv`."""
     ids = request.query_params.getlist("run")
     runs = "-".join(re.sub(r".*/", "", id) for id in ids) if len(ids) < 3 else f"{len(ids)}-runs"
-    name = re.sub(r"[^\w=.,+-]+", "-", f"{runs.removeprefix('.')}_{title.lower()}", flags=re.ASCII).strip("-_.")
-    return Response(
-        text, media_type="text/csv", headers={"content-disposition": f'attachment; filename="{name[:120]}.csv"'}
-    )
+    runs, title = re.sub(r"[^\w=.+,-]+", "-", runs.strip("."), flags=re.ASCII), re.sub(r"\W+", "-", title.lower())
+    name = f"{runs}_{title.strip('-')}"[:120].encode("ascii", "ignore").decode()
+    return Response(text, media_type="text/csv", headers={"content-disposition": f'attachment; filename="{name}.csv"'})
 
 
 def _plain(value: Any) -> str:

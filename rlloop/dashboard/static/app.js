@@ -6,7 +6,8 @@ import { swatch, setRange } from "./chart.js";
 import { closeMenu } from "./menu.js";
 import { cardOf, leaveCharts, refreshCharts, showCharts, toggleTables } from "./charts.js";
 import { address, go, look, readSettings, route, state } from "./state.js";
-import { keyOfRollouts, refreshRollouts, showRollouts, showStep } from "./rollouts.js";
+import { keyOfRollouts, refreshRollouts, showRollouts } from "./rollouts.js";
+import { showStep } from "./step.js";
 import { refreshCertificate, showCertificate, showConfig } from "./records.js";
 
 const VIEWS = { charts: showCharts, rollouts: showRollouts, step: showStep, certificate: showCertificate, config: showConfig };
