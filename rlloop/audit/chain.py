@@ -28,7 +28,8 @@ def check_metrics(run: History) -> Check:
     problems = [*run.problems]
     steps = [record["step"] for record in run.metrics]
     last = max(steps, default=-1)
-    due = run.by_step if run.is_own else range(max(last, run.last) + 1)
+    certified = [step for step, line in run.by_step.items() if line.metrics is not None]
+    due = certified if run.is_own else range(max(last, run.last) + 1)
     problems += [f"step {step} has no record" for step in due if step not in run.records]
     problems += [f"step {step} has {count} records" for step, count in Counter(steps).items() if count > 1]
     if steps != sorted(steps):

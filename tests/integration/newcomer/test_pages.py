@@ -25,13 +25,16 @@ def test_the_blocks_of_the_python_page(tmp_path, monkeypatch):
         run = rlloop.Run(tmp_path / "runs" / name)
         assert run.status == "finished"
         assert {line["tokens_different"] for line in run.certificate} == {0}
-        assert [check for check in verify(run.path) if check.problems] == []
+    assert [check for check in verify(tmp_path / "runs" / "own") if check.problems] == []
 
 
 def test_the_blocks_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_tiny(Path("path/to/a/hugging-face-folder"), hidden_size=32, num_layers=1)
     names: dict[str, Any] = {"__name__": "page"}
-    exec(compile(blocks("README.md").replace("num_steps\": 2", "num_steps\": 1"), "README.md", "exec"), names)
+    text = blocks("README.md")
+    small = '{"max_tokens": 4, "num_prompts": 2}, trainer={"num_steps": 1}, eval={"num_draws": 4}'
+    assert '{"max_tokens": 32}' in text
+    exec(compile(text.replace('{"max_tokens": 32}', small), "README.md", "exec"), names)
     assert all(weight.grad is not None for weight in names["model"].parameters())
     assert names["run"].status == "finished"
