@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,23 @@ def test_grpo_takes_rewards_of_trl_and_rows_in_memory(place: Path) -> None:
             rlloop.GRPO(place / "model", wrong, ROWS)
     with pytest.raises(rlloop.ConfigError, match="has no rows"):
         rlloop.GRPO(place / "model", share, [])
+
+
+def test_parity_of_a_run_and_a_checkpoint_is_of_the_same_weights_or_says_so(place: Path, tmp_path, capsys) -> None:
+    run = place / "stopped"
+    for step, code, says in ((1, 0, "Both sides are version 1"), (3, 3, "Not the same weights")):
+        assert main(["parity", str(run), str(run / f"checkpoints/step_{step}"), "--require"]) == code
+        assert says in capsys.readouterr().out
+    assert main(["parity", str(place / "model"), str(run), "--require"]) == 0
+    assert "Both sides are version 0" in capsys.readouterr().out
+
+    short = shutil.copytree(place / "model", tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    assert main(["parity", str(short), f"engine:{short}", "--require"]) == 0  # 64 tokens by default
+    assert " 128 " in capsys.readouterr().out.replace("\n", " ")  # 8 sequences, 16 tokens each from the engine
+    assert main(["parity", str(short), f"engine:{short}", "--length", "33"]) == 2
+    assert "the model has 32 positions" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ a loop of one's own
