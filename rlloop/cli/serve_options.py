@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlloop.config.rollout import EngineKind
-from rlloop.web.server import TOKEN_VARIABLE
+from rlloop.web import TOKEN_VARIABLE
 
 DESCRIPTION = """\
 Start a server of a fleet. Each prints its address as soon as it listens, and ends with Ctrl-C or SIGTERM.
@@ -57,6 +57,15 @@ KINDS = {
         "  TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python train.py",
     ),
 }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `rlloop serve`; returns the exit code. `--help` needs no extra."""
+    given = parse(arguments)
+
+    from rlloop.cli.serve import run  # the servers' packages, an extra
+
+    return run(given)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -26,19 +26,23 @@ class ShardedAdamW:
         self._masters, shards = masters, masters.shards
         decayed = {name for name, each in shards.items() if each.live.ndim >= 2 and not name.endswith("bias")}
         groups = [
-            {"params": [shards[name].flat for name in shards if name in decayed], "weight_decay": config.weight_decay},
-            {"params": [shards[name].flat for name in shards if name not in decayed], "weight_decay": 0.0},
+            {"params": [shards[name].flat for name in shards if (name in decayed) is decays], "decays": decays}
+            for decays in (True, False)
         ]
-        beta1, beta2 = config.betas
-        self._adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
-        for shard in shards.values():
+        self._adamw = torch.optim.AdamW(groups, lr=config.lr, fused=True)
+        self.reset()
+
+    def reset(self) -> None:
+        """Zero the state: that of an optimizer which has taken no step."""
+        for shard in self._masters.shards.values():
             moments = {key: torch.zeros_like(shard.flat, requires_grad=False) for key in MOMENTS}
             self._adamw.state[shard.flat] = {"step": torch.zeros((), device=shard.flat.device), **moments}
 
-    def step(self, lr: float) -> None:
-        """Update the masters by their gradients."""
+    def step(self, config: TrainerConfig, lr: float) -> None:
+        """Update the masters by their gradients, with the betas, eps and weight decay of `config`."""
         for group in self._adamw.param_groups:
-            group["lr"] = lr
+            decay = config.weight_decay if group["decays"] else 0.0
+            group.update(lr=lr, betas=config.betas, eps=config.eps, weight_decay=decay)
         self._adamw.step()
 
     def moment(self, name: str, key: str) -> Tensor:
