@@ -161,7 +161,8 @@ class Checkpoints:
         models = [(session, model) for session in self.sessions.of(client.name) for model in session.models.values()]
         models.sort(key=lambda pair: -pair[1].created)
         page, cursor = _page(request, [pair for pair in models if pair[1].failed is None])
-        return JSONResponse({"training_runs": [self._described(*pair, client) for pair in page], "cursor": cursor})
+        runs = [self._described(session, model, client) for session, model in page]
+        return JSONResponse({"training_runs": runs, "cursor": cursor})
 
     def _described(self, session: Session, model: Trained, client: Client) -> dict[str, Any]:
         info = self.core.service.info(model.model_id)

@@ -49,9 +49,9 @@ KINDS = {
     ),
     "api": (
         "A training API over MODEL: forward_backward, optim_step, sample, over Tinker's protocol (docs/api.md).\n"
-        "Without a token file it listens on loopback only, and takes any key that begins with tml-. A token file has a\n"
-        "key a line, as KEY, KEY NAME or KEY NAME operator. Started again with the same --folder, it goes on where it\n"
-        "was.",
+        "Without a token file it listens on loopback only, and takes any key that begins with tml-. A token file has\n"
+        "a key a line, as KEY, KEY NAME or KEY NAME operator. Started again with the same --folder, it goes on where\n"
+        "it was.",
         "examples:\n"
         "  rlloop serve api --model my-model --port 8000\n"
         "  TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python train.py",

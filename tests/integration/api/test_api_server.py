@@ -446,7 +446,7 @@ def test_ended_sessions_and_dropped_models_stay_ended(tmp_path):
         api.ok("unload_model", model_id=api.model_id)
         other = Api(server.url).start()
         other.post(f"sessions/{other.session}/finish", reason={"type": "success"}, detail=None)
-    with serving(tmp_path) as (server, fake):
+    with serving(tmp_path) as (server, _):
         again = Api(server.url)
         assert again.post("session_heartbeat", session_id=other.session).status_code == 410
         assert again.post("get_info", model_id=f"{api.session}:train:1").status_code == 404
