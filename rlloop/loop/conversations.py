@@ -13,8 +13,9 @@ changes nothing.
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlloop.chat import Message
 from rlloop.loop.environments import ConversationTask, Environment, EnvironmentSteps, Reply
 from rlloop.loop.turns import Turns, turns_of
 from rlloop.parity.asked import Vocabulary, fault_of
@@ -115,7 +117,7 @@ class Conversations:
         finally:
             turns.close()
             steps.settle()
-        return [talk.played(self.task.decode(talk.ids[len(talk.example.prompt_ids) :])) for talk in talks]
+        return [talk.played(self.task.decode) for talk in talks]
 
     def close(self) -> None:
         self._steps.close()
@@ -169,7 +171,7 @@ class _Talk:
         self.turns.append(turn)
         self.ids = [*turn.prompt_ids, *turn.token_ids]
 
-    def played(self, text: str) -> Played:
+    def played(self, decode: Callable[[list[int]], str]) -> Played:
         ended = bool(self.replies) and self.replies[-1].done
         completion = joined(self.turns, "abort" if self.broken else "stop" if ended else "length")
         components: dict[str, float] = {}
@@ -181,9 +183,37 @@ class _Talk:
             "solved": any(reply.solved for reply in self.replies),
             "components": components,
             "turns": len(self.turns),
+            "conversation": recorded(completion, decode, self.replies),
         }
         example = dataclasses.replace(self.example, data={**self.example.data, "episode": episode})
-        return Played(example, completion, text, self.broken, self.fault)
+        return Played(example, completion, decode(completion.token_ids), self.broken, self.fault)
+
+
+def recorded(
+    completion: Completion, decode: Callable[[list[int]], str], replies: Sequence[Reply] = ()
+) -> list[dict[str, Any]]:
+    """A conversation by turn, as JSON values; docs/agents.md has the keys.
+
+    `replies`: the environment's, one for each turn that it answered.
+    """
+    turns, conversation = completion.turns or ((0, len(completion.token_ids)),), list[dict[str, Any]]()
+    for index, (start, end) in enumerate(turns):
+        entry: dict[str, Any] = {"tokens": [start, end], "text": decode(completion.token_ids[start:end])}
+        if index + 1 < len(turns):
+            entry["read"] = [end, turns[index + 1][0]]
+        if index < len(replies):
+            reply = replies[index]
+            entry |= {"reward": float(reply.reward), "messages": [_as_recorded(each) for each in reply.messages]}
+            if reply.components:
+                entry["components"] = {name: float(value) for name, value in reply.components.items()}
+        conversation.append(entry)
+    return conversation
+
+
+def _as_recorded(message: Message) -> dict[str, str]:
+    """What a record keeps of a message: text alone."""
+    kept = {name: message[name] for name in ("role", "name", "arguments", "content") if name in message}
+    return {name: each if isinstance(each, str) else json.dumps(each, default=str) for name, each in kept.items()}
 
 
 def joined(turns: Sequence[Completion], finish_reason: FinishReason) -> Completion:
