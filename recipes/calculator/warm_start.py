@@ -50,7 +50,7 @@ def _sequence(chat: ChatTokenizer, problem: Problem) -> TrainSequence:
     end = chat.tokenizer.convert_tokens_to_ids(END)
 
     def write(text: str) -> None:
-        written = [*chat.tokenizer(text, add_special_tokens=False)["input_ids"], end]
+        written = [*chat.ids(text), end]
         predict.extend(range(len(ids), len(ids) + len(written)))
         ids.extend(written)
 
