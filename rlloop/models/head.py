@@ -183,3 +183,17 @@ def _chunks(hidden: Tensor, division: Division):
         count = min(step, len(hidden) - begin)
         first, last = share(count, ranks.size, ranks.rank)
         yield begin, shares(count, ranks.size), slice(begin + first, begin + last)
+
+
+class Apart(torch.autograd.Function):
+    """A tensor whose gradient goes to `take`, and not on to the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.take(grads[0])
+        return None, None

@@ -23,14 +23,13 @@ from rlloop.models import attention, latent
 from rlloop.models.adapter_slots import AdapterRegistry
 from rlloop.models.adapter_weights import Adapter, Target, check_adapts, find_targets
 from rlloop.models.architecture import ModelConfig
-from rlloop.models.attention import Attention
+from rlloop.models.decoder import Decoder
 from rlloop.models.experts import Mixture
-from rlloop.models.head import Head
-from rlloop.models.latent import LatentAttention
-from rlloop.models.layers import Cache, Divisions, Linear, Mlp, Norm, PlainMlp, Step, Weight
+from rlloop.models.head import Apart, Head
+from rlloop.models.layers import Cache, Divisions, Linear, Step, Weight
 from rlloop.models.peer_gathers import peers_of
 from rlloop.models.placement import check_placement
-from rlloop.models.recurrent import DeltaNet, Mamba, delta_states, mamba_states
+from rlloop.models.recurrent import delta_states, mamba_states
 from rlloop.models.ropes import RopeTable
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.stages import Stage
@@ -43,74 +42,6 @@ from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.cut import share
 from rlloop.parallel.division import in_tiles, taken
-
-
-class Layer(nn.Module):
-    """Attention or a gated delta network, then an MLP or experts."""
-
-    def __init__(self, config: ModelConfig, layer: int, context: ParallelContext) -> None:
-        super().__init__()
-        self.eps = config.rms_norm_eps
-        self.input_layernorm = Norm(config.hidden_size, config.centred_norms)
-        latent, mixture, self.linear_attn, tp = config.latent, config.mixture, None, context.tp
-        if config.delta is not None and layer in config.delta.layers:
-            self.linear_attn = DeltaNet(config, config.delta, layer, tp)
-        elif latent is None:
-            self.self_attn = Attention(config, layer, tp)
-        else:
-            self.self_attn = LatentAttention(config, latent, layer, tp)
-        self.post_attention_layernorm = Norm(config.hidden_size, config.centred_norms)
-        if mixture is not None and layer in mixture.layers:
-            self.mlp = Mixture(config, mixture, mixture.layers.index(layer), context)
-        else:
-            self.mlp = Mlp(config.hidden_size, config.intermediate_size, tp, config.mlp_bias)
-
-    def forward(self, delta: Tensor, stream: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        """(delta, stream) -> (delta, stream), [T, D] each. `delta`, the last block's output, is still to be added."""
-        ops = step.ops
-        x, stream = ops.rms_norm(delta, self.input_layernorm.scale, self.eps, stream)
-        attended = self.self_attn(x, step) if self.linear_attn is None else self.linear_attn(x, step)
-        x, stream = ops.rms_norm(attended, self.post_attention_layernorm.scale, self.eps, stream)
-        return self.mlp(x, step), stream
-
-
-class Block(nn.Module):
-    """A layer of a single block: attention, a recurrence, experts or an MLP (Nemotron)."""
-
-    def __init__(self, config: ModelConfig, kinds: tuple[str, ...], layer: int, context: ParallelContext) -> None:
-        super().__init__()
-        self.eps = config.rms_norm_eps
-        self.norm = Norm(config.hidden_size, config.centred_norms)
-        kind, tp = kinds[layer], context.tp
-        if kind == "linear_attention" and config.mamba is not None:
-            self.mixer = Mamba(config, config.mamba, layer, tp)
-        elif kind == "full_attention":
-            self.mixer = Attention(config, layer, tp)
-        elif kind == "moe" and config.mixture is not None:
-            self.mixer = Mixture(config, config.mixture, config.mixture.layers.index(layer), context)
-        else:
-            self.mixer = PlainMlp(config.hidden_size, config.intermediate_size, config.mlp_bias, tp)
-
-    def forward(self, delta: Tensor, stream: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        x, stream = step.ops.rms_norm(delta, self.norm.scale, self.eps, stream)
-        return self.mixer(x, step), stream
-
-
-class Decoder(nn.Module):
-    """Embedding, layers and final norm: Hugging Face's `model.` prefix. A stage of a pipeline has its own of them."""
-
-    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
-        super().__init__()
-        self.stage = Stage(config, context)
-        self.embed_tokens = Weight(config.vocab_size, config.hidden_size) if self.stage.has_embedding else None
-        kinds = config.blocks
-        self.layers = nn.ModuleDict(
-            {
-                str(layer): Layer(config, layer, context) if kinds is None else Block(config, kinds, layer, context)
-                for layer in self.stage.layers
-            }
-        )
-        self.norm = Norm(config.hidden_size, config.centred_norms) if self.stage.last else None
 
 
 class Model(nn.Module):
@@ -235,7 +166,7 @@ class Model(nn.Module):
         take = self.take_head_gradient
         if self.lm_head is not None or take is None:
             return self.head
-        return taken(_Apart.apply(self._embedding, take), self.vocabulary, 0)
+        return taken(Apart.apply(self._embedding, take), self.vocabulary, 0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -460,17 +391,3 @@ class Model(nn.Module):
         # Early stops would leave out the end of a layer, where ranks may meet.
         with set_checkpoint_early_stop(self.context.layout.world_size == 1):
             return checkpoint(layer, *args, use_reentrant=False)
-
-
-class _Apart(torch.autograd.Function):
-    """A tensor whose gradient goes to `take`, and not on to the tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, take: Callable[[Tensor], None]) -> Tensor:
-        ctx.take = take
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        ctx.take(grads[0])
-        return None, None

@@ -24,7 +24,8 @@ PRELOADED = "tests.support.preloaded"
 
 
 @functools.cache
-def _forks() -> ForkServerContext:
+def forks() -> ForkServerContext:
+    """Starts processes that have imported what runs need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])
     with contextlib.chdir(ROOT):  # where the server looks for modules
@@ -43,10 +44,10 @@ class Command:
         program: Callable[[], object] | None = None,
     ) -> None:
         """`rlloop` with `arguments`; or `program`, a module's function, which reads them from `sys.argv`."""
-        read, write = _forks().Pipe(duplex=False)
+        read, write = forks().Pipe(duplex=False)
         environment = dict(os.environ if env is None else env)
         given = (["rlloop", *map(str, arguments)], str(cwd), environment, write, program)
-        self._process = _forks().Process(target=_run, args=given)
+        self._process = forks().Process(target=_run, args=given)
         self._process.start()
         write.close()
         assert self._process.pid is not None

@@ -12,17 +12,20 @@ from typing import Any
 
 import torch
 
+from tests.support.command import forks
+
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, kind: str = "cpu") -> list[Any]:
     """`function(*args)` in `size` processes of one process group; their results, in order of rank.
 
     `kind` cuda: each has a GPU of its own, the current one, and NCCL.
 
-    `function` must be importable: a module's own. Starting processes takes seconds: put many cases into one call.
+    `function` must be importable: a module's own.
     """
     with tempfile.TemporaryDirectory() as folder:
         work = partial(_rank, kind, f"file://{Path(folder) / 'meeting'}", size, function, args)
-        with ProcessPoolExecutor(size, multiprocessing.get_context("spawn")) as pool:
+        context = forks() if kind == "cpu" else multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(size, context) as pool:
             return list(pool.map(work, range(size)))
 
 

@@ -1,0 +1,85 @@
+"""The decoder's layers: blocks of attention, recurrences, experts and MLPs in Hugging Face's names.
+
+Shapes: T flat tokens, D hidden width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from rlloop.models.architecture import ModelConfig
+from rlloop.models.attention import Attention
+from rlloop.models.experts import Mixture
+from rlloop.models.latent import LatentAttention
+from rlloop.models.layers import Mlp, Norm, PlainMlp, Step, Weight
+from rlloop.models.recurrent import DeltaNet, Mamba
+from rlloop.models.stages import Stage
+from rlloop.parallel.context import ParallelContext
+
+
+class Layer(nn.Module):
+    """Attention or a gated delta network, then an MLP or experts."""
+
+    def __init__(self, config: ModelConfig, layer: int, context: ParallelContext) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.input_layernorm = Norm(config.hidden_size, config.centred_norms)
+        latent, mixture, self.linear_attn, tp = config.latent, config.mixture, None, context.tp
+        if config.delta is not None and layer in config.delta.layers:
+            self.linear_attn = DeltaNet(config, config.delta, layer, tp)
+        elif latent is None:
+            self.self_attn = Attention(config, layer, tp)
+        else:
+            self.self_attn = LatentAttention(config, latent, layer, tp)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.centred_norms)
+        if mixture is not None and layer in mixture.layers:
+            self.mlp = Mixture(config, mixture, mixture.layers.index(layer), context)
+        else:
+            self.mlp = Mlp(config.hidden_size, config.intermediate_size, tp, config.mlp_bias)
+
+    def forward(self, delta: Tensor, stream: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        """(delta, stream) -> (delta, stream), [T, D] each. `delta`, the last block's output, is still to be added."""
+        ops = step.ops
+        x, stream = ops.rms_norm(delta, self.input_layernorm.scale, self.eps, stream)
+        attended = self.self_attn(x, step) if self.linear_attn is None else self.linear_attn(x, step)
+        x, stream = ops.rms_norm(attended, self.post_attention_layernorm.scale, self.eps, stream)
+        return self.mlp(x, step), stream
+
+
+class Block(nn.Module):
+    """A layer of a single block: attention, a recurrence, experts or an MLP (Nemotron)."""
+
+    def __init__(self, config: ModelConfig, kinds: tuple[str, ...], layer: int, context: ParallelContext) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.norm = Norm(config.hidden_size, config.centred_norms)
+        kind, tp = kinds[layer], context.tp
+        if kind == "linear_attention" and config.mamba is not None:
+            self.mixer = Mamba(config, config.mamba, layer, tp)
+        elif kind == "full_attention":
+            self.mixer = Attention(config, layer, tp)
+        elif kind == "moe" and config.mixture is not None:
+            self.mixer = Mixture(config, config.mixture, config.mixture.layers.index(layer), context)
+        else:
+            self.mixer = PlainMlp(config.hidden_size, config.intermediate_size, config.mlp_bias, tp)
+
+    def forward(self, delta: Tensor, stream: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        x, stream = step.ops.rms_norm(delta, self.norm.scale, self.eps, stream)
+        return self.mixer(x, step), stream
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm: Hugging Face's `model.` prefix. A stage of a pipeline has its own of them."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
+        super().__init__()
+        self.stage = Stage(config, context)
+        self.embed_tokens = Weight(config.vocab_size, config.hidden_size) if self.stage.has_embedding else None
+        kinds = config.blocks
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): Layer(config, layer, context) if kinds is None else Block(config, kinds, layer, context)
+                for layer in self.stage.layers
+            }
+        )
+        self.norm = Norm(config.hidden_size, config.centred_norms) if self.stage.last else None
