@@ -133,6 +133,7 @@ class ScoringConfig:
 
     timeout: float = limited(60.0, SECONDS)  # of one sample; a sample that takes longer is rejected, with that reason
     concurrency: int = limited(64, at_least(1))  # samples at a time, for an async reward
+    retries: int = limited(0, zero_or_more("none"))  # of a failed step of an environment that declares `idempotent`
 
     def __post_init__(self) -> None:
         check_limits("scoring", self)

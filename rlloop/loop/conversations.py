@@ -75,11 +75,17 @@ class Conversations:
     """Conversations of several turns: the policy writes, an environment replies, until it is done."""
 
     def __init__(
-        self, task: ConversationTask, vocabulary: Vocabulary, *, timeout: float = 60.0, concurrency: int = 64
+        self,
+        task: ConversationTask,
+        vocabulary: Vocabulary,
+        *,
+        timeout: float = 60.0,
+        concurrency: int = 64,
+        retries: int = 0,
     ) -> None:
-        """`timeout` (seconds) and `concurrency` of the environments' steps, as for a reward."""
+        """`timeout` (seconds), `concurrency` and `retries` of the environments' steps: the section `scoring`."""
         self.task, self.vocabulary = task, vocabulary
-        self._steps = EnvironmentSteps(timeout=timeout, concurrency=concurrency)
+        self._steps = EnvironmentSteps(timeout=timeout, concurrency=concurrency, retries=retries)
 
     def play(self, engine: Engine, examples: Sequence[Example], sampling: Sequence[SamplingParams]) -> list[Played]:
         """Play one conversation for each example, to its end.
@@ -130,7 +136,8 @@ class Conversations:
             talk.hear(turn.result(), self.vocabulary)
             if talk.broken is not None:
                 return
-            reply = self._steps.submit(talk.environment, self.task.decode(talk.turns[-1].token_ids))
+            name = f"{talk.example.id}/{talk.sampling.seed}/{len(talk.turns)}"
+            reply = self._steps.submit(talk.environment, self.task.decode(talk.turns[-1].token_ids), name)
             yield reply
             if not self._goes_on(talk, reply.result()):
                 return
@@ -262,11 +269,11 @@ class Player(Protocol):
     def close(self) -> None: ...
 
 
-def player_for(task: Task, vocabulary: Vocabulary, *, timeout: float, concurrency: int) -> Player:
-    """The task's own player, where it brings one (`task.player`, a function of what `Conversations` is made of but the
-    task); conversations where it has an environment; else single completions."""
+def player_for(task: Task, vocabulary: Vocabulary, *, timeout: float, concurrency: int, retries: int = 0) -> Player:
+    """The task's own player, where it brings one (`task.player`, a function of vocabulary, timeout and concurrency);
+    conversations where it has an environment; else single completions."""
     if (player := getattr(task, "player", None)) is not None:
         return player(vocabulary, timeout=timeout, concurrency=concurrency)
     if getattr(task, "environment", None) is None:
         return SingleTurn(task, vocabulary)
-    return Conversations(task, vocabulary, timeout=timeout, concurrency=concurrency)  # pyright: ignore[reportArgumentType]
+    return Conversations(task, vocabulary, timeout=timeout, concurrency=concurrency, retries=retries)  # pyright: ignore[reportArgumentType]
