@@ -28,8 +28,8 @@ from rlloop.loop.environments import Message, Reply
 from rlloop.rollout.fleet.chat_parsing import ToolCall, parse
 from rlloop.types import Example
 
-LARGEST = 156  # the largest number with a token
-OPERANDS = range(2, 13)
+LARGEST = 40  # the largest number with a token
+OPERANDS = range(1, 10)
 TOOLS: dict[str, Callable[[int, int], int]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
 }  # fmt: skip
@@ -119,7 +119,7 @@ class Calculate:
         model_path: str | None = None,
         *,
         demonstrations: int = 1000,
-        warm_steps: int = 200,
+        warm_steps: int = 150,
         max_turns: int = 4,
         max_conversation_tokens: int = 512,
     ) -> None:

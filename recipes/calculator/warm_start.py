@@ -18,7 +18,7 @@ from rlloop.trainer import Trainer, TrainSequence
 from ..custom.tiny import END, write_tiny
 from .task import TOOLS, WORDS, Problem, problems
 
-VERSION, BATCH, LR = 1, 32, 2e-3
+VERSION, BATCH, LR = 2, 32, 2e-3
 
 
 def warm_started(demonstrations: int, steps: int) -> Path:

@@ -130,6 +130,11 @@ class Conversations:
 
     def _converse(self, talk: _Talk, turns: Turns) -> Iterator[Future[Any]]:
         """One conversation from its first turn to its last; yields each future that it waits for."""
+        yield from self._take_turns(talk, turns)
+        if hasattr(talk.environment, "close"):
+            yield self._steps.end(talk.environment)
+
+    def _take_turns(self, talk: _Talk, turns: Turns) -> Iterator[Future[Any]]:
         while True:
             turn = turns.submit(talk.ids, talk.sampling)
             yield turn

@@ -54,6 +54,8 @@ class Environment(Protocol):
         An environment with the attribute `idempotent = True` is called as `step(message, key)`, and again with the same
         key, up to `scoring.retries` times, where that raises or outlasts its time: a step of a key that has been taken
         already is to be answered, not taken twice. Without it nothing is tried again.
+
+        A method `close`, where there is one, is called at the end of the conversation, however it ends.
         """
         ...
 
@@ -116,6 +118,20 @@ class EnvironmentSteps:
         else:
             self._start(key, step)
         return step.outcome
+
+    def end(self, environment: Any) -> Future[None]:
+        """Close an environment, within `timeout`. What goes wrong stays in the future."""
+        if self._loop is None:
+            self._loop = EventLoop()
+
+        async def close() -> None:
+            async with asyncio.timeout(self.timeout):
+                if inspect.iscoroutinefunction(environment.close):
+                    await environment.close()
+                else:
+                    await asyncio.to_thread(environment.close)
+
+        return self._loop.start(close())
 
     def check(self) -> None:
         """Replace the event loop where a step blocks it. To be called every `POLL` seconds or so while `busy`."""
