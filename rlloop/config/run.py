@@ -133,6 +133,7 @@ class ScoringConfig:
 
     timeout: float = limited(60.0, SECONDS)  # of one sample; a sample that takes longer is rejected, with that reason
     concurrency: int = limited(64, at_least(1))  # samples at a time, for an async reward
+    retries: int = limited(0, zero_or_more("none"))  # of a failed step of an environment that declares `idempotent`
 
     def __post_init__(self) -> None:
         check_limits("scoring", self)
@@ -243,6 +244,7 @@ class RunConfig:
                 "which rounds alike on a CPU"
             )
         self._check_reference()
+        self._check_critic()
         self._check_lora()
         self._check_parity()
         self._check_fleet()
@@ -284,6 +286,16 @@ class RunConfig:
             raise ConfigError(
                 "KL to the reference (the loss's kl_coef, algorithm.reward_kl_coef) is infinite under rollout.top_p, "
                 "top_k or min_p, once the policy samples what the reference would leave out; drop either"
+            )
+
+    def _check_critic(self) -> None:
+        if not self.algorithm.critic.lr:
+            return
+        elsewhere = self.launch is not Launch.local or self.fleet.kind is FleetKind.regions
+        if elsewhere or self.world.size > 1:
+            raise ConfigError(
+                "algorithm.critic trains beside the policy in one process: set launch=local and fleet=node, and leave "
+                "the layouts at 1; or algorithm.critic.lr=0, with another advantage"
             )
 
     def _check_lora(self) -> None:

@@ -41,6 +41,15 @@ class ShardedAdamW:
             group["lr"] = lr
         self._adamw.step()
 
+    @property
+    def steps(self) -> int:
+        """Updates so far."""
+        return int(max((float(state["step"]) for state in self._adamw.state.values()), default=0.0))
+
+    def set_steps(self, count: int) -> None:
+        for state in self._adamw.state.values():
+            state["step"].fill_(count)
+
     def moment(self, name: str, key: str) -> Tensor:
         """This rank's rows of a moment, of `MOMENTS`."""
         shard = self._masters.shards[name]
