@@ -304,8 +304,6 @@ class RunConfig:
         )
         if self.rollout.drift.declared:
             raise ConfigError(f"rollout.drift rounds all weights, most of them frozen {with_rank}; leave it out")
-        if self.fleet.kind is FleetKind.regions:
-            raise ConfigError(f"engines in regions follow whole weights; {with_rank} set fleet=node")
         require(
             "trainer.expert_bias_rate", self.trainer.expert_bias_rate, self.trainer.expert_bias_rate == 0,
             f"0 {with_rank}: the base is frozen",
