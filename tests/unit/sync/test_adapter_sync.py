@@ -92,5 +92,5 @@ def test_versions_of_an_adapter_are_kept_and_scored_over_one_base(tmp_path):
         trainer.forward_backward(fresh, get_loss("grpo"))
         trainer.optim_step()
         samples += fresh
-    assert different(samples[:8], trainer.logprobs(samples[:8])) > 0
+    assert different(samples[:8], list(trainer.logprobs(samples[:8]))) > 0
     assert different(samples, list(history.recompute(samples).logprobs)) == 0

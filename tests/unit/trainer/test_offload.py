@@ -153,7 +153,9 @@ def test_blocks_come_ahead_and_go_back_in_order(monkeypatch: pytest.MonkeyPatch)
     copies: list[tuple[str, int]] = []
     copy = BlockStream._copy
 
-    def noted(stream: BlockStream, sources: list[Tensor], targets: list[Tensor], beside: object) -> object:
+    def noted(
+        stream: BlockStream, sources: list[Tensor], targets: list[Tensor], beside: torch.cuda.Stream | None
+    ) -> object:
         copies.append(("there" if targets[0].data_ptr() not in hosts else "back", int(sources[0][0])))
         return copy(stream, sources, targets, beside)
 
