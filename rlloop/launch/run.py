@@ -94,8 +94,15 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             raise
         except (OSError, SafetensorError) as error:
             if not _is_full(error):
+                closed = "the output was closed, as by `| head`; the same command resumes the run"
+                folder.log(f"stopped: {closed if isinstance(error, BrokenPipeError) else error}")
+                _conclude(folder, "failed")
                 raise
             raise RlloopError(f"{job.folder} cannot grow: {error}. Make room; to resume: {job.command}") from error
+        except Exception as error:  # a defect, of rlloop or of a recipe's own code: its traceback is printed
+            folder.log(f"stopped: {type(error).__name__}: {error}")
+            _conclude(folder, "failed")
+            raise
         if not finished:
             folder.log("interrupted")
             _conclude(folder, "interrupted")
