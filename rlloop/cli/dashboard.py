@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from rlloop.errors import ConfigError
+from rlloop.runs.alerts import Condition, check_webhook
 
 ABOUT = """\
 Show runs in a browser: train-inference KL, clipping, reward and everything else that a run records, live or finished.
@@ -26,6 +27,7 @@ examples:
   rlloop dashboard runs                      every run below runs/
   rlloop dashboard --demo                    recorded runs, one of them replayed as if live
   rlloop dashboard runs --port 0             use any free port
+  rlloop dashboard runs --alert failed --alert 'silent 10' --webhook https://hooks.example/...
   rlloop dashboard --wandb ENTITY/PROJECT    create the same panels as a workspace of Weights & Biases
 
 On another machine: ssh -L 8642:127.0.0.1:8642 THAT_MACHINE, and open the address here.
@@ -50,6 +52,11 @@ def main(arguments: Sequence[str]) -> int:
     if given.runs is not None and not given.runs.is_dir():
         problem = "is a file" if given.runs.exists() else "does not exist"
         raise ConfigError(f"{given.runs} {problem}; name a folder that contains runs, or one run's folder")
+    conditions = [Condition.parse(text) for text in given.alert]
+    if bool(conditions) != (given.webhook is not None):
+        raise ConfigError("--alert and --webhook belong together: a condition, and where to post it")
+    if conditions:
+        check_webhook(given.webhook)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # shut down as with Ctrl-C
     with ExitStack() as stack:
         note = ""
@@ -80,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
         "--allow-host", action="append", default=[], metavar="NAME",
         help="another host name to answer for, such as a proxy's; may be given several times",
     )  # fmt: skip
+    parser.add_argument(
+        "--alert", action="append", default=[], metavar="CONDITION",
+        help="post to --webhook when it becomes true of a live run: 'eval/solved < 0.1', 'reward/mean < 0.05 for 20' "
+        "(records in a row), 'silent 10' (minutes), 'failed'; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--webhook", metavar="URL", help="where alerts are posted, as JSON with the key `text`")
     parser.add_argument("--open", action="store_true", help="open the address in a browser")
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="create a workspace with these panels and exit")
     return parser
@@ -107,6 +120,10 @@ def _serve(given: argparse.Namespace, note: str) -> int:
         if given.open:
             webbrowser.open(address)
 
+    if given.alert:
+        from rlloop.dashboard.watch import Watch
+
+        Watch(dashboard.runs, given.webhook, [Condition.parse(text) for text in given.alert]).start()
     with suppress(KeyboardInterrupt):
         serve(make_app(dashboard), listen, announce, dashboard.close)  # open event streams would delay the shutdown
     return 0
