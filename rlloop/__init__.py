@@ -25,6 +25,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from rlloop.errors import ConfigError, ModelError, ParityError, RlloopError, RunError
+    from rlloop.launch.grpo import GRPO
+    from rlloop.launch.python import train
+    from rlloop.loop.own import Run
     from rlloop.models import Model, load_model, save_model
     from rlloop.models.adapter_files import load_adapter
     from rlloop.models.scoring import token_logprobs
@@ -36,6 +39,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "rlloop.errors": ("ConfigError", "ModelError", "ParityError", "RlloopError", "RunError"),
+    "rlloop.launch.grpo": ("GRPO",),
+    "rlloop.launch.python": ("train",),
+    "rlloop.loop.own": ("Run",),
     "rlloop.models": ("Model", "load_model", "save_model"),
     "rlloop.models.adapter_files": ("load_adapter",),
     "rlloop.models.scoring": ("token_logprobs",),
@@ -46,6 +52,7 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "GRPO",
     "Completion",
     "ConfigError",
     "Engine",
@@ -57,12 +64,14 @@ __all__ = [
     "ParityError",
     "RewardResult",
     "RlloopError",
+    "Run",
     "RunError",
     "SamplingParams",
     "load_adapter",
     "load_model",
     "save_model",
     "token_logprobs",
+    "train",
 ]
 
 

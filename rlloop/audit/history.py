@@ -19,7 +19,7 @@ from rlloop.config.run import RunConfig
 from rlloop.errors import RlloopError
 from rlloop.launch.compose import build
 from rlloop.parity.certificate import Statement
-from rlloop.runs.folder import SIGNATURES, read_config, rollout_files, step_of
+from rlloop.runs.folder import SIGNATURES, is_own_loop, read_config, rollout_files, step_of
 
 Id = Annotated[int, Meta(ge=0, lt=2**31)]
 Step = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -165,6 +165,11 @@ class History:
         return any(line.rollouts is None for line in self.lines)
 
     @property
+    def is_own(self) -> bool:
+        """True for a loop that is not rlloop's, recorded by `rlloop.Run`: its steps and requests are its own."""
+        return is_own_loop(self.config)
+
+    @property
     def mode(self) -> Any:
         """`parity.mode`."""
         section = self.config.get("parity")
@@ -263,10 +268,12 @@ class History:
 
 def _built(config: dict[str, Any]) -> RunConfig | str:
     """The configuration, checked; or the reason why this version cannot take it."""
+    if is_own_loop(config):
+        return "the loop is not rlloop's, so its configuration does not say how to repeat it"
     try:
         return build(cast(DictConfig, OmegaConf.merge(OmegaConf.structured(RunConfig), config)))
     except (RlloopError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError) as error:
-        return " ".join(str(error).split()) or type(error).__name__
+        return f"this version cannot take config.yaml: {' '.join(str(error).split()) or type(error).__name__}"
 
 
 def _step_in(line: bytes) -> int:

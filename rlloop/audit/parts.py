@@ -55,7 +55,7 @@ def find_parts(run: History, run_code: bool, make_model: bool) -> Parts:
     """
     parts = Parts()
     if isinstance(run.built, str):
-        parts.no_task = parts.no_reward = parts.no_model = f"this version cannot take config.yaml: {run.built}"
+        parts.no_task = parts.no_reward = parts.no_model = run.built
         return parts
     config = run.built
     algorithm = config.algorithm

@@ -62,7 +62,7 @@ def replay(run: History, parts: Parts, progress: Callable[[str], None]) -> Check
 
 def _obstacle(run: History, parts: Parts, target: int) -> str | None:
     if isinstance(run.built, str):
-        return f"this version cannot take config.yaml: {run.built}"
+        return run.built
     if run.built.parity.mode is not ParityMode.require:
         return f"parity.mode={run.built.parity.mode} does not promise equal bits"
     if run.built.fleet.max_version_lag:

@@ -47,7 +47,7 @@ class Rescored:
     def _obstacle(self, parts: Parts) -> str | None:
         config = self.run.built
         if isinstance(config, str):
-            return f"this version cannot take config.yaml: {config}"
+            return config
         if config.parity.mode is not ParityMode.require:
             return f"parity.mode={config.parity.mode} does not promise equal bits"
         return parts.no_kernels

@@ -57,6 +57,8 @@ def verify(
         yield _safe("signature", lambda: chain.check_signature(history, key))
     if (witness := extent.witness) is not None:
         yield _safe("witness", lambda: chain.check_witness(history, witness))
+    if history.is_own:
+        yield Check("requests, rewards, advantages", f"not checked: {history.built}")
     parts = find_parts(history, extent.run_code, make_model=extent.rescored is None or extent.replay)
     try:
         yield from _check_completions(history, _makers(history, parts, extent), progress)
@@ -79,7 +81,7 @@ def _makers(run: History, parts: Parts, extent: Extent) -> list[Callable[[], Com
         makers += [
             lambda: Requests(config, parts), lambda: Rewards(parts, extent.rewarded), lambda: Advantages(config, parts)
         ]  # fmt: skip
-    makers.append(Aggregates)
+    makers.append(lambda: Aggregates(run))
     if extent.rescored != 0:
         makers.append(lambda: Rescored(run, parts, extent.rescored))
     return makers
@@ -96,6 +98,8 @@ def _check_completions(
         yield Check("completions", "not all can be checked", unmade)
     problems: dict[str, list[str]] = {check.name: [] for check in checks}
     recorded = {step for step in run.records if step > 0} | set(run.by_step)
+    if run.is_own:
+        recorded = {step for step, line in run.by_step.items() if line.rollouts is not None}
     problems["rollouts"] += [f"step {step} has no rollouts" for step in sorted(recorded - run.files.keys())]
     ended = run.status is not None
     beyond = [step for step in run.files if step > run.latest + (not ended)]

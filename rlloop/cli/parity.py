@@ -20,7 +20,8 @@ A and B are each one of:
                              reference, with settings: FOLDER@rlloop,linear=stock,expert_combine=bf16_each
   engine:FOLDER[@PROFILE]    sampled by the embedded engine
   transformers:FOLDER        transformers' own model
-  RUN                        a run's last rollout, with the engine's logprobs
+  RUN                        a run's last rollout, with the engine's logprobs; against one of its checkpoints, the
+                             completions that those very weights sampled, where there are any
   FILE.jsonl                 logprobs of another program: prompt_ids, token_ids, logprobs and optional token_types
 """
 
@@ -68,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sequences", type=int, default=8, metavar="N", help="number of random ones without --prompts (default: 8)"
     )
-    parser.add_argument("--length", type=int, default=64, metavar="N", help="tokens of a random one (default: 64)")
+    parser.add_argument(
+        "--length", type=int, metavar="N", help="tokens of a random one (default: 64, or the model's positions)"
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="write parity.json and parity.png there")
     parser.add_argument("--require", action="store_true", help="exit with code 3 if a bit differs")
     return parser
@@ -83,7 +86,7 @@ def _refuse(given: argparse.Namespace) -> None:
                 "folder, or a file of logprobs"
             )
     for name, least in (("sequences", 1), ("length", 2)):
-        if getattr(given, name) < least:
+        if getattr(given, name) is not None and getattr(given, name) < least:
             raise ConfigError(f"--{name} is {getattr(given, name)}; it must be at least {least}")
     if given.prompts is not None and not given.prompts.is_file():
         raise ConfigError(f"--prompts is {str(given.prompts)!r}, which is not a file; give a JSONL file")

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rlloop.cli.serve_options import parse
 from rlloop.cli.serve_ranks import engine_over, layout_of, settings_of
 from rlloop.config.fleet import is_address
 from rlloop.config.rollout import EngineKind
@@ -33,9 +32,8 @@ if TYPE_CHECKING:
     from rlloop.rollout.fleet.weight_follower import Source
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Run `rlloop serve` until a signal; returns the exit code."""
-    given = parse(arguments)
+def run(given: argparse.Namespace) -> int:
+    """Serve until a signal; returns the exit code. `given`: of `rlloop.cli.serve_options`."""
     with ExitStack() as stack:
         {"engine": _engine, "relay": _relay, "trainer": _trainer, "proxy": _proxy}[given.kind](given, stack)
     return 0

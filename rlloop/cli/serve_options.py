@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlloop.config.rollout import EngineKind
-from rlloop.web.server import TOKEN_VARIABLE
+from rlloop.web import TOKEN_VARIABLE
 
 DESCRIPTION = """\
 Start a server of a fleet. Each prints its address as soon as it listens, and ends with Ctrl-C or SIGTERM.
@@ -47,6 +47,15 @@ KINDS = {
         "example:\n  rlloop serve proxy --upstream http://127.0.0.1:8000 --token-file token --host 0.0.0.0 --port 8001",
     ),
 }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `rlloop serve`; returns the exit code. `--help` needs no extra."""
+    given = parse(arguments)
+
+    from rlloop.cli.serve import run  # the servers' packages, an extra
+
+    return run(given)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -21,6 +21,7 @@ import yaml
 from rlloop.config.resume import flatten
 from rlloop.dashboard.notes import NOTES, read_notes
 from rlloop.parity.certificate import find_breaks
+from rlloop.runs.folder import is_own_loop
 
 MARKS = ("metrics.jsonl", "parity.jsonl", "run.log", ".lock")  # a folder with config.yaml and any of these is a run
 INSIDE = {"checkpoints", "rollouts", "orphaned", "wandb", "tensorboard", "__pycache__"}  # not searched for runs
@@ -193,7 +194,7 @@ class Run:
 
     def breaks(self) -> list[str]:
         """Problems of the certificate's chain."""
-        return find_breaks(self.certificate())
+        return find_breaks(self.certificate(), gaps=is_own_loop(self.config()))
 
     @property
     def problems(self) -> list[str]:

@@ -63,7 +63,13 @@ for _name, _algorithm in PRESETS.items():
 
 
 def find_recipe(name: str) -> tuple[Path, str]:
-    """The folder and file stem of `NAME` or `NAME/VARIANT`. Raises `ConfigError` that lists the recipes there are."""
+    """The folder and file stem of `NAME`, `NAME/VARIANT` or a YAML file's path. Raises `ConfigError` that lists the
+    recipes there are."""
+    if name.endswith((".yaml", ".yml")):
+        file = Path(name).absolute()
+        if not file.is_file():
+            raise ConfigError(f"there is no recipe {name!r}: no such file")
+        return file.parent, file.stem
     recipe = recipes.find(name)
     if recipe is not None:
         return recipe
@@ -198,7 +204,7 @@ def _opened(override: str) -> str:
         for name in reversed(key.removeprefix(f"{named}.").split(".")):
             value = f"{{{name}: {value or repr('')}}}"
         return f"++{named}={value}"
-    is_open = named is not None or (override.startswith(f"{key}=") and _is_free(key))
+    is_open = named is not None or (override.startswith(f"{key}=") and is_free(key))
     return f"++{key}={value}" if is_open and isinstance(parsed.value(), dict) else override
 
 
@@ -211,7 +217,7 @@ def _drop_preset_arguments(algorithm: DictConfig) -> None:
                 algorithm[f"{kind}_args"] = {}
 
 
-def _is_free(section: str) -> bool:
+def is_free(section: str) -> bool:
     return any(f"{section}.".startswith(f"{free}.") for free in FREE)
 
 
@@ -292,7 +298,7 @@ def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) ->
         )
     known = _flat_keys(_compose(folder, stem, []))
     parent = key.rpartition(".")[0]
-    if _is_free(parent):
+    if is_free(parent):
         near = difflib.get_close_matches(key, [name for name in known if name.rpartition(".")[0] == parent], n=1)
         meant = f"; did you mean {near[0]}?" if near else ";"
         return (

@@ -31,10 +31,13 @@ class Prepared:
     loss: Callable[..., Any]
 
 
-def prepare(config: RunConfig) -> Prepared:
-    """Raises `ConfigError` or `ModelError`, within seconds, for what is not there or cannot work."""
+def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prepared:
+    """Raises `ConfigError` or `ModelError`, within seconds, for what is not there or cannot work.
+
+    `reward`: the function itself, in place of the one that the configuration names.
+    """
     loss = loss_of(config)
-    reward = resolve_reward(config.reward)
+    reward = reward or resolve_reward(config.reward)
     advantages = advantages_for(config.algorithm, config.rollout.max_tokens, config.rollout.group_size)
     if isinstance(config.rollout.engine, Mapping):
         engine_factory(config.rollout.engine)

@@ -6,7 +6,7 @@ What can be refused is refused before anything slow starts.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from errno import EDQUOT, EFBIG, ENOSPC
@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from rlloop.config.fleet import FleetKind
 from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ParityError, RlloopError
+from rlloop.launch.callbacks import Callbacks
 from rlloop.launch.layouts import check_launch
 from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
@@ -26,6 +27,7 @@ from rlloop.launch.ranks import RankFailed, remaining
 from rlloop.launch.signals import Interrupts
 from rlloop.launch.torchrun import Leader
 from rlloop.loop.loop import Loop
+from rlloop.loop.own import Run
 from rlloop.loop.parts import Parts
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.monitor import ParityMonitor
@@ -38,6 +40,7 @@ from rlloop.runs.sinks import make_sinks
 from rlloop.trainer.checkpoint import folder_digest
 
 INTERRUPTED = 130  # exit code
+STOPPED = 0  # exit code: by a callback, which is an end as good as the last step
 NO_ROOM = ENOSPC, EDQUOT, EFBIG
 
 
@@ -50,6 +53,8 @@ class Job:
     plain: Mapping[str, Any]  # the configuration as JSON values: what config.yaml holds
     folder: Path
     command: str  # what resumes it
+    reward: Callable[..., Any] | None = None  # a function itself, where a caller from Python has one
+    callbacks: Sequence[Any] = ()  # objects with any of on_start(run), on_step(step, metrics), on_end(run)
 
 
 Builder = Callable[[RunConfig, Prepared, RunFolder], AbstractContextManager[Parts]]
@@ -66,7 +71,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
 
     with ExitStack() as stack:
         check_launch(job.config, 1 if leader is None else leader.here.size)
-        prepared = prepare(job.config)
+        prepared = prepare(job.config, job.reward)
         stack.callback(prepared.scorer.close)
         folder = stack.enter_context(RunFolder(job.folder))
         config_digest = folder.adopt(job.plain)
@@ -75,6 +80,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             say(f"{job.folder} is finished: nothing to do. Raise trainer.num_steps to go on, or choose another run.dir")
             return 0
         interrupts = stack.enter_context(Interrupts(say))
+        callbacks = Callbacks(job.callbacks, Run(job.folder))
         try:
             finished = None
             while finished is None:
@@ -82,7 +88,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
                 certificate.note(config=config_digest)
                 builder = _builder(job.config) if leader is None else leader.parts
                 try:
-                    finished = _drive(job, prepared, builder, folder, certificate, interrupts, console)
+                    finished = _drive(job, prepared, builder, folder, certificate, interrupts, callbacks, console)
                 except RankFailed as failure:
                     job = replace(job, config=remaining(job.config, failure))
                     folder.log(f"{failure}; it goes on with {job.config.world.size} ranks")
@@ -90,6 +96,8 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
         except KeyboardInterrupt:
             finished = False
         except RlloopError as error:
+            if error.exit_code == 2 and folder.discard():  # refused before anything was recorded
+                raise
             folder.log(f"stopped: {error}")
             _conclude(folder, "parity broken" if isinstance(error, ParityError) else "failed")
             raise
@@ -105,11 +113,13 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             _conclude(folder, "failed")
             raise
         if not finished:
-            folder.log("interrupted")
+            folder.log(callbacks.reason or "interrupted")
             _conclude(folder, "interrupted")
-            say(f"Interrupted. To resume: {job.command}")
-            return INTERRUPTED
+            callbacks.end()
+            say(f"{callbacks.reason or 'Interrupted'}. To resume: {job.command}")
+            return STOPPED if callbacks.reason else INTERRUPTED
         summary = _conclude(folder, "finished")
+        callbacks.end()
         print_summary(console, folder.path, summary)
         return 0
 
@@ -138,6 +148,7 @@ def _drive(
     folder: RunFolder,
     certificate: Certificate,
     interrupts: Interrupts,
+    callbacks: Callbacks,
     console: Console,
 ) -> bool:
     """Takes steps until the last, or an interrupt. Returns True at the last step."""
@@ -174,8 +185,10 @@ def _drive(
         if config.fleet.kind is FleetKind.regions:
             progress.note(f"engines join at {(folder.path / 'fleet_address').read_text().strip()}")
         observers.append(progress)
+        observers.append(callbacks)
+        callbacks.start()
         with interrupts.held_back():
-            last = loop.run(start, interrupts.asked)
+            last = loop.run(start, lambda: interrupts.asked() or callbacks.reason is not None)
     return last >= config.trainer.num_steps
 
 

@@ -16,8 +16,21 @@ from rlloop.errors import ConfigError
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity_tool.bisect import FirstDifference, Knob, first_difference, knobs
 from rlloop.parity_tool.measure import Comparison, measure
-from rlloop.parity_tool.sides import Definition, Side, Tokens, Transformers, open_side, random_sequences, read_prompts
+from rlloop.parity_tool.sides import (
+    Definition,
+    Side,
+    Tokens,
+    Transformers,
+    is_run,
+    model_folder,
+    open_side,
+    random_sequences,
+    read_prompts,
+    sampled_versions,
+    version_of,
+)
 
+LENGTH = 64  # tokens of a random sequence
 LINTHRESH = 1e-12  # below this the plot's axis is linear, so that it includes 0
 
 
@@ -28,6 +41,7 @@ class Report:
     comparison: Comparison
     first: FirstDifference | None
     knobs: list[Knob]
+    weights: str  # which versions of a run's weights are compared; empty where no side is a run
     note: str  # the part that could not be examined, and why; empty if there is none
 
     def as_dict(self) -> dict[str, Any]:
@@ -38,27 +52,24 @@ class Report:
             "by_type": self.comparison.as_dict(),
             "first_difference": None if self.first is None else asdict(self.first),
             "knobs": [asdict(knob) for knob in self.knobs],
+            "weights": self.weights,
             "note": self.note,
         }
 
 
-def compare(a: str, b: str, dtype: str, prompts: Path | None, count: int, length: int) -> Report:
+def compare(a: str, b: str, dtype: str, prompts: Path | None, count: int, length: int | None) -> Report:
     """Score the same sequences on both sides (`open_side` has their forms) and compare.
 
     Sequences are a side's own if it has some, else those of the file `prompts`, else `count` random ones of about
-    `length` tokens. Raises `ConfigError` or `ModelError`.
+    `length` tokens (None: 64, or as many as both models have positions for). Raises `ConfigError` or `ModelError`.
     """
     prompted = read_prompts(prompts) if prompts is not None else None
-    sides: list[Side] = []
-    for text in (a, b):
-        sides.append(open_side(text, dtype, _prompts_for(text, prompted, count, length)))
+    if prompted is None:
+        prompted = _probe([folder for text in (a, b) if (folder := model_folder(text)) is not None], count, length)
+    weights = _same_weights(a, b)
+    sides: list[Side] = [open_side(text, dtype, prompted, weights.version) for text in (a, b)]
     own = [sequences for side in sides if (sequences := side.sequences()) is not None]
-    if own:
-        sequences = own[0]
-    elif prompted is not None:
-        sequences = prompted
-    else:
-        sequences = random_sequences(_vocabulary(sides), count, length)
+    sequences = own[0] if own else prompted
     if any(len(each.ids) < 2 for each in sequences):
         raise ConfigError("a sequence has fewer than 2 tokens, so nothing in it is predicted")
     scored = [side.score(sequences) for side in sides]
@@ -66,7 +77,7 @@ def compare(a: str, b: str, dtype: str, prompts: Path | None, count: int, length
     first, knobs_, note = None, [], ""
     if comparison.first is not None:
         first, knobs_, note = _bisect(sides, sequences, comparison.first, scored)
-    return Report(sides[0].name, sides[1].name, comparison, first, knobs_, note)
+    return Report(sides[0].name, sides[1].name, comparison, first, knobs_, weights.text, note)
 
 
 def _bisect(
@@ -88,25 +99,46 @@ def _bisect(
     return first, knobs(ours.with_profile(nearest), ours.model.profile, sequences, theirs), note
 
 
-def _prompts_for(text: str, prompted: list[Tokens] | None, count: int, length: int) -> list[Tokens]:
-    if not text.startswith("engine:"):
+def _probe(folders: Sequence[Path], count: int, length: int | None) -> list[Tokens]:
+    """Random sequences within the vocabulary and the positions of every model; none without a model. Raises
+    `ConfigError` for a `length` that a model has no positions for."""
+    if not folders:
         return []
-    if prompted is not None:
-        return prompted
     from rlloop.models.config import read_config
 
-    folder = text.partition(":")[2]
-    folder = folder if Path(folder).exists() else folder.partition("@")[0]
-    return random_sequences(read_config(folder).vocab_size, count, length)
+    configs = [read_config(folder) for folder in folders]
+    most = min(config.max_positions for config in configs)
+    if length is not None and length > most:
+        raise ConfigError(f"--length is {length}, and the model has {most} positions; it must be at most {most}")
+    return random_sequences(min(config.vocab_size for config in configs), count, length or LENGTH, most)
 
 
-def _vocabulary(sides: Sequence[Side]) -> int:
-    for side in sides:
-        if isinstance(side, Definition):
-            return side.model.config.vocab_size
-        if isinstance(side, Transformers):
-            return side.model.config.vocab_size
-    raise AssertionError("every other kind of side has sequences of its own")
+@dataclass(frozen=True)
+class _Weights:
+    version: int | None = None  # of a run's completions that are compared; None: the run's last
+    text: str = ""
+
+
+def _same_weights(a: str, b: str) -> _Weights:
+    """The version of a run's weights that the other side is, as far as its folder tells."""
+    for run, other in ((a, b), (b, a)):
+        if not is_run(Path(run)):
+            continue
+        folder, sampled = model_folder(other), sampled_versions(Path(run))
+        if folder is None or not sampled:
+            return _Weights(None, f"{run}: the completions of its last step, sampled by version {max(sampled)}")
+        version = version_of(folder, Path(run))
+        if version is None:
+            text = f"{run} was last sampled by version {max(sampled)}, and {folder} does not say which version it is"
+            return _Weights(None, f"{text}: if it is another one, its updates are part of the difference")
+        if version in sampled:
+            return _Weights(version, f"Both sides are version {version} of the run's weights")
+        return _Weights(
+            None,
+            f"Not the same weights: {folder} is version {version}, which sampled no completion of the run; compared "
+            f"are those of version {max(sampled)}, so the updates between them are part of the difference",
+        )
+    return _Weights()
 
 
 # --------------------------------------------------------------------------------------------------------- output
@@ -114,7 +146,9 @@ def _vocabulary(sides: Sequence[Side]) -> int:
 
 def show(report: Report, console: Console) -> None:
     """Print the report."""
-    console.print(f"A  {report.a}\nB  {report.b}", highlight=False, markup=False)
+    console.print(f"A  {report.a}\nB  {report.b}", highlight=False, markup=False, soft_wrap=True)
+    if report.weights:
+        console.print(report.weights, highlight=False, markup=False, soft_wrap=True)
     table = _table("tokens", "all", "differ", "k1", "k3", "max |d|", "top-1", "experts")
     for name, each in report.comparison.by_type.items():
         experts = "" if each.expert_flips is None else f"{each.expert_flips:.2%}"

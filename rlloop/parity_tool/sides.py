@@ -27,7 +27,7 @@ from rlloop.models.logits_processing import warp_for
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.profile import IMPLEMENTATIONS, SETTINGS, NumericsProfile, allows, choices
 from rlloop.rollout import Engine
-from rlloop.runs.folder import read_rollouts, rollout_files
+from rlloop.runs.folder import read_config, read_rollouts, rollout_files
 from rlloop.runs.rollouts import unpack_experts
 from rlloop.types import SamplingParams
 
@@ -179,8 +179,9 @@ def _refuse_nan(name: str, logprobs: np.ndarray) -> None:
 # -------------------------------------------------------------------------------------------------------- reading
 
 
-def open_side(text: str, dtype: str, prompts: Sequence[Tokens]) -> Side:
-    """The side that `text` names. `prompts`: those that an engine continues. Raises `ConfigError` or `ModelError`."""
+def open_side(text: str, dtype: str, prompts: Sequence[Tokens], version: int | None = None) -> Side:
+    """The side that `text` names. `prompts`: those that an engine continues. `version`: of the weights that sampled the
+    completions of a run. Raises `ConfigError` or `ModelError`."""
     kind, _, rest = text.partition(":")
     if kind == "transformers":
         return Transformers(text, Path(rest), dtype)
@@ -189,9 +190,36 @@ def open_side(text: str, dtype: str, prompts: Sequence[Tokens]) -> Side:
     path = Path(text)
     if path.is_file():
         return read_logprobs(path)
-    if path.is_dir() and (path / "rollouts").is_dir():
-        return read_run(path)
+    if is_run(path):
+        return read_run(path, version)
     return Definition(text, _definition(text, dtype))
+
+
+def is_run(path: Path) -> bool:
+    return path.is_dir() and (path / "rollouts").is_dir()
+
+
+def model_folder(text: str) -> Path | None:
+    """The model's folder that a side names; None for recorded logprobs."""
+    path = text.removeprefix("engine:").removeprefix("transformers:")
+    folder = Path(path if Path(path).exists() else path.partition("@")[0])
+    return folder if (folder / "config.json").is_file() else None
+
+
+def version_of(folder: Path, run: Path) -> int | None:
+    """The version of a run's weights in `folder`: one of its checkpoints, or the model that it began with; else
+    None."""
+    folder = folder.resolve()
+    if folder.parent == (run / "checkpoints").resolve():
+        step = folder.name.removeprefix("step_")
+        return int(step) if step.isdigit() else None
+    began = (read_config(run).get("model") or {}).get("path") if (run / "config.yaml").is_file() else None
+    return 0 if began is not None and Path(began).resolve() == folder else None
+
+
+def sampled_versions(run: Path) -> dict[int, Path]:
+    """Version of the weights -> the last file with completions that it sampled, by the rows' own word."""
+    return {row["policy_version"]: file for file in rollout_files(run) for row in read_rollouts(file)[:1]}
 
 
 def _definition(text: str, dtype: str) -> Model:
@@ -236,14 +264,16 @@ def _sampled(name: str, model: Model, prompts: Sequence[Tokens]) -> Recorded:
     return Recorded(name, sequences, scored)
 
 
-def read_run(path: Path) -> Recorded:
-    """The last rollout of a run. Raises `ConfigError` if there is none."""
+def read_run(path: Path, version: int | None = None) -> Recorded:
+    """The completions that `version` of a run's weights sampled; None: of its last step. Raises `ConfigError` if there
+    are none."""
     files = rollout_files(path)
     if not files:
         raise ConfigError(f"{path} has no rollouts yet")
+    file = files[-1] if version is None else sampled_versions(path)[version]
     sequences, scored = [], []
-    for row in read_rollouts(files[-1]):
-        if not row["token_ids"]:
+    for row in read_rollouts(file):
+        if not row["token_ids"] or version not in (None, row["policy_version"]):
             continue
         ids, prompt = row["prompt_ids"] + row["token_ids"], len(row["prompt_ids"])
         turns = row.get("turns") or [(0, len(row["token_ids"]))]  # the policy's tokens; others are the environment's
@@ -255,8 +285,8 @@ def read_run(path: Path) -> Recorded:
         sequences.append(Tokens(ids, prompt, sampling=sampling, starts=[prompt + start for start, _ in turns]))
         scored.append(Scored(logprobs, experts=experts))
     if not sequences:
-        raise ConfigError(f"{files[-1]} has no completion with a token in it")
-    return Recorded(f"{path} ({files[-1].name})", sequences, scored)
+        raise ConfigError(f"{file} has no completion with a token in it")
+    return Recorded(f"{path} ({file.name})", sequences, scored)
 
 
 def read_logprobs(path: Path) -> Recorded:
@@ -320,7 +350,9 @@ def read_prompts(path: Path) -> list[Tokens]:
     return sequences
 
 
-def random_sequences(vocabulary: int, count: int, length: int) -> list[Tokens]:
-    """Uniformly random tokens, half prompt, half completion: for models without a tokenizer."""
+def random_sequences(vocabulary: int, count: int, length: int, most: int) -> list[Tokens]:
+    """Uniformly random tokens, half prompt, half completion: for models without a tokenizer. `most`: tokens of the
+    longest."""
     rng = np.random.default_rng(0)
-    return [Tokens(rng.integers(0, vocabulary, length + i).tolist(), (length + i) // 2 or 1) for i in range(count)]
+    lengths = [min(length + i, most) for i in range(count)]
+    return [Tokens(rng.integers(0, vocabulary, size).tolist(), size // 2 or 1) for size in lengths]

@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from rlloop.errors import UNREADABLE, RunError
 
 REPORT = "parity_report.json"
 SIGNATURES = "signatures.jsonl"
+OWN_LOOP = {"loop": "own"}  # in config.yaml: the run is not of `rlloop train` (rlloop.loop.own)
 JOURNALS = ("metrics.jsonl", "parity.jsonl", SIGNATURES)  # at most one line for each step
 ROLLOUTS = re.compile(r"step_(\d{8,18})\.jsonl\.zst")
 
@@ -88,6 +90,7 @@ class RunFolder:
         try:
             if (path / "config.json").exists():
                 raise RunError(f"{path} is a model's folder (it has a config.json); choose another run.dir")
+            self._is_new = not path.exists() or not any(path.iterdir())
             path.mkdir(parents=True, exist_ok=True)
             for target, flags in ((path, os.O_RDONLY), (path / ".lock", os.O_RDWR | os.O_CREAT)):
                 self._locks.append(os.open(target, flags, 0o666))
@@ -110,6 +113,15 @@ class RunFolder:
     def __exit__(self, *error: object) -> None:
         while self._locks:
             os.close(self._locks.pop())
+
+    def discard(self) -> bool:
+        """Delete the folder of a run that was refused: one that this process made, and that has no records. Returns
+        False, and leaves it, for any other."""
+        begun = any((self.path / name).exists() for name in (*JOURNALS, "weights", "rollouts", "checkpoints"))
+        if not self._is_new or begun:
+            return False
+        shutil.rmtree(self.path)
+        return True
 
     def check_held(self) -> None:
         """Raises `RunError` if the folder was moved, or replaced by another, which another process may have locked."""
@@ -278,6 +290,11 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise RunError(f"{path / 'config.yaml'} is not a run's configuration, or is damaged")
     return config
+
+
+def is_own_loop(config: Mapping[str, Any]) -> bool:
+    """True for the configuration of a run that `rlloop.Run` recorded, of a loop that is not rlloop's."""
+    return config.get("loop") == OWN_LOOP["loop"]
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlloop.errors import ConfigError
+from rlloop.web import TOKEN_VARIABLE
 from rlloop.web.clients import bearer
 from rlloop.web.connections import STALL_SECONDS, Listener
 
@@ -35,7 +36,6 @@ try:
 except ImportError:
     raise ConfigError("servers need the extra `serve`: pip install 'rlloop[serve]'") from None
 
-TOKEN_VARIABLE = "RLLOOP_TOKEN"
 SHORTEST_TOKEN = 16
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 BLOCK = 1 << 18  # bytes of an answer that are written at a time

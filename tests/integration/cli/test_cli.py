@@ -157,7 +157,7 @@ def test_cfg_job_prints_and_stops(rlloop, tmp_path):
 def test_help_has_examples_and_lists_recipes(rlloop):
     for arguments in (["--help"], ["train", "--help"]):
         code, said = rlloop(*arguments)
-        assert (code, "rlloop train --config-name countdown" in said) == (0, True)
+        assert (code, "rlloop train countdown" in said) == (0, True)
     assert "toy  (" in said
 
 

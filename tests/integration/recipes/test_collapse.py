@@ -96,7 +96,7 @@ def test_a_switch_in_mid_run_leaves_the_steps_before_it_equal(tmp_path):
 
 
 def test_the_command_that_resumes_a_job_of_a_multirun_is_one(tmp_path):
-    from rlloop.cli.main import _make_jobs
+    from rlloop.cli.train import _make_jobs
 
     [job] = _make_jobs("countdown/collapse", [("arm=int4,seed=1", ["arm=int4", "seed=1", f"run.dir={tmp_path}"])])
     assert job.folder == tmp_path / "arm=int4,seed=1"

@@ -1,0 +1,52 @@
+"""`rlloop doctor`: what this machine can do, or the layouts in which a model fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlloop.cli.parser import new_parser
+from rlloop.errors import ConfigError
+
+DOCTOR = """\
+Show what this machine can do (ok) and cannot do (--), and how to get the rest: zero KLD (equal bits) by dtype and
+device, optional packages, vLLM. The first call compiles kernels. Exit code: 0, or 1 if the CPU or a GPU does not hold
+zero KLD.
+
+With --model and --gpus: the layouts over so many GPUs in which training this model fits, and the memory of a rank by
+part, predicted from config.json. Exit code: 0, or 1 if none fits.
+"""
+
+DOCTOR_EXAMPLES = """\
+example:
+  rlloop doctor --model my-model --gpus 8 --memory 80
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = new_parser("doctor", DOCTOR, DOCTOR_EXAMPLES)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="predict memory for this model; needs --gpus")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to lay it over")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of one GPU (default: this machine's)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--tokens", type=int, default=16384, metavar="T", help="of a micro-batch (default: 16384)")
+    given = parser.parse_args(arguments)
+    if (given.model is None) != (given.gpus is None):
+        raise ConfigError("--model and --gpus belong together, as in --model my-model --gpus 8")
+    if given.model is None:
+        from rlloop.cli.machine_check import examine
+
+        lines = examine()
+    else:
+        if given.gpus < 1 or given.tokens < 1:
+            raise ConfigError(f"--gpus is {given.gpus} and --tokens {given.tokens}; both must be at least 1")
+
+        from rlloop.cli.memory import examine_model
+
+        lines = examine_model(given.model, given.gpus, given.dtype, given.tokens, given.memory)
+    broken = 0
+    for line in lines:
+        mark = {True: "ok ", False: "-- ", None: "   "}[line.holds]
+        print(f"{mark} {line.subject}: {line.text}", flush=True)
+        broken += line.subject.startswith(("zero KLD", "fits")) and not line.holds
+    return 1 if broken else 0

@@ -1,0 +1,133 @@
+"""`rlloop train`: its arguments, and the jobs of a sweep one after the other."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlloop.cli.parser import new_parser
+from rlloop.errors import ConfigError, RlloopError
+
+if TYPE_CHECKING:
+    from rlloop.launch.run import Job
+    from rlloop.launch.torchrun import Leader
+
+TRAIN_EXAMPLES = """\
+examples:
+  rlloop train countdown
+  rlloop train countdown trainer.num_steps=200 seed=1 run.dir=runs/mine
+  rlloop train countdown -m seed=0,1,2            three runs, one after the other
+  rlloop train countdown --cfg job                print the whole configuration
+"""
+
+TRAIN = """\
+Train a model by a recipe. key=value sets any key of its configuration (Hydra's override grammar: +key=value adds a key,
+~key removes one, GROUP=NAME chooses another entry of a group, such as algorithm=dapo).
+
+The same command with the same run.dir resumes the run, bit for bit. Ctrl-C ends a run so that it can be resumed.
+Exit codes: 0 done, 1 failed during the run, 2 refused before it, 3 engine and trainer differ (parity.mode=require),
+130 interrupted.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = new_parser("train", TRAIN, TRAIN_EXAMPLES + "\n" + _listed_recipes())
+    parser.add_argument(
+        "--config-name", "-cn", metavar="NAME", help="recipe: NAME, or NAME/VARIANT; may also stand first"
+    )
+    parser.add_argument("--multirun", "-m", action="store_true", help="run every combination of key=a,b,c")
+    parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed configuration and exit")
+    parser.add_argument("--resolve", action="store_true", help="with --cfg: resolve interpolations")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
+    given = parser.parse_intermixed_args(arguments)
+    if given.config_name is None:
+        named = next((text for text in given.overrides if "=" not in text and not text.startswith("~")), None)
+        if named is None:
+            raise ConfigError(f"no recipe is named, as in `rlloop train NAME key=value`\n{_listed_recipes()}")
+        given.overrides.remove(named)
+        given.config_name = named
+
+    from rlloop.launch.compose import compose_recipe, expand_sweep
+
+    jobs = expand_sweep(given.overrides) if given.multirun else [("", given.overrides)]
+    if given.cfg:
+        from omegaconf import OmegaConf
+
+        for name, overrides in jobs:
+            print(f"# {name}\n" if name else "", end="")
+            print(OmegaConf.to_yaml(compose_recipe(given.config_name, overrides), resolve=given.resolve), end="")
+        return 0
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return _run_jobs(_make_jobs(given.config_name, jobs))
+
+    from rlloop.launch.torchrun import Leader, Torchrun, follow
+
+    here = Torchrun.here()
+    if here is not None and here.rank > 0:
+        return follow(here)
+    with nullcontext() if here is None else Leader(here) as leader:
+        return _run_jobs(_make_jobs(given.config_name, jobs), leader)
+
+
+def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]:
+    """All jobs of a sweep, composed and checked before the first one starts."""
+    from rlloop.launch.compose import as_container, build, compose_recipe
+
+    default = Path("runs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
+    checked = []
+    for name, overrides in sweep:
+        composed = compose_recipe(recipe, overrides)
+        config = build(composed)
+        if config.run.dir == "":
+            raise ConfigError("run.dir is empty; it must be a folder, or null for runs/<recipe>/<time>")
+        folder = (default if config.run.dir is None else Path(config.run.dir)) / name
+        config.run.dir = composed.run.dir = str(folder)
+        again = [text for text in overrides if not text.startswith("run.dir=")]
+        command = shlex.join(["rlloop", "train", "--config-name", recipe, *again, f"run.dir={_quoted(folder)}"])
+        checked.append((recipe, config, as_container(composed), folder, command))
+
+    from rlloop.launch.run import Job  # imports torch, so mistakes in a configuration are reported before
+
+    return [Job(*fields) for fields in checked]
+
+
+def _quoted(folder: Path) -> str:
+    """A folder as an override's value. A multirun's folders have characters of the override grammar in their names."""
+    return f'"{folder}"' if set(str(folder)) & set("=, ") else str(folder)
+
+
+def _run_jobs(jobs: Sequence[Job], leader: Leader | None = None) -> int:
+    """Run jobs one after the other. After a failed one the next ones still run; an interrupt ends the sweep."""
+    from rich.console import Console
+
+    from rlloop.launch.run import INTERRUPTED, train
+
+    console = Console()
+    code = 0
+    for index, job in enumerate(jobs, start=1):
+        if len(jobs) > 1:
+            console.rule(f"{index}/{len(jobs)}  {job.folder.name}")
+        try:
+            ended = train(job, console, leader)
+        except RlloopError as error:
+            if len(jobs) == 1:
+                raise
+            print(f"rlloop: {error}", file=sys.stderr)
+            ended = error.exit_code
+        if ended == INTERRUPTED:
+            return ended
+        code = code or ended
+    return code
+
+
+def _listed_recipes() -> str:
+    from rlloop import recipes
+
+    have = recipes.available()
+    return "recipes:\n" + ("\n".join(f"  {name}  ({file})" for name, file in have.items()) or "  (none found)")
