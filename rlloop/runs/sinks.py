@@ -187,7 +187,7 @@ class TrackioSink:
         completions_every: int = 10,
     ) -> None:
         _require("trackio")
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         self._trackio, self._dir = trackio, run_dir
         self._samples = _Samples(completions, completions_every)
@@ -235,8 +235,8 @@ class MlflowSink:
         completions_every: int = 10,
     ) -> None:
         _require("mlflow")
-        import mlflow
-        from mlflow.entities import Metric, Param
+        import mlflow  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
         uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run_dir / 'mlflow.db').resolve()}"
         self._dir, self._metric = run_dir, Metric
