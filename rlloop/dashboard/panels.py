@@ -157,6 +157,10 @@ SECTIONS: tuple[Section, ...] = (
             Panel("Throughput, trainer", ("perf/trainer_tokens_per_s",), "All tokens of trained sequences over update "
                   "time.", scale=Scale.zero, unit="tokens/s"),
             Panel("MFU", ("perf/mfu", "perf/mfu*"), "Model FLOPs utilisation.", scale=Scale.fraction),
+            Panel("Optimizer streamed", ("memory/stream_seconds",), "Time of an update in which what trainer.offload "
+                  "keeps in host memory came, was worked on and went back.", scale=Scale.zero, unit="s"),
+            Panel("Memory", ("memory/device_peak_bytes", "memory/host_bytes"), "The most that the trainer's GPU held "
+                  "since the last update; optimizer state in host memory.", scale=Scale.zero, unit="bytes"),
             Panel("Waiting", ("wait/*", "perf/wait*", "perf/idle*"), "Time in which a part had nothing to do.",
                   scale=Scale.zero, unit="s"),
         ),
@@ -170,6 +174,12 @@ SECTIONS: tuple[Section, ...] = (
                   scale=Scale.fraction, guides=(1.0,)),
             Panel("Memory, this process", ("system/process_bytes",), "Resident memory of the process that takes the "
                   "steps.", scale=Scale.zero, unit="B"),
+            Panel("Offloaded", ("memory/host_bytes", "memory/streamed_bytes"), "Optimizer state in host memory; bytes "
+                  "that an update copied, there and back.", scale=Scale.zero, unit="B"),
+            Panel("Offloading", ("memory/stream_seconds",), "Of an update, computation included.", scale=Scale.zero,
+                  unit="s"),
+            Panel("GPU memory, peak", ("memory/device_peak_bytes",), "The most that the first rank's tensors took since "
+                  "the last update.", scale=Scale.zero, unit="B"),
             Panel("Disk, free", ("system/disk_free_bytes",), "Where the run's folder lies.", scale=Scale.zero,
                   unit="B"),
             Panel("GPU, busy", ("system/gpu*_busy",), "Fraction of the last second in which a kernel ran.",
