@@ -6,6 +6,7 @@
     tokens      a completion as a conversation of tokens; chat_text: messages in a text
     notes       a run's note and tags
     watch       alerts of all runs
+    training_api  the state of `rlloop serve api`
     server      pages, data, live events and Prometheus, behind a token
     workspace   the same panels as a Weights & Biases workspace
     demo        recorded runs, one of them replayed as if live
