@@ -176,3 +176,12 @@ def test_half_open_connections_beyond_the_descriptors_neither_stop_the_server_no
         _, log = process.communicate(timeout=30)
     assert log.count(b"\n") == 1
     assert b"connections were refused" in log
+
+
+def test_an_answer_is_sent_without_waiting_for_the_client_to_have_read_its_head():
+    """Head and body are two writes: without TCP_NODELAY the second waits for a delayed acknowledgement, 40 ms."""
+    with connections.Listener(socket.AF_INET) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.proto == socket.IPPROTO_TCP  # asyncio sets TCP_NODELAY of such sockets only
