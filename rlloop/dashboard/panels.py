@@ -6,8 +6,8 @@ Patterns are fnmatch's: `sync/wire_bytes*` matches a metric and those of its reg
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any
@@ -37,12 +37,15 @@ class Panel:
     unit: str = ""
     guides: tuple[float, ...] = ()  # values at which horizontal lines are drawn
     threshold: float = 1e-9  # below it, a symlog axis is linear
+    beneath: tuple[str, ...] = ()  # metrics of every step that are drawn smoothed and pale beneath `metrics`
+    labels: Mapping[str, str] = field(default_factory=dict)  # of metrics, where their names say too little
 
 
 @dataclass(frozen=True)
 class Section:
     title: str
     panels: tuple[Panel, ...]
+    parity: bool = False  # one line, green while every token has equal bits, that unfolds otherwise
 
 
 # A step's phases in their order; others follow.
@@ -58,7 +61,26 @@ def _kl(title: str, metric: str, about: str, threshold: float = 1e-9) -> Panel:
     return Panel(title, (metric,), about, scale=Scale.symlog, unit="nats", guides=KL_GUIDES, threshold=threshold)
 
 
+HELD_OUT = {
+    "eval/solved": "held out", "eval/reward": "held out", "eval/engine_solved": "held out, engine",
+    "eval/engine_reward": "held out, engine", "reward/solved": "training", "reward/mean": "training",
+}  # fmt: skip
+
 SECTIONS: tuple[Section, ...] = (
+    Section(
+        "Learning",
+        (
+            Panel("Held-out pass@1", ("eval/solved", "eval/engine_solved"), "Problems that are never trained on, also "
+                  "through the engine if it differs on purpose; beneath, the training batch, smoothed.",
+                  scale=Scale.fraction, beneath=("reward/solved",), labels=HELD_OUT),
+            Panel("Reward", ("eval/reward", "eval/engine_reward"), "Mean of held-out completions; beneath, of the "
+                  "training batch, smoothed.", beneath=("reward/mean",), labels=HELD_OUT),
+            Panel("Length", ("rollout/length_mean",), "Mean tokens of a completion.", scale=Scale.zero, unit="tokens"),
+            Panel("Entropy", ("loss/entropy",), "Of the policy, a token.", scale=Scale.zero, unit="nats"),
+            Panel("Truncated", ("rollout/truncated",), "Fraction cut off by max_tokens.", scale=Scale.fraction),
+            Panel("Gradient norm", ("loss/grad_norm",), "Before clipping.", scale=Scale.zero),
+        ),
+    ),
     Section(
         "Parity",
         (
@@ -74,67 +96,53 @@ SECTIONS: tuple[Section, ...] = (
                   scale=Scale.symlog, unit="nats", guides=(0.0,)),
             Panel("Difference, mean", ("parity/logprob_diff_mean",), "Mean |d|.", scale=Scale.symlog, unit="nats",
                   guides=(0.0,)),
+            Panel("Log-ratio histogram", ("is/log_ratio_histogram",), "Tokens by d, trainer's logprob minus engine's.",
+                  kind=Kind.histogram),
+            Panel("Effective sample size", ("is/ess",), "(sum r)² / (n sum r²); 1 when all weights are equal.",
+                  scale=Scale.fraction, guides=(1.0,)),
+            Panel("Ratio", ("is/ratio_max", "is/ratio_mean", "is/ratio_min"), "r = exp(d): largest, mean, smallest.",
+                  scale=Scale.log, guides=(1.0,)),
+            Panel("Perplexity ratio", ("parity/ppl_ratio",), "Mean over sequences of exp(mean mu − mean pi)."),
+            Panel("Chi-squared", ("parity/chi2",), "Mean of r² − 1: the weights' variance.", scale=Scale.symlog,
+                  guides=(0.0,), threshold=1e-4),
             Panel("KL, k3, by region", ("fleet/*/k3",), "The same KL, over the tokens that a region's engines sampled.",
                   scale=Scale.symlog, unit="nats", guides=KL_GUIDES),
             Panel("Tokens different, by region", ("fleet/*/tokens_different",), "Of those that a region sampled.",
                   scale=Scale.fraction, guides=(0.0,)),
         ),
+        parity=True,
     ),
     Section(
-        "Ratios and clipping",
+        "Rewards and groups",
         (
-            Panel("Log-ratio histogram", ("is/log_ratio_histogram",), "Tokens by d, trainer's logprob minus engine's.",
-                  kind=Kind.histogram),
-            Panel("Effective sample size", ("is/ess",), "(sum r)² / (n sum r²); 1 when all weights are equal.",
-                  scale=Scale.fraction, guides=(1.0,)),
+            Panel("Groups without signal", ("reward/groups_without_signal",), "Fraction of groups whose rewards are "
+                  "all equal.", scale=Scale.fraction),
+            Panel("Reward, spread", ("reward/std",), "Standard deviation over accepted completions.", scale=Scale.zero),
+            Panel("Reward's parts", ("reward/*",), "Components that the reward function names."),
+            Panel("Turns", ("rollout/turns_mean",), "Mean turns of the policy.", scale=Scale.zero),
+            Panel("Not as asked for", ("rollout/faults",), "Completions with another prompt, other parameters or an "
+                  "ending that contradicts them.", scale=Scale.zero),
+        ),
+    ),
+    Section(
+        "Optimisation",
+        (
+            Panel("Loss", ("loss/policy", "loss/total"), "The part that follows the reward, and the whole that "
+                  "is differentiated."),
+            Panel("Learning rate", ("trainer/lr",), "", scale=Scale.zero),
+            Panel("KL to reference", ("loss/kl_ref", "reward/kl_ref"), "To the reference model.", scale=Scale.symlog,
+                  unit="nats"),
             Panel("Clipped", ("loss/clip_high", "loss/clip_low", "loss/clip_dual"), "Fraction of unmasked tokens "
                   "whose policy ratio is clipped.", scale=Scale.fraction),
             Panel("Tokens discarded", ("loss/tokens_discarded",), "Fraction whose gradient is 0 by clipping or "
                   "masking: the cost of a mismatch.", scale=Scale.fraction),
             Panel("Correction", ("is/truncated_high", "is/truncated_low", "is/masked"), "Fraction of tokens that the "
                   "importance correction changed.", scale=Scale.fraction),
-            Panel("Ratio", ("is/ratio_max", "is/ratio_mean", "is/ratio_min"), "r = exp(d): largest, mean, smallest.",
-                  scale=Scale.log, guides=(1.0,)),
-            Panel("Perplexity ratio", ("parity/ppl_ratio",), "Mean over sequences of exp(mean mu − mean pi)."),
-            Panel("Chi-squared", ("parity/chi2",), "Mean of r² − 1: the weights' variance.", scale=Scale.symlog,
-                  guides=(0.0,), threshold=1e-4),
-        ),
-    ),
-    Section(
-        "Reward",
-        (
-            Panel("pass@1, held-out", ("eval/solved", "eval/engine_solved"), "Problems that are never trained on; also "
-                  "through the engine if it differs on purpose.", scale=Scale.fraction),
-            Panel("Reward", ("reward/mean",), "Mean over accepted completions."),
-            Panel("Solved, training batch", ("reward/solved",), "Fraction of accepted completions.",
-                  scale=Scale.fraction),
-            Panel("Groups without signal", ("reward/groups_without_signal",), "Fraction of groups whose rewards are "
-                  "all equal.", scale=Scale.fraction),
-            Panel("Reward, spread", ("reward/std",), "Standard deviation over accepted completions.", scale=Scale.zero),
-            Panel("Held-out reward", ("eval/reward", "eval/engine_reward"), "Of the same held-out problems."),
-            Panel("Reward's parts", ("reward/*",), "Components that the reward function names."),
-        ),
-    ),
-    Section(
-        "Completions",
-        (
-            Panel("Length", ("rollout/length_mean",), "Mean tokens of a completion.", scale=Scale.zero, unit="tokens"),
-            Panel("Truncated", ("rollout/truncated",), "Fraction cut off by max_tokens.", scale=Scale.fraction),
-            Panel("Not as asked for", ("rollout/faults",), "Completions with another prompt, other parameters or an "
-                  "ending that contradicts them.", scale=Scale.zero),
-            Panel("Turns", ("rollout/turns_mean",), "Mean turns of the policy.", scale=Scale.zero),
-        ),
-    ),
-    Section(
-        "Optimisation",
-        (
-            Panel("Entropy", ("loss/entropy",), "Of the policy, a token.", scale=Scale.zero, unit="nats"),
-            Panel("Gradient norm", ("loss/grad_norm",), "Before clipping.", scale=Scale.zero),
-            Panel("KL to reference", ("loss/kl_ref", "reward/kl_ref"), "To the reference model.", scale=Scale.symlog,
-                  unit="nats"),
-            Panel("Loss", ("loss/policy", "loss/total"), "The part that follows the reward, and the whole that "
-                  "is differentiated."),
-            Panel("Learning rate", ("trainer/lr",), "", scale=Scale.zero),
+            Panel("Pairs in order", ("loss/reward_accuracy",), "Fraction of pairs whose chosen one has the larger "
+                  "reward.", scale=Scale.fraction),
+            Panel("Rewards of pairs", ("loss/reward_chosen", "loss/reward_rejected", "loss/reward_good",
+                  "loss/reward_bad", "loss/reward_margin"), "Implied by the policy: of chosen and rejected, or of good "
+                  "and bad, completions."),
             Panel("Updates refused", ("trainer/refused",), "1 where a gradient was not finite.", scale=Scale.zero),
         ),
     ),
@@ -151,6 +159,23 @@ SECTIONS: tuple[Section, ...] = (
             Panel("MFU", ("perf/mfu", "perf/mfu*"), "Model FLOPs utilisation.", scale=Scale.fraction),
             Panel("Waiting", ("wait/*", "perf/wait*", "perf/idle*"), "Time in which a part had nothing to do.",
                   scale=Scale.zero, unit="s"),
+        ),
+    ),
+    Section(
+        "Machine",
+        (
+            Panel("CPU", ("system/cpu",), "Fraction of the machine's cores that were busy.", scale=Scale.fraction,
+                  guides=(1.0,)),
+            Panel("Memory", ("system/memory",), "Fraction of the machine's memory that is in use.",
+                  scale=Scale.fraction, guides=(1.0,)),
+            Panel("Memory, this process", ("system/process_bytes",), "Resident memory of the process that takes the "
+                  "steps.", scale=Scale.zero, unit="B"),
+            Panel("Disk, free", ("system/disk_free_bytes",), "Where the run's folder lies.", scale=Scale.zero,
+                  unit="B"),
+            Panel("GPU, busy", ("system/gpu*_busy",), "Fraction of the last second in which a kernel ran.",
+                  scale=Scale.fraction, guides=(1.0,)),
+            Panel("GPU, memory", ("system/gpu*_memory",), "Fraction of a GPU's memory that is in use.",
+                  scale=Scale.fraction, guides=(1.0,)),
         ),
     ),
     Section(
@@ -224,23 +249,24 @@ def present(names: Iterable[str]) -> list[dict[str, Any]]:
     A pattern matches only metrics that no panel names and no earlier pattern matched.
     """
     have = sorted(names)
-    exact = {name for section in SECTIONS for panel in section.panels for name in panel.metrics}
+    exact = {name for section in SECTIONS for panel in section.panels for name in (*panel.metrics, *panel.beneath)}
     shown: set[str] = set()
     sections = []
     for section in SECTIONS:
         panels = []
         for panel in section.panels:
-            matched = [name for pattern in panel.metrics for name in _match(pattern, have, exact | shown)]
+            patterns = (*panel.metrics, *panel.beneath)
+            matched = [name for pattern in patterns for name in _match(pattern, have, exact | shown)]
             if matched:
                 shown.update(matched)
-                named = any(name not in panel.metrics for name in matched)  # the title does not name those matched
+                named = any(name not in patterns for name in matched)  # the title does not name those matched
                 panels.append({**asdict(panel), "metrics": list(dict.fromkeys(matched)), "named": named})
         if panels:
-            sections.append({"title": section.title, "panels": panels})
+            sections.append({"title": section.title, "panels": panels, "parity": section.parity})
     rest = [name for name in have if name not in shown]
     if rest:
         other = [{**asdict(Panel(name, (name,), "")), "metrics": [name], "named": False} for name in rest]
-        sections.append({"title": "Everything else", "panels": other})
+        sections.append({"title": "Everything else", "panels": other, "parity": False})
     return sections
 
 

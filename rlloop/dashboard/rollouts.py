@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ import numpy as np
 import zstandard
 
 from rlloop.cache import cache_root
+from rlloop.dashboard.chat_text import plain, question_of
+from rlloop.dashboard.tokens import surprise
 from rlloop.runs.folder import rollout_files, step_of
 
 SCHEMA = """
@@ -28,21 +31,23 @@ CREATE TABLE IF NOT EXISTS files (step INTEGER PRIMARY KEY, size INTEGER, change
 CREATE TABLE IF NOT EXISTS rollouts (
     step INTEGER, line INTEGER, uid TEXT, grp INTEGER, version INTEGER, outcome TEXT, kind INTEGER, reward REAL,
     solved INTEGER, advantage REAL, tokens INTEGER, finish TEXT, different INTEGER, diff REAL, k3 REAL,
-    prompt TEXT, text TEXT, PRIMARY KEY (step, line)
+    surprise REAL, turns INTEGER, prompt TEXT, text TEXT, PRIMARY KEY (step, line)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS texts (step INTEGER, line INTEGER, text TEXT, PRIMARY KEY (step, line)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_diff ON rollouts (diff DESC);
 CREATE INDEX IF NOT EXISTS by_reward ON rollouts (reward);
 CREATE INDEX IF NOT EXISTS by_tokens ON rollouts (tokens);
+CREATE INDEX IF NOT EXISTS by_surprise ON rollouts (surprise);
 CREATE INDEX IF NOT EXISTS by_k3 ON rollouts (k3 DESC);
 CREATE INDEX IF NOT EXISTS by_advantage ON rollouts (abs(advantage) DESC);
 CREATE INDEX IF NOT EXISTS by_kind_diff ON rollouts (kind, diff DESC);
 CREATE INDEX IF NOT EXISTS by_solved_diff ON rollouts (solved, diff DESC);
 CREATE INDEX IF NOT EXISTS by_kind_solved_diff ON rollouts (kind, solved, diff DESC);
 """
-VERSION = 1  # of the schema; files of another version are not used
+VERSION = 2  # of the schema; files of another version are not used
 COLUMNS = (
     "step", "line", "uid", "grp", "version", "outcome", "reward", "solved", "advantage", "tokens", "finish",
-    "different", "diff", "k3", "prompt", "text",
+    "different", "diff", "k3", "surprise", "turns", "prompt", "text",
 )  # fmt: skip
 ORDERS = {
     "worst": "diff DESC",
@@ -52,11 +57,16 @@ ORDERS = {
     "reward_high": "reward DESC",
     "reward_low": "reward",
     "longest": "tokens DESC",
+    "shortest": "tokens",
+    "surprising": "surprise DESC",
+    "expected": "surprise",
     "advantage": "abs(advantage) DESC",
 }
 KINDS = ("trained", "rejected", "dropped")
+# The texts are read through once, whatever the order of the page.
+FOUND = "(step, line) IN (SELECT step, line FROM texts WHERE text LIKE :search ESCAPE '!')"
 FEW = 10_000  # up to so many completions are sorted for a query
-SHOWN = 100  # characters of a prompt's end, and of a completion's start, in lists
+SHOWN = 240  # characters of a prompt's question, and of a completion's start, in lists
 
 
 class _Row(msgspec.Struct):
@@ -73,6 +83,7 @@ class _Row(msgspec.Struct):
     finish_reason: str = ""
     prompt: str = ""
     text: str = ""
+    turns: list[tuple[int, int]] | None = None
     trainer_logprobs: list[float | None] | None = None
 
 
@@ -150,13 +161,14 @@ class RolloutIndex:
             except FileNotFoundError:  # moved by a resume since it was listed
                 return
             try:
-                rows, problem = _index_rows(step, file), None
+                rows, texts, problem = *_index_rows(step, file), None
             except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError) as error:
-                rows, problem = [], f"{file.name} is damaged: {error}"
+                rows, texts, problem = [], [], f"{file.name} is damaged: {error}"
             with self._open() as database:
                 _forget(database, step)
-                marks = ",".join("?" * 17)
+                marks = ",".join("?" * 19)
                 database.executemany(f"INSERT INTO rollouts VALUES ({marks})", rows)
+                database.executemany("INSERT INTO texts VALUES (?, ?, ?)", texts)
                 entry = (step, stat.st_size, stat.st_mtime_ns, len(rows), problem)
                 database.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?)", entry)
 
@@ -172,14 +184,19 @@ class RolloutIndex:
         self,
         *,
         step: int | None = None,
-        order: str = "worst",
+        order: str | None = None,
         kind: str | None = None,
         solved: bool | None = None,
         group: int | None = None,
+        search: str = "",
         offset: int = 0,
         limit: int = 100,
     ) -> dict[str, Any]:
-        """A page of the completions of one step or of the run. A step's file that is not indexed yet is read first."""
+        """A page of the completions of one step or of the run. A step's file that is not indexed yet is read first.
+
+        `search`: text that a completion contains, in either case. `order` None: by difference where there is one, else
+        the newest step first.
+        """
         if step is not None:
             self._read_if_new(step)
         conditions = {
@@ -187,19 +204,23 @@ class RolloutIndex:
             "kind": None if kind is None else KINDS.index(kind),
             "solved": None if solved is None else int(solved),
             "grp": group,
+            "search": "%" + re.sub("([%_!])", r"!\1", search) + "%" if search else None,
         }
         used = {name: value for name, value in conditions.items() if value is not None}
         with self._open() as database:
+            if order is None:
+                differs = database.execute("SELECT diff > 0 FROM rollouts ORDER BY diff DESC LIMIT 1").fetchone()
+                order = "worst" if differs is not None and differs[0] else "newest"
             if list(used) == ["step"] or not used:
                 where = " WHERE step = :step" if used else ""
                 total = database.execute(f"SELECT total(rows) FROM files{where}", used).fetchone()[0]
             else:
-                where = " WHERE " + " AND ".join(f"{name} = :{name}" for name in used)
+                where = " WHERE " + " AND ".join(FOUND if name == "search" else f"{name} = :{name}" for name in used)
                 total = database.execute(f"SELECT count(*) FROM rollouts{where}", used).fetchone()[0]
             query = page_query(list(used), order, few=total <= FEW)
             window = {**used, "limit": limit, "offset": offset}
             rows = database.execute(f"{query} LIMIT :limit OFFSET :offset", window).fetchall()
-        return {"total": int(total), "rows": [dict(zip(COLUMNS, row, strict=True)) for row in rows]}
+        return {"total": int(total), "order": order, "rows": [dict(zip(COLUMNS, row, strict=True)) for row in rows]}
 
     def _read_if_new(self, step: int) -> None:
         file = self._file(step)
@@ -232,6 +253,8 @@ def page_query(given: Sequence[str], order: str, few: bool = False) -> str:
     """
 
     def condition(name: str) -> str:
+        if name == "search":
+            return FOUND
         led = name == "step" or ("step" not in given and (few or order == "worst"))
         return f"{'' if led else '+'}{name} = :{name}"
 
@@ -241,6 +264,7 @@ def page_query(given: Sequence[str], order: str, few: bool = False) -> str:
 
 def _forget(database: sqlite3.Connection, step: int) -> None:
     database.execute("DELETE FROM rollouts WHERE step = ?", (step,))
+    database.execute("DELETE FROM texts WHERE step = ?", (step,))
     database.execute("DELETE FROM files WHERE step = ?", (step,))
 
 
@@ -250,7 +274,8 @@ def _lines(file: Path) -> Iterator[io.BufferedReader]:
         yield io.BufferedReader(stream)
 
 
-def _index_rows(step: int, file: Path) -> list[tuple[Any, ...]]:
+def _index_rows(step: int, file: Path) -> tuple[list[tuple[Any, ...]], list[tuple[int, int, str]]]:
+    """Rows of the tables `rollouts` and `texts`."""
     with file.open("rb") as packed:
         whole = zstandard.frame_content_size(packed.read(18))
     with _lines(file) as lines:
@@ -276,10 +301,11 @@ def _index_rows(step: int, file: Path) -> list[tuple[Any, ...]]:
             (
                 step, line, row.uid, row.group, row.policy_version, row.outcome, kind, row.reward, row.solved,
                 row.advantage, len(row.logprobs), row.finish_reason, different, diff, k3,
-                row.prompt[-SHOWN:], row.text[:SHOWN],
+                surprise(row.logprobs), len(row.turns or ()) or 1,
+                question_of(row.prompt, SHOWN), plain(row.text)[:SHOWN],
             )
         )  # fmt: skip
-    return table
+    return table, [(step, line, row.text) for line, row in enumerate(rows)]
 
 
 def _differences(rows: Sequence[_Row]) -> list[tuple[int, float, float]]:

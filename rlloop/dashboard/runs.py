@@ -1,9 +1,10 @@
-"""Finds runs and reads their records, which may be growing, rewound or damaged. Writes nothing into a run's folder."""
+"""Finds runs and reads their records, which may be growing, rewound or damaged."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from array import array
@@ -18,17 +19,20 @@ import numpy as np
 import yaml
 
 from rlloop.config.resume import flatten
+from rlloop.dashboard.notes import NOTES, read_notes
 from rlloop.parity.certificate import find_breaks
 from rlloop.runs.folder import is_own_loop
 
 MARKS = ("metrics.jsonl", "parity.jsonl", "run.log", ".lock")  # a folder with config.yaml and any of these is a run
 INSIDE = {"checkpoints", "rollouts", "orphaned", "wandb", "tensorboard", "__pycache__"}  # not searched for runs
 DEPTH = 5  # of folders that are searched
-WRITTEN = ("metrics.jsonl", "parity.jsonl", "summary.json", "rollouts", "run.log")  # files that change as a run goes on
+WRITTEN = ("metrics.jsonl", "parity.jsonl", "summary.json", "rollouts", "run.log", NOTES)  # files that change
+STOPPED = re.compile(r"^[-\d]+ [:\d]+ stopped: (.*(?:\n(?!\d{4}-\d\d-\d\d ).*)*)", re.MULTILINE)  # in run.log
+ENDED_BADLY = ("failed", "parity broken")
 QUIET = 120.0  # a run counts as live until so many seconds, or five steps' time, after its last record
 TOTALLED = (
-    "parity/tokens", "parity/tokens_different", "parity/k3", "eval/solved", "reward/mean", "loss/tokens_discarded",
-    "time/step", "ledger/trained", "ledger/sampled",
+    "parity/tokens", "parity/tokens_different", "parity/k3", "eval/solved", "eval/reward", "reward/mean", "time/step",
+    "loss/tokens_discarded", "loss/entropy", "rollout/length_mean", "ledger/trained", "ledger/sampled",
 )  # fmt: skip
 CERTIFIED = ("step", "version", "tokens", "tokens_different", "engine", "trainer", "previous", "hash")
 
@@ -225,7 +229,8 @@ class Run:
         except (OSError, yaml.YAMLError) as error:
             config, problem = {}, f"config.yaml cannot be read: {' '.join(str(error).split())}"
         summary = self.read_json("summary.json")
-        changed = max((stamp[1] for stamp in self.signature() if stamp), default=0) / 1e9
+        stamps = [_stamp(self.path / name) for name in WRITTEN if name != NOTES]
+        changed = max((stamp[1] for stamp in stamps if stamp), default=0) / 1e9
         quiet_after = max(QUIET, 5 * float(record.get("time/step") or 0.0))
         if summary is not None and summary.get("step", -1) >= step:
             status = str(summary.get("status", "finished"))
@@ -236,6 +241,10 @@ class Run:
         return {
             "id": self.id,
             "status": status,
+            "begun": bool(record),
+            "reason": self.reason() if status in ENDED_BADLY else None,
+            "quiet": round(quiet_after) if status == "stopped" else None,
+            **read_notes(self.path),
             "step": step,
             "num_steps": config.get("trainer.num_steps"),
             "changed": changed,
@@ -265,13 +274,23 @@ class Run:
             "k3_max": float(np.abs(k3).max()) if len(k3) else None,
             "k3_mean": float(k3.mean()) if len(k3) else None,
             "pass": course("eval/solved"),
+            "held_out": course("eval/reward"),
             "reward": course("reward/mean"),
+            "length": course("rollout/length_mean"),
+            "entropy": course("loss/entropy"),
             "discarded": _mean(series("loss/tokens_discarded")),
             "seconds": float(series("time/step").sum()),
             "steps": int(columns["step"][-1]) if len(columns["step"]) else 0,
             "trained": int(series("ledger/trained").sum()),
             "sampled": int(series("ledger/sampled").sum()),
         }
+
+    def reason(self) -> str | None:
+        """Why the run stopped, from its log; None where that does not say."""
+        found = re.findall(
+            r"^[-\d]+ [:\d]+ stopped: (.*(?:\n(?!\d{4}-\d\d-\d\d ).*)*)", "\n".join(self.log()), re.MULTILINE
+        )
+        return found[-1].strip() if found else None
 
     def log(self, lines: int = 200) -> list[str]:
         file = self.path / "run.log"

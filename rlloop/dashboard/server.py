@@ -1,4 +1,4 @@
-"""The dashboard's routes: pages, data, live events and Prometheus. All are GET, and must be served behind a token."""
+"""The dashboard's routes: pages, data, live events and Prometheus. They must be served behind a token."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import yaml
 import zstandard
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
@@ -23,12 +25,13 @@ from starlette.staticfiles import StaticFiles
 from rlloop import __version__
 from rlloop.dashboard import panels
 from rlloop.dashboard.live import Dashboard, to_json
+from rlloop.dashboard.notes import write_notes
 from rlloop.dashboard.rollouts import KINDS, ORDERS
 from rlloop.dashboard.runs import Run
 from rlloop.dashboard.tokens import explain, find_tokenizer, load_tokenizer
 from rlloop.errors import UNREADABLE, ConfigError
 from rlloop.study.analysis import repeats
-from rlloop.web.requests import whole_number
+from rlloop.web.requests import body_of, parsed, whole_number
 
 STATIC = Path(__file__).parent / "static"
 
@@ -115,7 +118,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
                 if not all(math.isnan(value) for value in values):
                     texts = ["" if math.isnan(v) else "not finite" if math.isinf(v) else repr(float(v)) for v in values]
                     writer.writerow([run.id, int(step), *texts])
-        return _attachment(file.getvalue(), "metrics.csv")
+        return _attachment(file.getvalue(), request, request.query_params.get("title") or " ".join(names))
 
     def record(request: Request) -> Response:
         run, step = _run(dashboard, request), _number(request, "step")
@@ -169,7 +172,8 @@ def make_app(dashboard: Dashboard) -> Starlette:
         query = request.query_params
         if "step" not in query:  # a step's own file is read at once
             index.keep_up()
-        order = _choice(request, "order", ORDERS) or "worst"
+        files = index.progress()["files"]  # before the page, which may then have more of them, but not fewer
+        order = _choice(request, "order", ORDERS)
         solved = _choice(request, "solved", ("yes", "no"))
         completions = index.page(
             step=_number(request, "step") if "step" in query else None,
@@ -177,6 +181,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
             kind=_choice(request, "kind", KINDS),
             solved=None if solved is None else solved == "yes",
             group=_number(request, "group") if "group" in query else None,
+            search=query.get("search", "")[:200],
             offset=max(0, _number(request, "offset", 0)),
             limit=min(max(1, _number(request, "limit", 100)), 10_000),
         )
@@ -185,8 +190,9 @@ def make_app(dashboard: Dashboard) -> Starlette:
             writer = csv.DictWriter(file, list(completions["rows"][0]) if completions["rows"] else ["step"])
             writer.writeheader()
             writer.writerows(completions["rows"])
-            return _attachment(file.getvalue(), "rollouts.csv")
-        return _reply({**completions, "index": index.progress()})
+            step = query.get("step")
+            return _attachment(file.getvalue(), request, "rollouts" if step is None else f"rollouts step {step}")
+        return _reply({**completions, "index": {**index.progress(), "files": files}})
 
     def rollout(request: Request) -> Response:
         run, step, line = _run(dashboard, request), _number(request, "step"), _number(request, "line")
@@ -201,6 +207,12 @@ def make_app(dashboard: Dashboard) -> Starlette:
         except (OSError, yaml.YAMLError):
             file = find_tokenizer(run.path, {})
         return _reply(explain(row, None if file is None else load_tokenizer(file)))
+
+    async def notes(request: Request) -> Response:
+        """Replace the note and tags of a run."""
+        run = await run_in_threadpool(_run, dashboard, request)
+        content = parsed(await body_of(request), dict[str, Any])
+        return _reply(await run_in_threadpool(write_notes, run.path, content))
 
     def log(request: Request) -> Response:
         return _reply({"lines": _run(dashboard, request).log()})
@@ -222,13 +234,22 @@ def make_app(dashboard: Dashboard) -> Starlette:
         ("/api/events", events), ("/metrics", prometheus),
     ]  # fmt: skip
     return Starlette(
-        routes=[*(Route(path, handler) for path, handler in routes), Mount("/static", StaticFiles(directory=STATIC))],
+        routes=[
+            *(Route(path, handler) for path, handler in routes),
+            Route("/api/notes", notes, methods=["POST"]),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
         exception_handlers={HTTPException: failed, ConfigError: failed},
     )
 
 
-def _attachment(text: str, name: str) -> Response:
-    return Response(text, media_type="text/csv", headers={"content-disposition": f'attachment; filename="{name}"'})
+def _attachment(text: str, request: Request, title: str) -> Response:
+    """A CSV file, named by its runs and what it holds: `countdown-seed=1_reward.csv`."""
+    ids = request.query_params.getlist("run")
+    runs = "-".join(re.sub(r".*/", "", id) for id in ids) if len(ids) < 3 else f"{len(ids)}-runs"
+    runs, title = re.sub(r"[^\w=.+,-]+", "-", runs.strip("."), flags=re.ASCII), re.sub(r"\W+", "-", title.lower())
+    name = f"{runs}_{title.strip('-')}"[:120].encode("ascii", "ignore").decode()
+    return Response(text, media_type="text/csv", headers={"content-disposition": f'attachment; filename="{name}.csv"'})
 
 
 def _plain(value: Any) -> str:

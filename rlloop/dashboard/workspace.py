@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 NAME = "rlloop"
-OPEN = ("Parity", "Ratios and clipping", "Reward")  # sections that are open at first
+OPEN = ("Learning", "Parity")  # sections that are open at first
 
 
 def workspace(entity: str, project: str) -> Workspace:
@@ -46,7 +46,7 @@ def line_plot(panel: Panel) -> dict[str, Any]:
             f"^{re.escape(metric).replace(re.escape('*'), '.*')}$" for metric in panel.metrics
         )
     else:
-        plot["y"] = list(panel.metrics)
+        plot["y"] = [*panel.metrics, *panel.beneath]
     if panel.kind is Kind.stack:
         plot["plot_type"] = "stacked-area"
     if panel.scale is Scale.log:

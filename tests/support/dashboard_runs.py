@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from rlloop.parity.certificate import Certificate, content_digest
 from rlloop.parity.monitor import compare
@@ -109,6 +110,52 @@ def write_run(path: Path, steps: int, *, finished: bool = True, **options: Any) 
     if finished:
         writer.finish()
     return writer
+
+
+WORDS = [
+    "<|im_start|>", "<|im_end|>", "system", "user", "assistant", "be ", "brief", "what is ", "3 + 4", "7", "answer ",
+    "<tool_call>", "</tool_call>", '{"name": ', '"add"}', "<tool_response>", "</tool_response>", "\n", "?",
+]  # fmt: skip
+
+
+def write_talk(path: Path) -> None:
+    """A run of one step with one conversation: a call of a tool, its result, which is masked, and the answer."""
+    Writer(path).write()
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="?"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(path / "tokenizer.json"))
+
+    def ids(*words: str) -> list[int]:
+        return [WORDS.index(word) for word in words]
+
+    begin, end = ("\n", "<|im_start|>"), "<|im_end|>"
+    call = ids("<tool_call>", '{"name": ', '"add"}', "</tool_call>", end)
+    result = ids(*begin, "user", "\n", "<tool_response>", "7", "</tool_response>", end, *begin, "assistant", "\n")
+    answer = ids("answer ", "7", end)
+    turns = [[0, len(call)], [len(call) + len(result), len(call) + len(result) + len(answer)]]
+    row = {
+        "uid": "1/0/0", "example": "p0", "group": 0, "policy_version": 0, "engine": "e", "outcome": "trained",
+        "reward": 1.0, "solved": True, "components": {"correct": 1.0}, "advantage": 0.5, "finish_reason": "stop",
+        "prompt": "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nwhat is 3 + 4<|im_end|>\n"
+        "<|im_start|>assistant\n",
+        "text": "answer 7", "sampling": {"max_tokens": 16, "seed": 1}, "turns": turns,
+        "prompt_ids": ids(
+            begin[1], "system", "\n", "be ", "brief", end, *begin, "user", "\n", "what is ", "3 + 4", end, *begin,
+            "assistant", "\n",
+        ),
+        "token_ids": call + result + answer, "logprobs": [-0.5] * (len(call) + len(answer)),
+        "token_advantages": [0.5] * len(call) + [-0.25] * len(answer),
+        "conversation": [
+            {
+                "tokens": turns[0], "text": "<tool_call> add", "read": [turns[0][1], turns[1][0]], "reward": 0.25,
+                "messages": [{"role": "tool", "name": "add", "content": "7"}],
+            },
+            {"tokens": turns[1], "text": "answer 7", "reward": 0.75, "messages": []},
+        ],
+    }  # fmt: skip
+    with RunFolder(path) as folder:
+        folder.metrics.append({"step": 1, "reward/mean": 1.0})
+        folder.write_rollouts(1, [row])
 
 
 @contextlib.contextmanager

@@ -5,7 +5,13 @@ export async function get(path, parameters = {}) {
   for (const [name, value] of Object.entries(parameters)) {
     for (const each of [value].flat()) if (each !== undefined && each !== null && each !== "") query.append(name, each);
   }
-  const answer = await fetch(`api/${path}?${query}`);
+  return checked(await fetch(`api/${path}?${query}`));
+}
+
+// Post JSON.
+export const send = async (path, parameters, content) => checked(await fetch(link(path, parameters), { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(content) }));
+
+async function checked(answer) {
   if (!answer.ok) {
     const text = await answer.text();
     let message = text;

@@ -3,9 +3,11 @@
 import { $, ago, breakable, h, number } from "./dom.js";
 import { get, listen } from "./api.js";
 import { swatch, setRange } from "./chart.js";
+import { closeMenu } from "./menu.js";
 import { cardOf, leaveCharts, refreshCharts, showCharts, toggleTables } from "./charts.js";
-import { address, go, look, route, state } from "./state.js";
-import { keyOfRollouts, refreshRollouts, showRollouts, showStep } from "./rollouts.js";
+import { address, go, look, readSettings, route, state } from "./state.js";
+import { keyOfRollouts, refreshRollouts, showRollouts } from "./rollouts.js";
+import { showStep } from "./step.js";
 import { refreshCertificate, showCertificate, showConfig } from "./records.js";
 
 const VIEWS = { charts: showCharts, rollouts: showRollouts, step: showStep, certificate: showCertificate, config: showConfig };
@@ -16,16 +18,13 @@ let drawn = "";
 async function draw(force = false) {
   const { view, query } = route();
   const named = query.getAll("run").filter((run) => state.runs.has(run));
-  if (query.has("run")) state.chosen = named;
+  if (query.has("run")) { state.chosen = named; readSettings(query); }
   const now = JSON.stringify([location.hash, state.chosen]);
   if (now === drawn && !force) return;
   drawn = now;
+  closeMenu();
   listRuns();
-  for (const tab of document.querySelectorAll("#tabs a")) {
-    const current = tab.dataset.view === view || (view === "step" && tab.dataset.view === "rollouts");
-    tab.toggleAttribute("aria-current", current);
-    tab.href = address(tab.dataset.view);
-  }
+  markTabs();
   if (view !== "charts") leaveCharts();
   const mine = ++state.drawn;
   document.title = `rlloop · ${view === "step" ? `step ${query.get("step")}` : view}`;
@@ -36,16 +35,27 @@ async function draw(force = false) {
   }
 }
 
+function markTabs() {
+  const { view } = route();
+  for (const tab of document.querySelectorAll("#tabs a")) {
+    const current = tab.dataset.view === view || (view === "step" && tab.dataset.view === "rollouts");
+    if (current) tab.setAttribute("aria-current", "page");
+    else tab.removeAttribute("aria-current");
+    tab.href = address(tab.dataset.view);
+  }
+}
+
 const STATUS = { live: "live", finished: "finished", stopped: "stopped", "parity broken": "bad", failed: "bad" };
 
 // Runs that pass the filter.
-const found = () => [...state.runs.values()].filter((run) => run.id.toLowerCase().includes($("filter").value.toLowerCase()));
+const found = () => [...state.runs.values()].filter((run) => [run.id, run.status, run.note, ...run.tags].join(" ").toLowerCase().includes($("filter").value.toLowerCase()));
 
 function listRuns() {
   let folder = "";
+  $("runs-toggle").textContent = `Runs: ${state.chosen.length} of ${state.runs.size} shown`;
   $("runs").replaceChildren(...found().flatMap((run) => {
     const parent = run.id.includes("/") ? run.id.slice(0, run.id.lastIndexOf("/")) : "";
-    const heading = parent === folder ? [] : [h("li", { class: "folder" }, parent || "·")];
+    const heading = parent === folder ? [] : [h("li", { class: "folder" }, parent || "not in a folder")];
     folder = parent;
     const order = state.chosen.indexOf(run.id);
     const { colour, dash } = look(Math.max(0, order));
@@ -56,6 +66,7 @@ function listRuns() {
       h("span", { class: "name" }, run.id === "." ? "this run" : breakable(run.id.slice(run.id.lastIndexOf("/") + 1))),
       h("span", { class: "sub" }, h("i", { class: `dot ${run.problems.length ? "bad" : STATUS[run.status] ?? ""}` }),
         `${run.problems.length ? "damaged, " : ""}${run.status}${run.status === "finished" ? `, ${number(run.step)} steps` : ` at ${number(run.step)}${run.num_steps ? ` of ${number(run.num_steps)}` : ""}`}`),
+      run.tags.length ? h("span", { class: "tags" }, run.tags.map((tag) => h("span", { class: "tag" }, tag))) : null,
       run.num_steps && run.status === "live" ? h("span", { class: "bar" }, h("i", { style: { width: `${share}%` } })) : null),
       h("button", { type: "button", class: "only", title: "This run alone", "aria-label": `Show ${run.id} alone`, onclick: () => choose([run.id]) }, "only"))];
   }));
@@ -85,9 +96,11 @@ function announce({ runs, ids }) {
   else if (runs.length) REFRESH[route().view]?.(runs.map((run) => run.id));
 }
 
-// Runs chosen at first: all if they are few, else the live ones, else the one that ran last.
+// Runs chosen at first: all if they are few, else the live ones, else the one that ran last. One that was refused before
+// its first step is chosen only where there is no other.
 function chooseFirst() {
-  const all = [...state.runs.values()];
+  const begun = [...state.runs.values()].filter((run) => run.begun || run.status === "live");
+  const all = begun.length ? begun : [...state.runs.values()];
   const live = all.filter((run) => run.status === "live");
   const last = all.reduce((newest, run) => (!newest || run.changed > newest.changed ? run : newest), null);
   const chosen = all.length <= FEW ? all : live.length ? live.slice(0, FEW) : [last];
@@ -128,11 +141,13 @@ async function start() {
   $("theme").textContent = document.documentElement.dataset.theme === "dark" ? "Light" : "Dark";
   $("theme").addEventListener("click", otherTheme);
   $("help-button").addEventListener("click", () => $("help").showModal());
+  $("runs-toggle").addEventListener("click", () => $("runs-toggle").setAttribute("aria-expanded", String($("runs-toggle").getAttribute("aria-expanded") !== "true")));
   $("filter").addEventListener("input", listRuns);
   $("choose-all").addEventListener("click", () => choose([...new Set([...state.chosen, ...found().map((run) => run.id)])]));
   $("choose-none").addEventListener("click", () => choose(state.chosen.filter((id) => !found().some((run) => run.id === id))));
   addEventListener("keydown", key);
   addEventListener("hashchange", () => draw());
+  addEventListener("remembered", () => { drawn = JSON.stringify([location.hash, state.chosen]); markTabs(); });
   chooseFirst();
   await draw(true);
   listen({

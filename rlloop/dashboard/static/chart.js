@@ -1,15 +1,16 @@
-// One chart: lines or a stack over steps (uPlot).
+// One chart: lines or a stack over steps, time or tokens (uPlot).
 
 import { h, number, svg } from "./dom.js";
-import { cached } from "./api.js";
-import { axisOf, scaleOf } from "./scales.js";
-import { briefName, css, look, lookOfSeries, points, state } from "./state.js";
+import { axisOf, compact, scaleOf, scaledAs } from "./scales.js";
+import { AXES, seriesOf } from "./series.js";
+import { css, remember, slug, state } from "./state.js";
 
 export const all = new Set(); // every chart on the page: they share zoom and cursor
 const sync = uPlot.sync("steps");
 
 export function setRange(range) {
   state.range = range;
+  remember();
   for (const chart of all) chart.plot?.setScale("x", { min: range ? range[0] : chart.extent[0], max: range ? range[1] : chart.extent[1] });
 }
 
@@ -29,32 +30,6 @@ export const swatch = (colour, dash, width = 28) => {
   return box;
 };
 
-// A metric's name next to the panel's title; for metrics by region, the region.
-function labelOf(metric, panel) {
-  if (panel.metrics.length === 1 && !panel.named) return "";
-  const parts = metric.split("/");
-  const last = parts[parts.length - 1];
-  if (parts.length === 3 && panel.metrics.every((name) => name.startsWith("fleet/") && name.endsWith(`/${last}`))) return parts[1];
-  return parts.slice(1).join(": ").replaceAll("_", " ").replace(": sync ", ": ").replace(panel.unit === "s" ? / seconds$/ : "", "");
-}
-
-// A panel's series: one for each run and metric with points. A stack shows one run, `panel.run`.
-export function seriesOf(panel) {
-  const stack = panel.kind === "stack";
-  const found = [];
-  for (const run of stack ? [panel.run] : state.chosen) {
-    for (const metric of panel.metrics) {
-      const column = cached(run, metric);
-      if (!column) continue;
-      const data = points(column, stack ? 0 : state.smooth);
-      if (!data.xs.length) continue;
-      const label = [labelOf(metric, panel), state.chosen.length > 1 && !stack ? briefName(run) : ""].filter(Boolean).join(" · ");
-      found.push({ run, metric, label, ...(stack ? look(panel.metrics.indexOf(metric)) : lookOfSeries(run, metric, panel.metrics)), ...data });
-    }
-  }
-  return stack && found.length ? stacked(found, panel) : found;
-}
-
 export class Chart {
   constructor(host, panel, { height = 168, onvalues = () => {}, onstep = () => {} } = {}) {
     Object.assign(this, { host, panel, height, onvalues, onstep, series: [], extent: [0, 1] });
@@ -73,12 +48,16 @@ export class Chart {
   draw() {
     this.series = seriesOf(this.panel);
     if (!this.series.length) { this.host.replaceChildren(h("p", { class: "muted" }, "No numbers here.")); this.onvalues(null, []); return; }
-    const faint = state.smooth && this.panel.kind === "lines" ? this.series.map((line) => ({ ...line, ys: line.raw.map((value) => (Number.isFinite(value) ? value : null)), colour: `${line.colour}38`, dash: [] })) : [];
-    const lines = this.panel.kind === "stack" ? [...this.series].reverse() : [...faint, ...this.series]; // the top one first
+    this.drawnAs = scaledAs(this.panel, state.log.includes(slug(this.panel)), this.series);
+    const faint = this.panel.kind === "lines" ? this.series.filter((line) => state.smooth || line.beneath).map((line) => ({ ...line, ys: line.raw.map((value) => (Number.isFinite(value) ? value : null)), colour: `${line.colour.slice(0, 7)}${line.beneath ? "26" : "38"}`, dash: [], pale: true })) : [];
+    const order = [...this.series.filter((line) => line.beneath), ...this.series.filter((line) => !line.beneath)];
+    const lines = this.panel.kind === "stack" ? [...this.series].reverse() : [...faint, ...order]; // the top one first
+    this.steps = new Map(this.series.flatMap((line) => line.xs.map((x, index) => [x, line.steps[index]])));
+    this.lines = lines;
     const data = uPlot.join(lines.map((line) => [line.xs, line.ys]));
     const xs = data[0];
     this.extent = xs.length > 1 ? [xs[0], xs[xs.length - 1]] : [xs[0] - 0.5, xs[0] + 0.5];
-    const appearance = JSON.stringify([state.chosen, lines.map((line) => [line.run, line.metric, line.colour]), document.documentElement.dataset.theme, this.height]);
+    const appearance = JSON.stringify([state.chosen, lines.map((line) => [line.run, line.metric, line.colour]), document.documentElement.dataset.theme, this.height, state.axis, this.drawnAs.scale, this.drawnAs.threshold]);
     if (this.plot && this.appearance === appearance) {
       const left = this.plot.cursor.left;
       this.plot.setData(data, false);
@@ -99,9 +78,9 @@ export class Chart {
   openStep() {
     const index = this.plot?.cursor.idx;
     if (index === null || index === undefined || !this.series.length) return;
-    const step = this.plot.data[0][index];
-    const near = this.series.find((line) => line.xs.includes(step)) ?? this.series[0];
-    this.onstep(near.run, step);
+    const x = this.plot.data[0][index];
+    const near = this.series.find((line) => line.xs.includes(x)) ?? this.series[0];
+    this.onstep(near.run, this.steps.get(x));
   }
 
   move(by) {
@@ -118,19 +97,20 @@ export class Chart {
     if (!this.plot) return;
     const [first, last] = state.range ?? this.extent;
     const middle = this.plot.data[0][this.plot.cursor.idx] ?? (first + last) / 2;
-    const half = Math.max(1, ((last - first) * by) / 2);
-    const range = [Math.max(this.extent[0], Math.floor(middle - half)), Math.min(this.extent[1], Math.ceil(middle + half))];
+    const whole = state.axis === "step";
+    const half = Math.max(whole ? 1 : 1e-6, ((last - first) * by) / 2);
+    const range = [Math.max(this.extent[0], whole ? Math.floor(middle - half) : middle - half), Math.min(this.extent[1], whole ? Math.ceil(middle + half) : middle + half)];
     setRange(range[0] <= this.extent[0] && range[1] >= this.extent[1] ? null : range);
   }
 
-  // Values at a step, or the newest ones.
-  values(step) {
-    this.onvalues(step, this.series.map((line) => {
+  // Values at a place of the axis, or the newest ones.
+  values(x) {
+    this.onvalues(x === null ? null : AXES[state.axis].tell(x), this.series.map((line) => {
       let at = line.xs.length - 1;
-      if (step !== null) {
+      if (x !== null) {
         let low = 0;
-        while (low < at) { const middle = (low + at + 1) >> 1; if (line.xs[middle] <= step) low = middle; else at = middle - 1; }
-        if (line.xs[at] > step) return { ...line, value: NaN };
+        while (low < at) { const middle = (low + at + 1) >> 1; if (line.xs[middle] <= x) low = middle; else at = middle - 1; }
+        if (line.xs[at] > x) return { ...line, value: NaN };
       }
       return { ...line, value: line.raw[at] };
     }));
@@ -154,32 +134,33 @@ export class Chart {
       },
       series: [{}, ...lines.map((line) => ({
         stroke: line.colour,
-        width: stack ? 0.8 : most > 400 ? 1.2 : 1.6,
+        width: stack ? 0.8 : line.beneath || line.pale || most > 400 ? 1.2 : 1.6,
         dash: stack || !line.dash.length ? undefined : line.dash,
         fill: stack ? `${line.colour}b0` : undefined,
-        points: stack ? { show: false } : { show: most < 40, size: 4.5, fill: line.colour },
+        points: stack || line.beneath || line.pale ? { show: false } : { show: line.xs.length < 40, size: 4.5, fill: line.colour },
       }))],
       bands: stack ? lines.slice(1).map((_, index) => ({ series: [index + 1, index + 2] })) : [],
-      scales: { x: { time: false, range: (_, min, max) => state.range ?? (min === max ? [min - 0.5, max + 0.5] : [min, max]) }, y: scaleOf(this.panel) },
+      scales: { x: { time: false, range: (_, min, max) => state.range ?? (min === max ? [min - 0.5, max + 0.5] : [min, max]) }, y: scaleOf(this.drawnAs) },
       axes: [
-        { stroke: css("--faint"), grid: { show: false }, ticks: { show: false }, font: `11px ${css("--sans")}`, size: 24, gap: 3, incrs: STEPS,
-          values: (_, ticks) => ticks.map((value, index) => (index ? number(value) : `step ${number(value)}`)) },
+        { stroke: css("--faint"), grid: { show: false }, ticks: { show: false }, font: `11px ${css("--sans")}`, size: 24, gap: 3, incrs: AXES[state.axis].ticks,
+          values: (_, ticks) => ticks.map((value, index) => (state.axis === "tokens" ? compact(value) : state.axis === "time" || !index ? AXES[state.axis].tell(value) : number(value))) },
         { stroke: css("--faint"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: `11px ${css("--sans")}`, gap: 4,
           size: (plot, values) => Math.max(38, 10 + Math.max(0, ...(values ?? []).map((text) => (text ?? "").length)) * 6.4),
-          ...axisOf(this.panel, Math.max(2, Math.floor((this.height - 40) / 20))) },
+          ...axisOf(this.drawnAs, Math.max(2, Math.floor((this.height - 40) / 20))) },
       ],
       hooks: {
         drawAxes: [(plot) => this.guides(plot)],
         draw: [(plot) => this.marks(plot)],
         setCursor: [(plot) => {
           const { idx, left } = plot.cursor;
-          const step = idx === null || idx === undefined || left < 0 ? null : plot.data[0][idx];
-          this.values(step);
-          hover(step);
+          const x = idx === null || idx === undefined || left < 0 ? null : plot.data[0][idx];
+          this.values(x);
+          hover(x === null ? null : this.steps.get(x) ?? null);
         }],
         setSelect: [(plot) => {
           const { left, width } = plot.select;
-          if (width > 8) setRange([Math.floor(plot.posToVal(left, "x")), Math.ceil(plot.posToVal(left + width, "x"))]);
+          const round = state.axis === "step" ? [Math.floor, Math.ceil] : [Number, Number];
+          if (width > 8) setRange([round[0](plot.posToVal(left, "x")), round[1](plot.posToVal(left + width, "x"))]);
           plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
         }],
       },
@@ -192,7 +173,7 @@ export class Chart {
     ctx.font = `${10.5 * devicePixelRatio}px ${css("--sans")}`;
     ctx.textAlign = "left";
     let labelled = Infinity;
-    for (const value of this.panel.guides) {
+    for (const value of this.drawnAs.guides) {
       if (value < plot.scales.y.min || value > plot.scales.y.max) continue;
       const y = Math.round(plot.valToPos(value, "y", true)) + 0.5;
       ctx.strokeStyle = value === 0 ? css("--good") : css("--warn");
@@ -231,25 +212,4 @@ export class Chart {
     }
     ctx.restore();
   }
-}
-
-const STEPS = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power)); // between ticks
-
-// Stack the lines; the part of a step's time that is in no phase is waiting, at the top.
-function stacked(series, panel) {
-  const tables = uPlot.join(series.map((line) => [line.xs, line.ys]));
-  const xs = tables[0];
-  const sums = new Float64Array(xs.length);
-  const lines = series.map((line, index) => {
-    const raw = Array.from(xs, (_, at) => tables[index + 1][at] ?? 0);
-    return { ...line, xs, raw, ys: raw.map((value, at) => (sums[at] += value)) };
-  });
-  const whole = panel.metrics[0].startsWith("time/") && cached(panel.run, "time/step");
-  if (whole) {
-    const { xs: steps, ys } = points(whole);
-    const at = new Map(steps.map((step, index) => [step, ys[index]]));
-    const raw = Array.from(xs, (step, index) => Math.max(0, (at.get(step) ?? 0) - sums[index]));
-    lines.push({ run: panel.run, metric: "waiting", label: "waiting", colour: css("--faint"), dash: [], xs, raw, ys: raw.map((value, index) => sums[index] + value) });
-  }
-  return lines;
 }

@@ -1,14 +1,18 @@
-// The view of all panels: results at the top, then one card for each panel.
+// The view of all panels: what came out at the top, then one card for each panel, in the reader's own arrangement.
 
-import { $, breakable, duration, h, number, percent, show, virtualTable } from "./dom.js";
-import { get, link, load } from "./api.js";
-import { Chart, seriesOf, setRange, swatch } from "./chart.js";
-import { Histogram } from "./histogram.js";
-import { go, lookOf, shortName, state } from "./state.js";
+import { $, h } from "./dom.js";
+import { get } from "./api.js";
+import { Card, loose } from "./card.js";
+import { setRange } from "./chart.js";
+import { menuButton } from "./menu.js";
+import { AXES } from "./series.js";
+import { remember, slug, state } from "./state.js";
+import { ParityLine, results, totalsOf, trouble } from "./summary.js";
 
 const STACKS = 4; // runs whose stacks are shown
 let cards = [];
-let strip, problems, layout;
+let sections = [], layout = "";
+let head, parity;
 const seen = new IntersectionObserver((entries) => {
   for (const entry of entries) {
     const card = cards.find((each) => each.element === entry.target);
@@ -20,44 +24,121 @@ export async function showCharts(main) {
   leaveCharts();
   if (!state.chosen.length) { main.replaceChildren(nothing()); return; }
   const mine = state.drawn;
-  const sections = await get("panels", { run: state.chosen });
+  const [found, totals] = await Promise.all([get("panels", { run: state.chosen }), totalsOf(state.chosen)]);
   if (mine !== state.drawn) return;
+  sections = found;
   layout = JSON.stringify(sections);
-  strip = h("div", { class: "strip", "aria-label": "What came out" });
-  problems = h("div");
-  const groups = sections.map((section) => h("section", { class: "group" }, h("h2", {}, section.title),
-    h("div", { class: "grid" }, section.panels.flatMap(byRun).map((panel) => {
-      const card = new Card(panel);
+  head = h("div");
+  place(main);
+  showTotals(totals);
+}
+
+// Build the page from `sections`, as arranged.
+function place(main) {
+  leaveCharts();
+  parity = null;
+  const groups = arranged().map((section) => {
+    const grid = h("div", { class: "grid" }, section.panels.flatMap(byRun).map((panel) => {
+      const card = new Card(panel, { arrange });
       cards.push(card);
       return card.element;
-    }))));
-  main.replaceChildren(strip, problems, ...(groups.length ? [tools(), ...groups] : [h("div", { class: "empty" }, h("p", {}, "No step is recorded yet. The first one appears here by itself."))]));
+    }));
+    if (section.parity) parity = new ParityLine(grid);
+    return h("section", { class: "group" }, section.parity ? parity.heading : h("h2", {}, section.title), grid);
+  });
+  main.replaceChildren(head, ...(groups.length ? [tools(), ...groups] : [h("div", { class: "empty" }, h("p", {}, "No step is recorded yet. The first one appears here by itself."))]));
   for (const card of cards) seen.observe(card.element);
   filter();
-  await refreshStrip();
 }
 
 // Lines of several runs share a panel; each run's stack has its own.
 const byRun = (panel) => (panel.kind === "stack" ? state.chosen.slice(0, STACKS).map((run) => ({ ...panel, run })) : [panel]);
+
+// ---------------------------------------------------------------------------------------------- arrangement
+
+function arranged() {
+  const rank = (panel) => { const at = state.move.indexOf(slug(panel)); return at < 0 ? Infinity : at; };
+  const all = sections.flatMap((section) => section.panels);
+  const shown = (panel) => !state.hide.includes(slug(panel));
+  const pinned = state.pin.map((name) => all.find((panel) => slug(panel) === name)).filter((panel) => panel && shown(panel));
+  const rest = sections.map((section) => {
+    const panels = section.panels.filter((panel) => shown(panel) && !pinned.includes(panel));
+    return { ...section, panels: panels.map((panel, index) => [panel, rank(panel), index]).sort((a, b) => (a[1] === b[1] ? a[2] - b[2] : a[1] - b[1])).map(([panel]) => panel) };
+  });
+  return [{ title: "Pinned", panels: pinned }, ...rest].filter((section) => section.panels.length);
+}
+
+// `what`: "pin", "hide", a number of places to move by, or the slug of the panel to move before.
+function arrange(name, what) {
+  const home = arranged().find((section) => section.panels.some((panel) => slug(panel) === name));
+  const order = home.panels.map(slug);
+  const at = order.indexOf(name);
+  if (what === "pin") state.pin = state.pin.includes(name) ? state.pin.filter((each) => each !== name) : [...state.pin, name];
+  else if (what === "hide") state.hide = [...state.hide, name];
+  else {
+    const to = typeof what === "number" ? at + what : order.indexOf(what);
+    if (to < 0 || to >= order.length) return;
+    order.splice(at, 1);
+    order.splice(to, 0, name);
+    if (state.pin.includes(name)) state.pin = order;
+    else state.move = [...state.move.filter((each) => !order.includes(each)), ...order];
+  }
+  again(name);
+}
+
+function again(name) {
+  const main = $("main"), totals = head.totals;
+  const scroller = [main, document.querySelector(".body")], tops = scroller.map((each) => each.scrollTop);
+  remember();
+  place(main);
+  parity?.show(totals);
+  scroller.forEach((each, index) => { each.scrollTop = tops[index]; });
+  const element = document.querySelector(`.card[data-slug="${CSS.escape(name ?? "")}"] .plot`);
+  element?.focus({ preventScroll: true });
+  element?.closest(".card").scrollIntoView({ block: "nearest" });
+}
+
+function hidden() {
+  const all = sections.flatMap((section) => section.panels);
+  return [...state.hide.map((name) => ({ text: all.find((panel) => slug(panel) === name)?.title ?? name, act: () => { state.hide = state.hide.filter((each) => each !== name); again(name); } })),
+    { text: "All of them", act: () => { state.hide = []; again(); } }];
+}
+
+// ---------------------------------------------------------------------------------------------- refreshing
 
 export function leaveCharts() {
   for (const card of cards) { seen.unobserve(card.element); card.destroy(); }
   cards = [];
 }
 
+function refreshCards() {
+  for (const card of cards) { card.stale = true; if (card.visible) card.refresh(); }
+  for (const card of loose) card.refresh();
+}
+
+async function showTotals(found) {
+  const all = found ?? await totalsOf(state.chosen);
+  if (!head?.isConnected) return;
+  const top = head.querySelector(".strip")?.scrollTop ?? 0;
+  head.totals = all;
+  head.replaceChildren(...trouble(all), results(all, () => showTotals()));
+  head.querySelector(".strip").scrollTop = top;
+  parity?.show(all);
+}
+
 export async function refreshCharts(runs) {
   if (!runs.some((run) => state.chosen.includes(run))) return;
   const mine = state.drawn;
-  const now = JSON.stringify(await get("panels", { run: state.chosen }));
+  const now = await get("panels", { run: state.chosen });
   if (mine !== state.drawn) return;
-  if (now !== layout) { // a metric that was not there before
+  if (JSON.stringify(now) !== layout) { // a metric that was not there before
     const main = $("main"), top = main.scrollTop;
     await showCharts(main);
     main.scrollTop = top;
     return;
   }
-  for (const card of cards) { card.stale = true; if (card.visible) card.refresh(); }
-  if (strip?.isConnected) refreshStrip();
+  refreshCards();
+  await showTotals();
 }
 
 export const cardOf = (element) => cards.find((card) => card.element.contains(element));
@@ -65,6 +146,8 @@ export function toggleTables() {
   state.tables = !state.tables;
   for (const card of cards) card.setTable(state.tables);
 }
+
+// ---------------------------------------------------------------------------------------------- tools
 
 function nothing() {
   return state.runs.size
@@ -76,141 +159,26 @@ function nothing() {
 function tools() {
   const smooth = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, "aria-label": "Smoothing", oninput: (event) => {
     state.smooth = Number(event.target.value);
-    localStorage.setItem("rlloop-smooth", state.smooth);
-    for (const card of cards) { card.stale = true; if (card.visible) card.refresh(); }
+    remember();
+    refreshCards();
   } });
+  const axis = h("select", { "aria-label": "Horizontal axis", onchange: (event) => {
+    state.axis = event.target.value;
+    setRange(null);
+    refreshCards();
+  } }, Object.entries(AXES).map(([name, { title }]) => h("option", { value: name, selected: name === state.axis }, title)));
   return h("div", { class: "tools" },
     h("input", { type: "search", id: "find", placeholder: "Find a metric  ( / )", "aria-label": "Find a metric", value: state.search, oninput: (event) => { state.search = event.target.value; filter(); } }),
-    h("label", {}, "Smoothing", smooth),
-    h("button", { type: "button", onclick: () => setRange(null) }, "All steps"),
+    h("label", {}, "Over", axis), h("label", {}, "Smoothing", smooth),
+    h("button", { type: "button", onclick: () => setRange(null), title: "Show the whole axis again (r)" }, "Zoom out"),
     h("button", { type: "button", onclick: toggleTables }, "Tables"),
-    h("span", {}, "Click a chart to open the step."));
+    state.hide.length ? menuButton(`${state.hide.length} hidden`, "Hidden panels", hidden) : null,
+    h("span", { class: "hint" }, "Click a chart to open the step, drag to zoom."));
 }
 
 function filter() {
   const wanted = state.search.toLowerCase();
   for (const card of cards) card.element.hidden = ![card.panel.title, ...card.panel.metrics].some((text) => text.toLowerCase().includes(wanted));
   for (const group of document.querySelectorAll("section.group")) group.hidden = !group.querySelector(".card:not([hidden])");
-}
-
-async function refreshStrip() {
-  const all = await Promise.all(state.chosen.map((run) => get("totals", { run }).catch((error) => ({ id: run, error: String(error.message) }))));
-  strip.replaceChildren(...all.map(row));
-  strip.classList.toggle("many", all.length > 3);
-  const found = all.flatMap((run) => (run.error ? [`${run.id}: ${run.error}`] : run.problems.map((text) => `${shortName(run.id)}: ${text}`)));
-  problems.replaceChildren(found.length ? h("div", { class: "problems", role: "alert" }, found.slice(0, 6).map((text) => h("p", {}, text)),
-    found.length > 6 ? h("p", { class: "muted" }, `and ${found.length - 6} more`) : null) : "");
-}
-
-function row(run) {
-  const look = lookOf(run.id);
-  const cell = (label, value, note) => h("div", { class: "cell", title: [note].flat().filter((part) => typeof part === "string").join(" ") }, h("span", { class: "label" }, label), h("span", { class: "value" }, value, value === "–" ? null : h("small", {}, note)));
-  const course = (label, found) => cell(label, found ? number(found.last, 3) : "–", found ? [`from ${number(found.first, 3)},`, h("br"), `best ${number(found.best, 3)}`] : null);
-  if (run.error) return h("div", { class: "row" }, h("div", { class: "who" }, swatch(look.colour, look.dash), h("b", {}, breakable(run.id))));
-  const zero = run.tokens > 0 && run.different === 0;
-  return h("div", { class: "row" },
-    h("div", { class: "who" }, swatch(look.colour, look.dash), h("div", {}, h("b", {}, breakable(shortName(run.id))),
-      h("div", { class: "muted" }, `${run.status}${run.mode ? `, ${run.mode}` : ""}`))),
-    cell("Train-inference KL", run.k3_max === null ? "–" : zero ? h("span", { class: "good" }, "exactly 0") : number(run.k3_max, 3), zero ? "every bit equal" : "largest k3 of a step"),
-    cell("Tokens that differ", run.tokens ? number(run.different) : "–", `of ${number(run.tokens)}`),
-    course("pass@1, held-out", run.pass),
-    course("Reward", run.reward),
-    cell("Tokens discarded", run.discarded === null ? "–" : percent(run.discarded), "on average"),
-    cell("Steps", number(run.steps), [run.num_steps ? `of ${number(run.num_steps)}` : "", run.seconds ? duration(run.seconds) : ""].filter(Boolean).join(", ")));
-}
-
-class Card {
-  constructor(panel, { height = 168 } = {}) {
-    Object.assign(this, { panel, height, stale: true, visible: false, table: state.tables });
-    this.chips = h("div", { class: "chips", "aria-live": "off" });
-    this.plot = h("div", { class: "plot", tabindex: "0", role: "img", "aria-label": `${panel.title}: ${panel.about} Arrow keys move, Enter opens the step, t shows the table.`, style: { minHeight: `${height}px` } });
-    this.tableButton = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.setTable(!this.table) }, "Table");
-    this.download = h("a", { href: "#", download: "", title: "All steps of the chosen runs" }, "CSV");
-    this.element = h("article", { class: "card", "data-panel": panel.title },
-      h("header", {}, h("h3", { title: panel.about }, panel.title), h("span", { class: "unit" }, [panel.unit, panel.run && state.chosen.length > 1 ? `of ${shortName(panel.run)}` : ""].filter(Boolean).join(", ")),
-        h("div", { class: "actions" }, this.tableButton, this.download, height < 300 ? h("button", { type: "button", onclick: () => this.enlarge() }, "Enlarge") : null)),
-      this.chips, this.plot);
-    const options = { height, onvalues: (step, values) => this.values(step, values), onstep: (run, step) => go("step", { of: run, step }) };
-    this.chart = panel.kind === "histogram" ? new Histogram(this.plot, panel, options) : new Chart(this.plot, panel, options);
-    this.plot.addEventListener("keydown", (event) => this.key(event));
-  }
-
-  destroy() { this.chart.destroy(); }
-
-  key(event) {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (by) this.chart.move(event.shiftKey ? by * 10 : by);
-    else if (event.key === "Enter") this.chart.openStep();
-    else if (event.key === "+" || event.key === "-") this.chart.zoom?.(event.key === "+" ? 0.5 : 2);
-    else if (event.key === "e") this.enlarge();
-    else if (event.key === "t") { this.setTable(!this.table); this.plot.focus(); }
-    else return;
-    event.preventDefault();
-    event.stopPropagation();
-  }
-
-  async refresh() {
-    this.stale = false;
-    const names = this.panel.kind === "histogram" ? ["parity/tokens"] : [...this.panel.metrics, ...(this.panel.kind === "stack" ? ["time/step"] : [])];
-    try {
-      await Promise.all((this.panel.run ? [this.panel.run] : state.chosen).map((run) => load(run, names)));
-    } catch (error) {
-      this.plot.replaceChildren(h("p", { class: "bad" }, error.message));
-      return;
-    }
-    if (!this.plot.isConnected) return;
-    this.download.href = link("series.csv", { run: this.panel.run ?? state.chosen, name: this.panel.metrics });
-    if (this.table) this.drawTable();
-    else await this.chart.draw();
-  }
-
-  setTable(table) {
-    if (this.table === table && this.tableButton.getAttribute("aria-pressed") === String(table)) return;
-    this.table = table;
-    this.tableButton.setAttribute("aria-pressed", String(table));
-    this.tableButton.textContent = table ? "Chart" : "Table";
-    this.plot.replaceChildren();
-    if (this.chart.plot) { this.chart.plot.destroy(); this.chart.plot = null; }
-    this.stale = true;
-    if (this.visible || this.height > 300) this.refresh();
-  }
-
-  async drawTable() {
-    if (this.panel.kind === "histogram") {
-      await this.chart.draw();
-      const found = this.chart.found;
-      if (!found.length) return;
-      const { edges } = found[0];
-      const name = (index) => (index === 0 ? `below ${number(edges[0])}` : index === edges.length ? `from ${number(edges[index - 1])}` : `${number(edges[index - 1])} to ${number(edges[index])}`);
-      this.plot.replaceChildren(virtualTable(["d", ...found.map((each) => `${shortName(each.run)}, step ${each.step}`)], edges.length + 1,
-        (index) => [name(index), ...found.map((each) => number(each.counts[index]))], { height: this.height, start: "top", label: this.panel.title }));
-      return;
-    }
-    const series = seriesOf(this.panel);
-    const tables = uPlot.join(series.map((line) => [line.xs, line.raw]));
-    this.plot.replaceChildren(virtualTable(["step", ...series.map((line) => line.label || line.metric)], tables[0].length,
-      (index) => [number(tables[0][index]), ...series.map((_, column) => show(tables[column + 1][index] ?? NaN, this.panel))], { height: this.height, label: this.panel.title }));
-    this.values(null, series.map((line) => ({ ...line, value: line.raw[line.raw.length - 1] })));
-  }
-
-  values(step, values) {
-    const at = step === null ? null : h("span", { class: "chip" }, `step ${number(step)}`);
-    const few = values.slice(0, this.height > 300 ? 40 : this.panel.run ? 10 : 6);
-    this.chips.replaceChildren(...[at, ...few.map((line) => h("span", { class: "chip" },
-      values.length > 1 || state.chosen.length > 1 ? swatch(line.colour, this.panel.run ? [] : line.dash, 18) : null,
-      line.label ? h("span", { class: "who", title: line.label }, line.label) : null, h("b", {}, line.text ?? show(line.value, this.panel)))),
-      values.length > few.length ? h("span", {}, `+${values.length - few.length}`) : null].filter(Boolean));
-  }
-
-  enlarge() {
-    const dialog = $("large");
-    const card = new Card(this.panel, { height: Math.round(innerHeight * 0.58) });
-    dialog.replaceChildren(card.element, h("p", { class: "about" }, this.panel.about, " ", h("span", { class: "mono" }, this.panel.metrics.join("  "))),
-      h("form", { method: "dialog" }, h("button", {}, "Close")));
-    dialog.addEventListener("close", () => { cards = cards.filter((each) => each !== card); card.destroy(); dialog.replaceChildren(); }, { once: true });
-    dialog.showModal();
-    cards.push(card);
-    card.visible = true;
-    card.refresh().then(() => card.plot.focus());
-  }
+  if (parity) { if (wanted) parity.grid.hidden = false; else parity.fold(); }
 }

@@ -32,7 +32,7 @@ export class Histogram {
     this.step = found[0]?.step ?? step;
     this.found = found;
     this.host.replaceChildren(found.length ? histogram(found, this.host.clientWidth || 300, this.height) : h("p", { class: "muted" }, "No histogram at this step."));
-    this.onvalues(found.every((each) => each.step === this.step) ? this.step : null, found.map(({ run, colour, dash, counts, edges, ess }) => {
+    this.onvalues(found.length && found.every((each) => each.step === this.step) ? `step ${number(this.step)}` : null, found.map(({ run, colour, dash, counts, edges, ess }) => {
       const total = counts.reduce((sum, count) => sum + count, 0);
       const middle = counts[edges.findIndex((edge) => edge > 0)] ?? 0;
       const parts = [found.length > 1 ? "" : `${percent(middle / total)} within 1e−6`, ess === undefined ? "" : `ESS ${percent(ess)}`];

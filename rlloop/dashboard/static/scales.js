@@ -71,8 +71,19 @@ export function axisOf(panel, room) {
   return { values: (_, ticks) => ticks.map((value) => (value === null ? "" : compact(value))) };
 }
 
-const compact = (value) => {
+export const compact = (value) => {
   const size = Math.abs(value);
   for (const [unit, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (size >= unit) return `${Number((value / unit).toPrecision(3))}${letter}`;
   return number(value, 3);
 };
+
+// The panel as it is drawn: `other` turns a linear scale into a logarithmic one, and the other way round. Values that are
+// 0 or negative get a scale that is linear around 0.
+export function scaledAs(panel, other, series) {
+  if (!other) return panel;
+  if (panel.scale === "log" || panel.scale === "symlog") return { ...panel, scale: "linear", guides: panel.guides.filter((value) => value === 0) };
+  const values = series.flatMap((line) => [...line.raw]).filter((value) => Number.isFinite(value));
+  const least = values.reduce((least, value) => (value !== 0 && Math.abs(value) < least ? Math.abs(value) : least), Infinity);
+  if (values.every((value) => value > 0)) return { ...panel, scale: "log", guides: panel.guides.filter((value) => value > 0) };
+  return { ...panel, scale: "symlog", threshold: 10 ** Math.floor(Math.log10(Number.isFinite(least) ? least : 1e-3)) };
+}

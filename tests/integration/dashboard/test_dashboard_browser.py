@@ -8,8 +8,11 @@ import shutil
 import numpy as np
 import pytest
 
-from rlloop.runs.folder import rollout_files
-from tests.support.dashboard_runs import Writer, serving, write_run
+from rlloop.dashboard.live import Dashboard
+from rlloop.dashboard.server import make_app
+from rlloop.runs.folder import RunFolder, rollout_files
+from rlloop.web.server import BackgroundServer, Listen
+from tests.support.dashboard_runs import CONFIG, Writer, write_run, write_talk
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="the browser tests need playwright: pip install playwright"
@@ -37,30 +40,36 @@ def browser():
         browser.close()
 
 
+TOKEN = "a-token-of-some-length"
+
+
 @pytest.fixture
 def visit(browser, tmp_path):
     """visit() opens the dashboard of `tmp_path`. Errors of the page, and requests to elsewhere, fail the test."""
     wrong: list[str] = []
-    with serving(tmp_path) as (_, address, token):
-        context = browser.new_context(viewport={"width": 1400, "height": 900}, accept_downloads=True)
-        context.set_default_timeout(120_000)
+    dashboard = Dashboard(tmp_path)
+    server = BackgroundServer(make_app(dashboard), Listen(token=TOKEN, browser=True))
+    context = browser.new_context(viewport={"width": 1600, "height": 900}, accept_downloads=True)
+    context.set_default_timeout(120_000)
 
-        def go(view: str = ""):
-            page = context.new_page()
-            page.on("pageerror", lambda error: wrong.append(str(error)))
-            page.on("console", lambda message: message.type == "error" and wrong.append(message.text))
-            page.on(
-                "request",
-                lambda request: request.url.startswith((address, "blob:", "data:")) or wrong.append(request.url),
-            )
-            page.goto(f"{address}/?token={token}")
-            assert "token" not in page.url
-            if view:
-                page.goto(f"{address}/{view}")
-            return page
+    def go(view: str = ""):
+        page = context.new_page()
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: message.type == "error" and wrong.append(message.text))
+        page.on(
+            "request",
+            lambda request: request.url.startswith((server.url, "blob:", "data:")) or wrong.append(request.url),
+        )
+        page.goto(f"{server.url}/?token={TOKEN}")
+        assert "token" not in page.url
+        if view:
+            page.goto(f"{server.url}/{view}")
+        return page
 
-        yield go
-        context.close()
+    yield go
+    context.close()
+    dashboard.close()
+    server.close()
     assert wrong == []
 
 
@@ -71,12 +80,25 @@ def card(page, title: str):
     return found
 
 
+def choose(page, title: str, item: str):
+    """Pick an item of a card's menu."""
+    found = card(page, title)
+    found.hover()
+    found.get_by_label(f"More on {title}").click()
+    found.get_by_role("menuitem", name=item).click()
+
+
 def test_a_finished_run(visit, tmp_path):
     write_run(tmp_path / "a", 6)
     page = visit()
-    page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
+    card(page, "Reward").locator("canvas").wait_for()
     expect(page.locator(".strip")).to_contain_text("exactly 0")
-    assert page.locator("section.group > h2").all_inner_texts()[:2] == ["Parity", "Ratios and clipping"]
+    assert page.locator("section.group > h2").first.inner_text() == "Learning"
+    line = page.locator(".parity-line")
+    expect(line).to_contain_text("Parity: exactly 0")
+    expect(line).to_have_attribute("aria-expanded", "false")
+    assert not page.locator('.card[data-panel="KL, k3"]').is_visible()
+    line.click()
     assert page.locator('.card[data-panel="Bytes on the wire"]').count() == 0  # absent metrics, absent panels
     expect(card(page, "Step, by phase")).to_contain_text("waiting0.25")
     expect(card(page, "Log-ratio histogram")).to_contain_text("100 % within 1e−6, ESS 100 %")
@@ -87,9 +109,9 @@ def test_a_finished_run(visit, tmp_path):
     expect(k3.locator("table.data tbody th")).to_have_text(["1", "2", "3", "4", "5", "6"])
     page.keyboard.press("t")
     k3.locator("canvas").wait_for()
-    k3.hover()
     with page.expect_download() as download:
-        k3.get_by_text("CSV").click()
+        choose(page, "KL, k3", "CSV")
+    assert download.value.suggested_filename == "a_kl-k3.csv"
     rows = list(csv.DictReader(download.value.path().read_text().splitlines()))
     assert [row["parity/k3"] for row in rows] == ["0.0"] * 6
 
@@ -139,6 +161,7 @@ def test_a_live_run(visit, tmp_path):
     page = visit()
     page.wait_for_selector("#runs .dot.live")
     expect(page.locator(".strip")).to_contain_text("Steps2of 6")
+    page.locator(".parity-line").click()
     writer.write(extra={"sync/wire_bytes": 1000, "fresh/metric": 1})
     expect(page.locator(".strip")).to_contain_text("Steps3of 6")
     page.wait_for_selector('.card[data-panel="Bytes on the wire"]', state="attached")  # new metrics, new panels
@@ -215,6 +238,8 @@ def test_choosing_runs(visit, tmp_path):
     page = visit()
     expect(page.locator(".strip .row")).to_have_count(3)
     expect(card(page, "Step, by phase")).to_have_count(3)  # a timeline is of one run
+    expect(card(page, "Reward").locator(".who")).to_have_count(0)  # the training batch's names are left out
+    page.locator(".parity-line").click()
     expect(card(page, "KL, k3").locator(".chips .who")).to_have_text(["seed=0", "seed=1", "seed=2"])
     page.locator("#runs li").nth(1).hover()
     page.get_by_label("Show arm=a,seed=1 alone").click()
@@ -241,6 +266,7 @@ def test_regions_experts_and_a_number_that_is_not_finite(visit, tmp_path):
         own = {"sync/ratio": 30 + step, "experts/load_max": 1.5, "loss/grad_norm": None if step == 2 else 1.0}
         writer.write(extra=regions | own)
     page = visit()
+    page.locator(".parity-line").click()
     for title in ("KL, k3, by region", "Sync, by region"):
         expect(card(page, title).locator(".chips .who")).to_have_text(["eu", "us"])
     page.fill("#find", "experts")
@@ -253,16 +279,22 @@ def test_regions_experts_and_a_number_that_is_not_finite(visit, tmp_path):
     expect(norm.locator("table.data tbody td")).to_have_text(["1", "not finite", "1"])
 
 
-def test_a_narrow_window(visit, tmp_path):
+@pytest.mark.parametrize("width", [900, 400])
+def test_a_narrow_window(visit, tmp_path, width):
     write_run(tmp_path / "a-run-with-a-name-that-is-rather-long,trainer.lr=0.0005,seed=0", 3, drift=0.01)
-    page = visit()
-    page.set_viewport_size({"width": 390, "height": 800})
-    page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
-    for view in ("charts", "step?step=2", "certificate", "config"):
+    write_talk(tmp_path / "talk")
+    page = visit("#/charts?run=a-run-with-a-name-that-is-rather-long,trainer.lr=0.0005,seed=0")
+    page.set_viewport_size({"width": width, "height": 800})
+    card(page, "KL, k3").locator("canvas").wait_for()  # unfolded, since tokens differ
+    for view in ("charts", "step?step=2", "rollouts?of=talk", "certificate", "config"):
         page.goto(page.url.split("#")[0] + f"#/{view}")
-        page.locator(".beside" if view.startswith("step") else "main .card").first.wait_for()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, view
-        assert page.evaluate("document.querySelector('#main').scrollWidth") <= 390, view
+        page.locator(".beside" if view.startswith(("step", "rollouts")) else "main .card").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, view
+        assert page.evaluate("document.querySelector('#main').scrollWidth") <= width, view
+    if width == 400:
+        assert not page.locator("#filter").is_visible()
+        page.click("#runs-toggle")
+        assert page.locator("#filter").is_visible()
 
 
 def test_broken_files(visit, tmp_path):
@@ -278,9 +310,8 @@ def test_broken_files(visit, tmp_path):
     (tmp_path / "b" / "metrics.jsonl").write_text("no json\n")
     page = visit("#/charts?run=a&run=b")
     page.wait_for_selector(".problems")
-    expect(page.locator(".problems")).to_contain_text("metrics.jsonl, line 4, is damaged and left out")
-    expect(page.locator(".problems")).to_contain_text("config.yaml cannot be read")
-    page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
+    expect(page.locator(".problems").first).to_contain_text("metrics.jsonl, line 4, is damaged and left out")
+    expect(page.locator(".problems").first).to_contain_text("config.yaml cannot be read")
     page.goto(page.url.split("#")[0] + "#/step?of=a&step=2")
     expect(page.locator("#rollouts .warn")).to_contain_text("is damaged")
     page.goto(page.url.split("#")[0] + "#/certificate?run=a")
@@ -295,12 +326,12 @@ def test_ten_thousand_steps(visit, tmp_path):
             k3, reward = rng.exponential(1e-5), float(np.tanh(step / 3000) + 0.1 * rng.normal())
             file.write(json.dumps({"step": step, "parity/k3": k3, "reward/mean": reward, "time/step": 1.0}) + "\n")
     page = visit()
-    page.wait_for_selector('.card[data-panel="KL, k3"] canvas')
+    reward = card(page, "Reward")
+    reward.locator("canvas").wait_for()
     expect(page.locator(".strip")).to_contain_text("10,000")
-    k3 = card(page, "KL, k3")
-    k3.locator(".plot").focus()
+    reward.locator(".plot").focus()
     page.keyboard.press("t")
-    table = k3.locator("table.data")
+    table = reward.locator("table.data")
     expect(table).to_have_attribute("aria-rowcount", "10000")
     table.locator("tbody th:text-is('10,000')").wait_for()
     assert table.locator("tbody tr").count() < 100
@@ -316,3 +347,112 @@ def test_a_run_without_a_step_yet(visit, tmp_path):
     page = visit()
     page.wait_for_selector("text=No step is recorded yet")
     expect(page.locator(".strip .value").first).to_have_text("–")
+
+
+def test_panels_are_arranged_in_the_link(visit, tmp_path):
+    write_run(tmp_path / "a", 6)
+    page = visit("#/charts?run=a&smooth=0.5&zoom=2~5")
+    titles = page.locator("section.group .card:visible h3")
+    expect(titles.first).to_have_text("Held-out pass@1")
+    choose(page, "Sampled and accepted", "Pin to the top")
+    expect(page.locator("section.group > h2").first).to_have_text("Pinned")
+    card(page, "Step").locator(".plot").focus()
+    page.keyboard.press("p")
+    expect(titles.nth(1)).to_have_text("Step")
+    page.keyboard.press("<")  # it keeps the focus
+    expect(titles.nth(0)).to_have_text("Step")
+    card(page, "Held-out pass@1").locator(".plot").focus()
+    page.keyboard.press("h")
+    expect(page.locator('.card[data-panel="Held-out pass@1"]')).to_have_count(0)
+    choose(page, "Reward", "Logarithmic scale")
+    page.select_option("[aria-label='Horizontal axis']", "time")
+    expect(card(page, "Reward").locator("canvas")).to_have_count(1)
+    page.locator(".parity-line").click()
+
+    page.reload()  # as somebody who was sent the link
+    expect(titles.nth(0)).to_have_text("Step")
+    expect(titles.nth(1)).to_have_text("Sampled and accepted")
+    expect(page.locator('.card[data-panel="Held-out pass@1"]')).to_have_count(0)
+    expect(page.locator('.card[data-panel="KL, k3"] canvas')).to_have_count(1)
+    expect(page.locator("[aria-label='Horizontal axis']")).to_have_value("time")
+    expect(page.locator("[aria-label='Smoothing']")).to_have_value("0.5")
+    assert "log=reward" in page.url
+    assert "zoom" not in page.url  # another axis: the old one's numbers mean nothing on it
+    page.click("[aria-label='Hidden panels']")
+    page.get_by_role("menuitem", name="Held-out pass@1").click()
+    expect(page.locator('.card[data-panel="Held-out pass@1"]')).to_have_count(1)
+
+
+def test_a_chart_as_a_picture(visit, tmp_path):
+    write_run(tmp_path / "a", 6)
+    page = visit()
+    card(page, "Step, by phase").locator("canvas").wait_for()
+    for title in ("Reward", "Step, by phase"):
+        with page.expect_download() as download:
+            choose(page, title, "SVG")
+        picture = download.value.path().read_text()
+        assert title in picture
+        assert picture.count("<path") >= 2
+        assert "NaN" not in picture
+    assert download.value.suggested_filename == "a_step-by-phase.svg"
+    with page.expect_download() as download:
+        choose(page, "Reward", "PNG")
+    assert download.value.path().read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_notes_and_tags(visit, tmp_path):
+    write_run(tmp_path / "a", 2)
+    write_run(tmp_path / "b", 2)
+    page = visit()
+    page.get_by_label("Note and tags of a").click()
+    page.fill("[aria-label=Note]", "lr was too high")
+    page.fill("[aria-label=Tags]", "paper, tried")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator(".strip .tag")).to_have_text(["paper", "tried"])
+    assert json.loads((tmp_path / "a" / "notes.json").read_text()) == {
+        "note": "lr was too high", "tags": ["paper", "tried"],
+    }  # fmt: skip
+    page.fill("#filter", "too high")
+    expect(page.locator("#runs .name")).to_have_text(["a"])
+
+
+def test_why_a_run_failed(visit, tmp_path):
+    writer = write_run(tmp_path / "a", 2, finished=False)
+    with RunFolder(writer.path) as folder:
+        folder.log("stopped: every one of 64 samples failed;\nfirst rejected: no such file")
+        folder.write_json("summary.json", {"status": "failed", "step": 2})
+    with RunFolder(tmp_path / "refused") as folder:
+        folder.adopt(CONFIG)
+        folder.log("stopped: no")
+        folder.write_json("summary.json", {"status": "failed", "step": 0})
+    page = visit()
+    expect(page.locator(".failed")).to_contain_text("a failed after step 2")
+    expect(page.locator(".failed pre")).to_have_text("every one of 64 samples failed;\nfirst rejected: no such file")
+    expect(page.locator("#runs input:checked")).to_have_count(1)  # not the one that never began
+    page.get_by_label("Show refused alone").click()
+    expect(page.locator(".failed")).to_contain_text("refused failed before its first step")
+
+
+def test_a_conversation(visit, tmp_path):
+    write_talk(tmp_path / "a")
+    page = visit("#/rollouts?run=a")
+    expect(page.locator("#rollouts .text")).to_have_text("answer 7")
+    expect(page.locator("#rollouts .asked")).to_have_text("what is 3 + 4")
+    bubbles = page.locator(".bubble")
+    expect(bubbles.locator(".role b")).to_have_text(
+        ["system", "user", "assistant, turn 1", "tool · add", "assistant, turn 2"]
+    )
+    expect(bubbles.nth(2)).to_contain_text("trained5 tokens")
+    expect(bubbles.nth(2)).to_contain_text("reward 0.25")
+    expect(bubbles.nth(3)).to_contain_text("masked")
+    assert bubbles.nth(3).locator(".tok").count() == 0
+    page.select_option("[aria-label='Colour tokens by']", "advantage")
+    expect(page.locator(".scale")).to_contain_text("made less likely")
+    assert "213 94 0" not in bubbles.nth(2).locator(".tok").first.get_attribute("style")
+    last = bubbles.nth(4).locator(".tok").first
+    last.focus()
+    expect(page.locator(".inspector")).to_contain_text("advantage −0.25")
+    page.fill("#find", "nowhere")
+    expect(page.locator("#rollouts")).to_contain_text("No completion contains this text.")
+    page.fill("#find", "ANSWER")
+    expect(page.locator("#rollouts tbody tr")).to_have_count(1)

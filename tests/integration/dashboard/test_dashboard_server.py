@@ -37,12 +37,12 @@ def ask(dashboard):
     """ask(path, key=value, ...) -> the response, with the token unless `headers` say otherwise."""
     app = Guard(make_app(dashboard), Listen(port=1, token=TOKEN, browser=True))
 
-    def send(path, method="GET", headers=None, cookies=None, **parameters) -> httpx.Response:
+    def send(path, method="GET", headers=None, cookies=None, content=None, **parameters) -> httpx.Response:
         async def go() -> httpx.Response:
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost:1", cookies=cookies) as client:
                 given = {"authorization": f"Bearer {TOKEN}"} if headers is None else headers
-                return await client.request(method, path, params=parameters or None, headers=given)
+                return await client.request(method, path, params=parameters or None, headers=given, content=content)
 
         return asyncio.run(go())
 
@@ -169,7 +169,7 @@ def test_csv(ask):
 
 def test_panels_of_several_runs(ask):
     titles = [section["title"] for section in ask("/api/panels", run=["zero", "drift"]).json()]
-    assert titles == ["Parity", "Ratios and clipping", "Reward", "Time", "Ledger"]
+    assert titles == ["Learning", "Parity", "Time", "Ledger"]
     assert ask("/api/panels").json() == []
 
 
@@ -226,7 +226,7 @@ def test_rollouts_of_a_step_and_one_of_them(ask):
     assert full["uid"] == worst["uid"]
     assert max(abs(token["d"]) for token in full["tokens"]) == pytest.approx(worst["diff"])
     assert full["components"] == {"correct": full["reward"], "form": 0.5}
-    assert full["prompt_tokens"] is None
+    assert not full["has_text"]
     assert ask("/api/rollout", run="drift", step=2, line=99).status_code == 404
     table = list(csv.DictReader(io.StringIO(ask("/api/rollouts", run="drift", step=2, format="csv").text)))
     assert len(table) == 12
@@ -281,3 +281,34 @@ def test_events_tell_of_new_steps_and_new_runs(dashboard, root):
     assert heard[0][0] == "runs"
     assert [run["id"] for run in heard[0][1]] == ["drift", "zero"]
     assert heard[-1][1]["ids"] == ["drift", "young", "zero"]
+
+
+# ------------------------------------------------------------------------------------------------ notes
+
+
+def test_notes_are_kept_in_the_runs_folder(ask, root):
+    answer = ask("/api/notes", "POST", content=b'{"note": "a note ", "tags": ["x", " y", "x", ""]}', run="zero")
+    assert answer.json() == {"note": "a note", "tags": ["x", "y"]}
+    assert json.loads((root / "zero" / "notes.json").read_text()) == answer.json()
+    [run] = [run for run in ask("/api/runs").json()["runs"] if run["id"] == "zero"]
+    assert (run["note"], run["tags"]) == ("a note", ["x", "y"])
+    assert ask("/api/runs").json()["runs"][0]["tags"] == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[]", "must be JSON"),
+        (b'{"note": 1}', "a note must be text of at most 20,000 characters"),
+        (b'{"tags": "x"}', "tags must be a list of texts"),
+        (b'{"tags": ["' + b"x" * 61 + b'"]}', "of at most 60 characters"),
+    ],
+)
+def test_what_is_no_note_is_refused(ask, root, content, message):
+    answer = ask("/api/notes", "POST", content=content, run="zero")
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]
+    assert not (root / "zero" / "notes.json").exists()
+    assert ask("/api/notes", "POST", content=b"{}", run="../x").status_code == 404
+    foreign = {"authorization": f"Bearer {TOKEN}", "origin": "http://elsewhere"}
+    assert ask("/api/notes", "POST", content=b"{}", headers=foreign, run="zero").status_code == 403

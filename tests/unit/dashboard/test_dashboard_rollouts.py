@@ -62,6 +62,32 @@ def test_filters_and_orders(run, index):
     assert {row["grp"] for row in index.page(step=2, group=1)["rows"]} == {1}
     rewards = [row["reward"] for row in index.page(order="reward_low", limit=1000)["rows"]]
     assert rewards == sorted(rewards)
+    surprise = [-float(np.mean(row["logprobs"])) for row in rows]
+    page = index.page(order="surprising", limit=1000)["rows"]
+    assert [row["surprise"] for row in page] == pytest.approx(sorted(surprise, reverse=True))
+
+
+def test_completions_are_searched_whole(run, index):
+    file = rollout_files(run)[2]
+    rows = read_rollouts(file)
+    rows[5]["text"] = "x" * 5000 + " Needle 100%"
+    file.write_bytes(zstandard.compress(b"".join(msgspec.json.encode(row) + b"\n" for row in rows)))
+    index.update()
+    for text in ("needle", "NEEDLE 100%"):
+        page = index.page(search=text, order="reward_high")
+        assert [(row["step"], row["line"]) for row in page["rows"]] == [(3, 5)]
+        assert page["total"] == 1
+    assert index.page(search="needle 100_")["total"] == 0  # no pattern, but the text
+    assert index.page(search="needle", step=2)["total"] == 0
+
+
+def test_the_order_that_says_most(tmp_path, index):
+    assert index.page()["order"] == "worst"
+    write_run(tmp_path / "zero", 2)
+    equal = RolloutIndex(tmp_path / "zero")
+    equal.update()
+    page = equal.page()
+    assert (page["order"], page["rows"][0]["step"]) == ("newest", 2)
 
 
 def test_only_what_is_new_is_read_again(run, index, monkeypatch):
