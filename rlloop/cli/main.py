@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from rlloop import __version__
+from rlloop.cli.parser import COMPLETING, Parser, completed_command
 from rlloop.errors import RlloopError
 
 OVERVIEW = """\
@@ -65,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    if (completed := completed_command(NAMES)) is not None:
+        return COMMANDS[completed]([])
+    parser = Parser(
         prog="rlloop",
         usage="rlloop [-h] [--version] COMMAND ...",
         description=OVERVIEW,
@@ -74,7 +77,7 @@ def _dispatch(arguments: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"rlloop {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
-    if not arguments:
+    if not arguments and COMPLETING not in os.environ:
         parser.print_help()
         return 2
     chosen = parser.parse_args(arguments[:1])
@@ -85,7 +88,7 @@ def _call(module: str, arguments: list[str]) -> int:
     return importlib.import_module(f"rlloop.cli.{module}").main(arguments)
 
 
-NAMES = ("train", "verify", "compare", "dashboard", "delta", "doctor", "serve", "parity")
+NAMES = ("init", "train", "eval", "generate", "verify", "compare", "dashboard", "delta", "doctor", "serve", "parity")
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     name: partial(_call, "serve_options" if name == "serve" else name) for name in NAMES
 }

@@ -86,7 +86,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             while finished is None:
                 certificate = Certificate(folder.parity, attest)
                 certificate.note(config=config_digest)
-                builder = _builder(job.config) if leader is None else leader.parts
+                builder = builder_of(job.config) if leader is None else leader.parts
                 try:
                     finished = _drive(job, prepared, builder, folder, certificate, interrupts, callbacks, console)
                 except RankFailed as failure:
@@ -133,7 +133,7 @@ def _ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Abst
 BUILDERS: dict[Launch, Builder] = {Launch.local: local_parts, Launch.ray: _ray_parts}
 
 
-def _builder(config: RunConfig) -> Builder:
+def builder_of(config: RunConfig) -> Builder:
     if config.fleet.kind is FleetKind.regions:
         from rlloop.launch.regions import region_parts  # brings the servers' packages, an extra
 
