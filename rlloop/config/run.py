@@ -37,6 +37,10 @@ from rlloop.numerics.implementations import is_outside
 from rlloop.numerics.profile import SETTINGS
 from rlloop.parallel.layout import Layout
 
+MASTERS_STAY = (
+    "trainer.offload=masters: a model that computes in {} has no masters apart from the weights it computes with; set "
+    "trainer.offload=moments, or model.dtype=bfloat16"
+)
 GPU_SHARE = Limit(ABOVE_ZERO_TO_ONE.holds, "above 0 and at most 1: a rank lies on one GPU")
 
 
@@ -105,6 +109,8 @@ class TrainerConfig:
     balance_coef: float = limited(0.0, zero_or_more("off"))  # of the experts' load-balancing loss
     expert_bias_rate: float = limited(0.0, BELOW_ONE)  # step of the experts' biases towards even loads; 0: off
     shard: str = limited("optimizer", one_of("optimizer", "parameters"))  # split over layout.dp_shard: docs/ranks.md
+    # Kept in host memory and brought to the GPU in blocks, with the same bits: AdamW's moments, or masters as well.
+    offload: str = limited("none", one_of("none", "moments", "masters"))
     checkpoint_layers: str = "none"  # recomputed in the backward pass, which saves memory: none, all, every n-th
     layout: LayoutConfig = field(default_factory=LayoutConfig)
 
@@ -243,6 +249,8 @@ class RunConfig:
                 "rollout.drift.products=fp8 calls kernels of a GPU; set device=cuda, or rollout.drift.products=none, "
                 "which rounds alike on a CPU"
             )
+        if self.trainer.offload == "masters" and self.model.dtype == "float32":
+            raise ConfigError(MASTERS_STAY.format(self.model.dtype))
         self._check_reference()
         self._check_critic()
         self._check_lora()
@@ -308,8 +316,6 @@ class RunConfig:
         )
         if self.rollout.drift.declared:
             raise ConfigError(f"rollout.drift rounds all weights, most of them frozen {with_rank}; leave it out")
-        if self.fleet.kind is FleetKind.regions:
-            raise ConfigError(f"engines in regions follow whole weights; {with_rank} set fleet=node")
         require(
             "trainer.expert_bias_rate", self.trainer.expert_bias_rate, self.trainer.expert_bias_rate == 0,
             f"0 {with_rank}: the base is frozen",
