@@ -41,9 +41,11 @@ class RewardModel:
         retries: int = 3,
         token_env: str | None = None,
     ) -> None:
-        """`url`: of the server, and `model` its --model-name. `model_path`: its folder, for the tokenizer. `verdict`: as
-        `task.verdict` in training. `solved_at`: the reward that counts as solved; None: none does, for the reward has no
-        natural zero."""
+        """`url`: of the server, and `model` its --model-name. `model_path`: its folder, for the tokenizer.
+
+        `verdict`: as `task.verdict` in training. `solved_at`: the reward that counts as solved; None: none does, for
+        the reward has no natural zero.
+        """
         from rlloop.models.config import read_config  # imports torch
 
         if not url.startswith(("http://", "https://")):
