@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rlloop.api.calls import failure
 from rlloop.api.futures import Futures, Outcome
 from rlloop.api.keys import Keys, Quota
 from rlloop.api.log import Committer
-from rlloop.errors import RlloopError
+from rlloop.errors import ConfigError, RlloopError
 from rlloop.training.service import TrainingService
 from rlloop.training.types import Parity
 
@@ -45,6 +47,29 @@ class Settings:
     @property
     def base_models(self) -> tuple[str, ...]:
         return (self.model_name, str(self.model_folder), self.model_folder.name)
+
+
+class Base(msgspec.Struct):
+    """`base.json`: the model that a folder's logs were made with, and the settings that decide bits."""
+
+    folder: str
+    name: str
+    settings: dict[str, Any]
+
+
+def keep_base(folder: Path, base: Base) -> None:
+    """Write `base.json`, or compare with the one that is there. Raises `ConfigError` where the logs' commands would
+    give other bits."""
+    file = folder / "base.json"
+    if not file.exists():
+        file.write_bytes(msgspec.json.encode(base))
+        return
+    before = msgspec.json.decode(file.read_bytes(), type=Base)
+    if (before.folder, before.settings) != (base.folder, base.settings):
+        raise ConfigError(
+            f"--folder {folder} has logs of {before.folder} with {before.settings}, and this server has {base.folder} "
+            f"with {base.settings}: their replay would give other weights. Give the same settings, or another --folder"
+        )
 
 
 class Core:

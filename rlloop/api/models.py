@@ -16,7 +16,7 @@ import msgspec
 from rlloop.api.calls import HIDDEN, Call, Context, Replayed, failed, failure, sampling_session, start
 from rlloop.api.core import Core, Refused, log
 from rlloop.api.futures import JSON, PROTOBUF, Future, Outcome
-from rlloop.api.log import Checked, Command, CommandLog, Record, Result
+from rlloop.api.log import Checked, Command, CommandLog, Record, Result, Weights
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.training.types import CHECKED, DIFFERENT, SaveWeightsResponse
 
@@ -241,6 +241,8 @@ class Trained:
     def _account(self, command: Command) -> None:
         """After a command was handed to the service: begin a state of the log when it is time for one."""
         kind = command.kind
+        if kind == "optim_step":
+            self._record_digest(command.seq_id)
         if kind == "forward_backward":
             self._gradient = True
         elif kind in ("optim_step", "load_weights", "create_model"):
@@ -259,6 +261,16 @@ class Trained:
             saving = self.core.service.save_weights(self.model_id, f"{HIDDEN}{first:06d}", overwrite=True)
             self._state = self.core.task(self._write_state(first, saving, list(self._samplers), self._loaded))
             self._updates_since = 0
+
+    def _record_digest(self, seq_id: int) -> None:
+        """Have the log say which weights an update leaves. Of whole models it would take as long as the update."""
+        service = self.core.service
+        with suppress(ConfigError):  # the model is gone
+            if service.info(self.model_id).is_lora:
+                digest = service.weights_digest(self.model_id)
+                digest.add_done_callback(
+                    lambda done: None if done.exception() else self.log.append(Weights(seq_id, done.result()))
+                )
 
     async def _write_state(
         self,

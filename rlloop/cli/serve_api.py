@@ -15,7 +15,7 @@ from rlloop.web.server import TOKEN_VARIABLE, Listen, is_loopback, serve
 
 def api(given: argparse.Namespace, stack: ExitStack) -> None:
     """Serve until a signal."""
-    from rlloop.api.core import Settings
+    from rlloop.api.core import Base, Settings, keep_base
     from rlloop.api.keys import PREFIX, Client, Keys, Quota, read_keys
 
     if not (given.model / "config.json").is_file():
@@ -49,14 +49,16 @@ def api(given: argparse.Namespace, stack: ExitStack) -> None:
 
     if given.threads is not None:
         torch.set_num_threads(given.threads)
+    bits = {
+        "dtype": given.dtype, "device": given.device, "leaf_tokens": given.leaf_tokens,
+        "max_lora_rank": given.max_lora_rank,
+    }  # fmt: skip
+    keep_base(given.folder, Base(str(given.model.resolve()), settings.model_name, bits))
     service = TrainingService(
         given.model,
         checkpoints=given.folder / "checkpoints",
         model_name=settings.model_name,
-        dtype=given.dtype,
-        device=given.device,
-        leaf_tokens=given.leaf_tokens,
-        max_lora_rank=given.max_lora_rank,
+        **bits,
         adapter_slots=given.adapter_slots,
         max_running=given.max_running,
         checkpoint_layers=given.checkpoint_layers,

@@ -12,6 +12,8 @@ SHOWN_PROBLEMS = 20  # of each check
 VERIFY = """\
 Check a run's records against each other, against the certificate, and against values computed again. The run may be
 running. docs/runs.md says what each check proves. Exit code: 0, or 1 if a check fails.
+
+Of a log of the training API (FOLDER/sessions/ID/models/N): its commands are executed again, and the weights compared.
 """
 
 VERIFY_EXAMPLES = """\
@@ -24,7 +26,7 @@ examples:
 
 def main(arguments: Sequence[str]) -> int:
     parser = new_parser("verify", VERIFY, VERIFY_EXAMPLES)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a model's log of `rlloop serve api`")
     parser.add_argument(
         "--rescore", type=int, default=512, metavar="N",
         help="completions to draw and score again, bit for bit, under the stored weights (default: 512; 0: none)",
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from rich.console import Console
 
+    from rlloop.api.log import segments
     from rlloop.audit import Extent, verify
 
     extent = Extent(
@@ -59,7 +62,13 @@ def main(arguments: Sequence[str]) -> int:
     )
     problems = 0
     with Console(stderr=True).status("reading") as status:
-        for check in verify(given.run, extent, status.update):
+        if segments(given.run):
+            from rlloop.audit.commands import verify_log
+
+            checks = verify_log(given.run.resolve(), status.update)
+        else:
+            checks = verify(given.run, extent, status.update)
+        for check in checks:
             print(f"{'ok ' if not check.problems else 'BAD'} {check.name}: {check.summary}", flush=True)
             for problem in check.problems[:SHOWN_PROBLEMS]:
                 print(f"      {problem}")
