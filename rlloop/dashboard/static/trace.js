@@ -77,11 +77,12 @@ function conversation(full, by, inspector) {
         turn.calls.length ? h("span", { class: "calls" }, `calls ${turn.calls.join(", ")}`) : null, typeof turn.reward === "number" ? h("span", { class: "paid" }, `reward ${number(turn.reward, 3)}`, parts(turn.components)) : null]
       : [turn.read ? h("span", { class: "muted" }, "masked") : null];
     return h("section", { class: `bubble ${mine ? "policy" : turn.role}` },
-      h("div", { class: "role" }, h("b", {}, mine && several ? `${turn.role}, turn ${number_}` : turn.name ? `${turn.role} · ${turn.name}` : turn.role), ...marks),
+      h("div", { class: "role" }, h("b", {}, mine && several ? `${title(turn.role)}, turn ${number_}` : turn.name ? `${title(turn.role)} · ${turn.name}` : title(turn.role)), ...marks),
       mine ? tokens(full, ...turn.tokens, by, inspector) : h("div", { class: "said" }, turn.text || h("span", { class: "muted" }, "empty")));
   }));
 }
 
+const title = (role) => role[0].toUpperCase() + role.slice(1);
 const parts = (components) => (components && Object.keys(components).length ? ` (${Object.entries(components).map(([name, value]) => `${name.replaceAll("_", " ")} ${number(value, 3)}`).join(", ")})` : "");
 
 function tokens(full, start, end, by, inspector) {

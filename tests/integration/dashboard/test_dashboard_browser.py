@@ -477,7 +477,7 @@ def test_a_conversation(visit, tmp_path):
     expect(page.locator("#rollouts .asked")).to_have_text("what is 3 + 4")
     bubbles = page.locator(".bubble")
     expect(bubbles.locator(".role b")).to_have_text(
-        ["system", "user", "assistant, turn 1", "tool · add", "assistant, turn 2"]
+        ["System", "User", "Assistant, turn 1", "Tool · add", "Assistant, turn 2"]
     )
     expect(bubbles.nth(2)).to_contain_text("trained5 tokens")
     expect(bubbles.nth(2)).to_contain_text("reward 0.25")
