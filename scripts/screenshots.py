@@ -21,7 +21,7 @@ from rlloop.web.server import BackgroundServer, Listen
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 TOKEN = "a-token-for-pictures"
-COLOURS = 96  # of a picture's palette, which makes it small
+COLOURS = 160  # of a picture's palette, which makes it small
 
 
 def main(runs: list[str]) -> int:

@@ -5,7 +5,7 @@ import { address } from "./state.js";
 
 // 0 to 1, on a logarithmic scale from a difference of 1e-7 (a last bit) to 1 nat.
 export const strength = (d) => (d === 0 ? 0 : Math.min(1, Math.max(0.06, (Math.log10(Math.abs(d)) + 7) / 7)));
-const paint = (side, share) => `rgb(var(${side}) / ${(share ? 0.06 + 0.64 * Math.min(1, share) : 0).toFixed(3)})`;
+const paint = (side, share) => `rgb(var(${side}) / ${(share < 0.02 ? 0 : 0.06 + 0.64 * Math.min(1, share)).toFixed(3)})`;
 
 // What tokens can be coloured by. `of(token)`: null where it has none, else [side, share of the full colour].
 const COLOURS = {
@@ -96,7 +96,7 @@ function tokenOf(token, full, by, inspector) {
   const special = token.text !== null && /^<[^<>]*>$/.test(token.text.trim()) && /\||^<\/?s>|end_of|eos/.test(token.text);
   const element = h("button", { type: "button", class: `tok ${written ? "" : "other"} ${special ? "special" : ""} ${differs ? (token.d > 0 ? "more" : "less") : ""}` }, text);
   const colour = written ? COLOURS[by].of(token) : null;
-  if (colour && colour[1]) element.style.background = paint(...colour);
+  if (colour && colour[1] >= 0.02) element.style.background = paint(...colour);
   const tell = () => inspector.replaceChildren(...facts_(token, full, written));
   element.addEventListener("mouseenter", tell);
   element.addEventListener("focus", tell);
