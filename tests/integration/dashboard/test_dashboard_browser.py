@@ -56,8 +56,8 @@ STATUS = {
             "models": [
                 {"model_id": "m-1", "updates": 7, "queued": 2, "log_bytes": 5000, "failed": None, "tokens_checked": 900,
                  "tokens_different": 0},
-                {"model_id": "m-2", "updates": 1, "queued": 0, "log_bytes": 9, "failed": "no room", "tokens_checked": 90,
-                 "tokens_different": 4},
+                {"model_id": "m-2", "updates": 1, "queued": 0, "log_bytes": 9, "failed": "no room",
+                 "tokens_checked": 90, "tokens_different": 4},
             ],
         },
     ],
