@@ -284,6 +284,7 @@ class Recomputed:
     logprobs: Sequence[np.ndarray]  # float32, of the distribution sampled from
     raw_logprobs: Sequence[np.ndarray] | None = None  # float32, as in `Completion`; None: not computed
     redrawn: Sequence[np.ndarray] | None = None  # int64: the tokens that the seeds draw; −1, None: none drawn
+    entropies: Sequence[np.ndarray] | None = None  # float32, of the distributions sampled from; None: not kept
 
 
 @dataclass(frozen=True)
