@@ -20,6 +20,7 @@ from rlloop.config.fleet import FleetKind
 from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ParityError, RlloopError
 from rlloop.launch.callbacks import Callbacks
+from rlloop.launch.kernels import compile_if_new
 from rlloop.launch.layouts import check_launch
 from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
@@ -79,6 +80,8 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             say(f"{job.folder} is finished: nothing to do. Raise trainer.num_steps to go on, or choose another run.dir")
             return 0
         interrupts = stack.enter_context(Interrupts(say))
+        if job.config.device == "cpu":
+            compile_if_new(job.config.model.dtype, say)
         callbacks = Callbacks(job.callbacks, Run(job.folder))
         try:
             finished = None
