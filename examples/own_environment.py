@@ -2,8 +2,8 @@
 
     python examples/own_environment.py            # a minute or so on a laptop; nothing is downloaded
 
-The policy has three tries to write the letter that its prompt names; the environment answers each miss with a hint. A new
-`Hints` is made for each conversation, with the row of data as its example.
+The policy has three tries to write the letter that its prompt names; the environment answers each miss with a hint.
+A new `Hints` is made for each conversation, with the row of data as its example.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python examples/several_engines.py            # under a minute on a laptop; nothing is downloaded
 
-A completion is a function of weights, prompt, sampling parameters and seed, whatever it is batched with, so prompts may be
-dealt out in any way. `rlloop train launch=ray ray.replicas=3` and `fleet=regions` do the same over processes and machines.
-The run's folder is recorded, for `rlloop dashboard` and `rlloop verify`.
+A completion is a function of weights, prompt, sampling parameters and seed, whatever it is batched with, so prompts may
+be dealt out in any way. `rlloop train launch=ray ray.replicas=3` and `fleet=regions` do the same over processes and
+machines. The run's folder is recorded, for `rlloop dashboard` and `rlloop verify`.
 """
 
 from __future__ import annotations

@@ -198,12 +198,31 @@ class Observer(Protocol):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class SampleObserver(Protocol):
+    """An observer that also receives the completions of each step, before its metrics (rlloop.runs.rollouts: rows)."""
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+
 class Stateful(Protocol):
     """A part with state of its own, which checkpoints hold."""
 
     def save(self, folder: Path) -> None: ...
 
     def restore(self, folder: Path) -> None: ...
+
+
+class Critic(Stateful, Protocol):
+    """Values of states, which make advantages by token: `rlloop.trainer.critic.Critic`."""
+
+    def advantages(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with `token_advantages`; each one's `advantage` is its reward as shaped."""
+        ...
+
+    def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
+        """Learn from samples that `advantages` has seen last; returns `critic/*`."""
+        ...
 
 
 class SteppedEngine(Protocol):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,14 @@ class Loop:
         folder: RunFolder,
         monitor: ParityMonitor,
         observers: Sequence[Observer] = (),
+        machine: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
+        """`machine`: metrics of the machine's use, which every record has."""
         self.config, self.parts, self.folder, self.monitor = config, parts, folder, monitor
         self.sampler = Sampler(config, parts.task, parts.engine, parts.vocabulary, engine_lag=parts.engine_lag)
-        self.recorder = Recorder(folder, monitor, observers, routing=parts.trainer.routing, doctor=parts.doctor)
+        self.recorder = Recorder(
+            folder, monitor, observers, routing=parts.trainer.routing, doctor=parts.doctor, machine=machine
+        )
         self._published: tuple[int, dict[str, Any]] | None = None  # version, metrics
 
     def run(self, start: int, should_stop: Callable[[], bool] = lambda: False) -> int:
@@ -150,6 +154,8 @@ class Loop:
             dataclasses.replace(sample, advantage=float(advantage))
             for sample, advantage in zip(accepted, advantages, strict=True)
         ]
+        if self.parts.critic is not None:
+            weighted = self.parts.critic.advantages(weighted)
         trained, dropped = full_batch(weighted, keep, self.config.rollout.num_prompts)
         return trained, dropped, {} if kl is None else {"reward/kl_ref": float(np.mean(kl))}
 
@@ -182,6 +188,8 @@ class Loop:
             if metrics is None:
                 metrics = self.recorder.compare(step, version, trained, result.recomputed, untrained)
             stepped = {name: Mean(value, 1) for name, value in trainer.optim_step().items()}
+            if self.parts.critic is not None:
+                stepped |= {name: Mean(value, 1) for name, value in self.parts.critic.update(batch).items()}
             merged = merge([merged, result.metrics, stepped])
         return {**(metrics or {}), **values(merged)}
 
@@ -268,7 +276,8 @@ class Loop:
         self.sampler.close()
 
     def _stateful(self) -> list[Any]:
-        return [self.parts.trainer, *self.parts.stateful, self.parts.schedule]
+        critic = [] if self.parts.critic is None else [self.parts.critic]
+        return [self.parts.trainer, *critic, *self.parts.stateful, self.parts.schedule]
 
 
 def _due(step: int, every: int) -> bool:

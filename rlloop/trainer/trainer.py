@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlloop.algorithms import Loss, LossOutput
 from rlloop.algorithms.kl import sequence_kl
-from rlloop.config.run import TrainerConfig
+from rlloop.config.run import MASTERS_STAY, TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Mean, Reduction, Sum, merge
 from rlloop.models import Model, ScoreRow, read_state, save_model, score
@@ -30,6 +30,7 @@ from rlloop.trainer.moe import MoeTraining
 from rlloop.trainer.optimizer import ShardedAdamW
 from rlloop.trainer.pipeline import one_forward_one_backward
 from rlloop.trainer.schedule import learning_rate
+from rlloop.trainer.shard import NARROW
 from rlloop.types import Recomputed, Sample
 
 Batch = Sequence[Sample | TrainSequence]
@@ -80,7 +81,9 @@ class Trainer:
         self._ranks = model.context.ranks("dp")
         sharded = config.shard == "parameters" and model.context.ranks("dp_shard").size > 1
         in_layers = sharded and model.adapter is None  # what an adapter leaves frozen stays whole
-        self._masters = MasterWeights(model, shard_layers=in_layers)
+        if config.offload == "masters" and model.dtype not in NARROW:
+            raise ConfigError(MASTERS_STAY.format(str(model.dtype).removeprefix("torch.")))
+        self._masters = MasterWeights(model, shard_layers=in_layers, hosted=config.offload == "masters")
         self._optimizer = ShardedAdamW(self._masters, config)
         self._has_gradient = False
         self.moe = MoeTraining(model, config)
@@ -183,6 +186,27 @@ class Trainer:
         self._collect(step, work)
         return self._result(began, step, leaves, _metrics(out))
 
+    def score(self, rows: Sequence[ScoreRow]) -> Tensor:
+        """[N] float32: logprobs of the rows' predicted tokens, to be differentiated in `accumulate`. For one rank."""
+        with self._masters.gradients.apart():
+            return score(self.model, rows)[0]
+
+    def accumulate(self, work: Callable[[], None]) -> None:
+        """Add the gradient of one micro-batch that the caller made: `work` differentiates what `score` returned.
+
+        Micro-batches add up in a tree over their index, until `optim_step`. For one rank.
+        """
+        assert self._ranks.size == 1
+        assert self.model.stage.whole
+        self._begin()
+        self._masters.gradients.collect(1, work)
+        self._has_gradient = True
+
+    def drop_gradient(self) -> None:
+        """Forget what was accumulated since the last step."""
+        self._masters.zero_grad()
+        self._has_gradient = False
+
     def optim_step(self) -> dict[str, float]:
         """Clip, update the masters, and round them into the live parameters.
 
@@ -199,13 +223,20 @@ class Trainer:
         if finite:
             if self.config.grad_clip > 0:
                 self._masters.clip_gradient(self.config.grad_clip, norm)
-            self._optimizer.step(lr)
+            self._optimizer.step(lr, self.config)
             self._masters.publish()
         self._masters.zero_grad()
         self._has_gradient = False
         self.updates += 1
         refused = float(not finite)
-        return {"loss/grad_norm": norm, "trainer/lr": lr, "trainer/refused": refused, **self.moe.update(self._ranks)}
+        return {
+            "loss/grad_norm": norm,
+            "trainer/lr": lr,
+            "trainer/refused": refused,
+            **self.moe.update(self._ranks),
+            **(self._optimizer.measured() if finite else {}),
+            **_peak(self.model.context.device),
+        }
 
     def save(self, folder: Path) -> None:
         """Write masters and frozen weights as a Hugging Face folder, or an adapter as a PEFT folder; beside them the
@@ -213,31 +244,40 @@ class Trainer:
 
         Collective; the first rank writes, and the files do not know the layout.
         """
+        self.save_weights(folder)
         writes = self.model.context.rank == 0
-        state = {name: tensor.cpu() for name, tensor in self._masters.gathered() if writes}
         if writes:
-            if self.model.adapter is not None:
-                save_adapter(self.model, self.model.adapter.weights_of(state), folder)
-            else:
-                save_model(state, folder, self.model.source_path, config=self.model.config)
             (folder / STATE).write_text(json.dumps({"format": FORMAT, "updates": self.updates}, indent=1) + "\n")
         self._optimizer.save(folder, writes=writes)
 
-    def restore(self, folder: Path) -> None:
+    def save_weights(self, folder: Path) -> None:
+        """`save` without the optimizer's state. Collective."""
+        writes = self.model.context.rank == 0
+        state = {name: tensor.cpu() for name, tensor in self._masters.gathered() if writes}
+        if not writes:
+            return
+        if self.model.adapter is not None:
+            save_adapter(self.model, self.model.adapter.weights_of(state), folder)
+        else:
+            save_model(state, folder, self.model.source_path, config=self.model.config)
+
+    def restore(self, folder: Path, *, optimizer: bool = True) -> None:
         """Restore what `save` wrote under any layout, bit for bit; an engine that shares the parameters has the weights
-        at once. Collective.
+        at once. Without `optimizer`, weights alone; the optimizer begins anew. Collective.
 
         Raises `RunError` for another format, `ModelError` for another model's weights.
         """
-        state = json.loads((folder / STATE).read_text())
+        state = json.loads((folder / STATE).read_text()) if optimizer else {"format": FORMAT, "updates": 0}
         if state["format"] != FORMAT:
             raise RunError(f"{folder / STATE} has format {state['format']}; this version reads {FORMAT}")
         adapter = self.model.adapter
         stored = read_state(folder) if adapter is None else adapter.state_of(read_adapter(self.model, folder))
         self._masters.load(stored)
-        self._optimizer.restore(folder)
-        self._masters.zero_grad()
-        self._has_gradient = False
+        if optimizer:
+            self._optimizer.restore(folder)
+        else:
+            self._optimizer.reset()
+        self.drop_gradient()
         self.updates = state["updates"]
 
     def fingerprint(self) -> dict[str, Any]:
@@ -326,6 +366,15 @@ class Trainer:
         leaves = forwards(step.micro_batches, self._ranks, work, reference.without_tokens)
         self.reference.to(home)
         return leaves
+
+
+def _peak(device: torch.device) -> dict[str, float]:
+    """The most that tensors took on a GPU since this was last asked."""
+    if device.type != "cuda":
+        return {}
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"memory/device_peak_bytes": float(peak)}
 
 
 def _both(work: Callable[[MicroBatch], Callable[[], None]], micro: MicroBatch) -> None:
