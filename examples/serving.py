@@ -3,7 +3,8 @@
     python examples/serving.py            # a minute or so on a laptop; nothing is downloaded. Needs rlloop[serve]
 
 A small random model learns to write the letters a and b alone. `rlloop serve engine` serves its checkpoint, and the
-answers of /v1/chat/completions show what it learned. The server's logprobs are those that the trainer computes, bit for bit.
+answers of /v1/chat/completions show what it learned. The server's logprobs are those that the trainer computes, bit for
+bit.
 """
 
 from __future__ import annotations
