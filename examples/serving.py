@@ -58,13 +58,12 @@ def ask(model: Path) -> float:
 def served(model: Path) -> Iterator[str]:
     """The address of a server of `model`, on a free port of this machine, for as long as the block runs."""
     command = [sys.executable, "-m", "rlloop", "serve", "engine", "--model", str(model), "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        yield next(line.split()[-1] for line in server.stdout if "http://" in line)
-    finally:
-        server.terminate()
-        server.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield next(line.split()[-1] for line in server.stdout if "http://" in line)
+        finally:
+            server.terminate()
 
 
 if __name__ == "__main__":

@@ -74,6 +74,8 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
         check_launch(job.config, 1 if leader is None else leader.here.size)
         prepared = prepare(job.config, job.reward)
         stack.callback(prepared.scorer.close)
+        if job.config.device == "cpu":
+            compile_if_new(job.config.model.dtype, say)
         folder = stack.enter_context(RunFolder(job.folder))
         config_digest = folder.adopt(job.plain)
         attest = Attestor(job.config.certificate, folder.path, folder.log)
@@ -81,8 +83,6 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             say(f"{job.folder} is finished: nothing to do. Raise trainer.num_steps to go on, or choose another run.dir")
             return 0
         interrupts = stack.enter_context(Interrupts(say))
-        if job.config.device == "cpu":
-            compile_if_new(job.config.model.dtype, say)
         callbacks = Callbacks(job.callbacks, Run(job.folder))
         try:
             finished = None

@@ -57,14 +57,14 @@ def test_an_environment_of_the_readers_own_learns(monkeypatch, tmp_path):
 
 def test_several_engines_learn_what_one_would(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    rewards = importlib.import_module("several_engines").main(steps=16, folder=str(tmp_path))
+    rewards = importlib.import_module("several_engines").main(steps=22, folder=str(tmp_path))
     assert rewards[-1] > 0.15 > 0.05 > rewards[0]
     assert [check for check in verify(tmp_path / "run") if check.problems] == []
 
 
 def test_a_served_checkpoint_answers_as_it_was_trained(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    before, after = importlib.import_module("serving").main(steps=16, folder=str(tmp_path))
+    before, after = importlib.import_module("serving").main(steps=20, folder=str(tmp_path))
     assert after > 0.2 > before
 
 
