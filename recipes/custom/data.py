@@ -176,12 +176,12 @@ def read_files(path: str, key: str) -> Rows:
             f"{key} is {path!r}, {folder}" if folder else f"{key} is {path!r}, and there is no such file; it must be a "
             f"JSONL file, another of {', '.join(READERS)}, or a glob"
         )  # fmt: skip
-    rows: list[tuple[int | str, Row]] = []
+    rows = list[tuple[int | str, Row]]()
     for file in files:
         own = READERS.get(file.suffix.lower(), read_jsonl)(file)
         if not own:
             raise ConfigError(f"{key} {str(file)!r} has no rows")
-        rows += own if len(files) == 1 else [(f"{number} of {file}", row) for number, row in own]
+        rows += list(own) if len(files) == 1 else [(f"{number} of {file}", row) for number, row in own]
     return rows
 
 

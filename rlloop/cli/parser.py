@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
     def _answer(self) -> None:
         """Print completions and end the process, where a shell asks for them."""
         if COMPLETING in os.environ and not self._answering:
-            import argcomplete
+            import argcomplete  # pyright: ignore[reportMissingImports]
 
             self._answering = True
             argcomplete.autocomplete(self, always_complete_options="long")
