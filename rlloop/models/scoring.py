@@ -35,6 +35,7 @@ class ScoreRow:
     routed_experts: np.ndarray | None = None  # [tokens, layers, top_k], as the engine recorded them
     selected: np.ndarray | None = None  # [tokens, layers], likewise
     model_input: ModelInput | None = None  # of its first tokens, where they are more than text
+    targets: np.ndarray | None = None  # [P] or [P, K]: tokens to score in place of the sequence's own; no cp above 1
 
     def positions(self, count: int) -> np.ndarray:
         """[count] or [axes, count]: of its first tokens, for the rope."""
@@ -78,7 +79,8 @@ def score(
 ) -> tuple[Tensor, Tensor]:
     """Logprob and entropy of every predicted token, from one forward over the sequences laid end to end.
 
-    Returns ([N] float32, [N] float32) in order, both differentiable, N the number of predicted tokens of all rows. With
+    Returns ([N] float32, [N] float32) in order, both differentiable, N the number of predicted tokens of all rows (of
+    `targets` [P, K] all P K, row by row). With
     `replay` every token takes the experts that its row has recorded. `watch` is called with the model's choices and the
     rows that they are of: those with a token to predict. `record` collects raw logprobs and redrawn tokens.
 
@@ -297,7 +299,10 @@ def _predicted(
         counts=[len(at) for at in picked],
     )
     before = flat([at - 1 + start for at, start in zip(picked, starts, strict=True)])
-    targets = flat([ids[at] for ids, at in zip(tokens, picked, strict=True)])
+    scored = [
+        row.targets if row.targets is not None else ids[at] for row, ids, at in zip(used, tokens, picked, strict=True)
+    ]
+    targets = flat([each.reshape(-1) for each in scored])
     cp = model.context.ranks("cp")
     rows = shares(sum(lengths), cp.size)
     if routes is not None and cp.size > 1:
@@ -305,7 +310,16 @@ def _predicted(
     cuts = np.searchsorted(before.cpu().numpy(), np.cumsum([0, *rows]))
     first = sum(rows[: cp.rank])
     mine = before[cuts[cp.rank] : cuts[cp.rank + 1]] - first
-    return hidden.index_select(0, mine), targets, warp, np.diff(cuts).tolist()
+    hidden = hidden.index_select(0, mine)
+    if len(targets) == len(before):
+        return hidden, targets, warp, np.diff(cuts).tolist()
+    assert cp.size == 1
+    assert all(row.sampling is None for row in used)
+    parts = zip(hidden.split([len(at) for at in picked]), scored, strict=True)  # copies, whose gradients add in order
+    wide = [
+        part if each.ndim == 1 else part[:, None].expand(-1, each.shape[1], -1).flatten(0, 1) for part, each in parts
+    ]
+    return torch.cat(wide), targets, warp, [len(targets)]
 
 
 def _positions(rows: Sequence[ScoreRow], lengths: Sequence[int]) -> np.ndarray:

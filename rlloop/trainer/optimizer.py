@@ -90,15 +90,6 @@ class ShardedAdamW:
             "memory/stream_seconds": self._stream.counts.seconds,
         }
 
-    @property
-    def steps(self) -> int:
-        """Updates so far."""
-        return int(max((float(state["step"]) for state in self._adamw.state.values()), default=0.0))
-
-    def set_steps(self, count: int) -> None:
-        for state in self._adamw.state.values():
-            state["step"].fill_(count)
-
     def moment(self, name: str, key: str) -> Tensor:
         """This rank's rows of a moment, of `MOMENTS`, where they lie."""
         return self._masters.shards[name].of(self._moments[name][key])

@@ -186,6 +186,27 @@ class Trainer:
         self._collect(step, work)
         return self._result(began, step, leaves, _metrics(out))
 
+    def score(self, rows: Sequence[ScoreRow]) -> Tensor:
+        """[N] float32: logprobs of the rows' predicted tokens, to be differentiated in `accumulate`. For one rank."""
+        with self._masters.gradients.apart():
+            return score(self.model, rows)[0]
+
+    def accumulate(self, work: Callable[[], None]) -> None:
+        """Add the gradient of one micro-batch that the caller made: `work` differentiates what `score` returned.
+
+        Micro-batches add up in a tree over their index, until `optim_step`. For one rank.
+        """
+        assert self._ranks.size == 1
+        assert self.model.stage.whole
+        self._begin()
+        self._masters.gradients.collect(1, work)
+        self._has_gradient = True
+
+    def drop_gradient(self) -> None:
+        """Forget what was accumulated since the last step."""
+        self._masters.zero_grad()
+        self._has_gradient = False
+
     def optim_step(self) -> dict[str, float]:
         """Clip, update the masters, and round them into the live parameters.
 
@@ -223,31 +244,40 @@ class Trainer:
 
         Collective; the first rank writes, and the files do not know the layout.
         """
+        self.save_weights(folder)
         writes = self.model.context.rank == 0
-        state = {name: tensor.cpu() for name, tensor in self._masters.gathered() if writes}
         if writes:
-            if self.model.adapter is not None:
-                save_adapter(self.model, self.model.adapter.weights_of(state), folder)
-            else:
-                save_model(state, folder, self.model.source_path, config=self.model.config)
             (folder / STATE).write_text(json.dumps({"format": FORMAT, "updates": self.updates}, indent=1) + "\n")
         self._optimizer.save(folder, writes=writes)
 
-    def restore(self, folder: Path) -> None:
+    def save_weights(self, folder: Path) -> None:
+        """`save` without the optimizer's state. Collective."""
+        writes = self.model.context.rank == 0
+        state = {name: tensor.cpu() for name, tensor in self._masters.gathered() if writes}
+        if not writes:
+            return
+        if self.model.adapter is not None:
+            save_adapter(self.model, self.model.adapter.weights_of(state), folder)
+        else:
+            save_model(state, folder, self.model.source_path, config=self.model.config)
+
+    def restore(self, folder: Path, *, optimizer: bool = True) -> None:
         """Restore what `save` wrote under any layout, bit for bit; an engine that shares the parameters has the weights
-        at once. Collective.
+        at once. Without `optimizer`, weights alone; the optimizer begins anew. Collective.
 
         Raises `RunError` for another format, `ModelError` for another model's weights.
         """
-        state = json.loads((folder / STATE).read_text())
+        state = json.loads((folder / STATE).read_text()) if optimizer else {"format": FORMAT, "updates": 0}
         if state["format"] != FORMAT:
             raise RunError(f"{folder / STATE} has format {state['format']}; this version reads {FORMAT}")
         adapter = self.model.adapter
         stored = read_state(folder) if adapter is None else adapter.state_of(read_adapter(self.model, folder))
         self._masters.load(stored)
-        self._optimizer.restore(folder)
-        self._masters.zero_grad()
-        self._has_gradient = False
+        if optimizer:
+            self._optimizer.restore(folder)
+        else:
+            self._optimizer.reset()
+        self.drop_gradient()
         self.updates = state["updates"]
 
     def fingerprint(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def array_of(name: str, value: Any) -> np.ndarray:
         array = np.empty(0, object)
     if array.dtype.kind not in "fiub":
         raise ConfigError(
-            f"{name} is {value!r:.60}; it must be an array of numbers (float32 or int64), rectangular where it is nested"
+            f"{name} is {value!r:.60}; it must be an array of numbers, float32 or int64, rectangular if it is nested"
         )
     return array.astype(np.float32 if array.dtype.kind == "f" else np.int64, copy=False)
 
@@ -215,7 +215,7 @@ class SaveWeightsResponse:
 
 @dataclass(frozen=True)
 class SaveWeightsForSamplerResponse:
-    """`path` of a checkpoint that was asked for by name, else None; `sampler` is what `TrainingService.sample` takes."""
+    """`sampler` is what `TrainingService.sample` takes; `path`: of a checkpoint, where one was asked for by name."""
 
     sampler: str
     path: str | None = None
@@ -244,6 +244,7 @@ class GetInfoResponse:
     lora_rank: int | None  # None: full training
     lora: LoraConfig | None = None
     parity: Parity = "require"
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
     updates: int = 0  # optimizer steps since it was created
 
     @property

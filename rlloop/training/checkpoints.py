@@ -1,0 +1,159 @@
+"""Checkpoints on disk: MODEL/weights/NAME and MODEL/sampler_weights/NAME, each a folder with a JSON file beside it.
+
+The folder holds weights alone (and the optimizer's state), so equal weights are equal bytes; times, notes and what kind
+of model it is stand in the JSON. A checkpoint is complete or absent: it is written elsewhere and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlloop.errors import ConfigError
+from rlloop.training.types import Checkpoint, CheckpointType, GetInfoResponse, LoraConfig
+
+SCHEME = "tinker://"
+FOLDERS: dict[CheckpointType, str] = {"training": "weights", "sampler": "sampler_weights"}
+KINDS = {folder: kind for kind, folder in FOLDERS.items()}
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+
+def checked_name(what: str, name: str) -> str:
+    """Raises `ConfigError` unless it can name a folder."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ConfigError(
+            f"{what} is {name!r:.140}; it must be 1 to 128 letters, digits, dots, colons, dashes and underscores, the "
+            "first a letter or digit"
+        )
+    return name
+
+
+class CheckpointFolder:
+    """The checkpoints under one root."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob("*/.writing-*"):
+            shutil.rmtree(left)
+
+    def path(self, model_id: str, kind: CheckpointType, name: str) -> str:
+        return f"{SCHEME}{model_id}/{FOLDERS[kind]}/{name}"
+
+    def check_free(self, path: str) -> None:
+        """Raises `ConfigError` where there is a checkpoint already."""
+        if self._files(path)[1].exists():
+            raise ConfigError(f"there is a checkpoint {path} already; save under another name, or with overwrite")
+
+    def write(
+        self, path: str, lora: LoraConfig | None, write: Callable[[Path], None],
+        ttl_seconds: float | None, user_metadata: Mapping[str, str] | None,
+    ) -> None:  # fmt: skip
+        """Save a checkpoint, over one of that path: `write` fills the folder that it is given."""
+        folder, facts = self._files(path)
+        writing = folder.parent.parent / f".writing-{folder.parent.name}-{folder.name}"
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+        try:
+            write(writing)
+        except BaseException:
+            shutil.rmtree(writing, ignore_errors=True)
+            raise
+        now = time.time()
+        text = json.dumps({
+            "type": KINDS[folder.parent.name], "time": now,
+            "expires_at": None if ttl_seconds is None else now + ttl_seconds,
+            "lora": None if lora is None else asdict(lora),
+            "user_metadata": None if user_metadata is None else dict(user_metadata),
+        }, indent=1)  # fmt: skip
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self.delete(path, missing_ok=True)
+        writing.rename(folder)
+        _write_atomically(facts, text)
+
+    def get(self, path: str) -> tuple[Checkpoint, Path]:
+        """A checkpoint and its folder. Raises `ConfigError` for a path of none."""
+        folder, facts = self._files(path)
+        if not facts.is_file() or not folder.is_dir():
+            raise ConfigError(f"there is no checkpoint {path}; see the list of checkpoints, which may have expired")
+        return self._read(folder, facts), folder
+
+    def list(self, model_id: str | None = None) -> list[Checkpoint]:
+        found = [
+            self._read(facts.with_suffix(""), facts)
+            for kind in FOLDERS.values()
+            for facts in self.root.glob(
+                f"{'*' if model_id is None else checked_name('model_id', model_id)}/{kind}/*.json"
+            )
+            if facts.with_suffix("").is_dir()
+        ]
+        return sorted(found, key=lambda each: (each.time, each.tinker_path))
+
+    def delete(self, path: str, *, missing_ok: bool = False) -> None:
+        folder, facts = self._files(path)
+        if not missing_ok and not facts.is_file():
+            raise ConfigError(f"there is no checkpoint {path}")
+        facts.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def set_ttl(self, path: str, ttl_seconds: float | None) -> None:
+        _, facts = self.get(path)[1], self._files(path)[1]
+        content = json.loads(facts.read_text())
+        content["expires_at"] = None if ttl_seconds is None else time.time() + ttl_seconds
+        _write_atomically(facts, json.dumps(content, indent=1))
+
+    def _files(self, path: str) -> tuple[Path, Path]:
+        parts = path.removeprefix(SCHEME).split("/") if isinstance(path, str) and path.startswith(SCHEME) else []
+        if len(parts) != 3 or parts[1] not in FOLDERS.values() or not all(map(NAME.fullmatch, (parts[0], parts[2]))):
+            raise ConfigError(
+                f"{path!r:.160} is no checkpoint's path; one is {SCHEME}MODEL/weights/NAME, or sampler_weights"
+            )
+        folder = self.root.joinpath(*parts)
+        return folder, folder.with_name(folder.name + ".json")
+
+    def _read(self, folder: Path, facts: Path) -> Checkpoint:
+        content: dict[str, Any] = json.loads(facts.read_text())
+        lora = None if content["lora"] is None else LoraConfig(**content["lora"])
+        checkpoint_id = f"{folder.parent.name}/{folder.name}"
+        return Checkpoint(
+            checkpoint_id, content["type"], content["time"], f"{SCHEME}{folder.parent.parent.name}/{checkpoint_id}",
+            sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), lora is not None, lora,
+            content["user_metadata"], content["expires_at"],
+        )  # fmt: skip
+
+
+def _write_atomically(file: Path, text: str) -> None:
+    new = file.with_name(f".{file.name}.new")
+    new.write_text(text + "\n")
+    new.replace(file)
+
+
+def check_holds(checkpoint: Checkpoint, optimizer: bool) -> None:
+    """Raises `ConfigError` where a checkpoint lacks the optimizer's state that is asked for."""
+    if optimizer and checkpoint.checkpoint_type != "training":
+        raise ConfigError(
+            f"{checkpoint.tinker_path} is for sampling and has no optimizer state; load it with optimizer=False, or "
+            "one that save_weights wrote"
+        )
+
+
+def check_same(checkpoint: Checkpoint, info: GetInfoResponse) -> None:
+    """Raises `ConfigError` for a checkpoint whose adapter has another shape or scale than the model's."""
+
+    def shape(lora: LoraConfig | None) -> str:
+        if lora is None:
+            return "full training"
+        parts = [name for name in ("unembed", "mlp", "attn") if getattr(lora, f"train_{name}")]
+        return f"an adapter of rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(parts)}"
+
+    if shape(checkpoint.lora) != shape(info.lora):
+        raise ConfigError(
+            f"{checkpoint.tinker_path} is of {shape(checkpoint.lora)}, and model {info.model_id} of {shape(info.lora)}"
+            "; make a model from the checkpoint (create_model_from)"
+        )

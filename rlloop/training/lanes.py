@@ -1,0 +1,262 @@
+"""Turns: calls wait in lanes, one for each model and one for each engine, and one thread serves them a unit at a time.
+
+A unit is one micro-batch, one optimizer step, one save, or one step of an engine. The lane that has had the least of
+the thread's time goes next; one that was idle begins with as much as the others, so it neither waits nor catches up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from rlloop.errors import ConfigError
+from rlloop.training.calls import LossCall
+from rlloop.training.sampling import SampleCall, Sampling
+from rlloop.training.trained_model import TrainedModel
+
+
+class Action:
+    """A call other than forward and forward_backward. `closes`: it needs the open micro-batch's gradient."""
+
+    def __init__(self, run: Callable[[], Any], *, closes: bool = False) -> None:
+        self.run, self.closes = run, closes
+        self.future: Future[Any] = Future()
+
+    @classmethod
+    def failed(cls, error: BaseException) -> Action:
+        """A call that failed its checks: it only takes its place in the order."""
+        action = cls(lambda: None)
+        action.future.set_exception(error)
+        return action
+
+
+Call = LossCall | Action
+
+
+class Lane:
+    """Work that takes turns with other lanes'."""
+
+    used = 0.0  # seconds of the thread, by weight; comparable among busy lanes
+    ended = False  # nothing comes any more
+
+    @property
+    def busy(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> int:
+        """Shares of the thread's time."""
+        return 1
+
+    def place(self, call: Any, seq_id: int | None) -> Future[Any]:
+        """Queue a call; returns its future."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """One unit of work."""
+        raise NotImplementedError
+
+    def broken(self, error: BaseException) -> None:
+        """Fail the calls that the last unit was of: it raised this."""
+        raise NotImplementedError
+
+    def close(self, error: BaseException) -> None:
+        """Fail all that waits."""
+        raise NotImplementedError
+
+
+class ModelLane(Lane):
+    """The calls of one model, in order of their numbers."""
+
+    def __init__(self, model_id: str) -> None:
+        self.model_id = model_id
+        self.model: TrainedModel | None = None  # once its creation has had its turn
+        self.gone: BaseException | None = None  # why there is none
+        self._queue: deque[Call] = deque()
+        self._early: dict[int, Call] = {}
+        self._next, self._numbered = 1, None
+
+    def place(self, call: Call, seq_id: int | None) -> Future[Any]:
+        """Queue a call. Raises `ConfigError` for a number that was used, or numbers given to only some calls."""
+        if self._numbered is not None and self._numbered is not (seq_id is not None):
+            raise ConfigError(f"model {self.model_id} has calls with and without seq_id; give one to all, or to none")
+        if seq_id is not None and (seq_id < self._next or seq_id in self._early):
+            raise ConfigError(f"model {self.model_id} had a call of seq_id {seq_id} already; the next is {self._next}")
+        self._numbered = seq_id is not None
+        if seq_id is None:
+            return self.first(call)
+        self._early[seq_id] = call
+        while (ready := self._early.pop(self._next, None)) is not None:
+            self._queue.append(ready)
+            self._next += 1
+        return call.future
+
+    def first(self, call: Call) -> Future[Any]:
+        """Queue a call that has no number, such as a model's creation or its end."""
+        self._queue.append(call)
+        return call.future
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue) + len(self._early)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue) or (self.model is not None and self.model.unanswered)
+
+    def step(self) -> None:
+        while self._queue:
+            call = self._queue[0]
+            if self.gone is not None and not call.future.done():
+                call.future.set_exception(self.gone)
+            if call.future.done():
+                self._queue.popleft()
+            elif isinstance(call, LossCall):
+                assert self.model is not None
+                if call.trains and not self.model.take(call):
+                    self.model.finish_leaf()
+                    return
+                if not call.trains:
+                    self.model.forward(call)
+                    if not call.waiting:
+                        self._queue.popleft()
+                    return
+                self._queue.popleft()
+            elif call.closes and self.model is not None and self.model.open:
+                self.model.finish_leaf()
+                return
+            else:
+                self._queue.popleft()
+                self._act(call)
+                return
+        if self.model is not None and self.model.unanswered:
+            self.model.answer()
+
+    def _act(self, action: Action) -> None:
+        try:
+            result = action.run()
+        except Exception as error:
+            action.future.set_exception(error)
+        else:
+            action.future.set_result(result)
+
+    def broken(self, error: BaseException) -> None:
+        _fail([*list(self._queue)[:1], *([] if self.model is None else self.model.lose(error))], error)
+
+    def close(self, error: BaseException) -> None:
+        _fail([*self._queue, *self._early.values(), *([] if self.model is None else self.model.lose(error))], error)
+        self._queue.clear()
+        self._early.clear()
+
+
+class SamplingLane(Lane):
+    """The requests of one engine: a share of the time for each model that has some."""
+
+    def __init__(self, make: Callable[[], Sampling]) -> None:
+        self._make, self._new = make, deque[SampleCall | Action]()
+        self.sampling: Sampling | None = None  # once somebody asked for a sample
+
+    def place(self, call: SampleCall | Action, seq_id: int | None = None) -> Future[Any]:
+        self._new.append(call)
+        return call.future
+
+    @property
+    def waiting(self) -> int:
+        return len(self._new) + (0 if self.sampling is None else self.sampling.waiting)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._new) or (self.sampling is not None and self.sampling.busy)
+
+    @property
+    def weight(self) -> int:
+        return 1 if self.sampling is None else max(1, self.sampling.owners)
+
+    def ready(self) -> Sampling:
+        if self.sampling is None:
+            self.sampling = self._make()
+        return self.sampling
+
+    def step(self) -> None:
+        sampling = self.ready()
+        while self._new:
+            call = self._new.popleft()
+            if isinstance(call, SampleCall):
+                sampling.add(call)
+                continue
+            try:
+                call.future.set_result(call.run())
+            except Exception as error:
+                call.future.set_exception(error)
+            return
+        sampling.step()
+
+    def broken(self, error: BaseException) -> None:
+        if self.sampling is not None:
+            self.sampling.fail_all(error)
+
+    def close(self, error: BaseException) -> None:
+        _fail(self._new, error)
+        self._new.clear()
+        if self.sampling is not None:
+            self.sampling.fail_all(error)
+
+
+def _fail(calls: Iterable[Call | SampleCall], error: BaseException) -> None:
+    for call in calls:
+        if not call.future.done():
+            call.future.set_exception(error)
+
+
+class Worker:
+    """The thread, and the lanes that it serves. `changed` guards them; whoever places a call holds it."""
+
+    def __init__(self, name: str, after: Callable[[Lane], None]) -> None:
+        """`after`: called in the thread after each unit."""
+        self.changed = threading.Condition()
+        self.lanes: list[Lane] = []
+        self.error: BaseException | None = None  # why nothing is taken any more
+        self._after, self._clock, self._idle = after, 0.0, set[Lane]()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises `ConfigError` once it is closed."""
+        if self.error is not None:
+            raise ConfigError(f"the training service takes no more calls: {self.error}")
+
+    def close(self, error: BaseException) -> None:
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        for lane in self.lanes:
+            lane.close(error)
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                while self.error is None and not any(lane.busy for lane in self.lanes):
+                    self._idle = set(self.lanes)
+                    self.changed.wait()
+                if self.error is not None:
+                    return
+                busy = [lane for lane in self.lanes if lane.busy]
+                for lane in busy:
+                    if lane in self._idle:
+                        lane.used = max(lane.used, self._clock)
+                self._idle = {lane for lane in self.lanes if not lane.busy}
+                lane = min(busy, key=lambda each: each.used)
+                self._clock = lane.used
+            began = time.perf_counter()
+            try:
+                lane.step()
+            except Exception as error:
+                lane.broken(error)
+            self._after(lane)
+            lane.used += (time.perf_counter() - began) / lane.weight

@@ -1,0 +1,172 @@
+"""Sampled sequences, and the comparison of data that name them with what was sampled: bit for bit."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from rlloop.errors import ConfigError, ParityError
+from rlloop.models import Model, score
+from rlloop.models.adapter_weights import AdapterWeights
+from rlloop.training.calls import Item
+from rlloop.training.types import PromptProvenanceSpan, SampledProvenanceSpan
+
+
+@dataclass(eq=False)
+class FrozenWeights:
+    """The weights of one moment: an adapter over the base, the whole model's (its live parameters by name), or neither:
+    the base itself. Equal only to itself."""
+
+    adapter: AdapterWeights | None = None
+    state: dict[str, torch.Tensor] | None = None
+    name: str | None = None  # that the base model's registry knows the adapter by
+
+
+@dataclass(frozen=True, eq=False)
+class SampledRecord:
+    """What was sampled, for comparison."""
+
+    sequence_id: str
+    weights: FrozenWeights
+    prompt: np.ndarray  # [P] int32
+    tokens: np.ndarray  # [T] int32
+    raw_logprobs: np.ndarray  # [T] float32, at temperature 1 without truncation
+
+
+class SampledSequences:
+    """The newest sampled sequences by id; as many as `keep`."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep, self._records = keep, OrderedDict[str, SampledRecord]()
+
+    def add(self, record: SampledRecord) -> None:
+        self._records[record.sequence_id] = record
+        while len(self._records) > self._keep:
+            self._records.popitem(last=False)
+
+    def get(self, sequence_id: str, where: str) -> SampledRecord:
+        """Raises `ConfigError` for one that is not here."""
+        record = self._records.get(sequence_id)
+        if record is None:
+            raise ConfigError(
+                f"{where}: provenance names sequence {sequence_id!r}, which was not sampled here, or has been "
+                f"forgotten (the newest {self._keep} are kept); leave the provenance out, or raise keep_sequences"
+            )
+        return record
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+@dataclass
+class Comparison:
+    """The counts of a datum, and its first difference in words."""
+
+    checked: int = 0
+    different: int = 0
+    first: str | None = None
+
+    def add(self, count: int, wrong: np.ndarray, words: Callable[[int], str]) -> None:
+        """`count` tokens, of which those at `wrong` [n] differ."""
+        self.checked, self.different = self.checked + count, self.different + len(wrong)
+        if len(wrong) and self.first is None:
+            self.first = words(int(wrong[0]))
+
+    def require(self) -> None:
+        if self.first is not None:
+            raise ParityError(f"{self.first}; {self.different} of {self.checked} tokens differ")
+
+
+def compare(
+    items: Sequence[Item],
+    logprobs: Sequence[np.ndarray],
+    weights: FrozenWeights | None,
+    sequences: SampledSequences,
+    view: Callable[[FrozenWeights], Model],
+) -> list[Comparison | ConfigError]:
+    """A comparison for each datum, or the reason why it has none.
+
+    `logprobs`: of each datum's targets under `weights`, those of the forward that trains it. Where a sequence was
+    sampled by others, the datum is scored again by the `view` of those.
+    """
+    found: list[Comparison | ConfigError] = []
+    for item, here in zip(items, logprobs, strict=True):
+        try:
+            found.append(_compare(item, here, weights, sequences, view))
+        except ConfigError as error:
+            found.append(error)
+    return found
+
+
+def _compare(
+    item: Item,
+    logprobs: np.ndarray,
+    weights: FrozenWeights | None,
+    sequences: SampledSequences,
+    view: Callable[[FrozenWeights], Model],
+) -> Comparison:
+    comparison = Comparison()
+    if item.provenance is None:
+        return comparison
+    ids, by_weights = np.asarray(item.row.token_ids[: item.tokens]), {weights: logprobs}
+    begin = 0
+    for span in item.provenance.model_input:
+        record = sequences.get(span.sequence_id, item.where)
+        _check_tokens(item, span, record, ids[begin : begin + span.length], f"model_input[{begin}:")
+        begin += span.length
+    begin = 0
+    for span in item.provenance.loss_fn_inputs if item.targets.ndim == 1 else ():
+        record, at = sequences.get(span.sequence_id, item.where), slice(begin, begin + span.length)
+        _check_tokens(item, span, record, item.targets[at], f"target_tokens[{begin}:")
+        if isinstance(span, SampledProvenanceSpan) and span.length:
+            if record.weights not in by_weights:
+                by_weights[record.weights] = _scored(view(record.weights), item)
+            here = by_weights[record.weights][at]
+            sampled = record.raw_logprobs[span.offset : span.offset + span.length]
+
+            words = partial(_difference, item, span.sequence_id, begin, here, sampled)
+            comparison.add(span.length, np.flatnonzero(here.view(np.int32) != sampled.view(np.int32)), words)
+        begin += span.length
+    return comparison
+
+
+def _difference(item: Item, sequence_id: str, begin: int, here: np.ndarray, sampled: np.ndarray, index: int) -> str:
+    return (
+        f"{item.where}: target {begin + index}, token {int(item.targets[begin + index])}, has logprob {here[index]!r}, "
+        f"and {sampled[index]!r} when {sequence_id} was sampled, by the same weights: its context is another than the "
+        "sampled one's, or engine and trainer differ"
+    )
+
+
+def _check_tokens(
+    item: Item,
+    span: PromptProvenanceSpan | SampledProvenanceSpan,
+    record: SampledRecord,
+    tokens: np.ndarray,
+    place: str,
+) -> None:
+    """Raises `ConfigError` where a span's tokens are not those of the sequence that it names."""
+    sampled = isinstance(span, SampledProvenanceSpan)
+    source, kind = (record.tokens, "sampled tokens") if sampled else (record.prompt, "prompt")
+    of = source[span.offset : span.offset + span.length]
+    if len(of) != len(tokens):
+        raise ConfigError(
+            f"{item.where}: provenance names tokens {span.offset} to {span.offset + span.length} of the {kind} of "
+            f"{span.sequence_id}, which has {len(source)}"
+        )
+    if len(wrong := np.flatnonzero(of != tokens)):
+        at = int(wrong[0])
+        raise ConfigError(
+            f"{item.where}: {place}{at}] is token {int(tokens[at])}, and provenance says that it is token "
+            f"{span.offset + at} of the {kind} of {span.sequence_id}, which is {int(of[at])}; was it tokenized again?"
+        )
+
+
+@torch.no_grad()
+def _scored(model: Model, item: Item) -> np.ndarray:
+    return score(model, [item.row])[0].cpu().numpy()
