@@ -118,7 +118,9 @@ def test_adapters_are_listed_loaded_replaced_and_dropped(running):
     assert running.client.models.retrieve("poet").parent == "rlloop"
     with pytest.raises(openai.NotFoundError, match=r"model 'cook' is not served here; 'rlloop', 'poet' are"):
         running.served("cook")
-    assert running.load(lora_name="cook", lora_path="cook").text.startswith("Success: adapter 'cook' is loaded, version ")
+    assert running.load(lora_name="cook", lora_path="cook").text.startswith(
+        "Success: adapter 'cook' is loaded, version "
+    )
     assert names() == ["rlloop", "cook", "poet"]
     before = running.client.models.retrieve("cook").version
     assert running.served("cook").choices[0].token_ids == running.alone("cook").token_ids
