@@ -53,9 +53,7 @@ class LeadingEngine(Engine):
         self._send("step")
         return super().step()
 
-    def score(
-        self, prompt: ModelInput | list[int], top_logprobs: int = 0, adapter: str | None = None
-    ) -> PromptScores:
+    def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0, adapter: str | None = None) -> PromptScores:
         self._send("score", prompt, top_logprobs, adapter)
         return super().score(prompt, top_logprobs, adapter)
 
