@@ -127,6 +127,16 @@ def _engine_options(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--lora-targets", nargs="+", default=["all-linear"], metavar="NAME", help="the trainer's model.lora.targets"
     )
+    options.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME=FOLDER",
+        help="load this PEFT folder; clients name it as their model; may be given several times",
+    )  # fmt: skip
+    options.add_argument(
+        "--adapter-root", type=Path, metavar="FOLDER",
+        help="clients may have adapters under this folder loaded, by /v1/load_lora_adapter; default: none",
+    )  # fmt: skip
+    options.add_argument("--adapter-slots", type=int, default=8, help="adapters that may run at once; more wait")
+    options.add_argument("--adapter-rank", type=int, default=64, help="largest rank of an adapter")
     options.add_argument("--page-size", type=int, default=16, help="tokens of a page of the key-value cache")
     options.add_argument("--max-batch-tokens", type=int, default=8192, help="tokens computed in one step, at most")
     options.add_argument("--max-cache-tokens", type=int, help="tokens in the key-value cache; default: as many as fit")
