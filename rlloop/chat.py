@@ -64,7 +64,7 @@ class ChatTokenizer:
             messages = [{"role": "system", "content": system}, *messages]
         if self.is_chat:
             text = self.render(messages)
-            return text, self._ids(text)
+            return text, self.ids(text)
         text = "\n".join(str(message["content"]) for message in messages)
         return text, list(self.tokenizer(text)["input_ids"])
 
@@ -75,12 +75,22 @@ class ChatTokenizer:
         included.
         """
         if not self.is_chat:
-            return self._ids("\n" + "".join(f"{message['content']}\n" for message in messages))
+            return self.ids("\n" + "".join(f"{message['content']}\n" for message in messages))
         spoken = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}, *messages]
         rest = self.render(spoken).partition(MARK)[2]
         if stop is not None:
             rest = rest.removeprefix(self.tokenizer.decode([stop]))
-        return self._ids(rest)
+        return self.ids(rest)
+
+    def closing(self, eos_token_ids: Sequence[int]) -> int:
+        """The token that ends the assistant's turn in the chat template; without one, the first end of sequence."""
+        if self.is_chat and (rest := self.between([{"role": "user", "content": "."}], None)):
+            return rest[0]
+        return eos_token_ids[0]
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of a text that is part of a longer one: without tokens for its beginning and end."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # a template has its own
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The policy's text, without a closing end-of-sequence token."""
@@ -112,6 +122,3 @@ class ChatTokenizer:
         except (TemplateError, TypeError) as error:  # templates refuse some roles, orders and contents
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ConfigError(f"the chat template refuses messages of {roles}: {error}") from error
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has its own

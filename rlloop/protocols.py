@@ -206,6 +206,18 @@ class Stateful(Protocol):
     def restore(self, folder: Path) -> None: ...
 
 
+class Critic(Stateful, Protocol):
+    """Values of states, which make advantages by token: `rlloop.trainer.critic.Critic`."""
+
+    def advantages(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with `token_advantages`; each one's `advantage` is its reward as shaped."""
+        ...
+
+    def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
+        """Learn from samples that `advantages` has seen last; returns `critic/*`."""
+        ...
+
+
 class SteppedEngine(Protocol):
     """An engine driven step by step, by one thread: `rlloop.Engine` and its like. `EngineService` puts one behind a
     thread; conversations add turns to it between steps."""

@@ -319,5 +319,6 @@ class Sample:
     result: RewardResult
     group: int  # samples of one prompt in one step share it
     advantage: float = 0.0
+    token_advantages: np.ndarray | None = None  # [T] float32, of the policy's tokens, by a critic; None: `advantage`
     broken: str | None = None  # why its conversation did not finish; such a sample is rejected
     fault: str | None = None  # how it differs from the engine's request

@@ -9,10 +9,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlloop.errors import ConfigError
 
 Row = dict[str, Any]
-Rows = list[tuple[int, Row]]  # with each one's number in its file or dataset, from 1
+Rows = Sequence[tuple[int, Row]]  # with each one's number in its file or dataset, from 1
+SHOWN = 5  # rows that a list of problems names
 
 
 @dataclass
@@ -31,6 +34,8 @@ class DataSection:
     eval_fraction: float = 0.1
     max_prompt_tokens: int = 1024
     overlong: str = "error"
+    streaming: bool = False
+    curriculum: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         checks = [
@@ -51,11 +56,33 @@ class DataSection:
             raise ConfigError(f"there is no key data.{unknown[0]}; there are {', '.join(known)}")
         return cls(**given)
 
+    @classmethod
+    def several(cls, given: Mapping[str, Any]) -> dict[str, DataSection]:
+        """By name the sections of `data.mix`, each with the keys of `data` that it does not set; one, named "", where
+        nothing is mixed. `weight` is left out: `rlloop.recipes.custom.mixture`."""
+        shared = {key: value for key, value in given.items() if key != "mix"}
+        mix = given.get("mix")
+        if not mix:
+            return {"": cls.of(shared)}
+        if shared.get("path") is not None:
+            raise ConfigError(f"data.path is {shared['path']!r} beside data.mix; give each source its path there")
+        sections = {}
+        for name, source in mix.items():
+            if not isinstance(source, Mapping) or "path" not in source:
+                raise ConfigError(f"data.mix.{name} is {source!r:.80}; it must be a mapping with a path")
+            sections[name] = cls.of({**shared, **{key: value for key, value in source.items() if key != "weight"}})
+        return sections
+
 
 def read_rows(data: DataSection) -> tuple[Rows, Rows]:
     """The rows to train on and the held-out ones. Raises `ConfigError` for data that is missing, empty or lacks a field
     that `data` names."""
-    if data.format == "jsonl":
+    if data.streaming and data.format == "jsonl":
+        from .streaming import JsonLines
+
+        rows = JsonLines(Path(data.path), "data.path")
+        held_out = None if data.eval_path is None else JsonLines(Path(data.eval_path), "data.eval_path")
+    elif data.format == "jsonl":
         rows = read_jsonl(Path(data.path), "data.path")
         held_out = None if data.eval_path is None else read_jsonl(Path(data.eval_path), "data.eval_path")
     else:
@@ -68,9 +95,7 @@ def read_rows(data: DataSection) -> tuple[Rows, Rows]:
     if held_out is not None:
         _require_fields(held_out, data, data.eval_path or data.path)
         return rows, held_out
-    sides: tuple[Rows, Rows] = [], []
-    for number, row in rows:
-        sides[place(row[data.prompt_key]) < data.eval_fraction].append((number, row))
+    sides = _split(rows, data)
     for side, name in zip(sides, ("training", "evaluation"), strict=True):
         if not side:
             raise ConfigError(
@@ -80,34 +105,81 @@ def read_rows(data: DataSection) -> tuple[Rows, Rows]:
     return sides
 
 
+def _split(rows: Rows, data: DataSection) -> tuple[Rows, Rows]:
+    if data.streaming:
+        from .streaming import OnDemand
+
+        held_out = np.array([place(row[data.prompt_key]) < data.eval_fraction for _, row in rows])
+        return OnDemand(rows, np.flatnonzero(~held_out)), OnDemand(rows, np.flatnonzero(held_out))
+    sides: tuple[list[Any], list[Any]] = [], []
+    for number, row in rows:
+        sides[place(row[data.prompt_key]) < data.eval_fraction].append((number, row))
+    return sides
+
+
 def _require_fields(rows: Rows, data: DataSection, source: str) -> None:
+    problems = Problems(source)
     for number, row in rows:
         for name in ("prompt_key", "id_key"):
             field = getattr(data, name)
             if field is not None and field not in row:
-                raise ConfigError(
-                    f"{source}, row {number} has no field {field!r} (data.{name}); it has {', '.join(map(str, row))}"
-                )
+                missing = f" has no field {field!r} (data.{name}); it has {', '.join(map(str, row))}"
+                problems.add(number, RowProblem(f"no {field}", missing))
+    problems.raise_any(len(rows))
+
+
+class RowProblem(ConfigError):
+    """Why a row cannot be used. Equal `kind`s are counted together; the text follows "row 7"."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Problems:
+    """The problems of all rows of a source, listed together before a run begins."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._by_kind: dict[str, list[tuple[int, RowProblem]]] = {}
+
+    def add(self, number: int, problem: RowProblem) -> None:
+        self._by_kind.setdefault(problem.kind, []).append((number, problem))
+
+    def raise_any(self, rows: int) -> None:
+        """Raises `ConfigError` where there are some: the first in full, then how many there are of each kind."""
+        if not self._by_kind:
+            return
+        number, first = min((each[0] for each in self._by_kind.values()), key=lambda each: each[0])
+        lines = [f"{self.source}, row {number}{first}"]
+        unusable = {number for each in self._by_kind.values() for number, _ in each}
+        if len(unusable) > 1:
+            lines.append(f"{len(unusable)} of {rows} rows cannot be used:")
+            for kind, each in self._by_kind.items():
+                numbers = ", ".join(str(number) for number, _ in each[:SHOWN]) + (", ..." if len(each) > SHOWN else "")
+                lines.append(f"  {kind}: {len(each)} (row {numbers})")
+        raise ConfigError("\n".join(lines))
 
 
 def read_jsonl(path: Path, key: str) -> Rows:
     """One JSON object a line; empty lines are skipped."""
     if not path.is_file():
         raise ConfigError(f"{key} is {str(path)!r}, and there is no such file; it must be a JSONL file")
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}, is not JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}, line {number}, is a JSON {type(row).__name__}; each line must be an object")
-        rows.append((number, row))
+    lines = enumerate(path.read_bytes().splitlines(), start=1)
+    rows = [(number, parse_line(line, path, number)) for number, line in lines if line.strip()]
     if not rows:
         raise ConfigError(f"{key} {str(path)!r} has no rows")
     return rows
+
+
+def parse_line(line: bytes, path: Path, number: int) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{path}, line {number}, is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{path}, line {number}, is a JSON {type(row).__name__}; each line must be an object")
+    return row
 
 
 def read_dataset(path: str, name: str | None, split: str, key: str) -> Rows:

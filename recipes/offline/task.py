@@ -65,8 +65,8 @@ class Given:
         if not config.eos_token_ids:
             raise ConfigError(f"{self.path} has no end-of-sequence token, with which a given completion ends")
         self.chat = ChatTokenizer(self.path, template=template, eos_token_ids=config.eos_token_ids)
-        ids = [config.eos_token_ids[0]] if verdict is None else self._ids(verdict)
-        self._end, self._verdict = self._closing(config.eos_token_ids), ids[0]
+        ids = [config.eos_token_ids[0]] if verdict is None else self.chat.ids(verdict)
+        self._end, self._verdict = self.chat.closing(config.eos_token_ids), ids[0]
         self._longest, self._room = min(config.max_positions, max_sequence_tokens), max_tokens
         section = DataSection.of({**data, "prompt_key": self._prompt_key(data)})
         rows, held_out = read_rows(section)
@@ -97,15 +97,6 @@ class Given:
     def _prompt_key(self, data: Mapping[str, Any]) -> str:
         return str(data.get("prompt_key", "prompt"))
 
-    def _closing(self, eos: Sequence[int]) -> int:
-        """The token that ends the assistant's turn in the chat template; without one, end of sequence."""
-        if self.chat.is_chat and (rest := self.chat.between([{"role": "user", "content": "."}], None)):
-            return rest[0]
-        return eos[0]
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self.chat.tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def _example(self, section: DataSection, row: Row, where: str, given: bool) -> Example:
         """Raises `ConfigError` naming the row."""
         content = row[section.prompt_key]
@@ -119,7 +110,7 @@ class Given:
             answer = row.get(name)
             if not isinstance(answer, str) or not answer:
                 raise ConfigError(f"{where}: {name} is {answer!r:.60}; it must be text, for task.kind={self.kind}")
-            tokens = [*self._ids(answer), self._end]
+            tokens = [*self.chat.ids(answer), self._end]
             made[name] = {"ids": tokens, "turns": [[0, len(tokens)]]}
             if self.kind == "verdicts":
                 made[name] = {"ids": [*tokens, self._verdict], "turns": [[len(tokens), len(tokens) + 1]]}
@@ -146,7 +137,7 @@ class Given:
             if between:
                 tokens += self.chat.between(between, self._end)
                 between = []
-            written = [*self._ids(str(message["content"])), self._end]
+            written = [*self.chat.ids(str(message["content"])), self._end]
             turns.append([len(tokens), len(tokens) + len(written)])
             tokens += written
         self._check_room(len(ids) + len(tokens), where)

@@ -7,7 +7,7 @@ of the loss.
 
 from __future__ import annotations
 
-from rlloop.config.algorithm import AlgorithmConfig
+from rlloop.config.algorithm import AlgorithmConfig, CriticConfig
 
 _NO_PENALTY = {"kl_coef": 0.0, "kl": "k3", "entropy_coef": 0.0}
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -50,6 +50,12 @@ PRESETS: dict[str, AlgorithmConfig] = {
         loss_args={**_CLIP, "dual_clip": None, **_NO_PENALTY},
         advantage="global_norm",
         advantage_args={**_EPS},
+    ),
+    "ppo_critic": AlgorithmConfig(
+        loss="ppo",
+        loss_args={**_CLIP, "dual_clip": None, **_NO_PENALTY},
+        advantage="raw",
+        critic=CriticConfig(lr=1e-5),
     ),
     "reinforce": AlgorithmConfig(loss="reinforce", loss_args={**_NO_PENALTY}, advantage="group_mean"),
     "rloo": AlgorithmConfig(loss="rloo", loss_args={**_NO_PENALTY}, advantage="leave_one_out"),

@@ -20,6 +20,7 @@ part, predicted from config.json. Exit code: 0, or 1 if none fits.
 DOCTOR_EXAMPLES = """\
 example:
   rlloop doctor --model my-model --gpus 8 --memory 80
+  rlloop doctor --model my-model --gpus 1 --memory 80 --offload masters
 """
 
 
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--memory", type=float, metavar="GIB", help="of one GPU (default: this machine's)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
     parser.add_argument("--tokens", type=int, default=16384, metavar="T", help="of a micro-batch (default: 16384)")
+    parser.add_argument(
+        "--offload", choices=("none", "moments", "masters"), default="none", help="trainer.offload (default: none)"
+    )
     given = parser.parse_args(arguments)
     if (given.model is None) != (given.gpus is None):
         raise ConfigError("--model and --gpus belong together, as in --model my-model --gpus 8")
@@ -43,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
         from rlloop.cli.memory import examine_model
 
-        lines = examine_model(given.model, given.gpus, given.dtype, given.tokens, given.memory)
+        lines = examine_model(given.model, given.gpus, given.dtype, given.tokens, given.memory, given.offload)
     broken = 0
     for line in lines:
         mark = {True: "ok ", False: "-- ", None: "   "}[line.holds]

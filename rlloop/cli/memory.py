@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from rlloop.cli.machine_check import Line
+from rlloop.config.run import MASTERS_STAY
 from rlloop.errors import ConfigError
 from rlloop.models import Model
 from rlloop.models.architecture import ModelConfig
@@ -27,9 +28,11 @@ from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.layout import Layout
 from rlloop.rollout.engine.engine import DEFAULT_CACHE_BYTES, LOGITS_AT_ONCE
 from rlloop.rollout.engine.kv_cache import bytes_per_token
+from rlloop.trainer.offload import BLOCK_BYTES, BLOCKS
 
 GIB = 1 << 30
 RUNNING = 512  # requests of an engine at a time
+PCIE = 50e9  # bytes a second each way, of a GPU's 16 lanes of the fifth generation: assumed
 RESERVED = 2 * GIB  # CUDA's and NCCL's own, and what the allocator cannot use: assumed
 MICRO_BATCHES = 8  # of an update: sums of gradients in memory grow with their logarithm
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -41,38 +44,55 @@ class Memory:
 
     layout: Layout
     parts: dict[str, int]
+    host: int = 0  # bytes in host memory, beside them
 
     @property
     def total(self) -> int:
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        return ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items())
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items())
+        if not self.host:
+            return parts
+        return f"{parts}; in host memory {self.host / GIB:.1f}, {self.host / PCIE:.2f} s an update"
 
 
-def examine_model(folder: Path, gpus: int, dtype: str, tokens: int, memory: float | None) -> Iterator[Line]:
+def examine_model(
+    folder: Path, gpus: int, dtype: str, tokens: int, memory: float | None, offload: str = "none"
+) -> Iterator[Line]:
     """A line for each layout of `folder`'s model over `gpus` ranks, those that fit first.
 
-    `tokens`: of a micro-batch. `memory`: GiB of a GPU; None: this machine's own. Raises `ConfigError` where it has
-    none, `ModelError` for a folder without a known config.json.
+    `tokens`: of a micro-batch. `memory`: GiB of a GPU; None: this machine's own. `offload`: `trainer.offload`. Raises
+    `ConfigError` where it has none, or cannot offload, `ModelError` for a folder without a known config.json.
     """
+    if offload == "masters" and dtype == "float32":
+        raise ConfigError(MASTERS_STAY.format(dtype))
     config = read_config(folder)
     if memory is None and not torch.cuda.is_available():
         raise ConfigError("this machine has no GPU to take the memory of; add --memory GIB, as in --memory 80")
     memory = memory or torch.cuda.get_device_properties(0).total_memory / GIB
-    needs = [predict(config, layout, DTYPES[dtype], tokens) for layout in layouts(config, gpus)]
+    needs = [predict(config, layout, DTYPES[dtype], tokens, offload) for layout in layouts(config, gpus)]
     yield Line(
         None,
         f"{config.architecture} on {gpus} GPUs of {memory:.0f} GiB",
         f"{dtype}, micro-batches of {tokens} tokens, every layer checkpointed; GiB of a rank:",
     )
+    if offload != "none":
+        yield Line(
+            None,
+            f"trainer.offload={offload}",
+            f"in host memory; an update waits for all of it to come and go, at {PCIE / 1e9:g} GB/s each way (assumed)",
+        )
     fits = sorted((each for each in needs if each.total <= memory * GIB), key=lambda each: _preference(each.layout))
     for each in fits:
         yield Line(True, f"{_keys(each.layout)}: {each.total / GIB:.1f}", each.describe())
     for each in sorted((each for each in needs if each not in fits), key=lambda each: each.total)[: 0 if fits else 3]:
         yield Line(False, f"{_keys(each.layout)}: {each.total / GIB:.1f}", each.describe())
     if not fits:
-        yield Line(False, "fits", "no layout does; more GPUs, a smaller --tokens, or frozen weights with adapters")
+        more = "" if offload == "masters" else "--offload, "
+        yield Line(
+            False, "fits", f"no layout does; {more}more GPUs, a smaller --tokens, or frozen weights with adapters"
+        )
 
 
 def layouts(config: ModelConfig, gpus: int) -> Iterator[Layout]:
@@ -90,11 +110,17 @@ def layouts(config: ModelConfig, gpus: int) -> Iterator[Layout]:
             yield layout
 
 
-def predict(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> Memory:
+def predict(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, offload: str = "none") -> Memory:
     """Of the first rank and the last, the one that needs more; the others lie between."""
     ranks = (0, layout.world_size - 1)
-    parts = [_parts(config, _context(layout, rank), dtype, tokens) for rank in ranks]
-    return Memory(layout, max(parts, key=lambda each: sum(each.values())))
+    parts = max(
+        (_parts(config, _context(layout, rank), dtype, tokens) for rank in ranks), key=lambda x: sum(x.values())
+    )
+    moved = {"none": (), "moments": ("optimizer",), "masters": ("optimizer", "masters")}[offload]
+    host = sum(parts.pop(name) for name in moved)
+    if host:
+        parts["blocks"] = BLOCKS * BLOCK_BYTES
+    return Memory(layout, parts, host)
 
 
 def _parts(config: ModelConfig, context: ParallelContext, dtype: torch.dtype, tokens: int) -> dict[str, int]:

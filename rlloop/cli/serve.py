@@ -27,6 +27,8 @@ from rlloop.web.server import Listen, is_loopback, read_token, serve
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
+    from rlloop.config.run import LoraSection
+    from rlloop.parallel.layout import Layout
     from rlloop.rollout.engine.service import EngineService
     from rlloop.rollout.fleet.engine_server import EngineServer, Follower
     from rlloop.rollout.fleet.weight_follower import Source
@@ -82,6 +84,7 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
 
     import torch  # slow to import, so after the checks
 
+    from rlloop.launch.workers import with_lora
     from rlloop.models import load_model
     from rlloop.rollout import Engine, vllm
     from rlloop.rollout.engine.service import EngineService
@@ -93,12 +96,14 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     if given.threads is not None:
         torch.set_num_threads(given.threads)
     layout = layout_of(given.layout)
+    lora = _followed_adapter(given, layout)
     if layout.world_size > 1:
         if given.engine is not EngineKind.embedded:
             raise ConfigError(f"--layout is for --engine embedded; vLLM has ranks of its own, not {given.layout}")
         engine, model = stack.enter_context(engine_over(layout, given))
     else:
         model = load_model(given.model, dtype=given.dtype, device=given.device)
+        model = model if lora is None else with_lora(model, lora, seed=0)
         make = Engine if given.engine is EngineKind.embedded else partial(vllm.build, given.engine)
         engine = make(model, **settings_of(given))
     service = EngineService(engine, max_waiting=given.max_waiting)
@@ -110,6 +115,19 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
         stack.callback(follower.close)
     stack.callback(service.close)  # runs before the follower's: it ends a weight change that waits in a pause
     _serve_member("engine", given, listen, given.model, service, follower, given.model_name)
+
+
+def _followed_adapter(given: argparse.Namespace, layout: Layout) -> LoraSection | None:
+    """The adapter that `--lora-rank` asks for, zeros until a version comes; None: whole weights are followed."""
+    if given.lora_rank == 0:
+        return None
+    if given.store is None:
+        raise ConfigError(f"--lora-rank {given.lora_rank} follows an adapter that trains, so it needs --store")
+    if given.engine is not EngineKind.embedded or layout.world_size > 1:
+        raise ConfigError("--lora-rank is for --engine embedded on one rank; leave --engine and --layout out")
+    from rlloop.config.run import LoraSection
+
+    return LoraSection(rank=given.lora_rank, targets=given.lora_targets)
 
 
 def _serve_member(

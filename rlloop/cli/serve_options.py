@@ -108,6 +108,13 @@ def _engine_options(options: argparse.ArgumentParser) -> None:
         "--layout", nargs="*", default=[], metavar="tp=N",
         help="ranks of one engine, each a process of this host with a GPU or CPU of its own; tp=N share each product",
     )  # fmt: skip
+    options.add_argument(
+        "--lora-rank", type=int, default=0, metavar="R",
+        help="follow an adapter of this rank, the trainer's model.lora.rank, over MODEL as it is; 0: whole weights",
+    )  # fmt: skip
+    options.add_argument(
+        "--lora-targets", nargs="+", default=["all-linear"], metavar="NAME", help="the trainer's model.lora.targets"
+    )
     options.add_argument("--page-size", type=int, default=16, help="tokens of a page of the key-value cache")
     options.add_argument("--max-batch-tokens", type=int, default=8192, help="tokens computed in one step, at most")
     options.add_argument("--max-cache-tokens", type=int, help="tokens in the key-value cache; default: as many as fit")

@@ -10,7 +10,17 @@ from typing import Any
 from omegaconf import MISSING
 
 from rlloop.config.instantiate import TARGET, names_target
-from rlloop.config.limits import ZERO_OR_MORE, check_limits, limited, one_of, require, zero_or_more
+from rlloop.config.limits import (
+    ABOVE_ZERO_TO_ONE,
+    UNIT,
+    ZERO_OR_MORE,
+    at_least,
+    check_limits,
+    limited,
+    one_of,
+    require,
+    zero_or_more,
+)
 from rlloop.errors import ConfigError
 
 
@@ -19,6 +29,21 @@ class Anchor(StrEnum):
 
     trainer = "trainer"
     rollout = "rollout"
+
+
+@dataclass
+class CriticConfig:
+    """PPO's critic: a second copy of the model with a value head. In one process (`launch=local`, layouts of 1)."""
+
+    lr: float = limited(0.0, zero_or_more("no critic"))  # peak learning rate of its AdamW
+    gamma: float = limited(1.0, ABOVE_ZERO_TO_ONE)  # discount by token
+    lam: float = limited(0.95, UNIT)  # of generalised advantage estimation
+    clip: float = limited(0.2, zero_or_more("off"))  # of values: the most that one moves in a step
+    epochs: int = limited(1, at_least(1))  # its updates on the batch of a step
+    normalize: bool = True  # advantages: to mean 0 and deviation 1 over the tokens of a step
+
+    def __post_init__(self) -> None:
+        check_limits("algorithm.critic", self)
 
 
 @dataclass
@@ -43,12 +68,17 @@ class AlgorithmConfig:
     reward_kl: str = limited("k1", one_of("k1", "k2", "k3"))  # estimate of that KL, summed over a completion
     overlong_buffer: int = limited(0, zero_or_more("off"))  # last tokens of rollout.max_tokens, where a penalty grows
     overlong_penalty: float = limited(1.0, ZERO_OR_MORE)  # the whole penalty, of a turn that fills its budget
+    critic: CriticConfig = field(default_factory=CriticConfig)
 
     def __post_init__(self) -> None:
         check_limits("algorithm", self)
         require(
             "algorithm.max_refills", self.max_refills, self.dynamic_sampling or not self.max_refills,
             "0 unless algorithm.dynamic_sampling is true",
+        )  # fmt: skip
+        require(
+            "algorithm.advantage", self.advantage, not self.critic.lr or self.advantage == "raw",
+            "raw with a critic (algorithm.critic.lr above 0), whose values make the advantages",
         )  # fmt: skip
         for kind in ("loss", "advantage"):
             key, value, args = f"algorithm.{kind}", getattr(self, kind), f"algorithm.{kind}_args"

@@ -37,6 +37,10 @@ from rlloop.numerics.implementations import is_outside
 from rlloop.numerics.profile import SETTINGS
 from rlloop.parallel.layout import Layout
 
+MASTERS_STAY = (
+    "trainer.offload=masters: a model that computes in {} has no masters apart from the weights it computes with; set "
+    "trainer.offload=moments, or model.dtype=bfloat16"
+)
 GPU_SHARE = Limit(ABOVE_ZERO_TO_ONE.holds, "above 0 and at most 1: a rank lies on one GPU")
 
 
@@ -105,6 +109,8 @@ class TrainerConfig:
     balance_coef: float = limited(0.0, zero_or_more("off"))  # of the experts' load-balancing loss
     expert_bias_rate: float = limited(0.0, BELOW_ONE)  # step of the experts' biases towards even loads; 0: off
     shard: str = limited("optimizer", one_of("optimizer", "parameters"))  # split over layout.dp_shard: docs/ranks.md
+    # Kept in host memory and brought to the GPU in blocks, with the same bits: AdamW's moments, or masters as well.
+    offload: str = limited("none", one_of("none", "moments", "masters"))
     checkpoint_layers: str = "none"  # recomputed in the backward pass, which saves memory: none, all, every n-th
     layout: LayoutConfig = field(default_factory=LayoutConfig)
 
@@ -133,6 +139,7 @@ class ScoringConfig:
 
     timeout: float = limited(60.0, SECONDS)  # of one sample; a sample that takes longer is rejected, with that reason
     concurrency: int = limited(64, at_least(1))  # samples at a time, for an async reward
+    retries: int = limited(0, zero_or_more("none"))  # of a failed step of an environment that declares `idempotent`
 
     def __post_init__(self) -> None:
         check_limits("scoring", self)
@@ -242,7 +249,10 @@ class RunConfig:
                 "rollout.drift.products=fp8 calls kernels of a GPU; set device=cuda, or rollout.drift.products=none, "
                 "which rounds alike on a CPU"
             )
+        if self.trainer.offload == "masters" and self.model.dtype == "float32":
+            raise ConfigError(MASTERS_STAY.format(self.model.dtype))
         self._check_reference()
+        self._check_critic()
         self._check_lora()
         self._check_parity()
         self._check_fleet()
@@ -286,6 +296,16 @@ class RunConfig:
                 "top_k or min_p, once the policy samples what the reference would leave out; drop either"
             )
 
+    def _check_critic(self) -> None:
+        if not self.algorithm.critic.lr:
+            return
+        elsewhere = self.launch is not Launch.local or self.fleet.kind is FleetKind.regions
+        if elsewhere or self.world.size > 1:
+            raise ConfigError(
+                "algorithm.critic trains beside the policy in one process: set launch=local and fleet=node, and leave "
+                "the layouts at 1; or algorithm.critic.lr=0, with another advantage"
+            )
+
     def _check_lora(self) -> None:
         """Raises `ConfigError` for what cannot train an adapter or engines that cannot compute one."""
         if self.model.lora.rank == 0:
@@ -296,8 +316,6 @@ class RunConfig:
         )
         if self.rollout.drift.declared:
             raise ConfigError(f"rollout.drift rounds all weights, most of them frozen {with_rank}; leave it out")
-        if self.fleet.kind is FleetKind.regions:
-            raise ConfigError(f"engines in regions follow whole weights; {with_rank} set fleet=node")
         require(
             "trainer.expert_bias_rate", self.trainer.expert_bias_rate, self.trainer.expert_bias_rate == 0,
             f"0 {with_rank}: the base is frozen",

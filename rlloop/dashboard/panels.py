@@ -157,6 +157,10 @@ SECTIONS: tuple[Section, ...] = (
             Panel("Throughput, trainer", ("perf/trainer_tokens_per_s",), "All tokens of trained sequences over update "
                   "time.", scale=Scale.zero, unit="tokens/s"),
             Panel("MFU", ("perf/mfu", "perf/mfu*"), "Model FLOPs utilisation.", scale=Scale.fraction),
+            Panel("Optimizer streamed", ("memory/stream_seconds",), "Time of an update in which what trainer.offload "
+                  "keeps in host memory came, was worked on and went back.", scale=Scale.zero, unit="s"),
+            Panel("Memory", ("memory/device_peak_bytes", "memory/host_bytes"), "The most that the trainer's GPU held "
+                  "since the last update; optimizer state in host memory.", scale=Scale.zero, unit="bytes"),
             Panel("Waiting", ("wait/*", "perf/wait*", "perf/idle*"), "Time in which a part had nothing to do.",
                   scale=Scale.zero, unit="s"),
         ),

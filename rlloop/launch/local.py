@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from rlloop.config.run import RunConfig
 from rlloop.launch.prepare import Prepared
-from rlloop.launch.workers import doctor_for, load, make_engine, make_trainer, vocabulary_of
+from rlloop.launch.workers import doctor_for, load, make_critic, make_engine, make_trainer, vocabulary_of
 from rlloop.loop.parts import Parts
 from rlloop.numerics.profile import Drift
 from rlloop.rollout import Engine
@@ -47,6 +47,7 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
             scorer=prepared.scorer,
             advantages=prepared.advantages,
             loss=prepared.loss,
+            critic=make_critic(config, path),
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
             vocabulary=vocabulary_of(model.config),
             doctor=doctor_for(engine, model),

@@ -47,6 +47,7 @@ from rlloop.study.drifted_ops import drifted_ops
 from rlloop.sync.bundle import Bundle, BundlePublisher, BundleReplica
 from rlloop.sync.live import LiveTarget, named_weights, tensors_of
 from rlloop.trainer import Trainer
+from rlloop.trainer.critic import Critic
 from rlloop.trainer.trainer import UpdateResult
 from rlloop.types import Completion, Recomputed, Sample, SamplingParams
 
@@ -139,6 +140,16 @@ def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
         home = replace(model.context, device=torch.device("cpu")) if settings.reference_swapped else model.context
         reference = load_model(source, dtype=settings.dtype, profile=model.profile, context=home)
     return Trainer(model, config.trainer, reference=reference, redraws=config.redraws)
+
+
+def make_critic(config: RunConfig, path: str | Path) -> Critic | None:
+    """The critic that `algorithm.critic` asks for, over weights of its own that start as the policy's."""
+    settings = config.algorithm.critic
+    if not settings.lr:
+        return None
+    profile = NumericsProfile(**vars(config.model.profile))
+    model = load_model(path, dtype=config.model.dtype, device=config.device, profile=profile)
+    return Critic(model, settings, config.trainer)
 
 
 class Rank:

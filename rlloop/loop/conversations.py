@@ -13,8 +13,9 @@ changes nothing.
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlloop.chat import Message
 from rlloop.loop.environments import ConversationTask, Environment, EnvironmentSteps, Reply
 from rlloop.loop.turns import Turns, turns_of
 from rlloop.parity.asked import Vocabulary, fault_of
@@ -73,11 +75,17 @@ class Conversations:
     """Conversations of several turns: the policy writes, an environment replies, until it is done."""
 
     def __init__(
-        self, task: ConversationTask, vocabulary: Vocabulary, *, timeout: float = 60.0, concurrency: int = 64
+        self,
+        task: ConversationTask,
+        vocabulary: Vocabulary,
+        *,
+        timeout: float = 60.0,
+        concurrency: int = 64,
+        retries: int = 0,
     ) -> None:
-        """`timeout` (seconds) and `concurrency` of the environments' steps, as for a reward."""
+        """`timeout` (seconds), `concurrency` and `retries` of the environments' steps: the section `scoring`."""
         self.task, self.vocabulary = task, vocabulary
-        self._steps = EnvironmentSteps(timeout=timeout, concurrency=concurrency)
+        self._steps = EnvironmentSteps(timeout=timeout, concurrency=concurrency, retries=retries)
 
     def play(self, engine: Engine, examples: Sequence[Example], sampling: Sequence[SamplingParams]) -> list[Played]:
         """Play one conversation for each example, to its end.
@@ -115,20 +123,26 @@ class Conversations:
         finally:
             turns.close()
             steps.settle()
-        return [talk.played(self.task.decode(talk.ids[len(talk.example.prompt_ids) :])) for talk in talks]
+        return [talk.played(self.task.decode) for talk in talks]
 
     def close(self) -> None:
         self._steps.close()
 
     def _converse(self, talk: _Talk, turns: Turns) -> Iterator[Future[Any]]:
         """One conversation from its first turn to its last; yields each future that it waits for."""
+        yield from self._take_turns(talk, turns)
+        if hasattr(talk.environment, "close"):
+            yield self._steps.end(talk.environment)
+
+    def _take_turns(self, talk: _Talk, turns: Turns) -> Iterator[Future[Any]]:
         while True:
             turn = turns.submit(talk.ids, talk.sampling)
             yield turn
             talk.hear(turn.result(), self.vocabulary)
             if talk.broken is not None:
                 return
-            reply = self._steps.submit(talk.environment, self.task.decode(talk.turns[-1].token_ids))
+            name = f"{talk.example.id}/{talk.sampling.seed}/{len(talk.turns)}"
+            reply = self._steps.submit(talk.environment, self.task.decode(talk.turns[-1].token_ids), name)
             yield reply
             if not self._goes_on(talk, reply.result()):
                 return
@@ -169,7 +183,7 @@ class _Talk:
         self.turns.append(turn)
         self.ids = [*turn.prompt_ids, *turn.token_ids]
 
-    def played(self, text: str) -> Played:
+    def played(self, decode: Callable[[list[int]], str]) -> Played:
         ended = bool(self.replies) and self.replies[-1].done
         completion = joined(self.turns, "abort" if self.broken else "stop" if ended else "length")
         components: dict[str, float] = {}
@@ -181,9 +195,37 @@ class _Talk:
             "solved": any(reply.solved for reply in self.replies),
             "components": components,
             "turns": len(self.turns),
+            "conversation": recorded(completion, decode, self.replies),
         }
         example = dataclasses.replace(self.example, data={**self.example.data, "episode": episode})
-        return Played(example, completion, text, self.broken, self.fault)
+        return Played(example, completion, decode(completion.token_ids), self.broken, self.fault)
+
+
+def recorded(
+    completion: Completion, decode: Callable[[list[int]], str], replies: Sequence[Reply] = ()
+) -> list[dict[str, Any]]:
+    """A conversation by turn, as JSON values; docs/agents.md has the keys.
+
+    `replies`: the environment's, one for each turn that it answered.
+    """
+    turns, conversation = completion.turns or ((0, len(completion.token_ids)),), list[dict[str, Any]]()
+    for index, (start, end) in enumerate(turns):
+        entry: dict[str, Any] = {"tokens": [start, end], "text": decode(completion.token_ids[start:end])}
+        if index + 1 < len(turns):
+            entry["read"] = [end, turns[index + 1][0]]
+        if index < len(replies):
+            reply = replies[index]
+            entry |= {"reward": float(reply.reward), "messages": [_as_recorded(each) for each in reply.messages]}
+            if reply.components:
+                entry["components"] = {name: float(value) for name, value in reply.components.items()}
+        conversation.append(entry)
+    return conversation
+
+
+def _as_recorded(message: Message) -> dict[str, str]:
+    """What a record keeps of a message: text alone."""
+    kept = {name: message[name] for name in ("role", "name", "arguments", "content") if name in message}
+    return {name: each if isinstance(each, str) else json.dumps(each, default=str) for name, each in kept.items()}
 
 
 def joined(turns: Sequence[Completion], finish_reason: FinishReason) -> Completion:
@@ -232,11 +274,11 @@ class Player(Protocol):
     def close(self) -> None: ...
 
 
-def player_for(task: Task, vocabulary: Vocabulary, *, timeout: float, concurrency: int) -> Player:
-    """The task's own player, where it brings one (`task.player`, a function of what `Conversations` is made of but the
-    task); conversations where it has an environment; else single completions."""
+def player_for(task: Task, vocabulary: Vocabulary, *, timeout: float, concurrency: int, retries: int = 0) -> Player:
+    """The task's own player, where it brings one (`task.player`, a function of vocabulary, timeout and concurrency);
+    conversations where it has an environment; else single completions."""
     if (player := getattr(task, "player", None)) is not None:
         return player(vocabulary, timeout=timeout, concurrency=concurrency)
     if getattr(task, "environment", None) is None:
         return SingleTurn(task, vocabulary)
-    return Conversations(task, vocabulary, timeout=timeout, concurrency=concurrency)  # pyright: ignore[reportArgumentType]
+    return Conversations(task, vocabulary, timeout=timeout, concurrency=concurrency, retries=retries)  # pyright: ignore[reportArgumentType]

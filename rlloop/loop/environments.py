@@ -50,6 +50,12 @@ class Environment(Protocol):
 
         A coroutine function shares an event loop with other conversations' steps. A plain function is called in a
         thread of its own, while other conversations' steps run in others.
+
+        An environment with the attribute `idempotent = True` is called as `step(message, key)`, and again with the same
+        key, up to `scoring.retries` times, where that raises or outlasts its time: a step of a key that has been taken
+        already is to be answered, not taken twice. Without it nothing is tried again.
+
+        A method `close`, where there is one, is called at the end of the conversation, however it ends.
         """
         ...
 
@@ -86,9 +92,9 @@ class EnvironmentSteps:
     blocks is abandoned after `timeout` seconds: that step has timed out, and the others begin again in a new one.
     """
 
-    def __init__(self, *, timeout: float = 60.0, concurrency: int = 64) -> None:
-        """`timeout` in seconds, of one step; `concurrency`: steps at a time."""
-        self.timeout, self.concurrency = timeout, concurrency
+    def __init__(self, *, timeout: float = 60.0, concurrency: int = 64, retries: int = 0) -> None:
+        """`timeout` in seconds, of one step; `concurrency`: steps at a time; `retries`: of idempotent ones."""
+        self.timeout, self.concurrency, self.retries = timeout, concurrency, retries
         self._loop: EventLoop | None = None
         self._calls = self._new_calls()
         self._waiting: dict[int, _Step] = {}
@@ -101,15 +107,31 @@ class EnvironmentSteps:
         """True while some step has no outcome yet."""
         return bool(self._waiting)
 
-    def submit(self, environment: Environment, message: str) -> Future[Reply | RewardFailure]:
-        """The reply, or why there is none; never an exception."""
-        key, step = next(self._keys), _Step(environment, message)
+    def submit(self, environment: Environment, message: str, name: str = "") -> Future[Reply | RewardFailure]:
+        """The reply, or why there is none; never an exception. `name`: the idempotency key."""
+        idempotent = getattr(environment, "idempotent", False)
+        arguments = (environment, message, name) if idempotent else (environment, message)
+        key, step = next(self._keys), _Step(arguments, self.retries if idempotent else 0)
         self._waiting[key] = step
         if self._closed:
             self._finish(key, CLOSED)
         else:
             self._start(key, step)
         return step.outcome
+
+    def end(self, environment: Any) -> Future[None]:
+        """Close an environment, within `timeout`. What goes wrong stays in the future."""
+        if self._loop is None:
+            self._loop = EventLoop()
+
+        async def close() -> None:
+            async with asyncio.timeout(self.timeout):
+                if inspect.iscoroutinefunction(environment.close):
+                    await environment.close()
+                else:
+                    await asyncio.to_thread(environment.close)
+
+        return self._loop.start(close())
 
     def check(self) -> None:
         """Replace the event loop where a step blocks it. To be called every `POLL` seconds or so while `busy`."""
@@ -160,11 +182,17 @@ class EnvironmentSteps:
         if self._loop is None:
             self._loop = EventLoop()
         calls = self._calls
-        step.call = self._loop.start(calls.one(key, (step.environment, step.message)))
+        step.call = self._loop.start(calls.one(key, step.arguments))
 
         def ended(_: Future[None]) -> None:  # in the loop's thread
-            if calls is self._calls and key in calls.outcomes:
-                self._finish(key, calls.outcomes[key])
+            if calls is not self._calls or key not in calls.outcomes:
+                return
+            outcome = calls.outcomes.pop(key) if step.retries else calls.outcomes[key]
+            if step.retries and isinstance(outcome, RewardFailure) and key in self._waiting:
+                step.retries -= 1
+                self._start(key, step)
+            else:
+                self._finish(key, outcome)
 
         step.call.add_done_callback(ended)
 
@@ -180,21 +208,22 @@ class EnvironmentSteps:
 
 @dataclass
 class _Step:
-    environment: Environment
-    message: str
+    arguments: tuple[Any, ...]  # of `_step`
+    retries: int  # that are left
     outcome: Future[Reply | RewardFailure] = field(default_factory=Future)
     call: Future[None] = field(default_factory=Future)
 
 
-async def _step(environment: Environment, message: str) -> Any:
+async def _step(environment: Environment, *arguments: str) -> Any:
+    """`arguments`: the message, and the key for an idempotent environment."""
     if inspect.iscoroutinefunction(environment.step):
-        return await environment.step(message)
-    return await asyncio.to_thread(_step_in_thread, environment, message)
+        return await environment.step(*arguments)
+    return await asyncio.to_thread(_step_in_thread, environment, arguments)
 
 
-def _step_in_thread(environment: Environment, message: str) -> Any:
+def _step_in_thread(environment: Environment, arguments: tuple[str, ...]) -> Any:
     try:
-        return environment.step(message)
+        return environment.step(*arguments)
     except BaseException as error:  # a future does not carry every exception: StopIteration
         return failure(error)
 

@@ -150,6 +150,8 @@ class Loop:
             dataclasses.replace(sample, advantage=float(advantage))
             for sample, advantage in zip(accepted, advantages, strict=True)
         ]
+        if self.parts.critic is not None:
+            weighted = self.parts.critic.advantages(weighted)
         trained, dropped = full_batch(weighted, keep, self.config.rollout.num_prompts)
         return trained, dropped, {} if kl is None else {"reward/kl_ref": float(np.mean(kl))}
 
@@ -182,6 +184,8 @@ class Loop:
             if metrics is None:
                 metrics = self.recorder.compare(step, version, trained, result.recomputed, untrained)
             stepped = {name: Mean(value, 1) for name, value in trainer.optim_step().items()}
+            if self.parts.critic is not None:
+                stepped |= {name: Mean(value, 1) for name, value in self.parts.critic.update(batch).items()}
             merged = merge([merged, result.metrics, stepped])
         return {**(metrics or {}), **values(merged)}
 
@@ -268,7 +272,8 @@ class Loop:
         self.sampler.close()
 
     def _stateful(self) -> list[Any]:
-        return [self.parts.trainer, *self.parts.stateful, self.parts.schedule]
+        critic = [] if self.parts.critic is None else [self.parts.critic]
+        return [self.parts.trainer, *critic, *self.parts.stateful, self.parts.schedule]
 
 
 def _due(step: int, every: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from rlloop.loop.schedule import InStep, Schedule
 from rlloop.parity.asked import Vocabulary
 from rlloop.parity.monitor import Finding, TokenDifference
-from rlloop.protocols import Checkpoints, Engine, Scorer, Stateful, Task, Trainer, WeightSync
+from rlloop.protocols import Checkpoints, Critic, Engine, Scorer, Stateful, Task, Trainer, WeightSync
 from rlloop.types import Sample
 
 # (rewards, groups, lengths of the longest turns, KL to the reference or None) -> (advantages, keep), [n] each
@@ -34,6 +34,7 @@ class Parts:
     trainer: Trainer
     advantages: Advantages
     loss: Callable[..., Any]
+    critic: Critic | None = None  # makes advantages by token
     # Checkpoints
     checkpoints: Checkpoints
     stateful: tuple[Stateful, ...] = ()  # what a checkpoint must hold beside the trainer and the schedule

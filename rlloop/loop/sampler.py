@@ -22,7 +22,9 @@ class Sampler:
         self.config, self.task, self.engine, self.engine_lag = config, task, engine, engine_lag
         self.batches = 0  # of prompts, taken from the task: one a step, or more under dynamic sampling
         scoring = config.scoring
-        self._player = player_for(task, vocabulary, timeout=scoring.timeout, concurrency=scoring.concurrency)
+        self._player = player_for(
+            task, vocabulary, timeout=scoring.timeout, concurrency=scoring.concurrency, retries=scoring.retries
+        )
 
     def batch(self, step: int, version: int, first: int = 0) -> list[Sample]:
         """The task's next `num_prompts` prompts, numbered from `first`, with `group_size` completions each.

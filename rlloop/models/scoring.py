@@ -96,6 +96,13 @@ def score(
     return scored
 
 
+def hidden_states(model: Model, rows: Sequence[ScoreRow]) -> Tensor:
+    """[N, D]: the last hidden state before each predicted token, differentiable. On one rank; N as for `score`."""
+    tick()
+    _check(model, rows)
+    return _predicted(model, [row for row in rows if len(row.predict)], None)[0]
+
+
 def _replayed(model: Model, rows: Sequence[ScoreRow]) -> Tensor:
     """[T, layers, top_k]: the recorded experts of the tokens that the forward reads."""
     choices = []

@@ -13,13 +13,32 @@ from rlloop.rewards.resolve import resolve_reward
 if TYPE_CHECKING:
     from rlloop.rewards.code import CodeReward
     from rlloop.rewards.http import HttpReward
+    from rlloop.rewards.judge import JudgeReward, PairwiseJudge
     from rlloop.rewards.math import MathReward
+    from rlloop.rewards.reward_model import RewardModel
     from rlloop.rewards.weighted import Weighted
 
-__all__ = ["CodeReward", "HttpReward", "MathReward", "Weighted", "resolve_reward"]
+__all__ = [
+    "CodeReward",
+    "HttpReward",
+    "JudgeReward",
+    "MathReward",
+    "PairwiseJudge",
+    "RewardModel",
+    "Weighted",
+    "resolve_reward",
+]
 
 # Imported when first named: httpx and the process pool cost start-up time that most runs have no use for.
-_HOMES = {"CodeReward": "code", "HttpReward": "http", "MathReward": "math", "Weighted": "weighted"}
+_HOMES = {
+    "CodeReward": "code",
+    "HttpReward": "http",
+    "JudgeReward": "judge",
+    "MathReward": "math",
+    "PairwiseJudge": "judge",
+    "RewardModel": "reward_model",
+    "Weighted": "weighted",
+}
 
 
 def __getattr__(name: str) -> Any:

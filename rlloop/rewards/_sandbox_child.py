@@ -18,7 +18,7 @@ OUT_OF_MEMORY = 98
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 CLONE_NEWUSER = 0x10000000
 LANDLOCK = 444  # landlock_create_ruleset; add_rule and restrict_self follow; the same on every architecture
-READ_FILE, READ_DIR = 1 << 2, 1 << 3
+EXECUTE, READ_FILE, READ_DIR = 1 << 0, 1 << 2, 1 << 3
 # Besides the interpreter's own folders: shared libraries, time zones, devices.
 READABLE = "/usr", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom"
 
@@ -44,7 +44,7 @@ def confine(job: dict) -> None:
     header = struct.pack("Ii", 0x20080522, 0)  # capset, version 3, with three empty sets
     require(libc.capset(header, struct.pack("6I", 0, 0, 0, 0, 0, 0)), "giving up capabilities")
     require(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up further privileges")
-    restrict_files()
+    restrict_files(EXECUTE if job["command"] else 0)
     require(libc.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0), "dying with the parent")
     if os.getppid() != job["parent"]:
         raise NotConfined("the process that started it is gone")
@@ -76,8 +76,8 @@ def kernel() -> tuple[int, ...]:
     return tuple(map(int, match.groups())) if match else ()
 
 
-def restrict_files() -> None:
-    """Landlock, if the kernel has it: only the interpreter's own files can be read."""
+def restrict_files(more: int) -> None:
+    """Landlock, if the kernel has it: only the interpreter's own files can be read, with `more` rights to them."""
     version = libc.syscall(LANDLOCK, None, ctypes.c_size_t(0), 1)
     if version < 1:
         return
@@ -91,7 +91,7 @@ def restrict_files() -> None:
             folder = os.open(path, os.O_PATH)
         except OSError:  # not there on every system
             continue
-        access = READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE  # noqa: PTH112
+        access = more | READ_FILE | READ_DIR if os.path.isdir(path) else more | READ_FILE  # noqa: PTH112
         require(libc.syscall(LANDLOCK + 1, rules, 1, struct.pack("=Qi", access, folder), 0), f"Landlock over {path}")
         os.close(folder)
     require(libc.syscall(LANDLOCK + 2, rules, 0), "Landlock")
@@ -135,6 +135,8 @@ def main() -> None:
         os.write(control, json.dumps(calls.run_test(job["source"], *job["channel"])).encode() + b"\n")
         return
     os.close(control)
+    if job["command"]:
+        os.execve(job["command"][0], [*job["command"], job["source"]], {"LC_ALL": "C.UTF-8"})
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         exec(compile(job["source"], "<program>", "exec"), module.__dict__)

@@ -19,7 +19,8 @@ RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 MAX_ANSWER = 1 << 20  # bytes
 
 
-def _worth_another_try(error: BaseException) -> bool:
+def worth_another_try(error: BaseException) -> bool:
+    """True for transport errors and statuses that may be gone at the next try."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code in RETRIED_STATUS
     return isinstance(error, httpx.TransportError)
@@ -57,7 +58,7 @@ class HttpReward:
         body = json.dumps(payload, sort_keys=True).encode()
         headers = {"content-type": "application/json", "idempotency-key": hashlib.sha256(body).hexdigest()}
         tries = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(_worth_another_try),
+            retry=tenacity.retry_if_exception(worth_another_try),
             stop=tenacity.stop_after_attempt(self.retries + 1),
             wait=tenacity.wait_random_exponential(multiplier=self.backoff, max=10.0),
             reraise=True,

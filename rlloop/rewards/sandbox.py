@@ -19,6 +19,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -36,6 +37,15 @@ REMEDY = (
     "One of these will do: user namespaces (in Docker a seccomp profile that allows `unshare`), a kernel with Landlock "
     "(5.13 or newer), rlloop run as root with its capabilities, or programs run on another machine behind HttpReward"
 )
+# By language: an interpreter in one process, and the options before a program that is an argument.
+INTERPRETERS = {
+    "bash": ("bash", "--noprofile", "--norc", "-c"),
+    "javascript": ("node", "--openssl-config=/dev/null", "--jitless", "-e"),
+    "lua": ("lua", "-e"),
+    "perl": ("perl", "-e"),
+    "php": ("php", "-n", "-r"),
+    "ruby": ("ruby", "-e"),
+}
 STARTING = 60.0  # seconds for an interpreter to start, on a busy machine
 Status = Literal["ok", "error", "timeout", "memory", "output"]
 
@@ -87,6 +97,7 @@ class Job:
     threads: int = 64
     is_test: bool = False  # `source` is a test of the program at the other end of `channel`
     channel: tuple[int, ...] = ()  # file descriptors, to read and to write, for calls of a program's functions
+    command: tuple[str, ...] = ()  # of another language's interpreter, whose last argument `source` is
 
 
 class _Process:
@@ -149,7 +160,13 @@ class _Process:
 
 @contextlib.asynccontextmanager
 async def _spawned(
-    limits: Limits, source: str, stdin: str = "", *, is_test: bool = False, channel: tuple[int, ...] = ()
+    limits: Limits,
+    source: str,
+    stdin: str = "",
+    *,
+    is_test: bool = False,
+    channel: tuple[int, ...] = (),
+    command: tuple[str, ...] = (),
 ) -> AsyncIterator[_Process]:
     """A sandboxed process, which is killed at the end of the context."""
     if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
@@ -162,10 +179,11 @@ async def _spawned(
         stdin,
         cpu_seconds=math.ceil(limits.seconds) + 1,
         memory_bytes=limits.memory_mb * 2**20,
-        filter=_filter(platform.machine()),
+        filter=_filter(platform.machine(), bool(command)),
         parent=os.getpid(),
         is_test=is_test,
         channel=channel,
+        command=command,
     )
     read, write = os.pipe()
     control = asyncio.StreamReader()
@@ -201,17 +219,39 @@ async def _spawned(
 
 
 @functools.cache
-def _filter(machine: str) -> str:
-    return seccomp_filter(machine).hex()
+def _filter(machine: str, starts: bool) -> str:
+    return seccomp_filter(machine, starts=starts).hex()
 
 
-async def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> ProgramResult:
+@functools.cache
+def interpreter(language: str) -> tuple[str, ...]:
+    """The command that runs a program of `language`, without the program; none for python, which is there already.
+
+    Raises `ConfigError` for a language that is not known, or whose interpreter is not on this machine.
+    """
+    if language == "python":
+        return ()
+    if language not in INTERPRETERS:
+        known = ", ".join(["python", *INTERPRETERS])
+        raise ConfigError(
+            f"there is no sandbox for {language!r} programs; there is one for {known}. What must be compiled, or "
+            "starts processes, needs a grader of its own behind HttpReward"
+        )
+    name, *options = INTERPRETERS[language]
+    if (path := shutil.which(name)) is None:
+        raise ConfigError(f"{language} programs need the interpreter {name}, which is not on this machine's PATH")
+    return os.path.realpath(path), *options
+
+
+async def run_program(
+    source: str, stdin: str = "", limits: Limits | None = None, *, language: str = "python"
+) -> ProgramResult:
     """Run `source` with `stdin` and wait for its end.
 
-    Raises ConfigError, without running anything, if this machine cannot confine a process.
+    Raises ConfigError, without running anything, if this machine cannot confine a process, or has no `interpreter`.
     """
     limits = limits or Limits()
-    async with _spawned(limits, source, stdin) as process:
+    async with _spawned(limits, source, stdin, command=interpreter(language)) as process:
         await process.begun()
         return await process.ended(limits.seconds)
 
@@ -249,7 +289,9 @@ async def run_test(program: str, test: str, limits: Limits | None = None) -> Tes
 
 
 @functools.cache
-def require_confinement() -> None:
-    """Raises ConfigError if this machine cannot confine programs."""
+def require_confinement(language: str = "python") -> None:
+    """Raises ConfigError if this machine cannot confine programs, or an interpreter does not start confined."""
     with ThreadPoolExecutor(1) as pool:  # the caller may be in an event loop
-        pool.submit(asyncio.run, run_program("")).result()
+        result = pool.submit(asyncio.run, run_program("", limits=Limits(seconds=STARTING), language=language)).result()
+    if result.status != "ok":
+        raise ConfigError(f"the interpreter of {language} programs does not start confined: {result.stderr:.300}")

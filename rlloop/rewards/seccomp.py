@@ -44,6 +44,12 @@ ALLOWED = """
     prctl 157 167            clone 56 220             prlimit64 302 261
 """
 
+# Beside those, to become another language's interpreter, and what its start asks for.
+STARTING = """
+    execve 59 221            arch_prctl 158 -         set_tid_address 218 96   getpgrp 111 -
+    getpgid 121 155          eventfd2 290 19
+"""
+
 # A check: a 32-bit word of an argument against a value. Both architectures are little-endian: the low word comes first.
 Check = tuple[int, Literal["is", "lacks", "has"], int]
 LOW, HIGH = 0, 4
@@ -86,9 +92,9 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, ANSWER = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050000 | 38
 
 
-def numbers(machine: str) -> dict[str, int]:
-    """Numbers of the allowed calls by name."""
-    words, column = ALLOWED.split(), 1 + list(ARCHITECTURES).index(machine)
+def numbers(machine: str, *, starts: bool = False) -> dict[str, int]:
+    """Numbers of the allowed calls by name; `starts`: with those that start an interpreter."""
+    words, column = (ALLOWED + STARTING * starts).split(), 1 + list(ARCHITECTURES).index(machine)
     rows = [words[start : start + 3] for start in range(0, len(words), 3)]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
@@ -104,8 +110,11 @@ def _alternative(checks: list[Check]) -> list[Instruction]:
     return [*program, (ANSWER, 0, 0, ALLOW)]
 
 
-def seccomp_filter(machine: str) -> bytes:
-    """A classic BPF program over `struct seccomp_data`: number at 0, architecture at 4, arguments from 16, 8 each."""
+def seccomp_filter(machine: str, *, starts: bool = False) -> bytes:
+    """A classic BPF program over `struct seccomp_data`: number at 0, architecture at 4, arguments from 16, 8 each.
+
+    `starts`: the process may replace itself by another program, which the same filter binds.
+    """
     program: list[Instruction] = [
         (LOAD, 0, 0, 4),
         (EQUAL, 1, 0, ARCHITECTURES[machine]),
@@ -114,7 +123,7 @@ def seccomp_filter(machine: str) -> bytes:
     ]
     if machine == "x86_64":
         program += [(AT_LEAST, 0, 1, X32), (ANSWER, 0, 0, KILL)]
-    for name, number in numbers(machine).items():
+    for name, number in numbers(machine, starts=starts).items():
         body = [one for checks in ARGUMENTS.get(name, [[]]) for one in _alternative(checks)]
         if name in ARGUMENTS:
             body.append((ANSWER, 0, 0, EPERM))

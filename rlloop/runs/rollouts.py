@@ -62,6 +62,11 @@ def rollout_rows(
             rows[-1]["fault"] = sample.fault
         if completion.turns is not None:
             rows[-1]["turns"] = completion.turns
+            episode = sample.example.data.get("episode")
+            if isinstance(episode, Mapping) and "conversation" in episode:  # by turn: text, tokens, reward, messages
+                rows[-1]["conversation"] = episode["conversation"]
+        if sample.token_advantages is not None:
+            rows[-1]["token_advantages"] = _floats([sample.token_advantages])[0]
         if completion.routed_experts is not None:
             rows[-1]["routed_experts"] = pack_experts(completion.routed_experts)
     for name, arrays in (("raw_logprobs", raw), ("trainer_logprobs", scored)):

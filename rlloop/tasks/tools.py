@@ -50,7 +50,16 @@ class _Tools:
         if not calls:
             reward = float(_value(getattr(self._made, "reward", 0.0)))
             return Reply(reward=reward, done=True, solved=reward >= 1.0)
-        return Reply([{"role": "tool", "name": call.name, "content": self._called(call)} for call in calls])
+        return Reply(
+            [
+                {"role": "tool", "name": call.name, "arguments": call.arguments, "content": self._called(call)}
+                for call in calls
+            ]
+        )
+
+    def close(self) -> None:
+        if (close := getattr(self._made, "close", None)) is not None:
+            close()
 
     def _called(self, call: ToolCall) -> str:
         """What the tool returns; an error that the policy can learn from is told to it, as TRL does."""
@@ -91,9 +100,11 @@ class _Gym:
     def step(self, message: str) -> Reply:
         observation, reward, terminated, truncated, _ = self._made.step(message)
         if terminated or truncated:
-            self._made.close()
             return Reply(reward=float(reward), done=True, solved=float(reward) >= 1.0)
         return Reply([{"role": "user", "content": str(observation)}], reward=float(reward))
+
+    def close(self) -> None:
+        self._made.close()
 
 
 def _taken(function: Callable[..., Any], data: dict[str, Any]) -> dict[str, Any]:

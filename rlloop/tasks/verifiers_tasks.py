@@ -19,7 +19,7 @@ import numpy as np
 from rlloop.chat import ChatTokenizer
 from rlloop.config.instantiate import needs
 from rlloop.errors import ConfigError
-from rlloop.loop.conversations import Played, fault, joined
+from rlloop.loop.conversations import Played, fault, joined, recorded
 from rlloop.parity.asked import Vocabulary
 from rlloop.protocols import Engine
 from rlloop.tasks.episodes import EpisodeServer
@@ -164,11 +164,11 @@ class VerifiersPlayer:
             self._server.run(self._serving.__aenter__())
         return self._server
 
-    def _sample(self, example: Example, params: SamplingParams, episode: Any, server: EpisodeServer) -> Played:
-        if isinstance(episode, BaseException):
-            why = "timeout" if isinstance(episode, TimeoutError) else type(episode).__name__
-            return self._broken(example, params, f"verifiers: its episode failed: {why} {episode}"[:400])
-        traces = [trace for trace in episode.traces if trace.agent.trainable]
+    def _sample(self, example: Example, params: SamplingParams, played: Any, server: EpisodeServer) -> Played:
+        if isinstance(played, BaseException):
+            why = "timeout" if isinstance(played, TimeoutError) else type(played).__name__
+            return self._broken(example, params, f"verifiers: its episode failed: {why} {played}"[:400])
+        traces = [trace for trace in played.traces if trace.agent.trainable]
         if len(traces) != 1:
             return self._broken(
                 example, params, f"verifiers: its episode has {len(traces)} trainable traces, and a sample is one"
@@ -176,10 +176,10 @@ class VerifiersPlayer:
         [trace] = traces
         turns = server.turns(trace.id)
         if not turns:
-            errors = [*trace.errors, *episode.errors]
+            errors = [*trace.errors, *played.errors]
             why = f"{errors[0].type}: {errors[0].message}" if errors else "the harness asked for no turn"
             return self._broken(example, params, f"verifiers: {why}"[:400])
-        broken = None if episode.ok else _failure(trace, episode)
+        broken = None if played.ok else _failure(trace, played)
         broken = broken or not_a_chain(turns) or _other_tokens(trace, turns)
         if broken is not None:
             return self._broken(example, params, f"verifiers: trace {trace.id}: {broken}", turns[0])
@@ -190,7 +190,8 @@ class VerifiersPlayer:
         components |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
         reward = float(trace.reward)
         verdict = {"reward": reward, "solved": reward >= self.task.solved_at, "components": components}
-        data = {**example.data, "episode": {**verdict, "turns": len(turns)}, "trace": trace.id}
+        episode = {**verdict, "turns": len(turns), "conversation": recorded(completion, self.task.decode)}
+        data = {**example.data, "episode": episode, "trace": trace.id}
         example = Example(example.id, first.prompt_ids, example.prompt, data)
         return Played(example, completion, self.task.decode(completion.token_ids), fault=wrong)
 

@@ -41,7 +41,9 @@ class TrainSequence:
         return cls(
             token_ids=completion.prompt_ids + completion.token_ids,
             predict=[prompt + index for index in written],
-            advantages=np.full(len(written), sample.advantage, np.float32),
+            advantages=np.full(len(written), sample.advantage, np.float32)
+            if sample.token_advantages is None
+            else sample.token_advantages,
             rollout_logprobs=completion.logprobs,
             sampling=completion.sampling,
             routed_experts=completion.routed_experts,

@@ -36,7 +36,11 @@ class WeightHistory:
         self._moe, self._redraws = moe, redraws
         self._live, self._keep, self._max_batch_tokens = model, keep, max_batch_tokens
         self._ranks = model.context.ranks("dp")
-        self._twin = copy.deepcopy(model).requires_grad_(False)
+        adapter = model.adapter
+        if adapter is None:
+            self._twin = copy.deepcopy(model).requires_grad_(False)
+        else:  # the frozen base is shared
+            self._twin = model.with_adapter(adapter.attached(adapter.targets))
         self._versions: dict[int, dict[str, Tensor]] = {}
 
     def remember(self, version: int) -> None:

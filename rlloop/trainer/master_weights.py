@@ -17,7 +17,8 @@ from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.tree import tree_sum
 from rlloop.parallel.collectives import Ranks
 from rlloop.trainer.gradients import GradientSum
-from rlloop.trainer.shard import make_shard, padded
+from rlloop.trainer.offload import HostMemory
+from rlloop.trainer.shard import Shard, hosted_bytes, make_shard, padded
 from rlloop.trainer.sharded_layers import ShardedLayers
 
 
@@ -28,22 +29,31 @@ class MasterWeights:
     whole on each rank, or (`layers`) sharded as well.
 
     Where the model computes in float32 or float64, masters lie in its own parameters (if they make whole vectors).
-    Where it computes in bfloat16 or float16, a master is a separate float32 tensor, and `publish` rounds it to nearest
-    into the live parameter, in place: an engine that reads the same parameter has the new weights, and there is no
-    second rounding that could differ. Such masters start from the stored weights of the model's folder, which may be
-    more exact, if these round to the live ones; otherwise (new or changed weights) from the live ones.
+    Where it computes in bfloat16 or float16, a master is a separate float32 tensor (`hosted`: in host memory), and
+    `publish` rounds it to nearest into the live parameter, in place: an engine that reads the same parameter has the
+    new weights, and there is no second rounding that could differ. Such masters start from the stored weights of the
+    model's folder, which may be more exact, if these round to the live ones; otherwise (new or changed weights) from
+    the live ones.
     """
 
-    def __init__(self, model: Model, *, shard_layers: bool = False) -> None:
-        """`shard_layers`: the layers' compute copy has memory only while they compute; see `ShardedLayers`."""
+    def __init__(self, model: Model, *, shard_layers: bool = False, hosted: bool = False) -> None:
+        """`shard_layers`: the layers' compute copy has memory only while they compute; see `ShardedLayers`. `hosted`:
+        masters of another type than the compute copy's lie in host memory."""
         self.parameters = ParameterStore(model)
-        self.stage = model.stage
+        self.stage, self.device = model.stage, model.context.device
         self._context, self._ranks = model.context, model.context.ranks("dp_shard")
+        trained = {name: entry for name, entry in self.parameters.entries.items() if entry.trains}
+        owners = {name: self._owners(model, name) for name in trained}
+        self.home: HostMemory | None = None
+        if hosted:
+            size = sum(hosted_bytes(entry.live, owners[name][0]) for name, entry in trained.items())
+            self.home = HostMemory(size, self.device)
         self.shards = {
-            name: make_shard(name, entry.live, *self._owners(model, name), entry.scale, apart=shard_layers)
-            for name, entry in self.parameters.entries.items()
-            if entry.trains
+            name: make_shard(name, entry.live, *owners[name], entry.scale, apart=shard_layers, home=self.home)
+            for name, entry in trained.items()
         }
+        self.sums: dict[str, Tensor] = {}  # gradients of the masters, as `Shard.flat`; none: no micro-batch reached it
+        self._rounded: set[str] = set()  # hosted masters whose values `round_piece` has published
         self.gradients = GradientSum(model, self.shards, in_step=shard_layers)
         self.layers: ShardedLayers | None = None
         self._read_exact(model)
@@ -61,7 +71,7 @@ class MasterWeights:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's rows of the masters."""
+        """This rank's rows of the masters, where they lie."""
         return {name: shard.master for name, shard in self.shards.items()}
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
@@ -89,19 +99,20 @@ class MasterWeights:
     def part(self, name: str, rows: Tensor) -> Tensor:
         """As `gather`, of the part that this rank computes with. Collective."""
         shard = self.shards[name]
-        return shard.ranks.gather(rows, 0, shard.sizes)
+        return shard.ranks.gather(rows.to(self.device), 0, shard.sizes)
 
     def zero_grad(self) -> None:
         self.gradients.clear()
+        self.sums = {}
         for shard in self.shards.values():
-            shard.flat.grad = shard.live.grad = None
+            shard.live.grad = None
 
     def sum_gradients(self) -> None:
         """Set the masters' gradients to the sums of what was collected. Collective."""
         for name, total in self.gradients.totals().items():
             if total is not None:
-                shard = self.shards[name]
-                shard.flat.grad = padded(total.view(-1) if shard.scale == 1.0 else total.view(-1) * shard.scale)
+                scale = self.shards[name].scale
+                self.sums[name] = padded(total.view(-1) if scale == 1.0 else total.view(-1) * scale)
 
     def gradient_norm(self) -> float:
         """L2 norm of the gradient of all masters: squares summed in float64 within each row, then in one tree over all
@@ -111,10 +122,10 @@ class MasterWeights:
             width = shard.live.shape[-1] if shard.live.ndim > 1 else 1
             each = shard.live[0].numel() // width  # rows of numbers in a row of dimension 0
             rows = shard.sizes[shard.ranks.rank] * each
-            if shard.flat.grad is None:
-                squares[name] = torch.zeros(rows, dtype=torch.float64, device=shard.flat.device)
+            if name not in self.sums:
+                squares[name] = torch.zeros(rows, dtype=torch.float64, device=self.device)
             else:
-                gradient = shard.of(shard.flat.grad).reshape(rows, width)
+                gradient = shard.of(self.sums[name]).reshape(rows, width)
                 squares[name] = kernels_for(gradient.device).squares_of_rows(gradient)
             by_owner.setdefault(shard.ranks, {})[name] = [size * each for size in shard.sizes]
             division = self.parameters.entries[name].division
@@ -135,22 +146,34 @@ class MasterWeights:
     def clip_gradient(self, limit: float, norm: float) -> None:
         """Scale a gradient of norm `norm` down to `limit`."""
         if (scale := limit / (norm + 1e-6)) < 1:
-            for shard in self.shards.values():
-                if shard.flat.grad is not None:
-                    shard.flat.grad.mul_(scale)
+            for gradient in self.sums.values():
+                gradient.mul_(scale)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the live parameters: each rank its own rows, which are then copied. Collective."""
         if self.layers is not None:
             self.layers.free()
+        rounded, self._rounded = self._rounded, set()
         for name, shard in self.shards.items():
-            if self.layers is not None and (kept := self.layers.rows(name)) is not None:
-                kept.copy_(shard.scaled)
-                continue
-            if not shard.shares_memory:
-                shard.rows.copy_(shard.scaled)
-            shard.ranks.share_rows(shard.live.detach(), shard.sizes)
+            if not shard.shares_memory and name not in rounded:
+                self._published(shard).copy_(shard.scaled)
+            if self.layers is None or self.layers.rows(name) is None:
+                shard.ranks.share_rows(shard.live.detach(), shard.sizes)
+
+    def _published(self, shard: Shard) -> Tensor:
+        """This rank's rows of the compute copy, to write into."""
+        kept = None if self.layers is None else self.layers.rows(shard.name)
+        return shard.rows if kept is None else kept
+
+    @torch.no_grad()
+    def round_piece(self, shard: Shard, begin: int, values: Tensor) -> None:
+        """Publish new values of hosted masters, [begin, begin + len(values)) of the shard, from the device's copy of
+        them; the last piece of a shard ends it. `publish` then only copies between ranks."""
+        rows = self._published(shard).view(-1)[begin : begin + len(values)]  # the rest is padding
+        values = values[: len(rows)]
+        rows.copy_(values if shard.scale == 1.0 else values * shard.scale)
+        self._rounded.add(shard.name)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -170,6 +193,7 @@ class MasterWeights:
                 entry.live.copy_(entry.part(state[name]))
             else:
                 shard.master.copy_(entry.part(state[name])[shard.begin : shard.end])
+        self._rounded = set()
         self.publish()
 
     def _read_exact(self, model: Model) -> None:

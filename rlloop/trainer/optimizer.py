@@ -2,62 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from rlloop.config.run import TrainerConfig
 from rlloop.models.safetensors_io import write_tensors
 from rlloop.trainer.master_weights import MasterWeights
+from rlloop.trainer.offload import BlockStream, HostMemory
+from rlloop.trainer.shard import VECTOR, Shard
 
 FILE = "optimizer.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+class Piece(NamedTuple):
+    """Numbers [begin, end) of a shard, in whole vectors, and their master and moments on the device."""
+
+    shard: Shard
+    begin: int
+    end: int
+    master: Tensor
+    moments: tuple[Tensor, Tensor]
+
+
 class ShardedAdamW:
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with zeroed state, without weight decay for norms and biases.
 
-    Masters are padded to whole vectors, so an element's bits do not know where its shard ends.
+    Masters are padded to whole vectors, so an element's bits know neither where its shard ends nor where a block does:
+    what lies in host memory (`config.offload`) is brought to the device in blocks, updated there by the same kernel,
+    and taken back.
     """
 
     def __init__(self, masters: MasterWeights, config: TrainerConfig) -> None:
-        self._masters, shards = masters, masters.shards
-        decayed = {name for name, each in shards.items() if each.live.ndim >= 2 and not name.endswith("bias")}
-        groups = [
-            {"params": [shards[name].flat for name in shards if (name in decayed) is decays], "decays": decays}
-            for decays in (True, False)
-        ]
-        self._adamw = torch.optim.AdamW(groups, lr=config.lr, fused=True)
-        self.reset()
+        self._masters, self._config, shards = masters, config, masters.shards
+        self._decayed = {name for name, each in shards.items() if each.live.ndim >= 2 and not name.endswith("bias")}
+        self._home: HostMemory | None = None
+        self._stream: BlockStream | None = None
+        if config.offload != "none":
+            size = sum(len(MOMENTS) * HostMemory.bytes_of(each.flat) for each in shards.values())
+            self._home, self._stream = HostMemory(size, masters.device), BlockStream(masters.device)
+        zeros_like = torch.zeros_like if self._home is None else self._home.zeros_like
+        self._moments = {name: {key: zeros_like(each.flat) for key in MOMENTS} for name, each in shards.items()}
+        self._steps = {name: torch.zeros((), device=masters.device) for name in shards}
 
     def reset(self) -> None:
         """Zero the state: that of an optimizer which has taken no step."""
-        for shard in self._masters.shards.values():
-            moments = {key: torch.zeros_like(shard.flat, requires_grad=False) for key in MOMENTS}
-            self._adamw.state[shard.flat] = {"step": torch.zeros((), device=shard.flat.device), **moments}
+        for name, moments in self._moments.items():
+            for each in (*moments.values(), self._steps[name]):
+                each.zero_()
 
-    def step(self, config: TrainerConfig, lr: float) -> None:
-        """Update the masters by their gradients, with the betas, eps and weight decay of `config`."""
-        for group in self._adamw.param_groups:
-            decay = config.weight_decay if group["decays"] else 0.0
-            group.update(lr=lr, betas=config.betas, eps=config.eps, weight_decay=decay)
-        self._adamw.step()
+    @property
+    def steps(self) -> int:
+        """Updates so far."""
+        return int(max((float(each) for each in self._steps.values()), default=0.0))
+
+    def set_steps(self, count: int) -> None:
+        for each in self._steps.values():
+            each.fill_(count)
+
+    @torch.no_grad()
+    def step(self, lr: float, config: TrainerConfig | None = None) -> None:
+        """Update the masters by their gradients. `config`: other betas, eps and weight decay than the first."""
+        config = config or self._config
+        for pieces in [self._resident()] if self._stream is None else self._streamed(self._stream):
+            for decays in (True, False):
+                self._update(
+                    [each for each in pieces if (each.shard.name in self._decayed) is decays], lr, decays, config
+                )
+            for shard, begin, _, master, _ in pieces:
+                if shard.hosted:
+                    self._masters.round_piece(shard, begin, master)
+
+    def measured(self) -> dict[str, float]:
+        """`memory/*` of the last step; empty where nothing is offloaded."""
+        if self._stream is None:
+            return {}
+        homes = (self._home, self._masters.home)
+        return {
+            "memory/host_bytes": float(sum(home.size for home in homes if home is not None)),
+            "memory/streamed_bytes": float(self._stream.counts.bytes),
+            "memory/stream_seconds": self._stream.counts.seconds,
+        }
 
     def moment(self, name: str, key: str) -> Tensor:
-        """This rank's rows of a moment, of `MOMENTS`."""
-        shard = self._masters.shards[name]
-        return shard.of(self._adamw.state[shard.flat][key])
+        """This rank's rows of a moment, of `MOMENTS`, where they lie."""
+        return self._masters.shards[name].of(self._moments[name][key])
 
     def save(self, folder: Path, *, writes: bool) -> None:
         """Write the whole state, a tensor at a time; only a rank that `writes` touches the file. Collective."""
 
         def whole(entry: str) -> Tensor:
             key, _, name = entry.partition(".")
-            if key in MOMENTS:
-                return self._masters.gather(name, self.moment(name, key))
-            return self._adamw.state[self._masters.shards[name].flat][key]
+            return self._masters.gather(name, self.moment(name, key)) if key in MOMENTS else self._steps[name]
 
         own, stage = {}, self._masters.stage
         for name, shard in self._masters.shards.items():
@@ -78,7 +120,7 @@ class ShardedAdamW:
         """Read this rank's rows of what `save` wrote."""
         with safe_open(folder / FILE, framework="pt") as file:
             for name, shard in self._masters.shards.items():
-                self._adamw.state[shard.flat]["step"].copy_(file.get_tensor(f"step.{name}"))
+                self._steps[name].copy_(file.get_tensor(f"step.{name}"))
                 division = self._masters.parameters.entries[name].division
                 for key in MOMENTS:
                     stored = file.get_slice(f"{key}.{name}")
@@ -88,3 +130,72 @@ class ShardedAdamW:
                         held = [stored[begin:end] for begin, end in division.own]
                         rows = torch.cat(held)[shard.begin : shard.end]
                     self.moment(name, key).copy_(rows)
+
+    def _reached(self) -> list[Shard]:
+        """Those with a gradient, in order."""
+        return [shard for name, shard in self._masters.shards.items() if name in self._masters.sums]
+
+    def _resident(self) -> list[Piece]:
+        moments = ((self._moments[shard.name][key] for key in MOMENTS) for shard in self._reached())
+        return [
+            Piece(shard, 0, shard.flat.numel(), shard.flat, (first, second))
+            for shard, (first, second) in zip(self._reached(), moments, strict=True)
+        ]
+
+    def _streamed(self, stream: BlockStream) -> Iterator[list[Piece]]:
+        """A block after the other; what an update changes in it goes back."""
+        blocks = list(_blocks(self._reached(), stream.block_bytes))
+
+        def hosted(shard: Shard, begin: int, end: int) -> list[Tensor]:
+            moments = [self._moments[shard.name][key] for key in MOMENTS]
+            return [each[begin:end] for each in ([shard.flat] if shard.hosted else []) + moments]
+
+        hosts = ([each for cut in block for each in hosted(*cut)] for block in blocks)
+        for here, block in zip(stream.each(hosts), blocks, strict=True):
+            tensors, pieces = iter(here), list[Piece]()
+            for shard, begin, end in block:
+                master = next(tensors) if shard.hosted else shard.flat[begin:end]
+                pieces.append(Piece(shard, begin, end, master, (next(tensors), next(tensors))))
+            yield pieces
+
+    def _update(self, pieces: list[Piece], lr: float, decays: bool, config: TrainerConfig) -> None:
+        if not pieces:
+            return
+        steps = [self._steps[shard.name] for shard, *_ in pieces]  # each is counted up: by its shard's last piece
+        last = [each.end == each.shard.flat.numel() for each in pieces]
+        beta1, beta2 = config.betas
+        adamw(
+            [each.master for each in pieces],
+            [self._masters.sums[each.shard.name][each.begin : each.end] for each in pieces],
+            [each.moments[0] for each in pieces],
+            [each.moments[1] for each in pieces],
+            [],
+            [step if own else step.clone() for step, own in zip(steps, last, strict=True)],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=config.weight_decay if decays else 0.0,
+            eps=config.eps,
+            maximize=False,
+        )
+
+
+def _blocks(shards: list[Shard], room: int) -> Iterator[list[tuple[Shard, int, int]]]:
+    """The shards cut into blocks of which at most `room` bytes lie in host memory."""
+    block, left = list[tuple[Shard, int, int]](), room
+    for shard in shards:
+        begin, width = 0, shard.flat.itemsize * (len(MOMENTS) + shard.hosted)  # bytes of a number
+        if not shard.flat.numel():
+            block.append((shard, 0, 0))  # a rank without rows of it counts its steps all the same
+        while begin < shard.flat.numel():
+            if (count := left // width // VECTOR * VECTOR) == 0:
+                yield block
+                block, left = [], room
+                continue
+            end = min(shard.flat.numel(), begin + count)
+            block.append((shard, begin, end))
+            begin, left = end, left - (end - begin) * width
+    if block:
+        yield block

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.cut import shares
+from rlloop.trainer.offload import HostMemory
 
+NARROW = (torch.bfloat16, torch.float16)  # whose masters are float32
 VECTOR = 16  # numbers: AdamW's kernels take another path for what is left over by their vectors, with other bits
 
 
@@ -28,8 +30,9 @@ class Shard:
     leaves: int
     begin: int
     end: int
-    flat: nn.Parameter
+    flat: Tensor
     shares_memory: bool  # with the live parameter
+    hosted: bool  # `flat` lies in host memory, whatever the device
     scale: float  # the live value is the master's times this, rounded
 
     @property
@@ -39,7 +42,7 @@ class Shard:
 
     @property
     def master(self) -> Tensor:
-        return self.of(self.flat.detach())
+        return self.of(self.flat)
 
     @property
     def scaled(self) -> Tensor:
@@ -53,18 +56,37 @@ class Shard:
 
 
 def make_shard(
-    name: str, live: nn.Parameter, ranks: Ranks, leaves: int, scale: float = 1.0, *, apart: bool = False
+    name: str,
+    live: nn.Parameter,
+    ranks: Ranks,
+    leaves: int,
+    scale: float = 1.0,
+    *,
+    apart: bool = False,
+    home: HostMemory | None = None,
 ) -> Shard:
-    """This rank's shard of a parameter. `apart`: masters never share memory with it."""
+    """This rank's shard of a parameter. `apart`: masters never share memory with it; `home`: masters of another type
+    than the parameter lie there."""
     sizes = tuple(shares(len(live), ranks.size))
     begin, end = sum(sizes[: ranks.rank]), sum(sizes[: ranks.rank + 1])
     rows = live.detach()[begin:end].reshape(-1)
-    narrow = live.dtype in (torch.bfloat16, torch.float16)
+    narrow = live.dtype in NARROW
     vectors = rows.numel() % VECTOR == 0 and rows.data_ptr() % VECTOR == 0 and live.is_contiguous()
     in_place = vectors and not narrow and scale == 1.0 and not apart
     if not in_place:
         rows = padded(rows.float() if narrow else rows.clone())
-    return Shard(name, live, ranks, sizes, leaves, begin, end, nn.Parameter(rows), in_place, scale)
+    hosted = home is not None and narrow and live.is_contiguous()
+    if hosted:
+        assert home is not None
+        rows = home.zeros_like(rows).copy_(rows)
+    return Shard(name, live, ranks, sizes, leaves, begin, end, rows, in_place, hosted, scale)
+
+
+def hosted_bytes(live: nn.Parameter, ranks: Ranks) -> int:
+    """Host memory that `make_shard` takes for a parameter's masters, at most."""
+    rows = shares(len(live), ranks.size)[ranks.rank]
+    numbers = rows * math.prod(live.shape[1:])
+    return -(-numbers // VECTOR) * VECTOR * torch.float32.itemsize if live.dtype in NARROW else 0
 
 
 def padded(flat: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlloop.algorithms import Loss, LossOutput
 from rlloop.algorithms.kl import sequence_kl
-from rlloop.config.run import TrainerConfig
+from rlloop.config.run import MASTERS_STAY, TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Mean, Reduction, Sum, merge
 from rlloop.models import Model, ScoreRow, read_state, save_model, score
@@ -30,6 +30,7 @@ from rlloop.trainer.moe import MoeTraining
 from rlloop.trainer.optimizer import ShardedAdamW
 from rlloop.trainer.pipeline import one_forward_one_backward
 from rlloop.trainer.schedule import learning_rate
+from rlloop.trainer.shard import NARROW
 from rlloop.types import Recomputed, Sample
 
 Batch = Sequence[Sample | TrainSequence]
@@ -80,7 +81,9 @@ class Trainer:
         self._ranks = model.context.ranks("dp")
         sharded = config.shard == "parameters" and model.context.ranks("dp_shard").size > 1
         in_layers = sharded and model.adapter is None  # what an adapter leaves frozen stays whole
-        self._masters = MasterWeights(model, shard_layers=in_layers)
+        if config.offload == "masters" and model.dtype not in NARROW:
+            raise ConfigError(MASTERS_STAY.format(str(model.dtype).removeprefix("torch.")))
+        self._masters = MasterWeights(model, shard_layers=in_layers, hosted=config.offload == "masters")
         self._optimizer = ShardedAdamW(self._masters, config)
         self._has_gradient = False
         self.moe = MoeTraining(model, config)
@@ -220,13 +223,20 @@ class Trainer:
         if finite:
             if self.config.grad_clip > 0:
                 self._masters.clip_gradient(self.config.grad_clip, norm)
-            self._optimizer.step(self.config, lr)
+            self._optimizer.step(lr, self.config)
             self._masters.publish()
         self._masters.zero_grad()
         self._has_gradient = False
         self.updates += 1
         refused = float(not finite)
-        return {"loss/grad_norm": norm, "trainer/lr": lr, "trainer/refused": refused, **self.moe.update(self._ranks)}
+        return {
+            "loss/grad_norm": norm,
+            "trainer/lr": lr,
+            "trainer/refused": refused,
+            **self.moe.update(self._ranks),
+            **(self._optimizer.measured() if finite else {}),
+            **_peak(self.model.context.device),
+        }
 
     def save(self, folder: Path) -> None:
         """Write masters and frozen weights as a Hugging Face folder, or an adapter as a PEFT folder; beside them the
@@ -356,6 +366,15 @@ class Trainer:
         leaves = forwards(step.micro_batches, self._ranks, work, reference.without_tokens)
         self.reference.to(home)
         return leaves
+
+
+def _peak(device: torch.device) -> dict[str, float]:
+    """The most that tensors took on a GPU since this was last asked."""
+    if device.type != "cuda":
+        return {}
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"memory/device_peak_bytes": float(peak)}
 
 
 def _both(work: Callable[[MicroBatch], Callable[[], None]], micro: MicroBatch) -> None:

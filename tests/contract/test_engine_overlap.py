@@ -27,8 +27,15 @@ class AtOnce:
         self.engine, self.steps = engine, 0
 
     def logits(
-        self, tokens: Tensor, index: np.ndarray, positions: np.ndarray, slots: np.ndarray, pages: np.ndarray
+        self,
+        tokens: Tensor,
+        adapters: np.ndarray | None,
+        index: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        pages: np.ndarray,
     ) -> Tensor:
+        assert adapters is None
         engine, self.steps = self.engine, self.steps + 1
         at, engine._cache.slots = torch.from_numpy(positions), torch.from_numpy(slots)
         layout = AttentionLayout(
@@ -44,13 +51,14 @@ class AtOnce:
     def draw(
         self,
         tokens: Tensor,
+        adapters: np.ndarray | None,
         index: np.ndarray,
         positions: np.ndarray,
         slots: np.ndarray,
         pages: np.ndarray,
         seeds: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
-        logits, after = self.logits(tokens, index, positions, slots, pages), torch.from_numpy(index) + 1
+        logits, after = self.logits(tokens, adapters, index, positions, slots, pages), torch.from_numpy(index) + 1
         made = self.engine.model.ops.sample(logits, LogitsProcessing(), torch.from_numpy(seeds), after)
         return made[0], packed(*made)
 

@@ -14,6 +14,7 @@ from rlloop.algorithms import LossBatch, LossOutput, get_loss
 from rlloop.config.run import TrainerConfig
 from rlloop.metrics import is_timing
 from rlloop.models import Model, new_model
+from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.trainer import Trainer, TrainSequence
@@ -47,6 +48,7 @@ class Case:
     steps: int = 3
     reference: bool = False
     custom: bool = False
+    adapter: tuple[str, ...] = ()  # its targets
 
 
 CASES = {
@@ -58,27 +60,37 @@ CASES = {
     "experts": Case(MIXTURE, settings={"balance_coef": 0.1, "expert_bias_rate": 0.01}, steps=20),
     "experts bfloat16": Case(MIXTURE, "bfloat16", {"balance_coef": 0.1, "expert_bias_rate": 0.01}),
     "indexer": Case(INDEXED, "bfloat16", {"weight_decay": 0.1}),
+    "adapter": Case(MIXTURE, adapter=("all-linear", "lm_head"), reference=True),
+    "adapter bfloat16": Case(DENSE, "bfloat16", adapter=("all-linear",)),
 }
-FEW = ("dense bfloat16", "untied", "experts", "custom")
-LAYOUTS = {  # the last of each runs all cases, the others a few
+FEW = ("dense bfloat16", "untied", "experts", "custom", "adapter bfloat16")
+LAYOUTS = {  # the last of each runs all cases, the others a few; layers: shard=parameters; offload: as far as can be
     1: [{}],
-    2: [{"dp_replicate": 2}, {"dp_shard": 2}],
-    3: [{"dp_shard": 3}, {"dp_shard": 3, "layers": 1}],  # layers: with trainer.shard=parameters
+    2: [{"dp_replicate": 2}, {"dp_shard": 2, "offload": 1}],
+    3: [{"dp_shard": 3}, {"dp_shard": 3, "layers": 1, "offload": 1}],
     4: [{"dp_shard": 2, "dp_replicate": 2, "layers": 1}, {"dp_shard": 2, "dp_replicate": 2}],
 }
 
 
 def ranked(case: Case, layout: dict[str, int], device: str = "cpu") -> Trainer:
     """A trainer of this process's rank."""
-    degrees = {axis: degree for axis, degree in layout.items() if axis != "layers"}
+    degrees = {axis: degree for axis, degree in layout.items() if axis not in ("layers", "offload")}
     context = join(torch.device(device), Layout(**degrees))
 
     def model() -> Model:
         return new_model(case.model, seed=0, dtype=case.dtype, context=context)
 
+    policy = model()
+    if case.adapter:
+        targets = choose_targets(policy.requires_grad_(False).adapter_targets(), case.adapter)
+        policy = policy.with_adapter(Adapter(fresh_weights(targets, 3, 6.0, seed=1), targets))
+    reference = policy.with_adapter(None) if case.adapter else model()
+
     settings = {"lr": 1e-2, "grad_clip": 0.5, "max_batch_tokens": 30, "weight_decay": 0.01, **case.settings}
     settings["shard"] = "parameters" if "layers" in layout else "optimizer"
-    return Trainer(model(), TrainerConfig(**settings), reference=model() if case.reference else None)
+    if "offload" in layout:
+        settings["offload"] = "moments" if case.dtype == "float32" else "masters"
+    return Trainer(policy, TrainerConfig(**settings), reference=reference if case.reference else None)
 
 
 def go(trainer: Trainer, case: Case, steps: Sequence[int]) -> Iterator[Any]:

@@ -26,7 +26,11 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, kind: str = "
         work = partial(_rank, kind, f"file://{Path(folder) / 'meeting'}", size, function, args)
         context = forks() if kind == "cpu" else multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(size, context) as pool:
-            return list(pool.map(work, range(size)))
+            ranks = [pool.submit(work, rank) for rank in range(size)]
+            errors = [error for rank in ranks if (error := rank.exception()) is not None]
+    for error in sorted(errors, key=lambda each: "gloo" in str(each)):  # others only lost their peer
+        raise error
+    return [rank.result() for rank in ranks]
 
 
 def _rank(kind: str, address: str, size: int, function: Callable[..., Any], args: tuple[Any, ...], rank: int) -> Any:

@@ -19,8 +19,8 @@ def ppo(
 
         L = −1/T sum_t min(r_t A_t, clip(r_t, 1 − clip_low, 1 + clip_high) A_t)
 
-    Schulman et al. 2017, equation 7 (1707.06347). The policy half only: there is no value network here, so A comes from
-    an estimator over rewards (`global_norm` in the preset) or from whoever fills `LossBatch.advantages`.
+    Schulman et al. 2017, equation 7 (1707.06347). The policy half: A comes from an estimator over rewards
+    (`global_norm` in the preset `ppo`), or by token from a critic (`ppo_critic`, `rlloop.trainer.critic`).
     Shapes: tokens are flat, [N].
     Denominator: `total_tokens`.
     Defaults: clip 0.2 is the paper's best; its entropy bonus 0.01 was for Atari and is off. `dual_clip`: 1912.09729.

@@ -104,12 +104,13 @@ class Spread(torch.autograd.Function):
 
 
 class AddBias(torch.autograd.Function):
-    """Each group's bias [G, N] to its rows [R, N], in float32."""
+    """Each group's bias [G, N] to its rows [R, N], in float32; rows behind the last group's are nobody's."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(offsets)
-        return rows + bias.repeat_interleave(offsets.diff(), dim=0)
+        group = torch.searchsorted(offsets[1:], torch.arange(len(rows), device=rows.device), right=True)
+        return rows + bias.index_select(0, group.clamp(max=len(bias) - 1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -214,6 +214,10 @@ RELAY = ["serve", "relay", "--upstream", "http://127.0.0.1:1", "--cache", "c"]
         ([*RELAY, "--port", "70000"], "the port is 70000; it must be 0"),
         ([*RELAY, "--certificate", "no.pem", "--key", "no.pem"], "certificate no.pem and key no.pem cannot be used"),
         (["serve", "engine", "--model", "m", "--join", "trainer:7000"], "--join is 'trainer:7000'; it must be an"),
+        (
+            ["serve", "engine", "--model", ".", "--lora-rank", "4"],
+            "--lora-rank 4 follows an adapter that trains, so it",
+        ),
         (["serve", "engine", "--model", "m", "--join", "http://[t"], "--join is 'http://[t'"),
     ],
 )

@@ -53,6 +53,25 @@ def test_layouts_that_fit_are_named(tmp_path, capsys):
     assert "--  fits: no layout does" in capsys.readouterr().out
 
 
+def test_offloaded_parts_are_counted_in_host_memory(tmp_path, capsys):
+    make_model(tmp_path)
+    config = read_config(tmp_path / "model")
+    here = predict(config, Layout(), torch.bfloat16, 64).parts
+    moments, masters = (predict(config, Layout(), torch.bfloat16, 64, offload) for offload in ("moments", "masters"))
+    assert moments.host == here["optimizer"]
+    assert masters.host == here["optimizer"] + here["masters"]
+    assert "masters" in moments.parts
+    assert "masters" not in masters.parts
+    trainer = Trainer(load_model(tmp_path / "model", dtype="bfloat16"), TrainerConfig(offload="masters"))
+    held = trainer._optimizer.measured()["memory/host_bytes"]
+    assert masters.host <= held <= 1.05 * masters.host
+    arguments = ["doctor", "--model", str(tmp_path / "model"), "--gpus", "1", "--memory", "8", "--offload", "masters"]
+    assert main(arguments) == 0
+    assert "in host memory" in capsys.readouterr().out
+    assert main([*arguments, "--dtype", "float32"]) == 2
+    assert "set trainer.offload=moments" in capsys.readouterr().err
+
+
 def test_every_layout_has_the_ranks_asked_for(tmp_path):
     make_model(tmp_path)
     config = read_config(tmp_path / "model")

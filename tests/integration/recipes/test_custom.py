@@ -130,8 +130,8 @@ def test_several_rewards_are_logged_by_component_and_failures_are_rejected_with_
 
 def test_each_epoch_has_every_prompt_once_and_held_out_ones_never(model, rows):
     made = task(model, rows)
-    size = len(made._training)
-    assert size + len(made._held_out) == 42
+    size = len(made._training[0])
+    assert size + len(made._held_out[0]) == 42
     seen = [example for step in range(1, size + 1) for example in made.train_examples(step, 2)]
     for epoch in range(2):
         assert len({example.id for example in seen[epoch * size : (epoch + 1) * size]}) == size
@@ -145,8 +145,8 @@ def test_each_epoch_has_every_prompt_once_and_held_out_ones_never(model, rows):
 def test_a_row_stays_on_its_side_whatever_else_there_is(model, tmp_path):
     some = task(model, write_rows(tmp_path / "some.jsonl", sums()[::2]))
     everything = task(model, write_rows(tmp_path / "all.jsonl", sums() * 2))
-    assert set(map(prompt_of, some._held_out)) <= set(map(prompt_of, everything._held_out))
-    assert not set(map(prompt_of, everything._held_out)) & set(map(prompt_of, everything._training))
+    assert set(map(prompt_of, some._held_out[0])) <= set(map(prompt_of, everything._held_out[0]))
+    assert not set(map(prompt_of, everything._held_out[0])) & set(map(prompt_of, everything._training[0]))
     assert place("add 1 2") == pytest.approx(0.9164449930340623, abs=1e-9)  # another value would be another split
 
 
@@ -160,7 +160,7 @@ def words(ids: list[int]) -> str:
 
 def test_prompts_go_through_the_folders_chat_template(model, rows, tmp_path):
     settings = {"eval_path": str(rows)}
-    [example] = task(model, write_rows(tmp_path / "one.jsonl", sums()[8:9]), **settings)._training
+    [example] = task(model, write_rows(tmp_path / "one.jsonl", sums()[8:9]), **settings)._training[0]
     assert (example.prompt, words(example.prompt_ids)) == ("add 1 2", "<|user|> add 1 2 <eos> <|assistant|>")
     assert example.data == {"prompt": "add 1 2", "answer": 3}
     conversation = [
@@ -170,10 +170,10 @@ def test_prompts_go_through_the_folders_chat_template(model, rows, tmp_path):
     ]
     talk = write_rows(tmp_path / "talk.jsonl", [{"talk": conversation, "name": "t"}])
     settings = {"prompt_key": "talk", "id_key": "name", "system": "think", "eval_path": str(talk)}
-    [example] = task(model, talk, **settings, template_args={"opening": "think :"})._training
+    [example] = task(model, talk, **settings, template_args={"opening": "think :"})._training[0]
     spoken = "<|system|> think <eos> <|user|> 1 <eos> <|assistant|> 2 <eos> <|user|> 3 <eos> <|assistant|> think :"
     assert (example.id, words(example.prompt_ids)) == ("t", spoken)
-    [example] = task(model, talk, **settings, template="raw")._training
+    [example] = task(model, talk, **settings, template="raw")._training[0]
     assert words(example.prompt_ids) == "think 1 2 3"
 
 
@@ -195,7 +195,7 @@ def test_long_prompts_stop_the_run_or_are_left_out(model, tmp_path, capsys):
         ConfigError, match=r"more than 22 .*trainer.max_batch_tokens=30 leave, less rollout.max_tokens=8"
     ):
         task(model, path, max_sequence_tokens=30)
-    assert len(task(model, path, max_prompt_tokens=20, overlong="drop")._training) < 43
+    assert len(task(model, path, max_prompt_tokens=20, overlong="drop")._training[0]) < 43
     assert "left out 1 of" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"all of its .* prompts are longer than 2 tokens"):
         task(model, path, max_prompt_tokens=2, overlong="drop")

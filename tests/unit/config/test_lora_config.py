@@ -2,7 +2,6 @@
 
 import pytest
 
-from rlloop.config.fleet import FleetConfig, FleetKind
 from rlloop.config.numerics import DriftConfig
 from rlloop.config.rollout import EngineKind, RolloutConfig
 from rlloop.config.run import AlgorithmConfig, LoraSection, ModelSection, RunConfig, TrainerConfig
@@ -28,7 +27,6 @@ def config(lora: LoraSection, **sections) -> RunConfig:
             "rollout.engine is .*vllm.* embedded with model",
         ),
         ({"rollout": RolloutConfig(drift=DriftConfig(weights="int8"))}, "rollout.drift rounds all weights"),
-        ({"fleet": FleetConfig(kind=FleetKind.regions)}, "set fleet=node"),
         ({"trainer": TrainerConfig(expert_bias_rate=0.1)}, "expert_bias_rate is 0.1; .* 0 with model.lora.rank=4"),
     ],
 )

@@ -45,7 +45,18 @@ def test_the_conversation_is_kept_as_ids_and_only_the_policys_are_its_own():
     assert made.longest_turn == max(end - start for start, end in made.turns) < len(made.written)
     assert short.completion.longest_turn == len(short.completion.token_ids)
     assert long.text == " ".join(map(str, made.token_ids))
-    assert long.example.data["episode"] == {"reward": 2.5, "solved": True, "components": {"steps": 3.0}, "turns": 3}
+    episode = dict(long.example.data["episode"])
+    conversation = episode.pop("conversation")
+    assert episode == {"reward": 2.5, "solved": True, "components": {"steps": 3.0}, "turns": 3}
+    assert [tuple(entry["tokens"]) for entry in conversation] == list(made.turns)
+    assert [entry.get("read") for entry in conversation] == [
+        [end, start] for (_, end), (start, _) in zip(made.turns, made.turns[1:], strict=False)
+    ] + [None]
+    assert sum(entry["reward"] for entry in conversation) == 2.5
+    assert all(entry["components"] == {"steps": 1.0} for entry in conversation)
+    assert [len(entry["messages"]) for entry in conversation] == [1, 1, 0]
+    start, end = made.turns[1]
+    assert conversation[1]["text"] == " ".join(map(str, made.token_ids[start:end]))
 
 
 def test_each_turn_continues_the_ids_that_were_sampled():
@@ -230,3 +241,44 @@ def test_in_the_loop_with_the_environments_reward_and_its_failures(tmp_path):
 def test_a_reward_of_conversations_needs_one():
     with pytest.raises(ValueError, match="was not a conversation"):
         episode_reward("", "", example(1))
+
+
+class Flaky:
+    """Fails the first `failures` times that each key comes, and remembers the keys."""
+
+    idempotent = True
+
+    def __init__(self, failures: int, slow: bool = False) -> None:
+        self.failures, self.slow, self.keys = failures, slow, list[str]()
+
+    async def step(self, message: str, key: str) -> Reply:
+        self.keys.append(key)
+        if self.keys.count(key) <= self.failures:
+            if self.slow:
+                await asyncio.sleep(60)
+            raise ConnectionError("gone")
+        return Reply([{"role": "tool", "content": "7"}], reward=1.0, done=len(set(self.keys)) == 2)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_an_idempotent_step_is_tried_again_under_its_key(slow):
+    class Task(TalkTask):
+        def environment(self, example):
+            self.made = Flaky(2, slow)
+            return self.made
+
+    def play(retries: int):
+        task = Task()
+        conversations = Conversations(task, KNOWN, timeout=0.1, retries=retries)
+        [played] = conversations.play(FakeEngine(FakePolicy()), [example(3)], [SamplingParams(max_tokens=4, seed=5)])
+        conversations.close()
+        return played, task.made.keys
+
+    played, keys = play(2)
+    first, second = f"{example(3).id}/5/1", f"{example(3).id}/5/2"
+    assert keys == [first] * 3 + [second] * 3
+    assert (played.broken, played.example.data["episode"]["reward"]) == (None, 2.0)
+    played, keys = play(1)
+    assert keys == [first] * 2
+    assert played.broken is not None
+    assert ("took longer" if slow else "ConnectionError: gone") in played.broken

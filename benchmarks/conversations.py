@@ -1,0 +1,114 @@
+"""Conversations with slow tools: the engine's busy time by the time in which some conversation waited for it.
+
+    python benchmarks/conversations.py [CONVERSATIONS] [TURNS]
+
+Tools take 0.1 to 5 seconds, most of them short (log-uniform by a seed). The same conversations in rounds, each of which
+waits for its slowest tool, would take at least the sum of the rounds' slowest tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlloop import Engine, SamplingParams, load_model
+from rlloop.loop import conversations
+from rlloop.loop.environments import Reply
+from rlloop.loop.turns import SteppedTurns
+from rlloop.parity.asked import Vocabulary
+from rlloop.recipes.guess.task import Guess
+from rlloop.types import Example
+
+FASTEST, SLOWEST = 0.1, 5.0  # seconds of a tool
+
+
+class Watched(SteppedTurns):
+    """Measures the engine's steps, and the time with some prompt at the engine."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.busy = self.could = 0.0
+        self._since: float | None = None
+
+    def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Any:
+        if self._since is None:
+            self._since = time.perf_counter()
+        return super().submit(prompt_ids, sampling)
+
+    def work(self) -> None:
+        began = time.perf_counter()
+        super().work()
+        now = time.perf_counter()
+        self.busy += now - began
+        if not self.has_work and self._since is not None:
+            self.could, self._since = self.could + now - self._since, None
+
+
+def tool_seconds(conversation: int, turn: int) -> float:
+    rng = np.random.default_rng((conversation, turn))
+    return float(np.exp(rng.uniform(np.log(FASTEST), np.log(SLOWEST))))
+
+
+def main(count: int = 64, turns: int = 3) -> dict[str, float]:
+    torch.set_num_threads(1)
+    task = Guess(0, str(_model()), max_turns=turns)
+    made: list[Watched] = []
+
+    class Tool:
+        def __init__(self, example: Example) -> None:
+            self.conversation, self.turn = example.data["conversation"], 0
+
+        async def step(self, message: str) -> Reply:
+            self.turn += 1
+            await asyncio.sleep(tool_seconds(self.conversation, self.turn))
+            return Reply([{"role": "tool", "content": "what"}], done=self.turn == turns)
+
+    def watched(engine: Any) -> Watched:
+        made.append(Watched(engine))
+        return made[-1]
+
+    conversations.turns_of = watched
+    task.environment = Tool  # pyright: ignore[reportAttributeAccessIssue]
+    model = load_model(task.model_folder())
+    player = conversations.Conversations(task, Vocabulary(model.vocab_size, model.eos_token_ids), timeout=60.0)
+    prompt = task.eval_examples(1)[0].prompt_ids
+    examples = [Example(str(index), prompt, "", {"conversation": index}) for index in range(count)]
+    sampling = [SamplingParams(128, min_tokens=128, seed=index) for index in range(count)]
+    engine = Engine(model)
+    engine.generate([prompt], SamplingParams(2, seed=0))  # compiles
+    began = time.perf_counter()
+    played = player.play(engine, examples, sampling)
+    seconds = time.perf_counter() - began
+    player.close()
+    assert all(len(each.example.data["episode"]["conversation"]) == turns for each in played)
+    waits = [[tool_seconds(index, turn) for turn in range(1, turns + 1)] for index in range(count)]
+    [found] = made
+    return {
+        "conversations": count,
+        "seconds": round(seconds, 2),
+        "engine_busy": round(found.busy, 2),
+        "engine_could_be_busy": round(found.could, 2),
+        "busy_share": round(found.busy / found.could, 4),
+        "slowest_conversation_tools": round(max(map(sum, waits)), 2),
+        "rounds_tools": round(float(np.max(waits, axis=0).sum()), 2),
+    }
+
+
+def _model() -> Path:
+    from rlloop.recipes.custom.tiny import write_tiny
+
+    folder = Path(tempfile.mkdtemp()) / "model"
+    write_tiny(folder, ["guess", "to", "what", *map(str, range(1, 8))], hidden_size=64, num_layers=4)
+    return folder
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*map(int, sys.argv[1:]))))

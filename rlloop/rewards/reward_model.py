@@ -1,0 +1,86 @@
+"""A reward model of our own (`algorithm=reward_model`), served by `rlloop serve engine`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tenacity
+
+from rlloop.chat import ChatTokenizer
+from rlloop.errors import ConfigError
+from rlloop.rewards.event_loop import OnThisLoop
+from rlloop.rewards.http import MAX_ANSWER, worth_another_try
+from rlloop.types import Example, RewardResult
+from rlloop.web.clients import async_client
+
+
+class RewardModel:
+    """The logprob of a verdict token after the completion, by the engine server at `url`.
+
+    The tokens are those that the model was trained on (`--config-name offline/reward_model`): the example's prompt, the
+    completion, the end of the turn, the verdict. The policy must have the reward model's tokenizer. Any engine server
+    answers, since the reward is `/v1/completions` with `max_tokens` 0.
+
+    Transport errors and statuses 408, 425, 429 and 5xx are tried again. Raises `ConfigError`.
+    """
+
+    reproducible = False  # `rlloop verify` does not start the server
+
+    def __init__(
+        self,
+        url: str,
+        model_path: str,
+        *,
+        verdict: str | None = None,
+        solved_at: float | None = None,
+        timeout: float = 60.0,
+        retries: int = 3,
+        token_env: str | None = None,
+    ) -> None:
+        """`url`: of the server; `model_path`: its folder, for the tokenizer. `verdict`: as `task.verdict` in training.
+        `solved_at`: the reward that counts as solved; None: none does, for the reward has no natural zero."""
+        from rlloop.models.config import read_config  # imports torch
+
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"reward.url is {url!r}; it must begin with http:// or https://")
+        if token_env is not None and token_env not in os.environ:
+            raise ConfigError(f"reward.token_env names {token_env!r}, and that environment variable is not set")
+        self.url, self._retries, self._solved_at = url.rstrip("/"), retries, solved_at
+        eos = read_config(Path(model_path)).eos_token_ids
+        if not eos:
+            raise ConfigError(f"{model_path} has no end-of-sequence token, with which a judged completion ends")
+        self.chat = ChatTokenizer(Path(model_path), eos_token_ids=eos)
+        self._end = self.chat.closing(eos)
+        self._verdict = eos[0] if verdict is None else self.chat.ids(verdict)[0]
+        token = os.environ[token_env] if token_env else None
+        self._client = OnThisLoop(lambda: async_client(token=token, most=MAX_ANSWER, timeout=timeout))
+
+    async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
+        ids = [*example.prompt_ids, *self.chat.ids(completion), self._end, self._verdict]
+        tries = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(worth_another_try),
+            stop=tenacity.stop_after_attempt(self._retries + 1),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=10.0),
+            reraise=True,
+        )
+        answer = await tries(self._scored, self._client.get(), ids)
+        reward = answer["choices"][0]["prompt_logprobs"][-1][str(self._verdict)]["logprob"]
+        if reward is None:
+            raise ValueError(f"{self.url}: the verdict token {self._verdict} is impossible after this completion")
+        solved = self._solved_at is not None and reward >= self._solved_at
+        return RewardResult(float(reward), solved)
+
+    async def close(self) -> None:
+        client = self._client.pop()
+        if client is not None:
+            await client.aclose()
+
+    async def _scored(self, client: httpx.AsyncClient, ids: list[int]) -> Any:
+        body = {"prompt": ids, "max_tokens": 0, "prompt_logprobs": 0, "temperature": 1.0}
+        response = await client.post(f"{self.url}/v1/completions", json=body)
+        if response.status_code == httpx.codes.BAD_REQUEST:
+            raise ConfigError(f"{self.url} refuses a completion of {len(ids)} tokens: {response.text:.300}")
+        return response.raise_for_status().json()
