@@ -28,6 +28,7 @@ commands:
   parity     compare two definitions of a model: KL, and the first operation that differs
   delta      measure a weight sync from one checkpoint to another
   serve      start a server of a fleet: engine, relay, trainer or proxy
+  shapes     list training shapes: models, accelerators, memory
   doctor     show what this machine can do, and how to get the rest
 """
 
@@ -85,7 +86,7 @@ def _call(module: str, arguments: list[str]) -> int:
     return importlib.import_module(f"rlloop.cli.{module}").main(arguments)
 
 
-NAMES = ("train", "verify", "compare", "dashboard", "delta", "doctor", "serve", "parity")
+NAMES = ("train", "verify", "compare", "dashboard", "delta", "doctor", "serve", "parity", "shapes")
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     name: partial(_call, "serve_options" if name == "serve" else name) for name in NAMES
 }
