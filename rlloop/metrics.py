@@ -128,7 +128,7 @@ def values(metrics: Mapping[str, Reduction]) -> dict[str, Any]:
 
 def is_timing(name: str) -> bool:
     """True for metrics of time or of the machines used, which differ between two runs with the same bits."""
-    elsewhere = ("time/", "perf/", "memory/", "fleet/", "sync/wire", "sync/ratio", "sync/changed")
+    elsewhere = ("time/", "perf/", "system/", "memory/", "fleet/", "sync/wire", "sync/ratio", "sync/changed")
     return name.startswith(elsewhere) or name.rpartition("/")[2].endswith("seconds")
 
 

@@ -198,6 +198,13 @@ class Observer(Protocol):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class SampleObserver(Protocol):
+    """An observer that also receives the completions of each step, before its metrics (rlloop.runs.rollouts: rows)."""
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+
 class Stateful(Protocol):
     """A part with state of its own, which checkpoints hold."""
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from rlloop.config.instantiate import resolve
 from rlloop.errors import RlloopError, RunError
 from rlloop.runs.folder import read_config, read_records, require_run
-from rlloop.runs.plots import COLOURS, LINTHRESH
+from rlloop.runs.plots import COLOURS, LINTHRESH, legend
 
 from .data import random_baseline
 from .task import Countdown
@@ -150,7 +150,7 @@ def _draw_solved(axes: Axes, report: Report) -> None:
     axes.axhline(report.random, color=RANDOM, linestyle=":", label="random valid expression")
     axes.set_ylim(bottom=0)
     axes.set_title("held-out pass@1")
-    axes.legend(frameon=False, fontsize="small", loc="lower right")
+    legend(axes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,12 +8,14 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 import webbrowser
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from rlloop.errors import ConfigError
+from rlloop.runs.alerts import Condition, check_webhook
 
 ABOUT = """\
 Show runs in a browser: train-inference KL, clipping, reward and everything else that a run records, live or finished.
@@ -26,6 +28,8 @@ examples:
   rlloop dashboard runs                      every run below runs/
   rlloop dashboard --demo                    recorded runs, one of them replayed as if live
   rlloop dashboard runs --port 0             use any free port
+  rlloop dashboard runs --alert failed --alert 'silent 10' --webhook https://hooks.example/...
+  rlloop dashboard --api http://127.0.0.1:8700    sessions of a training API
   rlloop dashboard --wandb ENTITY/PROJECT    create the same panels as a workspace of Weights & Biases
 
 On another machine: ssh -L 8642:127.0.0.1:8642 THAT_MACHINE, and open the address here.
@@ -42,14 +46,19 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if given.demo and given.runs is not None:
         raise ConfigError(f"--demo shows recorded runs, {given.runs} other ones; give only one of the two")
-    if given.runs is None and not given.demo:
-        raise ConfigError("name a folder of runs, as in `rlloop dashboard runs`, or use --demo")
+    if given.runs is None and not given.demo and given.api is None:
+        raise ConfigError("name a folder of runs, as in `rlloop dashboard runs`, or use --demo or --api")
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the dashboard needs the package {package}: pip install 'rlloop[dashboard]'")
     if given.runs is not None and not given.runs.is_dir():
         problem = "is a file" if given.runs.exists() else "does not exist"
         raise ConfigError(f"{given.runs} {problem}; name a folder that contains runs, or one run's folder")
+    conditions = [Condition.parse(text) for text in given.alert]
+    if bool(conditions) != (given.webhook is not None):
+        raise ConfigError("--alert and --webhook belong together: a condition, and where to post it")
+    if conditions:
+        check_webhook(given.webhook)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # shut down as with Ctrl-C
     with ExitStack() as stack:
         note = ""
@@ -57,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
             from rlloop.dashboard.demo import recorded_runs
 
             given.runs, note = stack.enter_context(recorded_runs())
+        elif given.runs is None:
+            given.runs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlloop-no-runs-")))
         return _serve(given, note)
 
 
@@ -80,19 +91,47 @@ def _parser() -> argparse.ArgumentParser:
         "--allow-host", action="append", default=[], metavar="NAME",
         help="another host name to answer for, such as a proxy's; may be given several times",
     )  # fmt: skip
+    parser.add_argument("--api", metavar="URL", help="also show the sessions of a training API (rlloop serve api)")
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE",
+        help="the API's key (default: $RLLOOP_API_KEY); an operator's shows the sessions of all clients",
+    )  # fmt: skip
+    parser.add_argument(
+        "--alert", action="append", default=[], metavar="CONDITION",
+        help="post to --webhook when it becomes true of a live run: 'eval/solved < 0.1', 'reward/mean < 0.05 for 20' "
+        "(records in a row), 'silent 10' (minutes), 'failed'; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--webhook", metavar="URL", help="where alerts are posted, as JSON with the key `text`")
     parser.add_argument("--open", action="store_true", help="open the address in a browser")
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="create a workspace with these panels and exit")
     return parser
 
 
+def _api_key(given: argparse.Namespace) -> str | None:
+    """The first word of the key's file, which may be the API's own file of keys; else RLLOOP_API_KEY."""
+    if given.api_key_file is None:
+        return os.environ.get("RLLOOP_API_KEY") or None
+    try:
+        lines = [line.partition("#")[0].split() for line in given.api_key_file.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the key's file {given.api_key_file} cannot be read: {error}") from None
+    operators = [words for words in lines if "operator" in words[2:]] or [words for words in lines if words]
+    if not operators:
+        raise ConfigError(f"the key's file {given.api_key_file} holds no key")
+    return operators[0][0]
+
+
 def _serve(given: argparse.Namespace, note: str) -> int:
     from rlloop.dashboard.live import Dashboard
     from rlloop.dashboard.server import make_app
+    from rlloop.dashboard.training_api import TrainingApi
     from rlloop.web.server import Listen, is_loopback, serve
 
     token = given.token or secrets.token_urlsafe(24)
     listen = Listen(given.host, given.port, token, browser=True, names=tuple(given.allow_host))
-    dashboard = Dashboard(given.runs, note=note)
+    dashboard = Dashboard(
+        given.runs, note=note, api=None if given.api is None else TrainingApi(given.api, _api_key(given))
+    )
 
     def announce(url: str) -> None:
         address, count = f"{url}/?token={token}", len(dashboard.runs.find())
@@ -107,6 +146,10 @@ def _serve(given: argparse.Namespace, note: str) -> int:
         if given.open:
             webbrowser.open(address)
 
+    if given.alert:
+        from rlloop.dashboard.watch import Watch
+
+        Watch(dashboard.runs, given.webhook, [Condition.parse(text) for text in given.alert]).start()
     with suppress(KeyboardInterrupt):
         serve(make_app(dashboard), listen, announce, dashboard.close)  # open event streams would delay the shutdown
     return 0

@@ -27,7 +27,7 @@ commands:
   verify     check a run's records for errors and tampering, and draw its tokens again
   parity     compare two definitions of a model: KL, and the first operation that differs
   delta      measure a weight sync from one checkpoint to another
-  serve      start a server of a fleet: engine, relay, trainer or proxy
+  serve      start a server: engine, relay, trainer, proxy, or the training API
   shapes     list training shapes: models, accelerators, memory
   doctor     show what this machine can do, and how to get the rest
 """

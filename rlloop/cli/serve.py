@@ -1,4 +1,4 @@
-"""`rlloop serve engine|relay|trainer|proxy`: the servers of a fleet. `serve_options` has their command lines."""
+"""`rlloop serve engine|relay|trainer|proxy|api`: the servers. `serve_options` has their command lines."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from rlloop.cli.serve_api import api
 from rlloop.cli.serve_ranks import engine_over, layout_of, settings_of
 from rlloop.config.fleet import is_address
 from rlloop.config.rollout import EngineKind
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 def run(given: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit code. `given`: of `rlloop.cli.serve_options`."""
     with ExitStack() as stack:
-        {"engine": _engine, "relay": _relay, "trainer": _trainer, "proxy": _proxy}[given.kind](given, stack)
+        {"engine": _engine, "relay": _relay, "trainer": _trainer, "proxy": _proxy, "api": api}[given.kind](given, stack)
     return 0
 
 

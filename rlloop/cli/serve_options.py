@@ -1,4 +1,4 @@
-"""Command lines of `rlloop serve engine|relay|trainer|proxy`."""
+"""Command lines of `rlloop serve engine|relay|trainer|proxy|api`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Start a server of a fleet. Each prints its address as soon as it listens, and en
             (`rlloop train fleet=regions` starts one of its own)
   proxy     stands before a `vllm serve` on loopback and passes only completions on; with --store it lets vLLM follow
             weights, and is an engine like any other (docs/vllm.md)
+  api       trains for other programs: Tinker's client, or anything that speaks its protocol (docs/api.md)
 
 Off loopback, every route requires a token: --token-file, or the environment variable RLLOOP_TOKEN. A trainer always has
 one: without either it creates KEY.token beside its signing key.
@@ -46,6 +47,15 @@ KINDS = {
         "A proxy before a `vllm serve` on loopback that passes only completions on (docs/vllm.md).",
         "example:\n  rlloop serve proxy --upstream http://127.0.0.1:8000 --token-file token --host 0.0.0.0 --port 8001",
     ),
+    "api": (
+        "A training API over MODEL: forward_backward, optim_step, sample, over Tinker's protocol (docs/api.md).\n"
+        "Without a token file it listens on loopback only, and takes any key that begins with tml-. A token file has\n"
+        "a key a line, as KEY, KEY NAME or KEY NAME operator. Started again with the same --folder, it goes on where\n"
+        "it was.",
+        "examples:\n"
+        "  rlloop serve api --model my-model --port 8000\n"
+        "  TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python train.py",
+    ),
 }
 
 
@@ -63,8 +73,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="rlloop serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="engine|relay|trainer|proxy")
-    added = {"engine": _engine_options, "relay": _relay_options, "trainer": _trainer_options, "proxy": _proxy_options}
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="engine|relay|trainer|proxy|api")
+    added = {
+        "engine": _engine_options, "relay": _relay_options, "trainer": _trainer_options, "proxy": _proxy_options,
+        "api": _api_options,
+    }  # fmt: skip
     for kind, add in added.items():
         description, examples = KINDS[kind]
         options = kinds.add_parser(
@@ -172,3 +185,28 @@ def _proxy_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--upstream-key-file", type=Path, help="file with the key of vLLM's --api-key")
     options.add_argument("--timeout", type=float, default=600.0, help="seconds for an answer of vLLM's")
     _member_options(options, None)
+
+
+def _api_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument(
+        "--model", type=Path, required=True, help="base model: a Hugging Face folder; tokenizer optional"
+    )
+    options.add_argument("--model-name", help="name that clients ask for; default: the folder's")
+    options.add_argument("--folder", type=Path, default=Path("runs/api"), help="sessions, command logs and checkpoints")
+    options.add_argument("--dtype", default="float32", help="dtype of the model")
+    options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    options.add_argument("--threads", type=int, help="CPU threads; default: all")
+    options.add_argument(
+        "--parity", choices=["require", "observe"], default="require",
+        help="require: tokens that differ from what was sampled fail their request; observe: they are counted",
+    )  # fmt: skip
+    options.add_argument("--leaf-tokens", type=int, default=16384, help="tokens of a micro-batch; decides bits")
+    options.add_argument("--max-lora-rank", type=int, default=64, help="largest rank of an adapter")
+    options.add_argument("--adapter-slots", type=int, default=8, help="adapters on the device at a time")
+    options.add_argument("--max-running", type=int, default=256, help="completions of one step of the engine")
+    options.add_argument("--checkpoint-layers", type=int, default=0, help="every n-th layer is computed again backward")
+    options.add_argument("--models-per-key", type=int, default=16, help="models of a client at a time")
+    options.add_argument("--futures-per-key", type=int, default=10_000, help="requests of a client in flight")
+    options.add_argument("--bytes-per-key", type=int, default=1 << 30, help="bytes of those requests")
+    options.add_argument("--idle", type=float, default=900.0, help="seconds without a heartbeat that end a session")
+    options.add_argument("--state-every", type=int, default=50, help="updates of a model between states in its log")

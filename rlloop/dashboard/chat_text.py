@@ -38,7 +38,7 @@ def messages_of(text: str, first: str = "prompt") -> list[tuple[str, str]]:
         if content:
             found.append(("tool", reply[1]) if reply else (role, content))
         if match:
-            name = next(filter(None, match.groups())).lower()
+            name = next(filter(None, match.groups()), "").lower()
             role, at = ROLES.get(name, name), match.end()
     return found
 
@@ -61,4 +61,4 @@ def question_of(prompt: str, most: int) -> str:
 
 def calls_in(text: str) -> list[str]:
     """Names of the tools that a turn calls."""
-    return [next(filter(None, match.groups())) for match in CALL.finditer(text)]
+    return [next(filter(None, match.groups()), "") for match in CALL.finditer(text)]

@@ -13,6 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from rlloop.dashboard.rollouts import RolloutIndex, cache_folder
 from rlloop.dashboard.runs import Run, Runs
+from rlloop.dashboard.training_api import TrainingApi
 
 POLL = 1.0  # seconds between checks of the runs' files, while a client listens
 SEARCH = 5  # every so many checks also look for new runs
@@ -20,10 +21,13 @@ HEARTBEAT = 15.0  # seconds of silence after which a comment keeps the connectio
 
 
 class Dashboard:
-    """`root`: folder with runs. `cache`: of rollout indices; None: the user's cache. `note`: shown on all pages."""
+    """`root`: folder with runs. `cache`: of rollout indices; None: the user's cache. `note`: shown on all pages.
+    `api`: a training API, which has a page."""
 
-    def __init__(self, root: Path, *, cache: Path | None = None, note: str = "") -> None:
-        self.runs = Runs(root)
+    def __init__(
+        self, root: Path, *, cache: Path | None = None, note: str = "", api: TrainingApi | None = None
+    ) -> None:
+        self.runs, self.api = Runs(root), api
         self.note = note
         self._cache = cache or cache_folder()
         self._indices: dict[str, RolloutIndex] = {}
@@ -87,6 +91,8 @@ class Dashboard:
             queue.put_nowait(": closing\n\n")
         for index in self._indices.values():
             index.close()
+        if self.api is not None:
+            self.api.close()
 
 
 def to_json(content: Any) -> bytes:

@@ -138,6 +138,12 @@ SECTIONS: tuple[Section, ...] = (
                   "masking: the cost of a mismatch.", scale=Scale.fraction),
             Panel("Correction", ("is/truncated_high", "is/truncated_low", "is/masked"), "Fraction of tokens that the "
                   "importance correction changed.", scale=Scale.fraction),
+            Panel("Critic, loss", ("critic/loss",), "Half the mean squared error of its values.", scale=Scale.zero),
+            Panel("Critic, explained variance", ("critic/explained_variance",), "1 − Var(returns − values) / "
+                  "Var(returns): 1 is perfect, 0 a constant.", guides=(1.0,)),
+            Panel("Critic, values", ("critic/value_mean", "critic/return_mean"), "Values that made the advantages, and "
+                  "returns."),
+            Panel("Critic", ("critic/*",), "Further metrics of the critic."),
             Panel("Pairs in order", ("loss/reward_accuracy",), "Fraction of pairs whose chosen one has the larger "
                   "reward.", scale=Scale.fraction),
             Panel("Rewards of pairs", ("loss/reward_chosen", "loss/reward_rejected", "loss/reward_good",
@@ -159,8 +165,10 @@ SECTIONS: tuple[Section, ...] = (
             Panel("MFU", ("perf/mfu", "perf/mfu*"), "Model FLOPs utilisation.", scale=Scale.fraction),
             Panel("Optimizer streamed", ("memory/stream_seconds",), "Time of an update in which what trainer.offload "
                   "keeps in host memory came, was worked on and went back.", scale=Scale.zero, unit="s"),
-            Panel("Memory", ("memory/device_peak_bytes", "memory/host_bytes"), "The most that the trainer's GPU held "
-                  "since the last update; optimizer state in host memory.", scale=Scale.zero, unit="bytes"),
+            Panel("Bytes streamed", ("memory/streamed_bytes",), "Of an update, there and back.", scale=Scale.zero,
+                  unit="B"),
+            Panel("Memory, trainer", ("memory/device_peak_bytes", "memory/host_bytes"), "The most that the trainer's "
+                  "GPU held since the last update; optimizer state in host memory.", scale=Scale.zero, unit="B"),
             Panel("Waiting", ("wait/*", "perf/wait*", "perf/idle*"), "Time in which a part had nothing to do.",
                   scale=Scale.zero, unit="s"),
         ),

@@ -80,7 +80,13 @@ def make_app(dashboard: Dashboard) -> Starlette:
     def runs(request: Request) -> Response:
         overviews = [run.overview() for run in dashboard.runs.find()]
         return _reply(
-            {"version": __version__, "root": str(dashboard.runs.root), "note": dashboard.note, "runs": overviews}
+            {
+                "version": __version__,
+                "root": str(dashboard.runs.root),
+                "note": dashboard.note,
+                "api": None if dashboard.api is None else dashboard.api.url,
+                "runs": overviews,
+            }
         )
 
     def layout(request: Request) -> Response:
@@ -214,6 +220,11 @@ def make_app(dashboard: Dashboard) -> Starlette:
         content = parsed(await body_of(request), dict[str, Any])
         return _reply(await run_in_threadpool(write_notes, run.path, content))
 
+    def training_api(request: Request) -> Response:
+        if dashboard.api is None:
+            raise HTTPException(404, "this dashboard shows no training API; start it with --api URL")
+        return _reply(dashboard.api.status())
+
     def log(request: Request) -> Response:
         return _reply({"lines": _run(dashboard, request).log()})
 
@@ -231,7 +242,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
         ("/", page), ("/api/runs", runs), ("/api/panels", layout), ("/api/totals", totals), ("/api/series", series),
         ("/api/series.csv", series_csv), ("/api/record", record), ("/api/certificate", certificate),
         ("/api/config", config), ("/api/rollouts", rollouts), ("/api/rollout", rollout), ("/api/log", log),
-        ("/api/events", events), ("/metrics", prometheus),
+        ("/api/events", events), ("/api/training", training_api), ("/metrics", prometheus),
     ]  # fmt: skip
     return Starlette(
         routes=[

@@ -194,6 +194,11 @@ def _opened(override: str) -> str:
     key, value = parsed.key_or_group, override.partition("=")[2]
     if parsed.is_delete():
         return override
+    if key == "sinks" and isinstance(parsed.value(), str | list):  # sinks=wandb, sinks=[wandb,tensorboard]
+        names = [parsed.value()] if isinstance(parsed.value(), str) else parsed.value()
+        return f"++sinks={{{', '.join(f'{name}: {{}}' for name in names)}}}"
+    if key.startswith("sinks."):  # options of a sink, which check_sinks knows
+        return f"++{override.lstrip('+')}"
     named = next((each for each in NAMED if f"{key}.".startswith(f"{each}.")), None)
     if named is not None and key != named:
         for name in reversed(key.removeprefix(f"{named}.").split(".")):

@@ -35,6 +35,7 @@ from rlloop.parity.witness import Attestor
 from rlloop.rewards.digest import note_reward, reward_digest
 from rlloop.runs.console import Progress, print_summary
 from rlloop.runs.folder import RunFolder, read_records, summarize
+from rlloop.runs.machine import MachineUse
 from rlloop.runs.sinks import make_sinks
 from rlloop.trainer.checkpoint import folder_digest
 
@@ -102,8 +103,15 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             raise
         except (OSError, SafetensorError) as error:
             if not _is_full(error):
+                closed = "the output was closed, as by `| head`; the same command resumes the run"
+                folder.log(f"stopped: {closed if isinstance(error, BrokenPipeError) else error}")
+                _conclude(folder, "failed")
                 raise
             raise RlloopError(f"{job.folder} cannot grow: {error}. Make room; to resume: {job.command}") from error
+        except Exception as error:  # a defect, of rlloop or of a recipe's own code: its traceback is printed
+            folder.log(f"stopped: {type(error).__name__}: {error}")
+            _conclude(folder, "failed")
+            raise
         if not finished:
             folder.log(callbacks.reason or "interrupted")
             _conclude(folder, "interrupted")
@@ -153,7 +161,9 @@ def _drive(
         observers: list[Any] = make_sinks(config.sinks, folder.path, job.plain)
         for sink in observers:
             stack.callback(sink.close)
-        loop = Loop(config, parts, folder, monitor, observers)
+        machine = MachineUse(folder.path)
+        stack.callback(machine.close)
+        loop = Loop(config, parts, folder, monitor, observers, machine.latest)
         stack.callback(loop.close)
         start = loop.restore()
         certificate.note_layout(config.world.degrees())
@@ -169,6 +179,9 @@ def _drive(
         progress.note(f"{folder.path}: " + (f"resuming after step {start}" if start else "a new run"))
         if changed is not None:
             progress.note(changed)
+        for sink in observers:
+            if note := getattr(sink, "note", ""):
+                progress.note(note)
         if config.fleet.kind is FleetKind.regions:
             progress.note(f"engines join at {(folder.path / 'fleet_address').read_text().strip()}")
         observers.append(progress)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,14 @@ class Loop:
         folder: RunFolder,
         monitor: ParityMonitor,
         observers: Sequence[Observer] = (),
+        machine: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
+        """`machine`: metrics of the machine's use, which every record has."""
         self.config, self.parts, self.folder, self.monitor = config, parts, folder, monitor
         self.sampler = Sampler(config, parts.task, parts.engine, parts.vocabulary, engine_lag=parts.engine_lag)
-        self.recorder = Recorder(folder, monitor, observers, routing=parts.trainer.routing, doctor=parts.doctor)
+        self.recorder = Recorder(
+            folder, monitor, observers, routing=parts.trainer.routing, doctor=parts.doctor, machine=machine
+        )
         self._published: tuple[int, dict[str, Any]] | None = None  # version, metrics
 
     def run(self, start: int, should_stop: Callable[[], bool] = lambda: False) -> int:

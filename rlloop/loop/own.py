@@ -7,7 +7,7 @@
         for step in range(1, 101):
             ...
             run.samples(step, rows)             # completions, rewards, logprobs
-            run.log(step, {"loss/value": loss})
+            run.log(step, {"loss/total": loss})
 
 The dashboard, `rlloop compare` and `rlloop verify` read what such a loop records like any other run.
 """

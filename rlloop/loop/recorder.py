@@ -11,7 +11,7 @@ from rlloop.errors import ParityError
 from rlloop.loop.step_data import Untrained
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
 from rlloop.parity.regions import by_region
-from rlloop.protocols import Observer
+from rlloop.protocols import Observer, SampleObserver
 from rlloop.runs.folder import REPORT, RunFolder
 from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Recomputed, Sample
@@ -28,10 +28,12 @@ class Recorder:
         *,
         routing: Callable[[], Mapping[str, float]],
         doctor: Callable[[Sample, TokenDifference], Finding | None] | None,
+        machine: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`routing`: how the trainer's last forward chose experts (`Trainer.routing`)."""
+        """`routing`: how the trainer's last forward chose experts (`Trainer.routing`). `machine`: its use now, which
+        every record has."""
         self.folder, self.monitor, self.observers = folder, monitor, observers
-        self._routing, self._doctor = routing, doctor
+        self._routing, self._doctor, self._machine = routing, doctor, machine
         self._seconds: dict[str, float] = {}  # by phase, since the last record
 
     @contextmanager
@@ -66,6 +68,9 @@ class Recorder:
             scored = [*recomputed.logprobs, *[None] * len(untrained)]
             rows = rollout_rows([*trained, *others], outcomes, scored, self.monitor.fingerprints["engine"])
             self.monitor.certificate.note(rollouts=self.folder.write_rollouts(step, rows))
+            for observer in self.observers:
+                if isinstance(observer, SampleObserver):
+                    observer.samples(step, rows)
         objection = self.monitor.objection(comparison)
         if objection is not None:
             self.monitor.certificate.seal()
@@ -74,7 +79,11 @@ class Recorder:
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the step's metrics, seal its line of the certificate, and tell the observers."""
-        record = {**metrics, **{f"time/{phase}": seconds for phase, seconds in self._seconds.items()}}
+        record = {
+            **metrics,
+            **self._machine(),
+            **{f"time/{phase}": seconds for phase, seconds in self._seconds.items()},
+        }
         self._seconds = {}
         self.monitor.certificate.cover(self.folder.metrics.append({"step": step, **dict(sorted(record.items()))}))
         if step > 0:

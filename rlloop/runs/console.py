@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,7 +28,7 @@ class Progress:
         self._first, self._began = start, time.monotonic()
         self._shown = 0.0
         self._tokens = self._different = 0
-        self._eval: list[float] = []
+        self._held_out: list[tuple[float, float]] = []  # (pass@1, reward) of each evaluation
 
     def __enter__(self) -> Progress:
         if self._live is not None:
@@ -51,7 +51,7 @@ class Progress:
 
     def _count(self, metrics: Mapping[str, Any]) -> None:
         if "eval/solved" in metrics:
-            self._eval.append(metrics["eval/solved"])
+            self._held_out.append((metrics["eval/solved"], metrics.get("eval/reward", metrics["eval/solved"])))
         tokens = metrics.get("parity/tokens", 0)
         self._tokens += tokens
         self._different += round(tokens * metrics.get("parity/tokens_different", 0.0))
@@ -75,8 +75,11 @@ class Progress:
         facts = []
         if "reward/mean" in metrics:
             facts += [f"reward {metrics['reward/mean']:.3f}", f"pass@1 {metrics['reward/solved']:.3f}"]
-        if self._eval:
-            facts.append(f"held-out {self._eval[0]:.3f}" + (f" -> {self._eval[-1]:.3f}" if len(self._eval) > 1 else ""))
+        solved, rewards = ([each[part] for each in self._held_out] for part in (0, 1))
+        if rewards != solved:  # a reward that is more than solved or not
+            facts.append(f"held-out reward {_course(rewards)}")
+        if solved:
+            facts.append(f"held-out {'pass@1 ' if rewards != solved else ''}{_course(solved)}")
         return "  ".join(facts)
 
     def _work(self, step: int, metrics: Mapping[str, Any]) -> str:
@@ -91,6 +94,10 @@ class Progress:
         return "  ".join(facts)
 
 
+def _course(values: Sequence[float]) -> str:
+    return f"{values[0]:.3f}" + (f" -> {values[-1]:.3f}" if len(values) > 1 else "")
+
+
 def print_summary(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
     """One screen: results, train-inference KL, and the paths of the records."""
     table = Table(
@@ -98,8 +105,10 @@ def print_summary(console: Console, folder: Path, summary: Mapping[str, Any]) ->
     )
     table.add_column(style="bold")
     table.add_column(overflow="fold")  # paths must not be cut
-    for name, label in (("eval/solved", "pass@1, held-out"), ("reward/mean", "reward")):
-        if summary[name]:
+    graded = summary["eval/reward"] != summary["eval/solved"]  # else it is pass@1 again
+    courses = {"eval/solved": "pass@1, held-out", "eval/reward": "reward, held-out", "reward/mean": "reward, training"}
+    for name, label in courses.items():
+        if summary[name] and (graded or name != "eval/reward"):
             table.add_row(label, "{first:.3f} -> {last:.3f} (best {best:.3f})".format(**summary[name]))
     parity, ledger = summary["parity"], summary["ledger"]
     table.add_row("train-inference KL", f"at most {short(parity['k3_max'])} in any step")

@@ -335,7 +335,11 @@ def summarize(metrics: Sequence[Mapping[str, Any]], status: str) -> dict[str, An
     def series(name: str) -> list[float]:
         return [record[name] for record in metrics if record.get(name) is not None]
 
-    evals, rewards, k3 = series("eval/solved"), series("reward/mean"), series("parity/k3")
+    def course(name: str) -> dict[str, float]:
+        values = series(name)
+        return {"first": values[0], "last": values[-1], "best": max(values)} if values else {}
+
+    k3 = series("parity/k3")
     tokens = series("parity/tokens")
     different = [
         record["parity/tokens_different"] * record["parity/tokens"] for record in metrics if "parity/tokens" in record
@@ -343,8 +347,9 @@ def summarize(metrics: Sequence[Mapping[str, Any]], status: str) -> dict[str, An
     return {
         "status": status,
         "step": metrics[-1]["step"] if metrics else 0,
-        "eval/solved": {"first": evals[0], "last": evals[-1], "best": max(evals)} if evals else {},
-        "reward/mean": {"first": rewards[0], "last": rewards[-1], "best": max(rewards)} if rewards else {},
+        "eval/solved": course("eval/solved"),
+        "eval/reward": course("eval/reward"),
+        "reward/mean": course("reward/mean"),
         "parity": {
             "tokens": int(sum(tokens)),
             "tokens_different": round(sum(different)),

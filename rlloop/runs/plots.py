@@ -1,4 +1,4 @@
-"""Plots of runs: reward, pass@1 and train-inference KL over steps."""
+"""Plots of runs: reward and pass@1, held-out over training, and train-inference KL over steps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES = ("-", "--", "-.", ":")
 LINTHRESH = 1e-9  # below this the KL axis is linear, so that it includes 0
 
+# Title, held-out metric, and that of every step: drawn pale, with its running mean.
 PANELS = (
-    ("reward", ("reward/mean",)),
-    ("pass@1", ("eval/solved", "reward/solved")),
-    ("train-inference KL (k3)", ("parity/k3",)),
+    ("reward", "eval/reward", "reward/mean"),
+    ("pass@1", "eval/solved", "reward/solved"),
+    ("train-inference KL (k3)", "parity/k3", None),
 )
-LABELS = {"eval/solved": "held-out", "reward/solved": "training batch"}
 
 
 def draw(runs: Mapping[str, Records], file: Path) -> None:
@@ -30,36 +30,49 @@ def draw(runs: Mapping[str, Records], file: Path) -> None:
     figure = Figure(figsize=(12, 3.6))  # margins given: a layout engine would take most of the drawing's time
     FigureCanvasAgg(figure)
     margins = {"left": 0.05, "right": 0.99, "bottom": 0.14, "top": 0.91, "wspace": 0.22}
-    for axes, (title, names) in zip(figure.subplots(1, len(PANELS), gridspec_kw=margins), PANELS, strict=True):
+    for axes, (title, main, beneath) in zip(figure.subplots(1, len(PANELS), gridspec_kw=margins), PANELS, strict=True):
         for index, (run, records) in enumerate(runs.items()):
-            for dash, name in enumerate(names):
-                label = " ".join(filter(None, (run if len(runs) > 1 else "", LABELS.get(name, ""))))
-                _curve(axes, records, name, label, index, dash)
+            name = run if len(runs) > 1 else ""
+            colour = COLOURS[index % len(COLOURS)]
+            if beneath is not None and (points := _points(records, beneath)):
+                _beneath(axes, points, colour, " ".join(filter(None, (name, "training, running mean"))))
+            if points := _points(records, main):
+                label = " ".join(filter(None, (name, "held-out" if beneath else "")))
+                style = {"marker": "o" if len(points) < 30 else None, "markersize": 3, "linewidth": 1.6}
+                axes.plot(*zip(*points, strict=True), DASHES[index % len(DASHES)], color=colour, label=label, **style)
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[1]:
-            axes.legend(frameon=False, fontsize="small")
-        if "parity/k3" in names:
+        if main == "parity/k3":
             axes.set_yscale("symlog", linthresh=LINTHRESH)
             axes.axhline(0, color="0.6", linewidth=0.8, zorder=0)
             top = max((record.get("parity/k3") or 0.0 for records in runs.values() for record in records), default=0.0)
             axes.set_ylim(-LINTHRESH, max(10 * LINTHRESH, 3 * top))
         else:
             axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        legend(axes)
     figure.savefig(file, dpi=120, metadata={"Software": None})
 
 
-def _curve(axes: Axes, records: Records, name: str, label: str, index: int, dash: int) -> None:
-    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-    if points:
-        steps, ys = zip(*points, strict=True)
-        axes.plot(
-            steps,
-            ys,
-            DASHES[dash % len(DASHES)],
-            color=COLOURS[index % len(COLOURS)],
-            label=label or None,
-            marker="o" if len(points) < 30 else None,
-            markersize=3,
-            linewidth=1.6,
-        )
+def legend(axes: Axes) -> None:
+    """A legend over whatever is drawn, with room above the lines, so that it covers none."""
+    labels = axes.get_legend_handles_labels()[1]
+    if not labels:
+        return
+    rows = -(-len(labels) // 2)
+    low, high = axes.get_ylim()
+    if axes.get_yscale() == "linear":
+        axes.set_ylim(low, high + (high - low) * (0.03 + 0.075 * rows))
+    axes.legend(frameon=False, fontsize="small", loc="upper left", ncols=2, borderaxespad=0.2, columnspacing=1.2)
+
+
+def _points(records: Records, name: str) -> list[tuple[int, float]]:
+    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+
+
+def _beneath(axes: Axes, points: Sequence[tuple[int, float]], colour: str, label: str) -> None:
+    """Numbers of every step, and their mean over a thirtieth of them."""
+    steps, ys = zip(*points, strict=True)
+    window = max(1, len(ys) // 30)
+    means = [sum(part) / len(part) for part in (ys[max(0, at - window + 1) : at + 1] for at in range(len(ys)))]
+    axes.plot(steps, ys, color=colour, alpha=0.2, linewidth=0.8)
+    axes.plot(steps, means, color=colour, alpha=0.6, linewidth=1.2, label=label)

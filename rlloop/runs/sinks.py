@@ -1,4 +1,8 @@
-"""Sinks, which get each record besides the run folder: Weights & Biases, TensorBoard, Prometheus."""
+"""Sinks, which get each record besides the run folder: Weights & Biases, trackio, MLflow, TensorBoard, Prometheus, and
+alerts to a webhook (`rlloop.runs.alerts`).
+
+Those that show more than numbers also get histograms, some of the completions, and at the end the certificate.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,29 @@ import math
 import netrc
 import os
 import re
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import numpy as np
+
 from rlloop.errors import ConfigError
+from rlloop.runs.alerts import AlertSink
 
 if TYPE_CHECKING:
     from rlloop.metrics import Sink
 
+PACKAGES = {"prometheus": "prometheus_client", "alerts": "httpx"}  # of sinks that are not named like their package
+CERTIFICATE = "parity.jsonl"
+COLUMNS = ("step", "uid", "reward", "solved", "outcome", "tokens", "prompt", "completion")
 
-def _require(package: str, name: str) -> None:
+
+def _require(name: str) -> None:
+    package = PACKAGES.get(name, name)
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"sinks.{name} needs the package {package}: pip install 'rlloop[{name}]', or remove the sink")
 
@@ -28,11 +43,63 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
 
 
+def _histograms(metrics: Mapping[str, Any]) -> dict[str, tuple[list[int], list[float]]]:
+    """(n counts, n + 1 edges) of each histogram: the outer bins, which are open, are closed half a decade further."""
+    found = {name: value for name, value in metrics.items() if isinstance(value, Mapping) and value.get("edges")}
+    return {
+        name: (value["counts"], [value["edges"][0] * 10**0.5, *value["edges"], value["edges"][-1] * 10**0.5])
+        for name, value in found.items()
+    }
+
+
+class _Samples:
+    """What a sink shows of a step's completions: a table of the first few, every so often, and their distributions."""
+
+    def __init__(self, count: int, every: int) -> None:
+        self.count, self.every = count, every
+        self.table: list[list[Any]] = []
+        self.values: dict[str, list[float]] = {}
+
+    def take(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        lengths = [len(row["token_ids"]) for row in rows]
+        self.values = {
+            "reward/distribution": [row["reward"] for row in rows if math.isfinite(row["reward"])],
+            "rollout/length_distribution": [float(length) for length in lengths],
+        }
+        self.table = []
+        if self.count and (step == 1 or step % self.every == 0):
+            self.table = [
+                [step, row["uid"], row["reward"], row["solved"], row["outcome"], length, row["prompt"], row["text"]]
+                for row, length in list(zip(rows, lengths, strict=True))[: self.count]
+            ]
+
+    def give(self) -> tuple[list[list[Any]], dict[str, list[float]]]:
+        """The rows of the table and the distributions of the step whose record comes now; each once."""
+        given = self.table, {name: values for name, values in self.values.items() if values}
+        self.table, self.values = [], {}
+        return given
+
+
+def _head(run_dir: Path) -> str | None:
+    """The certificate's last hash."""
+    file = run_dir / CERTIFICATE
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    return msgspec.json.decode(lines[-1])["hash"] if lines else None
+
+
+def _kept_id(file: Path) -> str:
+    """An id that a resumed run finds again."""
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:8])
+    return file.read_text().strip()
+
+
 class WandbSink:
     """Weights & Biases. Never prompts for a key.
 
     A resumed run continues under the same id, which is kept in the run folder. `mode`: online, offline or disabled;
-    null: online if there is a key, else offline (`wandb sync RUN_DIR/wandb/offline-run-*` uploads it later).
+    null: online if there is a key, else offline. `completions`: rows of the table that every `completions_every`-th
+    step adds.
     """
 
     def __init__(
@@ -45,32 +112,50 @@ class WandbSink:
         entity: str | None = None,
         tags: list[str] | None = None,
         mode: str | None = None,
+        completions: int = 8,
+        completions_every: int = 10,
     ) -> None:
-        _require("wandb", "wandb")
+        _require("wandb")
         if mode not in (None, "online", "offline", "disabled"):
             raise ConfigError(f"sinks.wandb.mode is {mode!r}; it must be null, online, offline or disabled")
         import wandb
 
-        id_file = run_dir / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:8])
+        self._wandb, self._dir = wandb, run_dir
+        self._samples = _Samples(completions, completions_every)
+        mode = mode or ("online" if _has_wandb_key() else "offline")
         self._run = wandb.init(
             project=project,
             name=name or run_dir.name,
             entity=entity,
             tags=tags,
-            id=id_file.read_text().strip(),
+            id=_kept_id(run_dir / "wandb_id"),
             resume="allow",
             config=dict(config),
             dir=run_dir,
-            mode=mode or ("online" if _has_wandb_key() else "offline"),
+            mode=mode,
             settings=wandb.Settings(silent=True, console="off"),
         )
+        where = Path(self._run.dir).parent
+        self.note = f"wandb: offline, in {where}; `wandb sync {where}` uploads it" if mode == "offline" else ""
+        if mode == "online":
+            self.note = f"wandb: {self._run.url}"
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._samples.take(step, rows)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(_numbers(metrics), step=step)
+        table, values = self._samples.give()
+        drawn = {name: self._wandb.Histogram(np_histogram=both) for name, both in _histograms(metrics).items()}
+        drawn |= {name: self._wandb.Histogram(each) for name, each in values.items()}
+        rows = {"completions": self._wandb.Table(columns=list(COLUMNS), data=table)} if table else {}
+        self._run.log({**_numbers(metrics), **drawn, **rows}, step=step)
 
     def close(self) -> None:
+        if (head := _head(self._dir)) is not None:
+            self._run.summary["certificate/head"] = head
+            artifact = self._wandb.Artifact(f"certificate-{self._run.id}", "certificate")
+            artifact.add_file(str(self._dir / CERTIFICATE))
+            self._run.log_artifact(artifact)
         self._run.finish()
 
 
@@ -84,22 +169,161 @@ def _has_wandb_key() -> bool:
         return False
 
 
-class TensorBoardSink:
-    """TensorBoard event files in `<run>/tensorboard`, without histograms."""
+class TrackioSink:
+    """trackio, on this machine unless `space_id` names a Space: `trackio show --project PROJECT` shows it.
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        _require("tensorboard", "tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
+    A resumed run continues under the same name, which is the run folder's unless `name` is given.
+    """
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
-        self._writer.add_text("config", f"```\n{config}\n```")
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        *,
+        project: str = "rlloop",
+        name: str | None = None,
+        space_id: str | None = None,
+        completions: int = 8,
+        completions_every: int = 10,
+    ) -> None:
+        _require("trackio")
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        self._trackio, self._dir = trackio, run_dir
+        self._samples = _Samples(completions, completions_every)
+        # its own samples of CPU and GPU are off: the records have rlloop's, by step
+        self._run = trackio.init(
+            project, name or run_dir.name, space_id=space_id, config=dict(config), resume="allow", embed=False,
+            auto_log_gpu=False, auto_log_cpu=False,
+        )  # fmt: skip
+        self.note = (
+            f"trackio: `trackio show --project {project}` shows it" if space_id is None else f"trackio: {space_id}"
+        )
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._samples.take(step, rows)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in _numbers(metrics).items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        table, values = self._samples.give()
+        drawn = {name: self._trackio.Histogram(np_histogram=both) for name, both in _histograms(metrics).items()}
+        drawn |= {name: self._trackio.Histogram(each) for name, each in values.items()}
+        rows = {"completions": self._trackio.Table(columns=list(COLUMNS), data=table)} if table else {}
+        self._run.log({**_numbers(metrics), **drawn, **rows}, step=step)
 
     def close(self) -> None:
+        if _head(self._dir) is not None:
+            self._trackio.save(self._dir / CERTIFICATE)
+        self._run.finish()
+
+
+class MlflowSink:
+    """MLflow: `uri`, else MLFLOW_TRACKING_URI, else `mlflow.db` and `mlartifacts` in the run's folder.
+
+    A resumed run continues under the same id, which is kept in the run folder. Completions and histograms are
+    artifacts, a JSON file for each step that has them.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        *,
+        experiment: str = "rlloop",
+        name: str | None = None,
+        uri: str | None = None,
+        completions: int = 8,
+        completions_every: int = 10,
+    ) -> None:
+        _require("mlflow")
+        import mlflow  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+
+        uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run_dir / 'mlflow.db').resolve()}"
+        self._dir, self._metric = run_dir, Metric
+        self._samples, self._every = _Samples(completions, completions_every), completions_every
+        self._client = mlflow.MlflowClient(uri)
+        found = self._client.get_experiment_by_name(experiment)
+        place = (run_dir / "mlartifacts").resolve().as_uri() if uri.startswith("sqlite") else None
+        number = self._client.create_experiment(experiment, place) if found is None else found.experiment_id
+        kept = run_dir / "mlflow_id"
+        if not kept.exists():
+            begun = self._client.create_run(number, run_name=name or run_dir.name)
+            kept.write_text(begun.info.run_id)
+            flat = [Param(key, str(value)[:6000]) for key, value in _flat(config).items()]
+            for first in range(0, len(flat), 100):  # as many as a request may have
+                self._client.log_batch(begun.info.run_id, params=flat[first : first + 100])
+        self._id = kept.read_text().strip()
+        self._client.update_run(self._id, status="RUNNING")
+        self.note = f"mlflow: experiment {experiment!r}; `mlflow ui --backend-store-uri {uri}` shows it"
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._samples.take(step, rows)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        now, (table, _) = int(time.time() * 1000), self._samples.give()
+        numbers = [self._metric(name, value, now, step) for name, value in _numbers(metrics).items()]
+        self._client.log_batch(self._id, metrics=numbers)
+        if table:
+            rows = [dict(zip(COLUMNS, row, strict=True)) for row in table]
+            self._client.log_dict(self._id, {"rows": rows}, f"completions/step_{step}.json")
+            for name, (counts, edges) in _histograms(metrics).items():
+                file = f"histograms/{name.replace('/', '_')}/step_{step}.json"
+                self._client.log_dict(self._id, {"counts": list(counts), "edges": edges}, file)
+
+    def close(self) -> None:
+        if (head := _head(self._dir)) is not None:
+            self._client.set_tag(self._id, "certificate.head", head)
+            self._client.log_artifact(self._id, str(self._dir / CERTIFICATE))
+        self._client.set_terminated(self._id)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+class TensorBoardSink:
+    """TensorBoard event files in `<run>/tensorboard`."""
+
+    def __init__(
+        self, run_dir: Path, config: Mapping[str, Any], *, completions: int = 8, completions_every: int = 10
+    ) -> None:
+        _require("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._dir, self._samples = run_dir, _Samples(completions, completions_every)
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+        self._writer.add_text("config", f"```\n{config}\n```")
+        self.note = f"tensorboard: `tensorboard --logdir {run_dir / 'tensorboard'}` shows it"
+        self._last = 0
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._samples.take(step, rows)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        table, values = self._samples.give()
+        for name, value in _numbers(metrics).items():
+            self._writer.add_scalar(name, value, step)
+        for name, each in values.items():
+            self._writer.add_histogram(name, np.asarray(each), step)
+        for name, (counts, edges) in _histograms(metrics).items():
+            middles = [(low + high) / 2 for low, high in pairwise(edges)]
+            total = sum(count * middle for count, middle in zip(counts, middles, strict=True))
+            squares = sum(count * middle**2 for count, middle in zip(counts, middles, strict=True))
+            self._writer.add_histogram_raw(
+                name, edges[0], edges[-1], sum(counts), total, squares, edges[1:], counts, step
+            )
+        if table:
+            texts = [f"**{row[1]}** reward {row[2]:g}\n\n```\n{row[6]}\n```\n\n```\n{row[7]}\n```" for row in table]
+            self._writer.add_text("completions", "\n\n---\n\n".join(texts), step)
+        self._writer.flush()
+        self._last = step
+
+    def close(self) -> None:
+        if (head := _head(self._dir)) is not None:
+            self._writer.add_text("certificate/head", head, self._last)
         self._writer.close()
 
 
@@ -110,7 +334,7 @@ class PrometheusSink:
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], *, port: int = 9400, host: str = "127.0.0.1") -> None:
-        _require("prometheus_client", "prometheus")
+        _require("prometheus")
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
         self._registry, self._gauge, self._run = CollectorRegistry(), Gauge, run_dir.name
@@ -122,6 +346,7 @@ class PrometheusSink:
                 f"sinks.prometheus cannot listen on {host}:{port} ({error}); choose another port"
             ) from None
         self.port = self._server.server_port
+        self.note = f"prometheus: http://{host}:{self.port}/metrics"
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in {**_numbers(metrics), "step": float(step)}.items():
@@ -136,7 +361,10 @@ class PrometheusSink:
         self._thread.join()
 
 
-SINKS = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "prometheus": PrometheusSink}
+SINKS = {
+    "wandb": WandbSink, "trackio": TrackioSink, "mlflow": MlflowSink, "tensorboard": TensorBoardSink,
+    "prometheus": PrometheusSink, "alerts": AlertSink,
+}  # fmt: skip
 
 
 def check_sinks(config: Mapping[str, Any]) -> None:
@@ -150,7 +378,9 @@ def check_sinks(config: Mapping[str, Any]) -> None:
                 raise ConfigError(
                     f"sinks.{name}.{option} is unknown; {name} takes {', '.join(allowed) or 'no options'}"
                 )
-        _require({"prometheus": "prometheus_client"}.get(name, name), name)
+        _require(name)
+        if name == "alerts":
+            AlertSink.check(**(options or {}))
 
 
 def make_sinks(config: Mapping[str, Any], run_dir: Path, run_config: Mapping[str, Any]) -> list[Sink]:

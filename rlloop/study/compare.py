@@ -70,7 +70,8 @@ def compare(paths: Sequence[Path], output: Path | None = None) -> None:
         else:
             console.print(f"{title}: no key differs")
     rules = _rules(runs)
-    console.print(f"Collapse, as declared before the runs: {rules}", highlight=False, soft_wrap=True)
+    if _judged(arms, doses):
+        console.print(f"Collapse, as declared before the runs: {rules}", highlight=False, soft_wrap=True)
     for file in [] if output is None else _write(output, arms, doses, outcomes, configuration, rules):
         console.print(f"written: {file}", highlight=False, soft_wrap=True)
 
@@ -107,8 +108,9 @@ def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> Rows:
         ("seeds", [", ".join(str(run.seed) for run in arm.runs) for arm in arms]),
         ("steps", each(lambda run: summaries[run.path]["step"], "{:.0f}")),
         ("pass@1, held-out", [curve(arm, "eval/solved") for arm in arms]),
+        ("reward, held-out", [curve(arm, "eval/reward") for arm in arms]),
         ("pass@1, held-out, through the engine", [curve(arm, "eval/engine_solved") for arm in arms]),
-        ("reward", [curve(arm, "reward/mean") for arm in arms]),
+        ("reward, training", [curve(arm, "reward/mean") for arm in arms]),
         ("largest train-inference KL (k3)", each(lambda run: abs(summaries[run.path]["parity"]["k3_max"]), "{:.3g}")),
         ("KL as applied: its first 20 steps", each(lambda run: doses[run.path].early, "{:.3g}")),
         ("KL as applied: until collapse or end", each(lambda run: doses[run.path].mean, "{:.3g}")),
@@ -132,7 +134,15 @@ def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> Rows:
         ),
         ("time in steps, all seeds", [clock(total(arm, lambda s: s["seconds"])) for arm in arms]),
     ]
+    if not _judged(arms, doses):
+        rows = [row for row in rows if not row[0].startswith(("verdict", "KL as applied"))]
     return [row for row in rows if set(row[1]) != {"-"}]
+
+
+def _judged(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> bool:
+    """True if a verdict on collapse says something: some run had a mismatch, or collapsed without one."""
+    runs = [run for arm in arms for run in arm.runs]
+    return any(doses[run.path].largest > 0 or CollapseRule.of(run).verdict(run.records).collapsed for run in runs)
 
 
 def _table(title: str, names: Sequence[str], rows: Rows) -> Table:
@@ -228,7 +238,9 @@ def _page(
     sections = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>rlloop compare</title>",
         f"<style>{STYLE}</style><h1>{len(names)} arms compared</h1>",
-        f"<h2>Verdict</h2><p>Collapse was declared before the runs: {html.escape(rules)}.</p>{table(verdicts)}",
+        f"<h2>Verdict</h2><p>Collapse was declared before the runs: {html.escape(rules)}.</p>{table(verdicts)}"
+        if verdicts
+        else "<p>Engine and trainer agreed in every bit of every run, and none collapsed.</p>",
         "<h2>Curves</h2><p>Lines are means over seeds, bands their smallest and largest. Step-wise metrics are running "
         "means over a fortieth of the run.</p>",
         picture("reward, pass@1, KL, tokens discarded, entropy and gradient norm by step and arm", curves),

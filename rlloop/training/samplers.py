@@ -125,6 +125,11 @@ class Samplers:
             del self._by_id[id]
         return self.lane(weights), Action(lambda: self._release(weights))
 
+    def weights_of(self, id: str | None) -> FrozenWeights:
+        """Raises `ConfigError` for an unknown id."""
+        with self._lock:
+            return BASE if id is None else self._get(id).weights
+
     def _get(self, id: str) -> Sampler:
         if id not in self._by_id:
             raise ConfigError(

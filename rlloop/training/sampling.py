@@ -285,6 +285,7 @@ class Sampling:
                 SampledSequence(
                     "stop" if (made := call.done[at]).finish_reason == "stop" else "length", call.sequence_ids[at],
                     made.token_ids, made.logprobs, top_of(made.alternatives, call.top) if call.top else None,
+                    made.raw_logprobs,
                 )
                 for at in range(len(call.params))
             ]  # fmt: skip

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from blake3 import blake3
 
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.rollout.fleet.text import Tokenizer
@@ -20,7 +22,7 @@ from rlloop.training.checkpoints import CheckpointFolder, check_holds, check_sam
 from rlloop.training.custom_loss import CustomLoss
 from rlloop.training.lanes import Action, ModelLane
 from rlloop.training.models import Models
-from rlloop.training.provenance import SampledSequences
+from rlloop.training.provenance import SampledRecord, SampledSequences
 from rlloop.training.samplers import Samplers
 from rlloop.training.sampling import BASE, PromptAsk, Sampler
 from rlloop.training.trained_model import TrainedModel, adam_checked, check_lora, lora_targets
@@ -169,6 +171,19 @@ class TrainingService:
             model.trainer.restore(folder, optimizer=optimizer)
 
         return self._models.create(checkpoint.lora, model_id, parity, user_metadata, load)
+
+    def weights_digest(self, model_id: str) -> Future[bytes]:
+        """blake3 of the master weights' bytes after the verbs that came before, by name: equal for equal weights."""
+        lane = self._models.get(model_id)
+
+        def digest() -> bytes:
+            hasher = blake3()
+            for name, tensor in sorted(_made(lane).trainer.masters.items()):
+                hasher.update(name.encode() + b"\0")
+                hasher.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            return hasher.digest()
+
+        return self._models.place(lane, Action(digest))
 
     def drop_model(self, model_id: str) -> Future[None]:
         """Forget a model after the verbs that it has; samplers and checkpoints stay."""
@@ -411,6 +426,21 @@ class TrainingService:
 
         asked.add_done_callback(done)
         return answer
+
+    def restore_sequence(
+        self,
+        sequence_id: str,
+        prompt: ModelInput | Sequence[int],
+        tokens: Sequence[int],
+        raw_logprobs: np.ndarray,
+        *,
+        sampler: str | None = None,
+    ) -> None:
+        """Know a sequence again that this sampler drew before a restart, so that provenance may name it. Raises
+        `ConfigError` for an unknown sampler."""
+        ids = prompt.token_ids if isinstance(prompt, ModelInput) else prompt
+        arrays = np.asarray(ids, np.int32), np.asarray(tokens, np.int32)
+        self.sequences.add(SampledRecord(sequence_id, self._samplers.weights_of(sampler), *arrays, raw_logprobs))
 
     # ------------------------------------------------------------------------------------------------ the service
 

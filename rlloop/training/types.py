@@ -174,6 +174,7 @@ class SampledSequence:
     tokens: list[int]  # [T]
     logprobs: np.ndarray  # [T] float32, of the distribution sampled from
     topk_logprobs: TopkLogprobs | None = None
+    raw_logprobs: np.ndarray | None = None  # [T] float32, at temperature 1 without truncation: what is compared
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,10 @@ class Listen:
     max_body: int = MAX_BODY  # bytes of one request
     browser: bool = False  # accept the token as ?token= as well, which becomes a cookie
     names: tuple[str, ...] = ()  # further host names that requests may ask for, such as a proxy's
+    admits: Callable[[Request], bool] | None = None  # says whether a request has a key, for servers with several
 
     def __post_init__(self) -> None:
-        if not is_loopback(self.host) and self.token is None:
+        if not is_loopback(self.host) and self.token is None and self.admits is None:
             raise ConfigError(
                 f"listening on {self.host} would let anyone on the network use this server; give a token by "
                 f"--token-file or {TOKEN_VARIABLE}, or listen on 127.0.0.1"
@@ -92,7 +93,7 @@ class Listen:
         This stops DNS rebinding: a foreign page whose name was made to resolve to this machine sends its own name. It
         has no token, but may have a browser's cookies under that name.
         """
-        if self.names or self.token is None or (self.browser and is_loopback(self.host)):
+        if self.names or (self.token is None and self.admits is None) or (self.browser and is_loopback(self.host)):
             return frozenset(name.lower() for name in (*LOOPBACK, self.host, *self.names))
         return None
 
@@ -170,6 +171,8 @@ class Guard:
             return self._refusal(
                 401, "unauthorized", f"this server needs its token: {hint}send `Authorization: Bearer TOKEN`"
             )
+        if self._listen.admits is not None and not self._listen.admits(request):
+            return self._refusal(401, "unauthorized", "this server needs a key of its token file, in X-API-Key")
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self._listen.max_body:
             return self._refusal(413, "too_large", f"a request may have at most {self._listen.max_body} bytes")

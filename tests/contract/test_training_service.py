@@ -39,7 +39,7 @@ def service(base):
         yield made
 
 
-def new(service, lora=LORA, **options) -> str:
+def new(service: TrainingService, lora: LoraConfig | None = LORA, **options) -> str:
     return service.create_model(lora=lora, **options).result(WAIT).model_id
 
 
@@ -266,7 +266,9 @@ def test_prompts_are_scored_as_they_are_sampled(service):
 def test_a_difference_fails_the_call_and_takes_the_gradient_with_it(service):
     id = new(service)
     data = rl_data(service, id)
-    record = service.sequences.get(data[1].provenance.model_input[0].sequence_id, "")
+    named = data[1].provenance
+    assert named is not None
+    record = service.sequences.get(named.model_input[0].sequence_id, "")
     record.raw_logprobs[2:3].view(np.int32)[0] ^= 1  # as an engine of other kernels would have sampled
     before = digest(service, id)
     failed = service.forward_backward(id, data, "ppo")
@@ -289,13 +291,15 @@ def test_a_difference_fails_the_call_and_takes_the_gradient_with_it(service):
 def test_tokens_that_were_not_sampled_are_named(service):
     id = new(service)
     datum = rl_data(service, id)[0]
+    named = datum.provenance
+    assert named is not None
     targets = datum.loss_fn_inputs["target_tokens"].copy()
     targets[3] = (targets[3] + 1) % 300
     wrong = replace(datum, loss_fn_inputs={**datum.loss_fn_inputs, "target_tokens": targets})
     with pytest.raises(ConfigError, match=r"datum 0: target_tokens\[3\] is token .* was it tokenized again"):
         service.forward(id, [wrong], "ppo").result(WAIT)
-    unknown = replace(datum.provenance.model_input[0], sequence_id="other")
-    wrong = datum.with_provenance([unknown, *datum.provenance.model_input[1:]], datum.provenance.loss_fn_inputs)
+    unknown = replace(named.model_input[0], sequence_id="other")
+    wrong = datum.with_provenance([unknown, *named.model_input[1:]], named.loss_fn_inputs)
     with pytest.raises(ConfigError, match="sequence 'other', which was not sampled here"):
         service.forward(id, [wrong], "ppo").result(WAIT)
 

@@ -8,9 +8,10 @@ import { cardOf, leaveCharts, refreshCharts, showCharts, toggleTables } from "./
 import { address, go, look, readSettings, route, state } from "./state.js";
 import { keyOfRollouts, refreshRollouts, showRollouts } from "./rollouts.js";
 import { showStep } from "./step.js";
+import { showTraining } from "./training.js";
 import { refreshCertificate, showCertificate, showConfig } from "./records.js";
 
-const VIEWS = { charts: showCharts, rollouts: showRollouts, step: showStep, certificate: showCertificate, config: showConfig };
+const VIEWS = { charts: showCharts, rollouts: showRollouts, step: showStep, certificate: showCertificate, config: showConfig, training: showTraining };
 const REFRESH = { charts: refreshCharts, rollouts: refreshRollouts, step: refreshRollouts, certificate: refreshCertificate };
 const FEW = 4; // runs that are told apart at a glance
 let drawn = "";
@@ -122,7 +123,7 @@ function key(event) {
   if (typing) { if (event.key === "Escape") event.target.blur(); return; }
   if (document.querySelector("dialog[open]")) return;
   const view = route().view;
-  const views = { 1: "charts", 2: "rollouts", 3: "certificate", 4: "config" };
+  const views = { 1: "charts", 2: "rollouts", 3: "certificate", 4: "config", ...($("training-tab").hidden ? {} : { 5: "training" }) };
   if (views[event.key]) go(views[event.key]);
   else if (event.key === "/") document.querySelector("#find")?.focus();
   else if (event.key === "d") otherTheme();
@@ -135,8 +136,10 @@ function key(event) {
 }
 
 async function start() {
-  const { runs, note } = await get("runs");
+  const { runs, note, api } = await get("runs");
   setRuns(runs);
+  $("training-tab").hidden = !api;
+  if (api && !runs.length && !location.hash) history.replaceState(null, "", "#/training");
   $("note").textContent = note;
   $("theme").textContent = document.documentElement.dataset.theme === "dark" ? "Light" : "Dark";
   $("theme").addEventListener("click", otherTheme);

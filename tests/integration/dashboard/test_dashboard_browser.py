@@ -7,9 +7,13 @@ import shutil
 
 import numpy as np
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from rlloop.dashboard.live import Dashboard
 from rlloop.dashboard.server import make_app
+from rlloop.dashboard.training_api import TrainingApi
 from rlloop.runs.folder import RunFolder, rollout_files
 from rlloop.web.server import BackgroundServer, Listen
 from tests.support.dashboard_runs import CONFIG, Writer, write_run, write_talk
@@ -43,11 +47,44 @@ def browser():
 TOKEN = "a-token-of-some-length"
 
 
+STATUS = {
+    "model": "tiny", "futures": {"in_flight": 3, "kept": 40}, "own": {"in_flight": 0, "bytes": 0}, "refused": 2,
+    "commits": 9, "service": {"device": "cpu"},
+    "sessions": [
+        {
+            "session_id": "s-1", "client": "alice", "name": "sums", "created": 0, "idle_seconds": 0.5, "samplers": 1,
+            "models": [
+                {"model_id": "m-1", "updates": 7, "queued": 2, "log_bytes": 5000, "failed": None, "tokens_checked": 900,
+                 "tokens_different": 0},
+                {"model_id": "m-2", "updates": 1, "queued": 0, "log_bytes": 9, "failed": "no room", "tokens_checked": 90,
+                 "tokens_different": 4},
+            ],
+        },
+    ],
+}  # fmt: skip
+
+
 @pytest.fixture
-def visit(browser, tmp_path):
+def training_api():
+    """An API that answers /status; (its address, the keys that it was asked with)"""
+    keys: list[str] = []
+
+    def status(request):
+        keys.append(request.headers["x-api-key"])
+        return JSONResponse(STATUS)
+
+    server = BackgroundServer(Starlette(routes=[Route("/status", status)]), Listen())
+    yield server.url, keys
+    server.close()
+
+
+@pytest.fixture
+def visit(browser, tmp_path, request):
     """visit() opens the dashboard of `tmp_path`. Errors of the page, and requests to elsewhere, fail the test."""
     wrong: list[str] = []
-    dashboard = Dashboard(tmp_path)
+    has_api = "training_api" in request.fixturenames
+    api = TrainingApi(request.getfixturevalue("training_api")[0], "tml-key") if has_api else None
+    dashboard = Dashboard(tmp_path, api=api)
     server = BackgroundServer(make_app(dashboard), Listen(token=TOKEN, browser=True))
     context = browser.new_context(viewport={"width": 1600, "height": 900}, accept_downloads=True)
     context.set_default_timeout(120_000)
@@ -456,3 +493,17 @@ def test_a_conversation(visit, tmp_path):
     expect(page.locator("#rollouts")).to_contain_text("No completion contains this text.")
     page.fill("#find", "ANSWER")
     expect(page.locator("#rollouts tbody tr")).to_have_count(1)
+
+
+def test_a_training_api(visit, tmp_path, training_api):
+    page = visit()  # without runs it opens on its page
+    expect(page.locator("h1")).to_have_text("Training API")
+    expect(page.locator(".strip")).to_contain_text("Futures in flight340 kept")
+    expect(page.locator(".strip")).to_contain_text("4 differof 990 tokens")
+    rows = page.locator(".sessions tbody tr")
+    expect(rows.nth(0)).to_contain_text("exactly 0: 900 tokens equal")
+    expect(rows.nth(1)).to_contain_text("4 of 90 tokens differ")
+    expect(page.locator(".failed")).to_contain_text("m-2 failed. no room")
+    assert set(training_api[1]) == {"tml-key"}
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("document.querySelector('#main').scrollWidth") <= 400

@@ -12,6 +12,8 @@ import pytest
 
 from rlloop.dashboard.live import Dashboard
 from rlloop.dashboard.server import make_app
+from rlloop.dashboard.training_api import TrainingApi
+from rlloop.errors import ConfigError
 from rlloop.web.server import Guard, Listen
 from tests.support.dashboard_runs import write_run
 
@@ -312,3 +314,15 @@ def test_what_is_no_note_is_refused(ask, root, content, message):
     assert ask("/api/notes", "POST", content=b"{}", run="../x").status_code == 404
     foreign = {"authorization": f"Bearer {TOKEN}", "origin": "http://elsewhere"}
     assert ask("/api/notes", "POST", content=b"{}", headers=foreign, run="zero").status_code == 403
+
+
+# ------------------------------------------------------------------------------------------------ a training API
+
+
+def test_a_training_api_that_does_not_answer_is_told(ask, dashboard):
+    assert ask("/api/training").status_code == 404
+    dashboard.api = TrainingApi("http://127.0.0.1:9")
+    assert "http://127.0.0.1:9 does not answer" in ask("/api/training").json()["problem"]
+    for url in ("127.0.0.1:9", "ftp://x", ""):
+        with pytest.raises(ConfigError, match="must be the address of `rlloop serve api`"):
+            TrainingApi(url)

@@ -63,3 +63,8 @@ def test_every_documented_metric_has_a_panel():
 def test_no_metric_is_named_twice_but_held_out_pairs():
     exact = [metric for section in SECTIONS for panel in section.panels for metric in drawn(panel) if "*" not in metric]
     assert len(exact) == len(set(exact))
+
+
+def test_titles_are_the_panels_names_in_links():
+    titles = [panel.title for section in SECTIONS for panel in section.panels]
+    assert len(titles) == len(set(titles))

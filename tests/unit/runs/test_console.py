@@ -68,6 +68,22 @@ def test_different_tokens_are_counted_over_steps_not_shown():
     assert "KL 1.0e-07 (30 of 3,000 tokens differ)" in said(console).splitlines()[-1]
 
 
+def test_rewards_that_are_more_than_solved_or_not(tmp_path):
+    console = plain()
+    records = [
+        {"step": step, **STEP, "eval/solved": 0.0, "eval/reward": reward}
+        for step, reward in enumerate([0.25, 0.5, 0.75])
+    ]
+    with Progress(console, "toy", num_steps=2, start=0) as progress:
+        for record in records:
+            progress.log(record["step"], record)
+    assert "held-out reward 0.250 -> 0.750  held-out pass@1 0.000 -> 0.000" in said(console).splitlines()[-1]
+    console = plain(width=100)
+    print_summary(console, tmp_path, summarize(records, "finished"))
+    assert "reward, held-out" in said(console)
+    assert "0.250 -> 0.750 (best 0.750)" in said(console)
+
+
 def test_the_summary_is_one_screen(tmp_path):
     console = plain(width=100)
     metrics = [

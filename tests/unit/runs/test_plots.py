@@ -5,10 +5,10 @@ from matplotlib.axes import Axes
 from rlloop.runs.plots import LINTHRESH, draw
 
 RECORDS = [
-    {"step": 0, "eval/solved": 0.2},
+    {"step": 0, "eval/solved": 0.2, "eval/reward": 0.3},
     {"step": 1, "reward/mean": 0.3, "reward/solved": 0.25, "parity/k3": 0.0},
     {"step": 2, "reward/mean": 0.4, "reward/solved": 0.35, "parity/k3": None},
-    {"step": 3, "reward/mean": 0.5, "reward/solved": 0.45, "parity/k3": 1e-3, "eval/solved": 0.5},
+    {"step": 3, "reward/mean": 0.5, "reward/solved": 0.45, "parity/k3": 1e-3, "eval/solved": 0.5, "eval/reward": 0.7},
 ]
 
 
@@ -18,13 +18,16 @@ def test_every_panel_is_drawn_and_zero_has_a_place_on_the_kl_axis(tmp_path, monk
     monkeypatch.setattr(Axes, "plot", lambda axes, *args, **style: drawn.append(args[:2]) or plot(axes, *args, **style))
     monkeypatch.setattr(Axes, "set_ylim", lambda axes, *args, **kw: limits.append(args) or set_ylim(axes, *args, **kw))
     draw({"run": RECORDS}, tmp_path / "curve.png")
-    assert drawn == [
+    assert drawn == [  # the training batch and its running mean beneath, then what was held out
         ((1, 2, 3), (0.3, 0.4, 0.5)),
-        ((0, 3), (0.2, 0.5)),
+        ((1, 2, 3), [0.3, 0.4, 0.5]),
+        ((0, 3), (0.3, 0.7)),
         ((1, 2, 3), (0.25, 0.35, 0.45)),
+        ((1, 2, 3), [0.25, 0.35, 0.45]),
+        ((0, 3), (0.2, 0.5)),
         ((1, 3), (0.0, 1e-3)),
     ]
-    assert limits[-1] == (-LINTHRESH, 3e-3)
+    assert (-LINTHRESH, 3e-3) in limits
     width, height = struct.unpack(">II", (tmp_path / "curve.png").read_bytes()[16:24])
     assert (width, height) == (1440, 432)
 
@@ -33,3 +36,20 @@ def test_the_same_records_make_the_same_bytes(tmp_path):
     for name in ("a.png", "b.png"):
         draw({"one": RECORDS, "two": RECORDS[:2]}, tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_the_running_mean_is_smooth_and_the_legend_covers_no_line(tmp_path, monkeypatch):
+    drawn = []
+    plot = Axes.plot
+    monkeypatch.setattr(
+        Axes, "plot", lambda axes, *args, **style: drawn.append((axes, args)) or plot(axes, *args, **style)
+    )
+    draw(
+        {"run": [{"step": step, "reward/mean": step % 2, "eval/reward": 1.0} for step in range(1, 91)]},
+        tmp_path / "c.png",
+    )
+    [means, held_out] = [args[1] for axes, args in drawn[1:3]]
+    assert set(means[5:]) == {1 / 3, 2 / 3}  # a window of 3
+    axes = drawn[0][0]
+    box = axes.get_legend().get_window_extent()
+    assert axes.transData.transform((0, max(held_out)))[1] < box.y0

@@ -20,3 +20,19 @@ def test_a_report_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys, end
     taken.mkdir()
     assert main(["compare", str(tmp_path / "seed=0"), str(tmp_path / "seed=1"), "-o", str(taken)]) == 2
     assert f"{taken} cannot be written: Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("k3", [0.0, 1e-3])
+def test_collapse_is_judged_only_where_there_was_a_mismatch(tmp_path, capsys, k3):
+    for seed in range(2):
+        run = tmp_path / f"seed={seed}"
+        run.mkdir()
+        (run / "config.yaml").write_text(f"seed: {seed}\n")
+        records = [{"step": step, "reward/mean": 0.5, "eval/reward": 0.7, "parity/k3": k3} for step in (1, 2)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = tmp_path / "report.html"
+    assert main(["compare", str(tmp_path / "seed=0"), str(tmp_path / "seed=1"), "-o", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert ("Collapse" in out) == ("verdict" in out) == (k3 > 0)
+    assert ("Verdict" in page.read_text()) == (k3 > 0)
+    assert "reward, held-out" in out

@@ -84,6 +84,7 @@ def test_a_graph_gives_what_its_function_gives(function):
     wanted.backward()
     loss, gradient, found = loss_of(function).evaluate(LOGPROBS, {"advantages": ADVANTAGES})
     assert loss == wanted.item()
+    assert logprobs.grad is not None
     assert torch.equal(gradient, logprobs.grad)
     assert found == {key: float(value.detach()) for key, value in metrics.items()}
 

@@ -56,7 +56,7 @@ def test_values_and_gradients(name, given):
 
 @pytest.mark.parametrize("bounds", [(1 - 3e-4, 1 + 4e-4), (0.0, 10.0)])
 def test_gspo_has_one_ratio_a_sequence(bounds):
-    settings = dict(zip(("clip_low_threshold", "clip_high_threshold"), bounds, strict=True))
+    settings: dict[str, float | str] = {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]}
     loss, gradient = run("gspo", settings_of("gspo", settings))
     mask, a = INPUTS["sequence_ratio_mask"], INPUTS["advantages"]
     ratio = np.exp(((LOGPROBS - INPUTS["logprobs"]) * mask).sum() / mask.sum())

@@ -1,0 +1,105 @@
+"""What all parts of the training API share: the service, futures, the committer, limits and settings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future as Made
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlloop.api.calls import failure
+from rlloop.api.futures import Futures, Outcome
+from rlloop.api.keys import Keys, Quota
+from rlloop.api.log import Committer
+from rlloop.errors import RlloopError
+from rlloop.training.service import TrainingService
+from rlloop.training.types import Parity
+
+log = logging.getLogger("rlloop.api")
+
+
+class Refused(RlloopError):
+    """A request that is answered at once with an HTTP status: `status` 4xx or 5xx."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Settings:
+    folder: Path  # sessions, command logs
+    model_name: str  # under which the base is offered
+    model_folder: Path
+    max_body: int = 64 << 20  # bytes of a request, unpacked
+    quota: Quota = field(default_factory=Quota)
+    parity: Parity = "require"
+    idle_seconds: float = 900.0  # without a heartbeat, after which a session ends
+    state_every: int = 50  # updates of a model between states in its log
+    poll_seconds: float = 20.0  # a result is waited for, before the client asks again
+
+    @property
+    def base_models(self) -> tuple[str, ...]:
+        return (self.model_name, str(self.model_folder), self.model_folder.name)
+
+
+class Core:
+    def __init__(self, service: TrainingService, settings: Settings, keys: Keys) -> None:
+        self.service, self.settings, self.keys = service, settings, keys
+        self.futures = Futures()
+        self.committer = Committer()
+        self.threads = ThreadPoolExecutor(2, thread_name_prefix="api")
+        self.loop: asyncio.AbstractEventLoop | None = None  # set when the server runs
+        self.refused = 0  # requests answered 429
+        self._tasks = set[asyncio.Task[Any]]()
+
+    def admit(self, client: str, nbytes: int, *, urgent: bool = False) -> None:
+        """Raises `Refused` (429) when the client has too much in flight. `urgent`: the request that its others wait
+        for, which must pass, or they would never be done."""
+        futures, held = self.futures.load(client)
+        quota = self.settings.quota
+        if urgent or (futures < quota.futures and held + nbytes <= quota.bytes):
+            return
+        self.refused += 1
+        raise Refused(
+            429,
+            f"{futures} requests with {held} bytes are in flight; {quota.futures} with {quota.bytes} are allowed: "
+            "collect results before you send more",
+        )
+
+    def task(self, work: Any) -> asyncio.Task[Any]:
+        """Run a coroutine, whose error is logged."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the training API failed", exc_info=error)
+
+    def when_done(self, made: Made[Any], encode: Callable[[Any], Outcome], settle: Callable[[Outcome], Any]) -> None:
+        """Call `settle` in the event loop with the outcome of a service's future; `encode` runs in a thread."""
+
+        def complete() -> None:
+            try:
+                outcome = encode(made.result())
+            except BaseException as error:
+                if not isinstance(error, RlloopError):
+                    log.error("a request failed in the server", exc_info=error)
+                outcome = failure(error)
+            assert self.loop is not None
+            self.loop.call_soon_threadsafe(settle, outcome)
+
+        made.add_done_callback(lambda _: self.threads.submit(complete))
+
+    def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.committer.close()

@@ -1,0 +1,318 @@
+"""A model of a client: its commands are logged, put in order, executed, and replayed after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future as Saving
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from rlloop.api.calls import HIDDEN, Call, Context, Replayed, failed, failure, sampling_session, start
+from rlloop.api.core import Core, Refused, log
+from rlloop.api.futures import JSON, PROTOBUF, Future, Outcome
+from rlloop.api.log import Checked, Command, CommandLog, Record, Result
+from rlloop.errors import ConfigError, RlloopError
+from rlloop.training.types import CHECKED, DIFFERENT, SaveWeightsResponse
+
+AHEAD = 4096  # numbers that may come before the one that is next
+
+
+class State(msgspec.Struct):
+    """What `state.json` of a log says: how to begin at a command that is not the first."""
+
+    path: str  # of the checkpoint
+    samplers: list[str]  # sampling sessions of these very weights
+    updates: int
+
+
+class _Arrival:
+    def __init__(self, digest: bytes, durable: asyncio.Future[None]) -> None:
+        self.digest, self.durable = digest, durable
+
+
+class Trained:
+    def __init__(
+        self,
+        core: Core,
+        client: str,
+        folder: Path,
+        context: Context,
+        sampler_made: Callable[[str, str | None], None],
+    ) -> None:
+        """Opens the log in `folder`, or begins one. `sampler_made` is called with the id of a sampling session when the
+        service has its weights, or with the reason why it never will. Raises `RunError` for a damaged log."""
+        self.core, self.client, self.model_id, self.context = core, client, context.model_id, context
+        self.log = CommandLog(folder, core.committer)
+        self.updates = 0
+        self.checked = self.different = 0  # tokens compared with what was sampled
+        self.created = self.last_request = time.time()
+        self.failed: str | None = None  # why it could not be created
+        self._sampler_made = sampler_made
+        self._next = 0  # number of the command that is handed to the service next
+        self._arrived: dict[int, _Arrival] = {}
+        self._ready: dict[int, Command] = {}  # on disk, not yet handed to the service
+        self._results: dict[int, Result] = {}  # of commands that a replay must not execute again
+        self._compared: dict[int, dict[str, float]] = {}  # commands that succeeded, by the log
+        self._wake = asyncio.Event()
+        self._gradient = False  # a gradient waits for an update
+        self._updates_since = 0  # the last state
+        self._samplers: list[str] = []  # of the weights of this moment
+        self._has_samplers = False
+        self._restored = set[str]()
+        self._state: asyncio.Task[None] | None = None
+        self._loaded: asyncio.Future[Result] | None = None
+        self._runner = core.task(self._run())
+
+    @property
+    def queued(self) -> int:
+        """Commands that have come and are not handed to the service."""
+        return len(self._ready)
+
+    async def submit(self, seq_id: int, kind: str, key: str, body: bytes) -> str:
+        """Put a command on disk; returns its future's id. The same command again is the same future.
+
+        Raises `Refused` for a number that came with another body, or is too far ahead, and with 429 beyond the quota.
+        """
+        request_id = f"{self.model_id}:{seq_id}"
+        digest = hashlib.blake2b(kind.encode() + b"\0" + body, digest_size=16).digest()
+        arrival = self._arrived.get(seq_id)
+        if arrival is not None:
+            if arrival.digest != digest:
+                raise Refused(422, f"seq_id {seq_id} of {self.model_id} came before, with another request")
+            await asyncio.shield(arrival.durable)
+            return request_id
+        if seq_id < self._next:
+            return request_id  # it is done; its result may still be there
+        if seq_id > self._next + AHEAD:
+            raise Refused(422, f"seq_id is {seq_id}, and the next one of {self.model_id} is {self._next}")
+        self.core.admit(self.client, len(body), urgent=seq_id == self._next)
+        self.last_request = time.time()
+        arrival = self._arrived[seq_id] = _Arrival(digest, asyncio.get_running_loop().create_future())
+        future = self.core.futures.add(request_id, self.client, kind, len(body))
+        command = Command(seq_id, kind, key, body)
+        try:
+            await asyncio.wrap_future(self.log.append(command))
+        except Exception as error:
+            del self._arrived[seq_id]
+            self.core.futures.discard(future)
+            arrival.durable.set_exception(Refused(503, f"the command log cannot be written: {error}"))
+            await arrival.durable
+        arrival.durable.set_result(None)
+        self._ready[seq_id] = command
+        self._wake.set()
+        return request_id
+
+    def replay(self) -> int:
+        """Queue the log's commands as if they had just come; returns their number."""
+        replay = self.log.replay
+        if replay.first:
+            assert replay.state is not None
+            self._restore(msgspec.json.decode((replay.state / "state.json").read_bytes(), type=State))
+            self._next = replay.first
+        self._results, self._compared = replay.results, replay.checked
+        commands = replay.commands
+        for seq_id in {*self._results} - {command.seq_id for command in commands}:  # before the state, uncollected
+            self._settle_replayed(self._future(seq_id, "", 0), self._results.pop(seq_id))
+        for command in commands:
+            self._future(command.seq_id, command.kind, len(command.body))
+            durable = asyncio.get_running_loop().create_future()
+            durable.set_result(None)
+            content = command.kind.encode() + b"\0" + command.body
+            self._arrived[command.seq_id] = _Arrival(hashlib.blake2b(content, digest_size=16).digest(), durable)
+            self._ready[command.seq_id] = command
+        self._wake.set()
+        return len(commands)
+
+    def samplers_to_come(self) -> set[str]:
+        """Sampling sessions whose weights the replay makes again."""
+        numbers = [_sampling_number(command) for command in self._ready.values()
+                   if command.kind == "save_weights_for_sampler"]  # fmt: skip
+        return {sampling_session(self.model_id, number) for number in numbers if number is not None} | self._restored
+
+    def _future(self, seq_id: int, kind: str, nbytes: int) -> Future:
+        return self.core.futures.add(f"{self.model_id}:{seq_id}", self.client, kind, nbytes)
+
+    def _restore(self, state: State) -> None:
+        service = self.core.service
+        made = service.create_model_from(state.path, optimizer=True, model_id=self.model_id, parity=self.context.parity)
+        made.add_done_callback(lambda done: self._created(done.exception()))
+        self._restored = set(state.samplers)
+        for sampler in state.samplers:
+            again = service.create_sampler(state.path, sampler=sampler)
+            again.add_done_callback(lambda done, sampler=sampler: self._on_loop(
+                self._sampler_made, sampler, None if done.exception() is None else str(done.exception())))  # fmt: skip
+        self.updates = state.updates
+
+    def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
+        assert self.core.loop is not None
+        self.core.loop.call_soon_threadsafe(call, *arguments)
+
+    def _created(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.failed = str(error)
+            log.error("model %s could not be made: %s", self.model_id, error)
+
+    # ------------------------------------------------------------------------------------------------ execution
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            while (command := self._ready.pop(self._next, None)) is None:
+                self._wake.clear()
+                await self._wake.wait()
+            self._next += 1
+            future = self.core.futures[f"{self.model_id}:{command.seq_id}"]
+            known = self._results.pop(command.seq_id, None)
+            if known is not None:
+                self._settle_replayed(future, known)
+                if command.kind not in ("forward_backward", "optim_step"):
+                    continue  # a call that failed is made again for what it did to the gradient
+            if self.failed is not None:
+                self._settle(command, future, failed(f"{self.model_id} was not made: {self.failed}", "user"), None)
+                continue
+            call = await loop.run_in_executor(self.core.threads, self._begin, command, known)
+            self._account(command)
+            if isinstance(call, Outcome):
+                self._settle(command, future, call, None)
+            else:
+                settle = partial(self._settle, command, future, call=call)
+                self.core.when_done(call.future, call.encode, settle)
+
+    def _begin(self, command: Command, known: Result | None) -> Call | Outcome:
+        """In a thread: decode the command and call the service. `known`: how it failed when it came first."""
+        replayed = Replayed(self._compared.pop(command.seq_id, None), known is not None and b'"server"' in known.body)
+        try:
+            return start(self.core.service, self.context, command, replayed)
+        except Exception as error:
+            if not isinstance(error, RlloopError):
+                log.error("a command failed in the server", exc_info=error)
+            return failure(error)
+
+    def _settle(self, command: Command, future: Future, outcome: Outcome, call: Call | None) -> None:
+        self._arrived.pop(command.seq_id, None)
+        self.core.task(self._finish(command, future, outcome, call))
+
+    async def _finish(self, command: Command, future: Future, outcome: Outcome, call: Call | None) -> None:
+        """Record what a replay needs, then let the client have the outcome."""
+        if future.outcome is not None:  # a call that is made again
+            return
+        if not command.seq_id and outcome.failed:
+            self.failed = msgspec.json.decode(outcome.body)["error"]
+        if outcome.failed or (call is not None and call.kept):
+            await self._append(Result(command.seq_id, outcome.body, outcome.failed))
+        elif call is not None and call.checked:
+            metrics = {name: value for name, value in outcome.metrics.items() if name.startswith("parity/")}
+            self.log.append(Checked(command.seq_id, metrics))
+        if command.kind == "load_weights" and self._loaded is not None:
+            self._loaded.set_result(Result(command.seq_id, outcome.body, outcome.failed))
+            if self._state is not None and not outcome.failed:
+                with suppress(Exception):  # the checkpoint may be deleted from now on, so the log must not need it
+                    await asyncio.shield(self._state)
+        self.checked += int(outcome.metrics.get(CHECKED, 0))
+        self.different += int(outcome.metrics.get(DIFFERENT, 0))
+        if command.kind == "optim_step" and not outcome.failed:
+            self.updates += 1
+        if command.kind == "save_weights_for_sampler" and (number := _sampling_number(command)) is not None:
+            error = msgspec.json.decode(outcome.body)["error"] if outcome.failed else None
+            self._sampler_made(sampling_session(self.model_id, number), error)
+        self.core.futures.resolve(future, outcome)
+
+    async def _append(self, record: Record) -> None:
+        try:
+            await asyncio.wrap_future(self.log.append(record))
+        except OSError as error:
+            log.error("%s: a result cannot be logged: %s", self.model_id, error)
+
+    def _settle_replayed(self, future: Future, known: Result) -> None:
+        media = JSON if known.failed or known.body[:1] == b"{" else PROTOBUF
+        self._arrived.pop(known.seq_id, None)
+        if not known.seq_id and known.failed:
+            self.failed = msgspec.json.decode(known.body)["error"]
+        self.core.futures.resolve(future, Outcome(known.body, media, known.failed))
+
+    # ------------------------------------------------------------------------------------------------ states
+
+    def _account(self, command: Command) -> None:
+        """After a command was handed to the service: begin a state of the log when it is time for one."""
+        kind = command.kind
+        if kind == "forward_backward":
+            self._gradient = True
+        elif kind in ("optim_step", "load_weights", "create_model"):
+            self._gradient, self._samplers = False, []
+            self._updates_since += kind == "optim_step"
+        elif kind == "save_weights_for_sampler" and (number := _sampling_number(command)) is not None:
+            self._samplers.append(sampling_session(self.model_id, number))
+            self._has_samplers = True
+        if self._gradient or (self._state is not None and not self._state.done()):
+            return
+        every = self.core.settings.state_every
+        best = self._samplers or not self._has_samplers  # so that the newest sampler outlives a restart
+        self._loaded = asyncio.get_running_loop().create_future() if kind == "load_weights" else None
+        if kind == "load_weights" or (self._updates_since >= every and (best or self._updates_since >= 4 * every)):
+            first = command.seq_id + 1
+            saving = self.core.service.save_weights(self.model_id, f"{HIDDEN}{first:06d}", overwrite=True)
+            self._state = self.core.task(self._write_state(first, saving, list(self._samplers), self._loaded))
+            self._updates_since = 0
+
+    async def _write_state(
+        self,
+        first: int,
+        saving: Saving[SaveWeightsResponse],
+        samplers: list[str],
+        loaded: asyncio.Future[Result] | None,
+    ) -> None:
+        """Begin a new segment of the log at command `first`, with the weights that `saving` saves as its state.
+        `loaded`: the result of the command before, which is given out only when the state is there."""
+        service, loop = self.core.service, asyncio.get_running_loop()
+        saved = await asyncio.wrap_future(saving)
+        for seq_id in range(max(0, first - AHEAD), first - (loaded is not None)):
+            with suppress(KeyError):
+                await self.core.futures[f"{self.model_id}:{seq_id}"].done.wait()
+        folder = self.log.new_state(first)
+        state = State(saved.path, samplers, self.updates)
+        (folder / "state.json").write_bytes(msgspec.json.encode(state))
+        await loop.run_in_executor(self.core.threads, _sync_files, service.checkpoint_folder(saved.path))
+        carried = [
+            Result(int(future.request_id.rpartition(":")[2]), future.outcome.body, future.outcome.failed)
+            for future in self.core.futures.uncollected(f"{self.model_id}:")
+            if future.outcome is not None and int(future.request_id.rpartition(":")[2]) < first
+        ]
+        if loaded is not None:
+            carried.append(await loaded)
+        await asyncio.wrap_future(self.log.rotate(first, carried))
+        needed = {f"{HIDDEN}{path.name}" for path in self.log.folder.iterdir() if path.is_dir()}
+        for checkpoint in service.checkpoints(self.model_id):
+            name = checkpoint.checkpoint_id.partition("/")[2]
+            if name.startswith(HIDDEN) and name not in needed:
+                service.delete_checkpoint(checkpoint.tinker_path)
+
+    def close(self) -> None:
+        """Drop the model; its log and its checkpoints stay."""
+        self._runner.cancel()
+        for command in self._ready.values():
+            future = self.core.futures[f"{self.model_id}:{command.seq_id}"]
+            self.core.futures.resolve(future, failed("the session has ended", "user"))
+        self._ready.clear()
+        if self.failed is None:
+            with suppress(ConfigError):
+                self.core.service.drop_model(self.model_id)
+
+
+def _sampling_number(command: Command) -> int | None:
+    try:
+        return msgspec.json.decode(command.body).get("sampling_session_seq_id")
+    except msgspec.MsgspecError:
+        return None
+
+
+def _sync_files(folder: Path) -> None:
+    from rlloop.api.log import sync
+
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)

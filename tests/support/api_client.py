@@ -1,0 +1,141 @@
+"""The training API's protocol as plain HTTP, without anybody's client."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+import httpx
+import numpy as np
+
+from rlloop.api.schema import message
+
+PROTOBUF = {"content-type": "application/x-protobuf"}
+
+
+class Api:
+    """`session` and `model_id` are those of `start`. Calls with `_` return a future's id."""
+
+    def __init__(self, url: str, key: str = "tml-test") -> None:
+        self.http = httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=60, trust_env=False)
+        weakref.finalize(self, self.http.close)
+        self.session = self.model_id = ""
+        self.seq_id = 0
+
+    def post(self, route: str, /, **body: Any) -> httpx.Response:
+        return self.http.post(route, json=body)
+
+    def ok(self, route: str, /, **body: Any) -> dict[str, Any]:
+        answer = self.post(route, **body)
+        assert answer.status_code == 200, (route, answer.status_code, answer.text)
+        return answer.json()
+
+    def result(self, request_id: str, seconds: float = 60.0) -> Any:
+        """The result of a future: a dictionary, or the bytes of a message."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            answer = self.post("retrieve_future", request_id=request_id)
+            if answer.status_code == 408:
+                continue
+            assert answer.status_code == 200, (answer.status_code, answer.text)
+            return answer.json() if answer.headers["content-type"] == "application/json" else answer.content
+        raise AssertionError(f"{request_id} is not done after {seconds} seconds")
+
+    def start(self, base_model: str = "fake", rank: int = 8, model: int = 0, **metadata: str) -> Api:
+        """A session with a model."""
+        if not self.session:
+            created = self.ok("create_session", tags=[], user_metadata=None, sdk_version="0.38.0")
+            self.session = created["session_id"]
+        made = self.ok(
+            "create_model", session_id=self.session, model_seq_id=model, base_model=base_model,
+            lora_config={"rank": rank, "seed": 0}, user_metadata=metadata or None,
+        )  # fmt: skip
+        done = self.result(made["request_id"])
+        assert "error" not in done, done
+        self.model_id, self.seq_id = done["model_id"], 0
+        return self
+
+    def next(self) -> int:
+        self.seq_id += 1
+        return self.seq_id
+
+    def forward_backward_(
+        self,
+        tokens: list[list[int]],
+        *,
+        seq_id: int | None = None,
+        loss_fn: str = "cross_entropy",
+        weights: float = 1.0,
+        names: list[str] | None = None,
+        **headers: str,
+    ) -> httpx.Response:
+        """Datums of these tokens, each of which predicts the next. `names`: sampled sequences whose tokens the last
+        targets are."""
+        body = datums(self.model_id, self.next() if seq_id is None else seq_id, tokens, loss_fn, weights, names)
+        return self.http.post("forward_backward", content=body, headers={**PROTOBUF, **headers})
+
+    def forward_backward(self, tokens: list[list[int]], **options: Any) -> Any:
+        answer = self.forward_backward_(tokens, **options)
+        assert answer.status_code == 200, answer.text
+        return output(self.result(answer.json()["request_id"]))
+
+    def command_(self, kind: str, /, *, seq_id: int | None = None, **body: Any) -> str:
+        number = self.next() if seq_id is None else seq_id
+        return self.ok(kind, model_id=self.model_id, seq_id=number, **body)["request_id"]
+
+    def command(self, kind: str, /, **body: Any) -> dict[str, Any]:
+        return self.result(self.command_(kind, **body))
+
+    def optim_step(self, learning_rate: float = 0.01) -> dict[str, Any]:
+        return self.command("optim_step", adam_params={"learning_rate": learning_rate})
+
+    def sampler(self, number: int) -> str:
+        """A sampling session of the weights of this moment."""
+        return self.command("save_weights_for_sampler", sampling_session_seq_id=number)["sampling_session_id"]
+
+    def sample_(self, sampler: str, seq_id: int, prompt: list[int], n: int = 1, **params: Any) -> dict[str, Any]:
+        return self.ok(
+            "asample", sampling_session_id=sampler, seq_id=seq_id, num_samples=n,
+            prompt={"chunks": [{"type": "encoded_text", "tokens": prompt}]}, sampling_params=params,
+        )  # fmt: skip
+
+    def sample(self, sampler: str, seq_id: int, prompt: list[int], n: int = 1, **params: Any) -> list[list[int]]:
+        return sampled(self.result(self.sample_(sampler, seq_id, prompt, n, **params)["request_id"]))
+
+
+def datums(
+    model_id: str,
+    seq_id: int,
+    tokens: list[list[int]],
+    loss_fn: str = "cross_entropy",
+    weights: float = 1.0,
+    names: list[str] | None = None,
+) -> bytes:
+    request = message("ForwardBackwardRequest")(model_id=model_id, seq_id=seq_id, loss_fn=loss_fn)
+    for index, ids in enumerate(tokens):
+        datum = request.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array(ids[:-1], "<i4").tobytes()
+        _set(datum.loss_fn_inputs["target_tokens"], np.array(ids[1:], "<i8"), 2)
+        _set(datum.loss_fn_inputs["weights"], np.full(len(ids) - 1, weights, "<f4"), 1)
+        if names is not None:
+            run = datum.loss_fn_input_spans.add().sampled_tokens
+            run.sequence_id, run.length = names[index], len(ids) - 1
+            whole = datum.model_input_spans.add().prompt_tokens
+            whole.sequence_id, whole.length = names[index], len(ids) - 1
+    return request.SerializeToString(deterministic=True)
+
+
+def _set(tensor: Any, array: np.ndarray, dtype: int) -> None:
+    tensor.dense, tensor.dtype = array.tobytes(), dtype
+    tensor.shape.extend(array.shape)
+
+
+def output(body: Any) -> Any:
+    """A ForwardBackwardOutput, or the error that came instead of it."""
+    return body if isinstance(body, dict) else message("ForwardBackwardOutput").FromString(body)
+
+
+def sampled(body: Any) -> list[list[int]]:
+    assert not isinstance(body, dict), body
+    return [np.frombuffer(each.tokens, "<i4").tolist() for each in message("SampleResponse").FromString(body).sequences]
