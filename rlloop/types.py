@@ -73,6 +73,15 @@ class ModelInput:
         """Text, at positions 0, 1, 2, ..."""
         return cls(list(token_ids))
 
+    from_ints = from_ids  # as Tinker's types name it
+
+    def to_ints(self) -> list[int]:
+        return self.token_ids
+
+    @property
+    def length(self) -> int:
+        return len(self)
+
     def __len__(self) -> int:
         return len(self.token_ids)
 

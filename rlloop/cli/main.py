@@ -29,6 +29,7 @@ commands:
   parity     compare two definitions of a model: KL, and the first operation that differs
   delta      measure a weight sync from one checkpoint to another
   serve      start a server: engine, relay, trainer, proxy, or the training API
+  shapes     list training shapes: models, accelerators, memory
   doctor     show what this machine can do, and how to get the rest
 """
 
@@ -88,7 +89,10 @@ def _call(module: str, arguments: list[str]) -> int:
     return importlib.import_module(f"rlloop.cli.{module}").main(arguments)
 
 
-NAMES = ("init", "train", "eval", "generate", "verify", "compare", "dashboard", "delta", "doctor", "serve", "parity")
+NAMES = (
+    "init", "train", "eval", "generate", "verify", "compare", "dashboard", "delta", "doctor", "serve", "shapes",
+    "parity",
+)  # fmt: skip
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     name: partial(_call, "serve_options" if name == "serve" else name) for name in NAMES
 }

@@ -38,7 +38,7 @@ def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prep
     `reward`: the function itself, in place of the one that the configuration names.
     """
     loss = loss_of(config)
-    reward = reward or resolve_reward(config.reward)
+    scored = resolve_reward(config.reward) if reward is None else reward
     advantages = advantages_for(config.algorithm, config.rollout.max_tokens, config.rollout.group_size)
     if isinstance(config.rollout.engine, Mapping):
         engine_factory(config.rollout.engine)
@@ -52,7 +52,7 @@ def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prep
     task = resolve({"seed": config.seed, "model_path": config.model.path, **config.task}, "task")
     if missing := lacking(Task, task):
         raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
-    scorer = RewardRunner(reward, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
+    scorer = RewardRunner(scored, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
     return Prepared(task, scorer, advantages, loss)
 
 
