@@ -33,6 +33,11 @@ class ApiProcess:
                 return self
         raise AssertionError("".join(lines))
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """SIGKILL: nothing is written any more."""
         assert self._process is not None
