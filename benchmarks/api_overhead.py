@@ -86,6 +86,7 @@ def main() -> None:
         print(over_http(given.url, given.count))
         return
     count = 30 if given.quick else given.count
+    sys.setswitchinterval(5e-4)  # as `rlloop serve api` has it
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(new_model(SMALL, seed=0), folder / "model")

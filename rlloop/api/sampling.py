@@ -139,7 +139,10 @@ class Samples:
         if body.target_prompt_logprobs is not None:
             targets = body.target_prompt_logprobs.array("target_prompt_logprobs", fill=-1)
         if body.record_stability_info:
-            raise ConfigError("record_stability_info is for stable_reinforce, which this server has not")
+            raise ConfigError(
+                "record_stability_info is for the loss stable_reinforce, whose definition is not published; "
+                "train with another loss (tinker-cookbook's rl_loop: loss_fn=importance_sampling)"
+            )
         return self.core.service.sample(
             body.prompt.model_input(),
             body.num_samples,

@@ -40,7 +40,7 @@ class Listener(socket.socket):
     """For use by one thread. When all connections are in use, a new one replaces the one nearest to its deadline."""
 
     def __init__(self, family: int, most: int | None = None) -> None:
-        super().__init__(family, socket.SOCK_STREAM)
+        super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # by which asyncio knows to set TCP_NODELAY
         self._most = most or min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._open: dict[Key, _Connection] = {}
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
