@@ -26,7 +26,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
-	$(PIP) --editable .
+	$(PIP) --editable '.[dashboard]'
 	touch $@
 
 # Exactly the files of requirements/, by their hashes (scripts/lock.sh); torch is the machine's own build.
@@ -37,8 +37,12 @@ $(VENV)/.ready-dev: $(VENV)/.torch requirements/dev.txt requirements/model.txt
 	touch $@
 
 demo: $(VENV)/.ready
-	$(BIN)/rlloop train --config-name countdown run.dir=$(RUN)
+	@echo "1 of 3  warm start: learns the format from demonstrations; kept in the cache for the next time"
+	@echo "2 of 3  RL at zero KLD: its curve, from the first steps on, by: $(BIN)/rlloop dashboard $(dir $(RUN))"
+	$(BIN)/rlloop train countdown run.dir=$(RUN)
+	@echo "3 of 3  the same demonstrations learned on instead: what RL has to beat"
 	$(BIN)/python -m rlloop.recipes.countdown.report $(RUN)
+	@echo "To see the run: $(BIN)/rlloop dashboard $(RUN)"
 
 # docs/collapse.md. JOBS runs at a time, one thread each, since so small a model gains little from more. Both go on where
 # they were stopped; a run's output is in its .log.

@@ -52,8 +52,8 @@ def main(steps: int = 60) -> list[float]:
         write_tiny(Path(folder))  # or any Hugging Face folder of a family that rlloop knows
         model = rlloop.load_model(folder)
         ids = Tokenizer.from_file(f"{folder}/tokenizer.json").get_vocab()
+        trainer = Trainer(model, TrainerConfig(lr=4e-3))  # updates `model` in place, so the engine has them at once
     engine = rlloop.Engine(model)
-    trainer = Trainer(model, TrainerConfig(lr=4e-3))  # updates `model` in place, so the engine has them at once
     examples_S = [Example(letter, [ids[letter]], letter, data={}) for letter in LETTERS for _ in range(GROUP)]
     group_S = [index // GROUP for index in range(len(examples_S))]
     rewards = []

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from rlloop.models.scoring import token_logprobs
     from rlloop.numerics.profile import NumericsProfile
     from rlloop.rollout import Engine
+    from rlloop.training.clients import SamplingClient, ServiceClient, TrainingClient
+    from rlloop.training.shapes import resolve_training_profile
     from rlloop.types import Completion, Example, ModelInput, RewardResult, SamplingParams
 
 __version__ = "0.1.0"
@@ -47,6 +49,8 @@ _HOMES = {
     "rlloop.models.scoring": ("token_logprobs",),
     "rlloop.numerics.profile": ("NumericsProfile",),
     "rlloop.rollout": ("Engine",),
+    "rlloop.training.clients": ("SamplingClient", "ServiceClient", "TrainingClient"),
+    "rlloop.training.shapes": ("resolve_training_profile",),
     "rlloop.types": ("Completion", "Example", "ModelInput", "RewardResult", "SamplingParams"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -66,9 +70,13 @@ __all__ = [
     "RlloopError",
     "Run",
     "RunError",
+    "SamplingClient",
     "SamplingParams",
+    "ServiceClient",
+    "TrainingClient",
     "load_adapter",
     "load_model",
+    "resolve_training_profile",
     "save_model",
     "token_logprobs",
     "train",

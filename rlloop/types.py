@@ -73,6 +73,15 @@ class ModelInput:
         """Text, at positions 0, 1, 2, ..."""
         return cls(list(token_ids))
 
+    from_ints = from_ids  # as Tinker's types name it
+
+    def to_ints(self) -> list[int]:
+        return self.token_ids
+
+    @property
+    def length(self) -> int:
+        return len(self)
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
@@ -284,6 +293,7 @@ class Recomputed:
     logprobs: Sequence[np.ndarray]  # float32, of the distribution sampled from
     raw_logprobs: Sequence[np.ndarray] | None = None  # float32, as in `Completion`; None: not computed
     redrawn: Sequence[np.ndarray] | None = None  # int64: the tokens that the seeds draw; −1, None: none drawn
+    entropies: Sequence[np.ndarray] | None = None  # float32, of the distributions sampled from; None: not kept
 
 
 @dataclass(frozen=True)

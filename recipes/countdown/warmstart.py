@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from rlloop.loop.step_data import completion_seed
 from rlloop.models import load_model, new_model, save_model
 from rlloop.rewards.countdown import countdown_reward
 from rlloop.rollout import Engine
+from rlloop.runs.console import clock
 from rlloop.trainer import Trainer, TrainSequence
 from rlloop.types import SamplingParams
 
@@ -112,12 +114,15 @@ class Supervised:
 
     def learn(self, max_steps: int, stop_at: float | None, say: Say) -> Curve:
         """Go on to `max_steps` in all, or to the first evaluation that reaches `stop_at`."""
-        points = []
+        points, first, began = [], self.steps, time.monotonic()
+        most = "" if stop_at is None else "at most "
         while self.steps < max_steps:
             self.step()
             if self.steps % self.settings.eval_every == 0 or self.steps == max_steps:
                 points.append((self.steps, self.pass_at_1(self.settings.eval_draws)))
-                say(f"step {self.steps}  pass@1 {points[-1][1]:.3f}")
+                left = (time.monotonic() - began) / (self.steps - first) * (max_steps - self.steps)
+                goal = "" if stop_at is None else f" of {stop_at:g}, which ends it"
+                say(f"step {self.steps}/{max_steps}  pass@1 {points[-1][1]:.3f}{goal}  {most}{clock(left)} left")
                 if stop_at is not None and points[-1][1] >= stop_at:
                     break
         return Curve(points)

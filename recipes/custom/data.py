@@ -1,10 +1,12 @@
-"""Rows from a JSONL file or a `datasets` dataset, and which of them are held out."""
+"""Rows from files or a `datasets` dataset, and which of them are held out."""
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import numpy as np
 from rlloop.errors import ConfigError
 
 Row = dict[str, Any]
-Rows = Sequence[tuple[int, Row]]  # with each one's number in its file or dataset, from 1
+# With each one's number in its file or dataset, from 1; where there are several files, with the file's name.
+Rows = Sequence[tuple[int | str, Row]]
 SHOWN = 5  # rows that a list of problems names
 
 
@@ -83,8 +86,8 @@ def read_rows(data: DataSection) -> tuple[Rows, Rows]:
         rows = JsonLines(Path(data.path), "data.path")
         held_out = None if data.eval_path is None else JsonLines(Path(data.eval_path), "data.eval_path")
     elif data.format == "jsonl":
-        rows = read_jsonl(Path(data.path), "data.path")
-        held_out = None if data.eval_path is None else read_jsonl(Path(data.eval_path), "data.eval_path")
+        rows = read_files(data.path, "data.path")
+        held_out = None if data.eval_path is None else read_files(data.eval_path, "data.eval_path")
     else:
         rows = read_dataset(data.path, data.name, data.split, "data.path")
         held_out = None
@@ -141,9 +144,9 @@ class Problems:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self._by_kind: dict[str, list[tuple[int, RowProblem]]] = {}
+        self._by_kind: dict[str, list[tuple[int | str, RowProblem]]] = {}
 
-    def add(self, number: int, problem: RowProblem) -> None:
+    def add(self, number: int | str, problem: RowProblem) -> None:
         self._by_kind.setdefault(problem.kind, []).append((number, problem))
 
     def raise_any(self, rows: int) -> None:
@@ -161,25 +164,88 @@ class Problems:
         raise ConfigError("\n".join(lines))
 
 
-def read_jsonl(path: Path, key: str) -> Rows:
-    """One JSON object a line; empty lines are skipped."""
-    if not path.is_file():
-        raise ConfigError(f"{key} is {str(path)!r}, and there is no such file; it must be a JSONL file")
-    lines = enumerate(path.read_bytes().splitlines(), start=1)
-    rows = [(number, parse_line(line, path, number)) for number, line in lines if line.strip()]
-    if not rows:
-        raise ConfigError(f"{key} {str(path)!r} has no rows")
+def read_files(path: str, key: str) -> Rows:
+    """The rows of a file, by its ending (`READERS`; any other is JSONL), or of all files that a glob such as
+    `data/*.jsonl` matches, in the order of their names."""
+    files = [Path(path)]
+    if not files[0].exists() and any(mark in path for mark in "*?["):
+        files = [Path(name) for name in sorted(glob(path, recursive=True)) if Path(name).is_file()]  # noqa: PTH207
+    if not files or not all(file.is_file() for file in files):
+        folder = f"a folder; name its files, as in {path}/*.jsonl" if Path(path).is_dir() else None
+        raise ConfigError(
+            f"{key} is {path!r}, {folder}" if folder else f"{key} is {path!r}, and there is no such file; it must be a "
+            f"JSONL file, another of {', '.join(READERS)}, or a glob"
+        )  # fmt: skip
+    rows = list[tuple[int | str, Row]]()
+    for file in files:
+        own = READERS.get(file.suffix.lower(), read_jsonl)(file)
+        if not own:
+            raise ConfigError(f"{key} {str(file)!r} has no rows")
+        rows += list(own) if len(files) == 1 else [(f"{number} of {file}", row) for number, row in own]
     return rows
 
 
+def read_jsonl(path: Path) -> Rows:
+    """One JSON object a line; empty lines are skipped."""
+    lines = enumerate(path.read_bytes().splitlines(), start=1)
+    return [(number, parse_line(line, path, number)) for number, line in lines if line.strip()]
+
+
 def parse_line(line: bytes, path: Path, number: int) -> Row:
+    where = f"{path}, line {number},"
+    return _row(_parsed(line, where), where)
+
+
+def read_json(path: Path) -> Rows:
+    """A list of objects, or an object with one list of them."""
+    content = _parsed(path.read_bytes(), str(path))
+    lists = [value for value in content.values() if isinstance(value, list)] if isinstance(content, dict) else [content]
+    if len(lists) != 1 or not isinstance(lists[0], list):
+        raise ConfigError(f"{path} must be a JSON list of objects, or an object with one such list")
+    return [(number, _row(row, f"{path}, row {number},")) for number, row in enumerate(lists[0], start=1)]
+
+
+def read_csv(path: Path) -> Rows:
+    """A header and rows; values are strings. The separator of .tsv is a tab, else a comma."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        try:
+            rows = list(enumerate(reader, start=1))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}, line {reader.line_num}, is not CSV: {error}") from None
+    for number, row in rows:
+        if None in row or None in row.values():
+            raise ConfigError(f"{path}, row {number}, has not the {len(reader.fieldnames or ())} fields of the header")
+    return list(rows)
+
+
+def read_parquet(path: Path) -> Rows:
     try:
-        row = json.loads(line)
+        from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports] - an extra
+    except ImportError:
+        raise ConfigError(f"{path} needs the package pyarrow: pip install 'rlloop[parquet]'") from None
+    try:
+        return list(enumerate(parquet.read_table(path).to_pylist(), start=1))
+    except (OSError, ArrowException) as error:
+        raise ConfigError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet
+}  # fmt: skip
+
+
+def _parsed(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{path}, line {number}, is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{path}, line {number}, is a JSON {type(row).__name__}; each line must be an object")
-    return row
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} is a JSON {type(value).__name__}; each must be an object")
+    return value
 
 
 def read_dataset(path: str, name: str | None, split: str, key: str) -> Rows:

@@ -12,7 +12,7 @@ from rlloop.errors import ConfigError
 
 from .data import Row, parse_line
 
-Numbered = tuple[int, Row]  # a row with its number in its file, from 1
+Numbered = tuple[int | str, Row]  # a row with its number in its file, from 1
 
 
 class JsonLines(Sequence[Numbered]):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from rlloop.cli.parser import new_parser
 from rlloop.errors import ConfigError
 from rlloop.runs.alerts import Condition, check_webhook
 
@@ -72,13 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlloop dashboard",
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("dashboard", ABOUT, EXAMPLES)
     parser.add_argument("runs", type=Path, nargs="?", metavar="RUNS_DIR", help="a folder of runs, or one run's folder")
     parser.add_argument("--demo", action="store_true", help="show recorded runs; one of them is replayed as if live")
     parser.add_argument("--port", type=int, default=8642, help="0 picks a free one (default: %(default)s)")

@@ -11,7 +11,7 @@ from rlloop.errors import ConfigError
 DOCTOR = """\
 Show what this machine can do (ok) and cannot do (--), and how to get the rest: zero KLD (equal bits) by dtype and
 device, optional packages, vLLM. The first call compiles kernels. Exit code: 0, or 1 if the CPU or a GPU does not hold
-zero KLD.
+zero KLD. --compile compiles them, and does nothing else.
 
 With --model and --gpus: the layouts over so many GPUs in which training this model fits, and the memory of a rank by
 part, predicted from config.json. Exit code: 0, or 1 if none fits.
@@ -26,6 +26,9 @@ example:
 
 def main(arguments: Sequence[str]) -> int:
     parser = new_parser("doctor", DOCTOR, DOCTOR_EXAMPLES)
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the CPU kernels now, on all cores, so that no run waits for it"
+    )
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="predict memory for this model; needs --gpus")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to lay it over")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of one GPU (default: this machine's)")
@@ -37,6 +40,11 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     if (given.model is None) != (given.gpus is None):
         raise ConfigError("--model and --gpus belong together, as in --model my-model --gpus 8")
+    if given.compile:
+        from rlloop.launch.kernels import compile_kernels
+
+        print(f"ok  kernels: compiled in {compile_kernels(('float32', 'bfloat16')):.0f} s, in float32 and bfloat16")
+        return 0
     if given.model is None:
         from rlloop.cli.machine_check import examine
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from rlloop import __version__
+from rlloop.cli.parser import COMPLETING, Parser, completed_command
 from rlloop.errors import RlloopError
 
 OVERVIEW = """\
@@ -28,6 +29,7 @@ commands:
   parity     compare two definitions of a model: KL, and the first operation that differs
   delta      measure a weight sync from one checkpoint to another
   serve      start a server: engine, relay, trainer, proxy, or the training API
+  shapes     list training shapes: models, accelerators, memory
   doctor     show what this machine can do, and how to get the rest
 """
 
@@ -65,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    if (completed := completed_command(NAMES)) is not None:
+        return COMMANDS[completed]([])
+    parser = Parser(
         prog="rlloop",
         usage="rlloop [-h] [--version] COMMAND ...",
         description=OVERVIEW,
@@ -74,7 +78,7 @@ def _dispatch(arguments: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"rlloop {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
-    if not arguments:
+    if not arguments and COMPLETING not in os.environ:
         parser.print_help()
         return 2
     chosen = parser.parse_args(arguments[:1])
@@ -85,7 +89,10 @@ def _call(module: str, arguments: list[str]) -> int:
     return importlib.import_module(f"rlloop.cli.{module}").main(arguments)
 
 
-NAMES = ("train", "verify", "compare", "dashboard", "delta", "doctor", "serve", "parity")
+NAMES = (
+    "init", "train", "eval", "generate", "verify", "compare", "dashboard", "delta", "doctor", "serve", "shapes",
+    "parity",
+)  # fmt: skip
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     name: partial(_call, "serve_options" if name == "serve" else name) for name in NAMES
 }

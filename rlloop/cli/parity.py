@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlloop.cli.parser import new_parser
 from rlloop.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -52,13 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlloop parity",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("parity", DESCRIPTION, EXAMPLES)
     parser.add_argument("a", metavar="A", help="takes the engine's part in the formulas")
     parser.add_argument("b", metavar="B", help="takes the trainer's part")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of models (default: %(default)s)")

@@ -1,16 +1,79 @@
-"""The parser that the commands share."""
+"""The parser that the commands share, and what a shell completes in it.
+
+`eval "$(register-python-argcomplete rlloop)"` switches completion on in bash and zsh.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+COMPLETING = "_ARGCOMPLETE"  # of the environment: a shell asks for completions; number of words before the arguments
 
 
-def new_parser(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that answers a shell's request for completions before it parses."""
+
+    _answering = False  # argcomplete parses the words so far with this same parser
+
+    def parse_known_args(self, *given: Any, **settings: Any) -> Any:
+        self._answer()
+        return super().parse_known_args(*given, **settings)
+
+    def parse_known_intermixed_args(self, *given: Any, **settings: Any) -> Any:
+        self._answer()  # before this hides the positional arguments
+        return super().parse_known_intermixed_args(*given, **settings)
+
+    def _answer(self) -> None:
+        """Print completions and end the process, where a shell asks for them."""
+        if COMPLETING in os.environ and not self._answering:
+            import argcomplete  # pyright: ignore[reportMissingImports]
+
+            self._answering = True
+            argcomplete.autocomplete(self, always_complete_options="long")
+
+
+def new_parser(command: str, description: str, epilog: str = "") -> Parser:
     """A parser of `rlloop COMMAND`, whose texts stay as they are laid out. Options cannot be abbreviated."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=f"rlloop {command}",
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def completed_command(names: Sequence[str]) -> str | None:
+    """The command in whose arguments a shell wants completions; None: none is written yet, or no shell asks."""
+    words = os.environ.get("COMP_LINE", "").split(" ")
+    if COMPLETING not in os.environ or len(words) < 3 or words[1] not in names:
+        return None
+    os.environ[COMPLETING] = "2"  # of `rlloop COMMAND`
+    return words[1]
+
+
+def recipe_names(prefix: str, **_: Any) -> list[str]:
+    from rlloop import recipes
+
+    return list(recipes.available())
+
+
+def settings(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    """Keys of the named recipe as `key=`, and the entries of a group; before a recipe is named, the recipes."""
+    from rlloop.errors import RlloopError
+    from rlloop.launch.compose import choices_of, compose_recipe, flat_keys
+
+    named = [text for text in parsed_args.overrides or [] if "=" not in text]
+    recipe = parsed_args.config_name or (named[0] if named else None)
+    if recipe is None:
+        return recipe_names(prefix)
+    key, is_value, _value = prefix.partition("=")
+    if is_value:
+        return [f"{key}={choice}" for choice in choices_of(key)]
+    try:
+        return [f"{key}=" for key in flat_keys(compose_recipe(recipe, []))]
+    except RlloopError:
+        return []

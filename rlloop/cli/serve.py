@@ -10,7 +10,6 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -97,7 +96,7 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     if given.threads is not None:
         torch.set_num_threads(given.threads)
     layout = layout_of(given.layout)
-    lora = _followed_adapter(given, layout)
+    lora, adapters = _followed_adapter(given, layout), _named_adapters(given, layout)
     if layout.world_size > 1:
         if given.engine is not EngineKind.embedded:
             raise ConfigError(f"--layout is for --engine embedded; vLLM has ranks of its own, not {given.layout}")
@@ -105,9 +104,14 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     else:
         model = load_model(given.model, dtype=given.dtype, device=given.device)
         model = model if lora is None else with_lora(model, lora, seed=0)
-        make = Engine if given.engine is EngineKind.embedded else partial(vllm.build, given.engine)
-        engine = make(model, **settings_of(given))
+        if given.engine is EngineKind.embedded:
+            room = {"adapter_slots": given.adapter_slots, "adapter_rank": given.adapter_rank}
+            engine = Engine(model, **settings_of(given), **room)
+        else:
+            engine = vllm.build(given.engine, model, **settings_of(given))
     service = EngineService(engine, max_waiting=given.max_waiting)
+    for name, folder in adapters.items():
+        service.load_adapter(name, folder)
     follower = None
     if source is not None and store is not None:
         target = LiveTarget(named_weights(model).items(), engine.set_version, service.change_weights)
@@ -129,6 +133,21 @@ def _followed_adapter(given: argparse.Namespace, layout: Layout) -> LoraSection 
     from rlloop.config.run import LoraSection
 
     return LoraSection(rank=given.lora_rank, targets=given.lora_targets)
+
+
+def _named_adapters(given: argparse.Namespace, layout: Layout) -> dict[str, Path]:
+    """The folders of `--adapter` by name."""
+    folders: dict[str, Path] = {}
+    for text in given.adapter:
+        name, _, folder = text.partition("=")
+        if not name or not folder or name == given.model_name:
+            raise ConfigError(f"--adapter is {text!r}; it must be NAME=FOLDER, of another name than the base's")
+        folders[name] = Path(folder)
+    if folders and (given.engine is not EngineKind.embedded or layout.world_size > 1):
+        raise ConfigError("--adapter is for --engine embedded on one rank; leave --engine and --layout out")
+    if given.adapter_root is not None and not given.adapter_root.is_dir():
+        raise ConfigError(f"--adapter-root {given.adapter_root} is no folder")
+    return folders
 
 
 def _serve_member(
@@ -157,6 +176,7 @@ def _serve_member(
         follower=follower,
         lifespan=None if joining is None else joining.lifespan,
         beside=beside,
+        adapter_root=getattr(given, "adapter_root", None),
     )
 
     def announce(url: str) -> None:

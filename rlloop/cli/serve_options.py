@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlloop.cli.parser import Parser
 from rlloop.config.rollout import EngineKind
 from rlloop.web import TOKEN_VARIABLE
 
@@ -70,9 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a kind of server, with its name as `kind`."""
-    parser = argparse.ArgumentParser(
-        prog="rlloop serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="rlloop serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="engine|relay|trainer|proxy|api")
     added = {
         "engine": _engine_options, "relay": _relay_options, "trainer": _trainer_options, "proxy": _proxy_options,
@@ -128,6 +127,16 @@ def _engine_options(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--lora-targets", nargs="+", default=["all-linear"], metavar="NAME", help="the trainer's model.lora.targets"
     )
+    options.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME=FOLDER",
+        help="load this PEFT folder; clients name it as their model; may be given several times",
+    )  # fmt: skip
+    options.add_argument(
+        "--adapter-root", type=Path, metavar="FOLDER",
+        help="clients may have adapters under this folder loaded, by /v1/load_lora_adapter; default: none",
+    )  # fmt: skip
+    options.add_argument("--adapter-slots", type=int, default=8, help="adapters that may run at once; more wait")
+    options.add_argument("--adapter-rank", type=int, default=64, help="largest rank of an adapter")
     options.add_argument("--page-size", type=int, default=16, help="tokens of a page of the key-value cache")
     options.add_argument("--max-batch-tokens", type=int, default=8192, help="tokens computed in one step, at most")
     options.add_argument("--max-cache-tokens", type=int, help="tokens in the key-value cache; default: as many as fit")

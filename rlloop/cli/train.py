@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlloop.cli.parser import new_parser
+from rlloop.cli.parser import new_parser, recipe_names, settings
 from rlloop.errors import ConfigError, RlloopError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ examples:
   rlloop train countdown trainer.num_steps=200 seed=1 run.dir=runs/mine
   rlloop train countdown -m seed=0,1,2            three runs, one after the other
   rlloop train countdown --cfg job                print the whole configuration
+  rlloop train countdown --dry-run                build everything, and take no step
 """
 
 TRAIN = """\
@@ -38,20 +39,23 @@ Exit codes: 0 done, 1 failed during the run, 2 refused before it, 3 engine and t
 
 def main(arguments: Sequence[str]) -> int:
     parser = new_parser("train", TRAIN, TRAIN_EXAMPLES + "\n" + _listed_recipes())
-    parser.add_argument(
-        "--config-name", "-cn", metavar="NAME", help="recipe: NAME, or NAME/VARIANT; may also stand first"
+    named = parser.add_argument(
+        "--config-name", "-cn", metavar="NAME", help="recipe: NAME, NAME/VARIANT or a YAML file; may also stand first"
     )
+    named.completer = recipe_names  # type: ignore[attr-defined]
     parser.add_argument("--multirun", "-m", action="store_true", help="run every combination of key=a,b,c")
     parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed configuration and exit")
+    parser.add_argument("--dry-run", action="store_true", help="build everything, take no step, write nothing")
     parser.add_argument("--resolve", action="store_true", help="with --cfg: resolve interpolations")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
+    changed = parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
+    changed.completer = settings  # type: ignore[attr-defined]
     given = parser.parse_intermixed_args(arguments)
     if given.config_name is None:
-        named = next((text for text in given.overrides if "=" not in text and not text.startswith("~")), None)
-        if named is None:
+        words = [text for text in given.overrides if "=" not in text and not text.startswith("~")]
+        if not words:
             raise ConfigError(f"no recipe is named, as in `rlloop train NAME key=value`\n{_listed_recipes()}")
-        given.overrides.remove(named)
-        given.config_name = named
+        given.config_name = words[0]
+        given.overrides.remove(words[0])
 
     from rlloop.launch.compose import compose_recipe, expand_sweep
 
@@ -62,6 +66,14 @@ def main(arguments: Sequence[str]) -> int:
         for name, overrides in jobs:
             print(f"# {name}\n" if name else "", end="")
             print(OmegaConf.to_yaml(compose_recipe(given.config_name, overrides), resolve=given.resolve), end="")
+        return 0
+    if given.dry_run:
+        from rich.console import Console
+
+        from rlloop.launch.rehearsal import rehearse
+
+        for job in _make_jobs(given.config_name, jobs):
+            rehearse(job, Console())
         return 0
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return _run_jobs(_make_jobs(given.config_name, jobs))

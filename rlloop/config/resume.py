@@ -19,6 +19,7 @@ RESUMABLE = (
     "ray.",
     "trainer.layout.",
     "trainer.shard",
+    "trainer.offload",
     "rollout.layout.",
     "trainer.num_steps",
     "certificate.",

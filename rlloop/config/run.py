@@ -312,8 +312,9 @@ class RunConfig:
             return
         with_rank = f"with model.lora.rank={self.model.lora.rank}"
         require(
-            "rollout.engine", self.rollout.engine, self.rollout.engine == EngineKind.embedded, f"embedded {with_rank}"
-        )
+            "rollout.engine", self.rollout.engine, self.rollout.engine in (EngineKind.embedded, EngineKind.vllm),
+            f"embedded or vllm {with_rank}",
+        )  # fmt: skip
         if self.rollout.drift.declared:
             raise ConfigError(f"rollout.drift rounds all weights, most of them frozen {with_rank}; leave it out")
         require(

@@ -62,8 +62,8 @@ def _kl(title: str, metric: str, about: str, threshold: float = 1e-9) -> Panel:
 
 
 HELD_OUT = {
-    "eval/solved": "held out", "eval/reward": "held out", "eval/engine_solved": "held out, engine",
-    "eval/engine_reward": "held out, engine", "reward/solved": "training", "reward/mean": "training",
+    "eval/solved": "held out", "eval/reward": "held out", "eval/engine_solved": "engine",
+    "eval/engine_reward": "engine", "reward/solved": "training", "reward/mean": "training",
 }  # fmt: skip
 
 SECTIONS: tuple[Section, ...] = (

@@ -20,10 +20,14 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Any], run: Run) -> None:
         self.callbacks, self.run = check_callbacks(callbacks), run
+        self._started = False
         self.reason: str | None = None  # text: who stopped the run, and when
 
     def start(self) -> None:
-        self._each("on_start", self.run)
+        """Once, also where the loop starts again after the death of a rank."""
+        if not self._started:
+            self._started = True
+            self._each("on_start", self.run)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         for callback in self.callbacks:

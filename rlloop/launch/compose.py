@@ -17,6 +17,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ from rlloop.config.fleet import FleetConfig, FleetKind
 from rlloop.config.run import RunConfig
 from rlloop.config.tasks import REWARDS, TASKS
 from rlloop.errors import ConfigError
+from rlloop.launch.inherit import inherited
 
 FREE = (
     "task",
@@ -133,8 +135,14 @@ def as_container(config: DictConfig) -> dict[str, Any]:
 
 def _compose(folder: Path, stem: str, overrides: Sequence[str]) -> DictConfig:
     chosen, rest, of_task = _chosen_task(folder, overrides)
+    merged = inherited(folder / f"{stem}.yaml")
+    beside = []
+    if merged is not None:
+        for stem, node in merged.nodes.items():
+            _store.store(name=stem, node=node)
+        beside = [f"hydra.searchpath=[{','.join(f'file://{each}' for each in merged.folders[1:])}]"]
     with initialize_config_dir(str(folder), version_base="1.3"):
-        composed = compose(stem, [_opened(override) for override in rest])
+        composed = compose(stem, [*(_opened(override) for override in rest), *beside])
     if OmegaConf.get_type(composed) is not RunConfig:
         raise ConfigError(
             f"{folder / stem}.yaml does not begin with `defaults: [rlloop, ...]`, so its keys are not rlloop's"
@@ -226,7 +234,7 @@ def _refuse_added(node: DictConfig, path: str = "") -> None:
     schema = OmegaConf.get_type(node)
     for name in map(str, node):
         if is_dataclass(schema) and name not in {field.name for field in fields(schema)}:
-            known = _flat_keys(OmegaConf.structured(RunConfig))
+            known = flat_keys(OmegaConf.structured(RunConfig))
             raise ConfigError(f"'+{path}{name}': there is no key {path}{name}" + _nearest(f"{path}{name}", known))
         inner = None if OmegaConf.is_missing(node, name) else node._get_node(name)
         if isinstance(inner, DictConfig) and not inner._is_none() and not inner._is_interpolation():
@@ -272,7 +280,7 @@ def _explain(error: Exception, folder: Path, stem: str, overrides: Sequence[str]
         return _explain_key(key, folder, stem, overrides)
     override = next((text for text in overrides if key and text.lstrip("+").startswith(f"{key}=")), None)
     if override is not None and "is not a subclass of" in str(cause):
-        inner = [name for name in _flat_keys(_compose(folder, stem, [])) if name.rpartition(".")[0] == key]
+        inner = [name for name in flat_keys(_compose(folder, stem, [])) if name.rpartition(".")[0] == key]
         return f"{override!r}: {key} is a section, and its keys are set one by one: {', '.join(inner)}"
     return f"{override or folder / f'{stem}.yaml'}: {_first_lines(cause)}"
 
@@ -294,9 +302,9 @@ def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) ->
     )
     if override is None:
         return f"{folder / stem}.yaml: there is no key {key}" + _nearest(
-            key, _flat_keys(OmegaConf.structured(RunConfig))
+            key, flat_keys(OmegaConf.structured(RunConfig))
         )
-    known = _flat_keys(_compose(folder, stem, []))
+    known = flat_keys(_compose(folder, stem, []))
     parent = key.rpartition(".")[0]
     if is_free(parent):
         near = difflib.get_close_matches(key, [name for name in known if name.rpartition(".")[0] == parent], n=1)
@@ -322,14 +330,24 @@ def _nearest(key: str, known: list[str]) -> str:
     return f"; {there_are}"
 
 
-def _flat_keys(config: DictConfig, prefix: str = "") -> list[str]:
+def choices_of(key: str) -> list[str]:
+    """The entries of rlloop's own groups, and the values of an enumerated key; none for other keys."""
+    if key in GROUPS:
+        return sorted(PRESETS) if key == "algorithm" else [kind.value for kind in FleetKind]
+    if key == "task":
+        return sorted(TASKS)
+    node = OmegaConf.select(OmegaConf.structured(RunConfig), key)
+    return [member.value for member in type(node)] if isinstance(node, Enum) else []
+
+
+def flat_keys(config: DictConfig, prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name in config:
         path = f"{prefix}{name}"
         node = None if OmegaConf.is_missing(config, name) else config._get_node(str(name))
         keys.append(path)
         if isinstance(node, DictConfig) and not node._is_none():
-            keys += _flat_keys(node, f"{path}.")
+            keys += flat_keys(node, f"{path}.")
     return keys
 
 

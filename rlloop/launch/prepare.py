@@ -13,6 +13,7 @@ from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import ConfigError, ModelError
 from rlloop.launch.workers import engine_factory
 from rlloop.loop.parts import Advantages
+from rlloop.models.config import how_to_fetch
 from rlloop.models.weights import usable_device
 from rlloop.numerics.implementations import batch_invariant, check_outside, is_outside
 from rlloop.protocols import Task
@@ -37,7 +38,7 @@ def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prep
     `reward`: the function itself, in place of the one that the configuration names.
     """
     loss = loss_of(config)
-    reward = reward or resolve_reward(config.reward)
+    scored = resolve_reward(config.reward) if reward is None else reward
     advantages = advantages_for(config.algorithm, config.rollout.max_tokens, config.rollout.group_size)
     if isinstance(config.rollout.engine, Mapping):
         engine_factory(config.rollout.engine)
@@ -45,15 +46,13 @@ def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prep
     for key in ("path", "reference_path"):
         path = getattr(config.model, key)
         if path is not None and not (Path(path) / "config.json").is_file():
-            raise ModelError(
-                f"model.{key} is {path!r}, without a config.json; it must be a Hugging Face checkpoint folder"
-            )
+            raise ModelError(f"model.{key} is {path!r}, without a config.json; {how_to_fetch(path)}")
     usable_device(config.device)
     check_kernels(config)
     task = resolve({"seed": config.seed, "model_path": config.model.path, **config.task}, "task")
     if missing := lacking(Task, task):
         raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
-    scorer = RewardRunner(reward, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
+    scorer = RewardRunner(scored, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
     return Prepared(task, scorer, advantages, loss)
 
 

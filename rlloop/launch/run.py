@@ -20,6 +20,7 @@ from rlloop.config.fleet import FleetKind
 from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ParityError, RlloopError
 from rlloop.launch.callbacks import Callbacks
+from rlloop.launch.kernels import compile_if_new
 from rlloop.launch.layouts import check_launch
 from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
@@ -73,6 +74,8 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
         check_launch(job.config, 1 if leader is None else leader.here.size)
         prepared = prepare(job.config, job.reward)
         stack.callback(prepared.scorer.close)
+        if job.config.device == "cpu":
+            compile_if_new(job.config.model.dtype, say)
         folder = stack.enter_context(RunFolder(job.folder))
         config_digest = folder.adopt(job.plain)
         attest = Attestor(job.config.certificate, folder.path, folder.log)
@@ -86,7 +89,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             while finished is None:
                 certificate = Certificate(folder.parity, attest)
                 certificate.note(config=config_digest)
-                builder = _builder(job.config) if leader is None else leader.parts
+                builder = builder_of(job.config) if leader is None else leader.parts
                 try:
                     finished = _drive(job, prepared, builder, folder, certificate, interrupts, callbacks, console)
                 except RankFailed as failure:
@@ -133,7 +136,7 @@ def _ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Abst
 BUILDERS: dict[Launch, Builder] = {Launch.local: local_parts, Launch.ray: _ray_parts}
 
 
-def _builder(config: RunConfig) -> Builder:
+def builder_of(config: RunConfig) -> Builder:
     if config.fleet.kind is FleetKind.regions:
         from rlloop.launch.regions import region_parts  # brings the servers' packages, an extra
 

@@ -121,6 +121,10 @@ class EnvironmentSteps:
 
     def end(self, environment: Any) -> Future[None]:
         """Close an environment, within `timeout`. What goes wrong stays in the future."""
+        if self._closed:
+            ended: Future[None] = Future()
+            ended.set_result(None)
+            return ended
         if self._loop is None:
             self._loop = EventLoop()
 

@@ -66,7 +66,9 @@ class Recorder:
         with self.timed("record"):
             outcomes = ["trained"] * len(trained) + [why for _, why in untrained]
             scored = [*recomputed.logprobs, *[None] * len(untrained)]
-            rows = rollout_rows([*trained, *others], outcomes, scored, self.monitor.fingerprints["engine"])
+            entropies = recomputed.entropies or ()  # of those that are trained, which stand first
+            digest = self.monitor.fingerprints["engine"]
+            rows = rollout_rows([*trained, *others], outcomes, scored, digest, entropies)
             self.monitor.certificate.note(rollouts=self.folder.write_rollouts(step, rows))
             for observer in self.observers:
                 if isinstance(observer, SampleObserver):

@@ -76,6 +76,11 @@ class AdapterRegistry:
     def names(self) -> list[str]:
         return sorted(self._newest)
 
+    @property
+    def versions(self) -> dict[str, int]:
+        """The newest version of each, by name; may be asked from any thread."""
+        return {name: each.version for name, each in sorted(self._newest.items())}
+
     def get(self, name: str) -> LoadedAdapter:
         """Raises `ConfigError` for a name that is not here."""
         if name not in self._newest:

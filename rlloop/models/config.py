@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,17 @@ FIXED: dict[str, Any] = {
 FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
+def how_to_fetch(path: str | Path) -> str:
+    """What to give instead of a model that is not here: for a name such as Qwen/Qwen3-0.6B, how to fetch it."""
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not Path(path).exists():
+        local = str(path).partition("/")[2]
+        return (
+            f"if it is a model of the Hugging Face Hub, fetch it: `hf download {path} --local-dir {local}` (hf is "
+            f"of the package huggingface_hub), and give {local}"
+        )
+    return "give a Hugging Face checkpoint folder"
+
+
 def read_config(folder: str | Path) -> ModelConfig:
     """The configuration of a Hugging Face folder. Its generation_config.json, if any, names the end-of-sequence tokens.
 
@@ -35,7 +47,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise ModelError(f"model folder {path} does not exist; give a Hugging Face checkpoint folder")
+        raise ModelError(f"model folder {path} does not exist; {how_to_fetch(path)}")
     if (path / "adapter_config.json").is_file():
         raise ModelError(
             f"{path} holds an adapter (adapter_config.json), which would not be applied; merge it into the weights, or "

@@ -34,21 +34,25 @@ class RewardModel:
         url: str,
         model_path: str,
         *,
+        model: str = "rlloop",
         verdict: str | None = None,
         solved_at: float | None = None,
         timeout: float = 60.0,
         retries: int = 3,
         token_env: str | None = None,
     ) -> None:
-        """`url`: of the server; `model_path`: its folder, for the tokenizer. `verdict`: as `task.verdict` in training.
-        `solved_at`: the reward that counts as solved; None: none does, for the reward has no natural zero."""
+        """`url`: of the server, and `model` its --model-name. `model_path`: its folder, for the tokenizer.
+
+        `verdict`: as `task.verdict` in training. `solved_at`: the reward that counts as solved; None: none does, for
+        the reward has no natural zero.
+        """
         from rlloop.models.config import read_config  # imports torch
 
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"reward.url is {url!r}; it must begin with http:// or https://")
         if token_env is not None and token_env not in os.environ:
             raise ConfigError(f"reward.token_env names {token_env!r}, and that environment variable is not set")
-        self.url, self._retries, self._solved_at = url.rstrip("/"), retries, solved_at
+        self.url, self._model, self._retries, self._solved_at = url.rstrip("/"), model, retries, solved_at
         eos = read_config(Path(model_path)).eos_token_ids
         if not eos:
             raise ConfigError(f"{model_path} has no end-of-sequence token, with which a judged completion ends")
@@ -79,7 +83,7 @@ class RewardModel:
             await client.aclose()
 
     async def _scored(self, client: httpx.AsyncClient, ids: list[int]) -> Any:
-        body = {"prompt": ids, "max_tokens": 0, "prompt_logprobs": 0, "temperature": 1.0}
+        body = {"model": self._model, "prompt": ids, "max_tokens": 0, "prompt_logprobs": 0, "temperature": 1.0}
         response = await client.post(f"{self.url}/v1/completions", json=body)
         if response.status_code == httpx.codes.BAD_REQUEST:
             raise ConfigError(f"{self.url} refuses a completion of {len(ids)} tokens: {response.text:.300}")

@@ -157,6 +157,11 @@ class AlertSink:
         """The conditions. Raises `ConfigError` for what cannot be watched or posted."""
         check_webhook(webhook)
         conditions = [Condition.parse(text) for text in ([when] if isinstance(when, str) else when)]
+        if any(each.metric is None and each.silent is None for each in conditions):
+            raise ConfigError(
+                "sinks.alerts.when has `failed`, which a run that was killed cannot tell; let the dashboard send it: "
+                "rlloop dashboard RUNS_DIR --alert failed --webhook URL"
+            )
         if not conditions:
             raise ConfigError("sinks.alerts.when is empty; give conditions, as when=['eval/solved < 0.1', 'silent 10']")
         return conditions

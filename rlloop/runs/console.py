@@ -104,7 +104,7 @@ def print_summary(console: Console, folder: Path, summary: Mapping[str, Any]) ->
         title=f"{folder}: {summary['status']} at step {summary['step']}", show_header=False, title_justify="left"
     )
     table.add_column(style="bold")
-    table.add_column(overflow="fold")  # paths must not be cut
+    table.add_column(overflow="fold")
     graded = summary["eval/reward"] != summary["eval/solved"]  # else it is pass@1 again
     courses = {"eval/solved": "pass@1, held-out", "eval/reward": "reward, held-out", "reward/mean": "reward, training"}
     for name, label in courses.items():
@@ -115,9 +115,9 @@ def print_summary(console: Console, folder: Path, summary: Mapping[str, Any]) ->
     table.add_row("tokens that differ", f"{parity['tokens_different']:,} of {parity['tokens']:,}")
     table.add_row("completions", ", ".join(f"{count:,} {name}" for name, count in ledger.items() if count))
     table.add_row("time in steps", clock(summary["seconds"]))
-    table.add_row("curve", str(folder / "curve.png"))
-    table.add_row("records", f"{folder / 'metrics.jsonl'}, {folder / 'parity.jsonl'}, {folder / 'rollouts'}")
     console.print(table)
+    for name in ("curve.png", "metrics.jsonl", "parity.jsonl", "rollouts"):  # below the table, which would break them
+        console.print(str(folder / name), highlight=False, markup=False, soft_wrap=True)
 
 
 def short(value: float) -> str:

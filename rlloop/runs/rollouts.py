@@ -23,12 +23,14 @@ def rollout_rows(
     outcomes: Sequence[str],
     trainer_logprobs: Sequence[np.ndarray | None],
     engine: str,
+    entropies: Sequence[np.ndarray] = (),
 ) -> list[dict[str, Any]]:
     """Completions as JSON objects.
 
     `outcomes`: trained, or "rejected: ..." or "dropped: ..." with the reason. `trainer_logprobs` (None: not scored) are
     written only if a bit differs, `raw_logprobs` only if they differ from `logprobs`. `engine`: digest of its
-    fingerprint.
+    fingerprint. `entropies`: of the distributions that the tokens were drawn from, for the first samples; written with
+    three digits, since people look at them.
     """
     logprobs = [sample.completion.logprobs for sample in samples]
     raw = [sample.completion.raw_logprobs for sample in samples]
@@ -69,6 +71,8 @@ def rollout_rows(
             rows[-1]["token_advantages"] = _floats([sample.token_advantages])[0]
         if completion.routed_experts is not None:
             rows[-1]["routed_experts"] = pack_experts(completion.routed_experts)
+    for row, text in zip(rows, _floats(entropies, "%.3g"), strict=False):
+        row["entropies"] = text
     for name, arrays in (("raw_logprobs", raw), ("trainer_logprobs", scored)):
         differing = _differing(logprobs, arrays)
         for index, text in zip(differing, _floats([arrays[index] for index in differing]), strict=True):
@@ -88,10 +92,10 @@ def _differing(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> list
     return np.unique(owner[mine != other]).tolist()
 
 
-def _floats(arrays: Sequence[np.ndarray]) -> list[msgspec.Raw]:
+def _floats(arrays: Sequence[np.ndarray], form: str = "%.9g") -> list[msgspec.Raw]:
     """float32 arrays as JSON, with the 9 digits that restore every bit; null is −inf (or NaN, in a broken run)."""
     flat = np.concatenate([np.zeros(0, np.float32), *arrays])
-    texts = (",".join(["%.9g"] * len(flat)) % tuple(flat.tolist())).split(",")
+    texts = (",".join([form] * len(flat)) % tuple(flat.tolist())).split(",")
     if not np.isfinite(flat).all():
         texts = ["null" if "n" in text else text for text in texts]
     cuts = np.cumsum([0, *map(len, arrays)]).tolist()

@@ -45,10 +45,9 @@ class Objective:
         return cls(name, {}, custom[loss_id])
 
     def evaluate(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> tuple[float, Tensor, dict[str, float]]:
-        with torch.enable_grad():  # also for a forward alone, whose results are those of forward_backward
-            if self.custom is not None:
-                return self.custom.evaluate(logprobs, inputs)
-            return *evaluate(self.name, logprobs, inputs, self.settings), {}
+        if self.custom is not None:
+            return self.custom.evaluate(logprobs, inputs)
+        return *evaluate(self.name, logprobs, inputs, self.settings), {}
 
     def check(self, inputs: Mapping[str, np.ndarray], where: str) -> None:
         """Raises `ConfigError` for inputs that are missing, unknown, misshapen, or not finite."""

@@ -44,6 +44,7 @@ METHODS = "bool contiguous dim double expand expand_as float int long new_ones n
 FUNCTIONAL = "elu gelu hardtanh huber_loss l1_loss leaky_relu logsigmoid mse_loss silu smooth_l1_loss softplus"
 OPERATORS = "abs add and_ eq floordiv ge getitem gt inv invert le lt mod mul ne neg not_ or_ pos pow sub truediv xor"
 MATH = "ceil exp expm1 floor isfinite isinf isnan log log10 log1p log2 pow sqrt"
+GETATTR = ("getattr", "builtins.getattr")
 ATTRIBUTES = ("device", "dtype", "ndim", "shape")
 CONSTANTS = {
     "dtype": {name: getattr(torch, name) for name in ("bool", "float32", "float64", "int32", "int64")},
@@ -107,6 +108,7 @@ class CustomLoss:
             name, f"loss-{blake2b(content.encode(), digest_size=8).hexdigest()}", tuple(inputs), tuple(graph.nodes)
         )
 
+    @torch.enable_grad()
     def evaluate(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> tuple[float, Tensor, dict[str, float]]:
         """The loss of a datum, its gradient by logprobs (float32, in their shape), and the metrics.
 
@@ -121,7 +123,7 @@ class CustomLoss:
         gradient = torch.zeros_like(leaf)
         if loss.requires_grad:
             (gradient,) = torch.autograd.grad(loss.reshape(()), leaf, allow_unused=True, materialize_grads=True)
-        return float(loss.detach()), gradient.float(), {key: float(value) for key, value in metrics.items()}
+        return float(loss.detach()), gradient.float(), metrics
 
 
 def _check_nodes(where: str, inputs: Sequence[CustomLossInput], nodes: Sequence[CustomLossNode]) -> None:
@@ -151,7 +153,7 @@ def _check_nodes(where: str, inputs: Sequence[CustomLossInput], nodes: Sequence[
 
 
 def _check_function(where: str, node: CustomLossNode) -> None:
-    if node.target == "builtins.getattr":
+    if node.target in GETATTR:
         if len(node.args) != 2 or node.args[1] not in ATTRIBUTES:
             raise ConfigError(f"{where} reads attribute {node.args[1:]}; allowed are {', '.join(ATTRIBUTES)}")
     elif node.target not in ALLOWED:
@@ -186,7 +188,7 @@ def _decode(value: Any, results: Mapping[str, Any], where: str) -> Any:
         return [_decode(each, results, where) for each in value]
     kind: str = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else ""
     content = value[kind] if kind else None
-    if kind == "ref" and content in results:
+    if kind == "ref" and isinstance(content, str) and content in results:
         return results[content]
     if kind == "tuple" and isinstance(content, list):
         return tuple(_decode(each, results, where) for each in content)
@@ -201,7 +203,7 @@ def _decode(value: Any, results: Mapping[str, Any], where: str) -> Any:
     raise ConfigError(f"{where} has the argument {json.dumps(value)[:80]}, which stands for nothing that is known here")
 
 
-def _run(where: str, nodes: Sequence[CustomLossNode], inputs: Sequence[Tensor]) -> tuple[Any, dict[str, Any]]:
+def _run(where: str, nodes: Sequence[CustomLossNode], inputs: Sequence[Tensor]) -> tuple[Any, dict[str, float]]:
     results: dict[str, Any] = {}
     waiting, elements = iter(inputs), 0
     for node in nodes:
@@ -233,7 +235,7 @@ def _call(node: CustomLossNode, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if not isinstance(args[0], Tensor):
             raise TypeError(f"{_words(args[0])} is not a tensor")
         return getattr(args[0], node.target)(*args[1:], **kwargs)
-    if node.target == "builtins.getattr":
+    if node.target in GETATTR:
         if not isinstance(args[0], Tensor):
             raise TypeError(f"{_words(args[0])} is not a tensor")
         return getattr(*args)
@@ -278,7 +280,7 @@ def _flat(value: Any) -> list[Any]:
 def _number(where: str, key: str, value: Any) -> float:
     if not isinstance(value, (Tensor, int, float)) or (isinstance(value, Tensor) and value.numel() != 1):
         raise ConfigError(f"{where}: metric {key!r} is {_words(value)}; it must be one number")
-    return float(value)
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _words(value: Any) -> str:

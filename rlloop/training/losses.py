@@ -106,6 +106,7 @@ def settings_of(name: str, given: Mapping[str, float | str] | None) -> dict[str,
     return settings
 
 
+@torch.enable_grad()
 def evaluate(name: str, logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> tuple[float, Tensor]:
     """The loss of a datum, and its gradient by logprobs, float32 in their shape. `logprobs` and `inputs` are [N] or
     [N, K], of any type; sums are in float64."""

@@ -117,12 +117,12 @@ def _compare(
     begin = 0
     for span in item.provenance.model_input:
         record = sequences.get(span.sequence_id, item.where)
-        _check_tokens(item, span, record, ids[begin : begin + span.length], f"model_input[{begin}:")
+        _check_tokens(item, span, record, ids[begin : begin + span.length], "model_input", begin)
         begin += span.length
     begin = 0
     for span in item.provenance.loss_fn_inputs if item.targets.ndim == 1 else ():
         record, at = sequences.get(span.sequence_id, item.where), slice(begin, begin + span.length)
-        _check_tokens(item, span, record, item.targets[at], f"target_tokens[{begin}:")
+        _check_tokens(item, span, record, item.targets[at], "target_tokens", begin)
         if isinstance(span, SampledProvenanceSpan) and span.length:
             if record.weights not in by_weights:
                 by_weights[record.weights] = _scored(view(record.weights), item)
@@ -148,7 +148,8 @@ def _check_tokens(
     span: PromptProvenanceSpan | SampledProvenanceSpan,
     record: SampledRecord,
     tokens: np.ndarray,
-    place: str,
+    name: str,
+    begin: int,
 ) -> None:
     """Raises `ConfigError` where a span's tokens are not those of the sequence that it names."""
     sampled = isinstance(span, SampledProvenanceSpan)
@@ -162,7 +163,7 @@ def _check_tokens(
     if len(wrong := np.flatnonzero(of != tokens)):
         at = int(wrong[0])
         raise ConfigError(
-            f"{item.where}: {place}{at}] is token {int(tokens[at])}, and provenance says that it is token "
+            f"{item.where}: {name}[{begin + at}] is token {int(tokens[at])}, and provenance says that it is token "
             f"{span.offset + at} of the {kind} of {span.sequence_id}, which is {int(of[at])}; was it tokenized again?"
         )
 

@@ -95,7 +95,7 @@ class Datum:
     """
 
     model_input: ModelInput  # [N] tokens
-    loss_fn_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # [N] or [N, K], by name
+    loss_fn_inputs: Mapping[str, Any] = field(default_factory=dict)  # arrays [N] or [N, K], by name
     provenance: Provenance | None = None
 
     def __post_init__(self) -> None:

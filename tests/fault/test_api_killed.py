@@ -51,9 +51,7 @@ def train(api, base_model):
         sampler = api.sampler(step)
         asked = api.sample_(sampler, 0, [5, 9, 14, step], n=2, max_tokens=4)
         completions = sampled(api.result(asked["request_id"]))
-        sent = [
-            api.forward_backward_([[5, 9, 14, step, *tokens]]).json()["request_id"] for tokens in completions
-        ]
+        sent = [api.forward_backward_([[5, 9, 14, step, *tokens]]).json()["request_id"] for tokens in completions]
         update = api.command_("optim_step", adam_params={"learning_rate": 0.01})
         results = [output(api.result(request_id)) for request_id in sent]
         metrics = api.result(update)

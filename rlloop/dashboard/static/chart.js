@@ -49,7 +49,7 @@ export class Chart {
     this.series = seriesOf(this.panel);
     if (!this.series.length) { this.host.replaceChildren(h("p", { class: "muted" }, "No numbers here.")); this.onvalues(null, []); return; }
     this.drawnAs = scaledAs(this.panel, state.log.includes(slug(this.panel)), this.series);
-    const faint = this.panel.kind === "lines" ? this.series.filter((line) => state.smooth || line.beneath).map((line) => ({ ...line, ys: line.raw.map((value) => (Number.isFinite(value) ? value : null)), colour: `${line.colour.slice(0, 7)}${line.beneath ? "26" : "38"}`, dash: [], pale: true })) : [];
+    const faint = this.panel.kind === "lines" ? this.series.filter((line) => line.beneath || (state.smooth && !this.panel.beneath.length)).map((line) => ({ ...line, ys: line.raw.map((value) => (Number.isFinite(value) ? value : null)), colour: `${line.colour.slice(0, 7)}${line.beneath ? "26" : "38"}`, dash: [], pale: true })) : [];
     const order = [...this.series.filter((line) => line.beneath), ...this.series.filter((line) => !line.beneath)];
     const lines = this.panel.kind === "stack" ? [...this.series].reverse() : [...faint, ...order]; // the top one first
     this.steps = new Map(this.series.flatMap((line) => line.xs.map((x, index) => [x, line.steps[index]])));
@@ -143,7 +143,7 @@ export class Chart {
       scales: { x: { time: false, range: (_, min, max) => state.range ?? (min === max ? [min - 0.5, max + 0.5] : [min, max]) }, y: scaleOf(this.drawnAs) },
       axes: [
         { stroke: css("--faint"), grid: { show: false }, ticks: { show: false }, font: `11px ${css("--sans")}`, size: 24, gap: 3, incrs: AXES[state.axis].ticks,
-          values: (_, ticks) => ticks.map((value, index) => (state.axis === "tokens" ? compact(value) : state.axis === "time" || !index ? AXES[state.axis].tell(value) : number(value))) },
+          values: (_, ticks) => ticks.map((value, index) => (state.axis === "tokens" ? compact(value) : state.axis === "time" ? AXES.time.tick(value) : index ? number(value) : AXES.step.tell(value))) },
         { stroke: css("--faint"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: `11px ${css("--sans")}`, gap: 4,
           size: (plot, values) => Math.max(38, 10 + Math.max(0, ...(values ?? []).map((text) => (text ?? "").length)) * 6.4),
           ...axisOf(this.drawnAs, Math.max(2, Math.floor((this.height - 40) / 20))) },

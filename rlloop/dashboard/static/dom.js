@@ -44,7 +44,12 @@ export function percent(value) {
   return `${Math.abs(hundred) < 0.01 ? number(hundred, 2) : String(Number(hundred.toPrecision(3)))} %`;
 }
 
-export const show = (value, panel) => (panel.scale === "fraction" ? percent(value) : number(value));
+export function bytes(value) {
+  const [scale, unit] = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]].find(([scale]) => Math.abs(value) >= scale) ?? [1, "B"];
+  return Number.isFinite(value) ? `${number(value / scale, 3)} ${unit}` : number(value);
+}
+
+export const show = (value, panel) => (panel.scale === "fraction" ? percent(value) : panel.unit === "B" ? bytes(value) : number(value));
 
 export function duration(seconds) {
   if (seconds < 0.9995) return `${number(seconds * 1000, 3)} ms`;

@@ -109,9 +109,11 @@ function difference(row) {
   return [meter, row.diff === null ? "not finite" : number(row.diff, 3), h("div", { class: "muted" }, `${row.different} of ${row.tokens} differ`)];
 }
 
+const count = (many, what) => `${number(many)} ${what}${many === 1 ? "" : "s"}`;
+
 function progress(index) {
   const place = $("index");
-  if (place) place.textContent = index.files < index.of ? `reading rollouts: ${number(index.files)} of ${number(index.of)} steps…` : `${number(index.rollouts)} completions of ${number(index.of)} steps`;
+  if (place) place.textContent = index.files < index.of ? `reading rollouts: ${number(index.files)} of ${number(index.of)} steps…` : `${count(index.rollouts, "completion")} of ${count(index.of, "step")}`;
   if (index.files < index.of) {
     const mine = list;
     setTimeout(() => { if (mine === list && mine.step === null && $("rollouts")) fetchPage(0, true); }, 1500);

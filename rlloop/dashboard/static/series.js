@@ -9,7 +9,7 @@ const BENEATH = 0.9; // smoothing, at least, of metrics that are drawn beneath o
 // The axes that charts can be drawn over. `metric` is added up over the steps.
 export const AXES = {
   step: { title: "Steps", tell: (x) => `step ${number(x)}`, ticks: [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power)) },
-  time: { title: "Time in steps", metric: "time/step", tell: duration, ticks: [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 432000] },
+  time: { title: "Time in steps", metric: "time/step", tell: duration, tick: (x) => (x < 60 ? `${number(x)} s` : x % 3600 === 0 ? `${x / 3600} h` : x % 60 === 0 && x < 3600 ? `${x / 60} min` : duration(x)), ticks: [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 432000] },
   tokens: { title: "Trained tokens", metric: "parity/tokens", tell: (x) => `${number(x)} tokens`, ticks: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power)) },
 };
 
@@ -70,7 +70,7 @@ export function seriesOf(panel) {
       const column = cached(run, metric);
       if (!column) continue;
       const beneath = !stack && !own.includes(metric);
-      const data = points(run, column, stack ? 0 : beneath ? Math.max(BENEATH, state.smooth) : state.smooth);
+      const data = points(run, column, stack ? 0 : beneath ? Math.max(BENEATH, state.smooth) : panel.beneath?.length ? 0 : state.smooth); // evaluations are few
       if (!data.xs.length) continue;
       const several = state.chosen.length > 1 && !stack;
       const name = several && panel.beneath?.length && metric === own[0] ? "" : labelOf(metric, panel); // the title says it

@@ -5,7 +5,7 @@ import { address } from "./state.js";
 
 // 0 to 1, on a logarithmic scale from a difference of 1e-7 (a last bit) to 1 nat.
 export const strength = (d) => (d === 0 ? 0 : Math.min(1, Math.max(0.06, (Math.log10(Math.abs(d)) + 7) / 7)));
-const paint = (side, share) => `rgb(var(${side}) / ${(share ? 0.06 + 0.64 * Math.min(1, share) : 0).toFixed(3)})`;
+const paint = (side, share) => `rgb(var(${side}) / ${(share < 0.02 ? 0 : 0.06 + 0.64 * Math.min(1, share)).toFixed(3)})`;
 
 // What tokens can be coloured by. `of(token)`: null where it has none, else [side, share of the full colour].
 const COLOURS = {
@@ -77,11 +77,12 @@ function conversation(full, by, inspector) {
         turn.calls.length ? h("span", { class: "calls" }, `calls ${turn.calls.join(", ")}`) : null, typeof turn.reward === "number" ? h("span", { class: "paid" }, `reward ${number(turn.reward, 3)}`, parts(turn.components)) : null]
       : [turn.read ? h("span", { class: "muted" }, "masked") : null];
     return h("section", { class: `bubble ${mine ? "policy" : turn.role}` },
-      h("div", { class: "role" }, h("b", {}, mine && several ? `${turn.role}, turn ${number_}` : turn.name ? `${turn.role} · ${turn.name}` : turn.role), ...marks),
+      h("div", { class: "role" }, h("b", {}, mine && several ? `${title(turn.role)}, turn ${number_}` : turn.name ? `${title(turn.role)} · ${turn.name}` : title(turn.role)), ...marks),
       mine ? tokens(full, ...turn.tokens, by, inspector) : h("div", { class: "said" }, turn.text || h("span", { class: "muted" }, "empty")));
   }));
 }
 
+const title = (role) => role[0].toUpperCase() + role.slice(1);
 const parts = (components) => (components && Object.keys(components).length ? ` (${Object.entries(components).map(([name, value]) => `${name.replaceAll("_", " ")} ${number(value, 3)}`).join(", ")})` : "");
 
 function tokens(full, start, end, by, inspector) {
@@ -95,7 +96,7 @@ function tokenOf(token, full, by, inspector) {
   const special = token.text !== null && /^<[^<>]*>$/.test(token.text.trim()) && /\||^<\/?s>|end_of|eos/.test(token.text);
   const element = h("button", { type: "button", class: `tok ${written ? "" : "other"} ${special ? "special" : ""} ${differs ? (token.d > 0 ? "more" : "less") : ""}` }, text);
   const colour = written ? COLOURS[by].of(token) : null;
-  if (colour && colour[1]) element.style.background = paint(...colour);
+  if (colour && colour[1] >= 0.02) element.style.background = paint(...colour);
   const tell = () => inspector.replaceChildren(...facts_(token, full, written));
   element.addEventListener("mouseenter", tell);
   element.addEventListener("focus", tell);

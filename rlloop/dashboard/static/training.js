@@ -1,6 +1,6 @@
 // A training API: its sessions, and of each model what waits, what is done, and whether its tokens had equal bits.
 
-import { $, duration, h, number } from "./dom.js";
+import { $, bytes, duration, h, number } from "./dom.js";
 import { get } from "./api.js";
 import { route, state } from "./state.js";
 
@@ -44,7 +44,7 @@ function session(each) {
     h("header", {}, h("h3", {}, each.name || each.session_id), h("span", { class: "unit" }, [each.name ? each.session_id : "", `client ${each.client}`, `${number(each.samplers)} sampler${each.samplers === 1 ? "" : "s"}`, each.idle_seconds < 5 ? "active" : `idle for ${duration(each.idle_seconds)}`].filter(Boolean).join(" · "))),
     each.models.length ? h("div", { class: "scroll" }, h("table", { class: "list" }, h("thead", {}, h("tr", {}, heading.map((text, column) => h("th", { scope: "col", class: column && column < 4 ? "num" : "" }, text)))),
       h("tbody", {}, each.models.map((model) => h("tr", {}, h("td", { class: "value" }, model.model_id, model.failed ? h("div", { class: "bad" }, "failed") : null),
-        h("td", { class: "num" }, number(model.updates)), h("td", { class: "num" }, number(model.queued)), h("td", { class: "num" }, size(model.log_bytes)), h("td", {}, parity(model))))))) : h("p", { class: "muted" }, "No model: it only samples."));
+        h("td", { class: "num" }, number(model.updates)), h("td", { class: "num" }, number(model.queued)), h("td", { class: "num" }, bytes(model.log_bytes)), h("td", {}, parity(model))))))) : h("p", { class: "muted" }, "No model: it only samples."));
 }
 
 function parity(model) {
@@ -52,8 +52,6 @@ function parity(model) {
   return model.tokens_different ? h("span", { class: "bad" }, `${number(model.tokens_different)} of ${number(model.tokens_checked)} tokens differ`)
     : h("span", { class: "good" }, `exactly 0: ${number(model.tokens_checked)} tokens equal`);
 }
-
-const size = (bytes) => (bytes > 1e6 ? `${number(bytes / 1e6, 3)} MB` : `${number(bytes / 1e3, 3)} kB`);
 
 // What the service tells of itself: numbers and texts, by name.
 function details(service) {

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rlloop.models.adapter_files import load_adapter
+from rlloop.models.adapter_files import read_adapter
 from rlloop.models.adapter_slots import LoadedAdapter
+from rlloop.models.adapter_weights import AdapterWeights
 from rlloop.models.logits_processing import on_device
 from rlloop.numerics.layout import AdapterSlots
 from rlloop.rollout.engine.request import RequestTable
@@ -38,11 +39,16 @@ class EngineAdapters:
         """True if requests that name no adapter have the model's."""
         return self._own is not None
 
-    def load(self, name: str, folder: str | Path) -> int:
+    def read(self, folder: str | Path) -> AdapterWeights:
+        """Checked against the model, which is left as it is."""
+        self._model.check_adapts()
+        return read_adapter(self._model, folder)
+
+    def add(self, name: str, weights: AdapterWeights) -> int:
         registry = self._model.adapters
         if not registry.names:
             registry.configure(self.slots, self._max_rank)
-        return load_adapter(self._model, folder, name)
+        return registry.add(name, weights, self._model.adapter_targets()).version
 
     def named(self, name: str | None) -> LoadedAdapter | None:
         """Raises `ConfigError` for an unknown name."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models.adapter_slots import MAX_RANK, SLOTS
+from rlloop.models.adapter_weights import AdapterWeights
 from rlloop.models.logits_processing import on_device, warp_for
 from rlloop.models.peer_gathers import open_peers
 from rlloop.models.routing_record import RoutingRecord
@@ -149,8 +150,9 @@ class Engine(EngineFrontEnd):
         ids, logprobs, raw = table.tokens[row, at], table.logprobs[row, at], table.raw_logprobs[row, at]
         return Part(ids.tolist(), logprobs.copy(), raw.copy(), Alternatives.joined(likeliest))
 
-    def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0) -> PromptScores:
-        return score_prompt(self.model, prompt, top_logprobs)
+    def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0, adapter: str | None = None) -> PromptScores:
+        model = self.model if adapter is None else self.model.with_adapter(adapter)
+        return score_prompt(model, prompt, top_logprobs)
 
     @property
     def in_flight(self) -> int:
@@ -259,7 +261,26 @@ class Engine(EngineFrontEnd):
 
         Raises `ConfigError` or `ModelError` as `rlloop.load_adapter`, and then nothing has changed.
         """
-        return self._adapters.load(name, folder)
+        return self.add_adapter(name, self.read_adapter(folder))
+
+    def read_adapter(self, folder: str | Path) -> AdapterWeights:
+        """The adapter of a PEFT folder, checked against the model. May be called from any thread.
+
+        Raises as `load_adapter`.
+        """
+        return self._adapters.read(folder)
+
+    def add_adapter(self, name: str, weights: AdapterWeights) -> int:
+        """`load_adapter` of weights that are in memory and were checked (`AdapterWeights.check`): no file between.
+
+        Raises `ConfigError` for a rank above `adapter_rank`.
+        """
+        return self._adapters.add(name, weights)
+
+    @property
+    def adapter_versions(self) -> dict[str, int]:
+        """The newest version of each loaded adapter, by name."""
+        return self.model.adapters.versions
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter; requests that have it are finished with it. Raises `ConfigError` for an unknown name."""

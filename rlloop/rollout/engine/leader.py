@@ -53,9 +53,9 @@ class LeadingEngine(Engine):
         self._send("step")
         return super().step()
 
-    def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0) -> PromptScores:
-        self._send("score", prompt, top_logprobs)
-        return super().score(prompt, top_logprobs)
+    def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0, adapter: str | None = None) -> PromptScores:
+        self._send("score", prompt, top_logprobs, adapter)
+        return super().score(prompt, top_logprobs, adapter)
 
     def set_version(self, version: int) -> None:
         if not self.has_work:  # else it is refused

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -35,6 +36,7 @@ class _Job:
     top: int = 0
     score: int | None = None
     only_score: bool = False
+    adapters: Sequence[str | None] = ()  # one each; empty: none is named
     answer: Future[list[Completion]] = field(default_factory=Future)
     scored: int = 0  # prompts
     ids: list[int] = field(default_factory=list)
@@ -57,6 +59,7 @@ class EngineService:
         self._changed = threading.Condition()
         self._inbox: list[_Job] = []
         self._cancelled: set[Future[list[Completion]]] = set()
+        self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []  # of `_between_steps`
         self._pause: tuple[Callable[[], Any], Future[Any]] | None = None
         self._halt: tuple[PauseMode, Future[None]] | None = None  # whoever waits in `pause`, and for what
         self._paused = False
@@ -107,17 +110,19 @@ class EngineService:
         top: int = 0,
         score: int | None = None,
         only_score: bool = False,
+        adapters: Sequence[str | None] = (),
     ) -> Future[list[Completion]]:
         """Completions in the order of the prompts, all made by one version from `lowest` to `highest`.
 
         `listener` hears of tokens as they are made. `top`: alternatives beside each. `score`: tell the listener the
         logprobs of the prompts' own tokens first, with so many alternatives; one prompt a step of the engine, and a
         list that follows itself in `prompts` is scored once. `only_score`: make nothing, so completions are empty.
+        `adapters`: names, one each; empty: the model as it is.
 
         The future raises `VersionUnavailable` where the engine, once it gets to them, has another version, and
         `ConfigError` for prompts that it cannot take.
         """
-        job = _Job(prompts, sampling, lowest, highest, listener, top, score, only_score)
+        job = _Job(prompts, sampling, lowest, highest, listener, top, score, only_score, adapters)
         job.answer.set_running_or_notify_cancel()  # only `cancel` ends it early
         with self._changed:
             self._check_open()
@@ -147,6 +152,33 @@ class EngineService:
             self._check_open()
             assert self._pause is None, "one change of weights at a time"
             self._pause = (change, answer)
+            self._changed.notify()
+        return answer.result()
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """The versions of the engine's adapters by name; empty for an engine that has none."""
+        return dict(getattr(self._engine, "adapter_versions", {}))
+
+    def load_adapter(self, name: str, folder: str | Path) -> int:
+        """As `Engine.load_adapter`, while requests run: the folder is read in the caller's thread."""
+        if not hasattr(self._engine, "read_adapter"):
+            raise ConfigError("this engine computes no adapters; start one with --engine embedded")
+        engine: Any = self._engine
+        weights = engine.read_adapter(folder)
+        return self._between_steps(lambda: engine.add_adapter(name, weights))
+
+    def drop_adapter(self, name: str) -> None:
+        """As `Engine.drop_adapter`; requests that have it are finished with it."""
+        engine: Any = self._engine
+        self._between_steps(lambda: engine.drop_adapter(name))
+
+    def _between_steps(self, call: Callable[[], T]) -> T:
+        """Run `call` in the engine's thread between two steps; returns or raises what it does."""
+        answer: Future[T] = Future()
+        with self._changed:
+            self._check_open()
+            self._calls.append((call, answer))
             self._changed.notify()
         return answer.result()
 
@@ -195,23 +227,29 @@ class EngineService:
         for job in _each([*self._running.values(), *self._unscored, *self._admitted, *self._inbox]):
             if not job.answer.done():
                 job.answer.set_exception(Busy(why))
-        for waiting in (self._halt, self._pause):
+        for waiting in (self._halt, self._pause, *self._calls):
             if waiting is not None and not waiting[1].done():
                 waiting[1].set_exception(Busy(why))
 
     def _serve(self) -> None:
         while True:
             with self._changed:
-                while not (self._closed or self._cancelled or self._halt or self._may_work()):
+                while not (self._closed or self._cancelled or self._halt or self._calls or self._may_work()):
                     self._changed.wait()
                 if self._closed:
                     return
                 cancelled, self._cancelled = self._cancelled, set()
+                calls, self._calls = self._calls, []
                 pause = self._pause
                 halt = self._halt
                 if pause is None and halt is None and not self._paused:
                     self._admitted, self._inbox = self._inbox, []
             self._drop(cancelled)
+            for call, answer in calls:
+                try:
+                    answer.set_result(call())
+                except Exception as error:  # belongs to who asked
+                    answer.set_exception(error)
             if halt is not None and (halt[0] != "wait" or not self._has_work):
                 self._stop(*halt)
                 continue
@@ -268,8 +306,8 @@ class EngineService:
                 self._finish(job, empty)
             return
         try:
-            for prompt, params in zip(job.prompts, job.sampling, strict=True):
-                job.ids.append(self._engine.add_request(prompt, params, top_logprobs=job.top))
+            for index, (prompt, params) in enumerate(zip(job.prompts, job.sampling, strict=True)):
+                job.ids.append(self._engine.add_request(prompt, params, top_logprobs=job.top, **_named(job, index)))
         except Exception as error:  # the caller's mistake, by name, or the engine's: neither is anybody else's
             self._fail(job, error)
             return
@@ -280,7 +318,7 @@ class EngineService:
         """The job's next prompt."""
         begin, prompts = job.scored, job.prompts
         try:
-            scores = self._engine.score(prompts[begin], job.score or 0)
+            scores = self._engine.score(prompts[begin], job.score or 0, **_named(job, begin))
             while job.scored < len(prompts) and prompts[job.scored] is prompts[begin]:
                 if job.listener is not None:
                     job.listener.scored(job.scored, scores)
@@ -394,6 +432,11 @@ class EngineService:
         else:
             assert completions is not None
             job.answer.set_result(completions)
+
+
+def _named(job: _Job, index: int) -> dict[str, Any]:
+    """The engine's argument for a request that names an adapter; engines without adapters have no such argument."""
+    return {} if not job.adapters or job.adapters[index] is None else {"adapter": job.adapters[index]}
 
 
 def _each(jobs: Iterable[_Job]) -> Iterable[_Job]:

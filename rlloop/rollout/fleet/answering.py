@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from rlloop.errors import RlloopError
 from rlloop.rollout.engine.service import EngineService
+from rlloop.rollout.fleet.adapter_routes import AdapterRoutes
 from rlloop.rollout.fleet.generation import Choice, Generation, Piece, Served, writer_for
 from rlloop.rollout.fleet.openai_api import Completions, Dialect, Name
 from rlloop.rollout.fleet.openai_chat import Chat
@@ -114,9 +116,11 @@ def _names(ask: Generation, tokenizer: Tokenizer | None) -> Name:
 class OpenAiRoutes:
     """`/v1/*` and `/inference/v1/generate`, over an engine service."""
 
-    def __init__(self, service: EngineService, served: Served) -> None:
+    def __init__(self, service: EngineService, served: Served, adapter_root: Path | None = None) -> None:
         self._service, self._served, self._started = service, served, int(time.time())
+        self._adapters = AdapterRoutes(service, served.model, adapter_root)
         self.routes: Sequence[BaseRoute] = [
+            *self._adapters.routes,
             Route("/v1/completions", self._answering(Completions()), methods=["POST"]),
             Route("/v1/chat/completions", self._answering(Chat()), methods=["POST"]),
             Route("/inference/v1/generate", self._answering(Tokens()), methods=["POST"]),
@@ -127,18 +131,20 @@ class OpenAiRoutes:
     # ---------------------------------------------------------------------------------------------- models
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": self._cards()})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        return JSONResponse(self._card()) if name == self._served.model else self._unknown(name)
+        card = next((each for each in self._cards() if each["id"] == name), None)
+        return self._unknown(name) if card is None else JSONResponse(card)
 
-    def _card(self) -> dict[str, Any]:
+    def _cards(self) -> list[dict[str, Any]]:
         card = {"id": self._served.model, "object": "model", "created": self._started, "owned_by": "rlloop"}
-        return {**card, "max_model_len": self._served.longest}
+        return [{**card, "max_model_len": self._served.longest}, *self._adapters.cards(self._served.longest)]
 
     def _unknown(self, name: str) -> Response:
-        text = f"model {name!r} is not served here; {self._served.model!r} is"
+        others = "".join(f", {each!r}" for each in self._service.adapters)
+        text = f"model {name!r} is not served here; {self._served.model!r}{others} {'are' if others else 'is'}"
         return refusal(404, "model_not_found", text, param="model")
 
     # ---------------------------------------------------------------------------------------------- completions
@@ -147,7 +153,7 @@ class OpenAiRoutes:
         async def answer(request: Request) -> Response:
             body = await request.body()
             ask = await run_in_threadpool(dialect.parse, body, self._served)  # text may be long
-            if ask.model != self._served.model:
+            if ask.model != self._served.model and ask.model not in self._service.adapters:
                 return self._unknown(ask.model)
             return await (self._stream if ask.stream else self._whole)(request, dialect, ask)
 
@@ -215,9 +221,11 @@ class OpenAiRoutes:
         yield b"data: [DONE]\n\n"
 
     def _submit(self, ask: Generation, listener: Listening | None) -> Future[list[Completion]]:
+        adapters = () if ask.model == self._served.model else [ask.model] * len(ask.prompts)
         return self._service.submit(
             ask.prompts, ask.sampling, ask.lowest, ask.highest,
             listener=listener, top=ask.logprobs or 0, score=ask.score, only_score=ask.only_score,
+            adapters=adapters,
         )  # fmt: skip
 
 

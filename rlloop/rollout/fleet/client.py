@@ -20,7 +20,7 @@ import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from rlloop.errors import ConfigError, RlloopError
-from rlloop.rollout.engine.validation import one_for_each
+from rlloop.rollout.engine.validation import adapter_for_each, one_for_each
 from rlloop.rollout.errors import BadAnswer, Busy, EngineLost, Fenced, VersionUnavailable, WrongToken
 from rlloop.rollout.fleet.wire import (
     CONTENT_TYPE,
@@ -93,13 +93,16 @@ class EngineClient:
         lowest: int | None = None,
         highest: int | None = None,
         boot: str | None = None,
+        adapters: Sequence[str | None] | None = None,
     ) -> list[Completion]:
-        """Completions in order. `boot`: the engine's process that is meant.
+        """Completions in order. `boot`: the engine's process that is meant. `adapters`: names of ones that it has
+        loaded, one each; None: the model as it is.
 
         Raises `EngineLost`, `VersionUnavailable`, `Fenced`, `Busy` (later, or elsewhere), `BadAnswer` (the engine is
         not in order) or `ConfigError` (the request is not). Cancelled, it tells the engine to stop.
         """
-        ask = Ask(list(prompts), list(sampling), lowest, highest, self._lease.holder, self._lease.term)
+        names = None if adapters is None or not any(adapters) else list(adapters)
+        ask = Ask(list(prompts), list(sampling), lowest, highest, self._lease.holder, self._lease.term, names)
         key = secrets.token_hex(16)
         headers = {"Idempotency-Key": key, "Content-Type": CONTENT_TYPE}
         try:
@@ -235,8 +238,15 @@ class RemoteEngine:
     def set_version(self, version: int) -> None:
         self._version = version
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
-        return self._thread.run(self._generate(prompts, one_for_each(prompts, sampling)))
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams | list[SamplingParams],
+        adapters: str | Sequence[str | None] | None = None,
+    ) -> list[Completion]:
+        """As `rlloop.Engine.generate`; `adapters` are names of ones that the server has loaded."""
+        each, names = one_for_each(prompts, sampling), adapter_for_each(prompts, adapters)
+        return self._thread.run(self._generate(prompts, each, names))
 
     def fingerprint(self) -> dict[str, Any]:
         return self._thread.run(self._client.state()).fingerprint
@@ -245,17 +255,21 @@ class RemoteEngine:
         self._thread.run(self._client.close())
         self._thread.close()
 
-    async def _generate(self, prompts: list[list[int]], each: list[SamplingParams]) -> list[Completion]:
+    async def _generate(
+        self, prompts: list[list[int]], each: list[SamplingParams], names: list[str | None]
+    ) -> list[Completion]:
         parts = [slice(start, start + PROMPTS_PER_CALL) for start in range(0, len(prompts), PROMPTS_PER_CALL)]
-        made = await asyncio.gather(*(self._call(prompts[part], each[part]) for part in parts))
+        made = await asyncio.gather(*(self._call(prompts[part], each[part], names[part]) for part in parts))
         return [completion for part in made for completion in part]
 
-    async def _call(self, prompts: list[list[int]], each: list[SamplingParams]) -> list[Completion]:
+    async def _call(
+        self, prompts: list[list[int]], each: list[SamplingParams], names: list[str | None]
+    ) -> list[Completion]:
         version, clock = self._version, asyncio.get_running_loop().time
         deadline = clock() + self._timeout
         while True:
             try:
-                return await self._client.generate(prompts, each, lowest=version, highest=version)
+                return await self._client.generate(prompts, each, lowest=version, highest=version, adapters=names)
             except VersionUnavailable as unavailable:
                 if unavailable.passed or version is None or clock() > deadline:
                     raise

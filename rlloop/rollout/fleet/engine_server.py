@@ -2,6 +2,7 @@
 
     POST /v1/completions             OpenAI's (rlloop.rollout.fleet.openai_api)      GET /v1/models, /v1/models/{model}
     POST /v1/chat/completions        OpenAI's (rlloop.rollout.fleet.openai_chat)
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter   vLLM's (rlloop.rollout.fleet.adapter_routes)
     POST /inference/v1/generate      token ids both ways, as vLLM has it (rlloop.rollout.fleet.token_api)
     POST /rlloop/generate            exact float32 logprobs, seeds, versions (rlloop.rollout.fleet.wire)
     DELETE /rlloop/requests/{key}    cancel it: nobody waits for its answer
@@ -27,6 +28,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
@@ -43,7 +45,7 @@ from starlette.routing import BaseRoute, Route
 
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.rollout.engine.service import EngineService, PauseMode
-from rlloop.rollout.engine.validation import one_for_each
+from rlloop.rollout.engine.validation import adapter_for_each, one_for_each
 from rlloop.rollout.errors import Busy, VersionUnavailable
 from rlloop.rollout.fleet import wire
 from rlloop.rollout.fleet.answering import LEFT, OpenAiRoutes, outcome
@@ -102,9 +104,11 @@ class EngineServer:
         follower: Follower | None = None,
         lifespan: Callable[[EngineServer], AbstractAsyncContextManager[None]] | None = None,
         beside: Sequence[BaseRoute] = (),
+        adapter_root: Path | None = None,
     ) -> None:
         """`model`: the name that OpenAI's clients ask for; `logprobs_mode`: which logprobs they get where they do not
-        say, those sampled with or the raw ones. `lifespan` is entered while the server runs. `beside`: more routes."""
+        say, those sampled with or the raw ones. `lifespan` is entered while the server runs. `beside`: more routes.
+        `adapter_root`: the folder that clients may have adapters loaded from; None: none."""
         self.service, self.name, self.region, self.follower = service, name, region, follower
         self.boot = secrets.token_hex(8)
         self._fingerprint = service.fingerprint()
@@ -126,7 +130,7 @@ class EngineServer:
 
         self.app = Starlette(
             routes=[
-                *OpenAiRoutes(service, Served(model, tokenizer, service.longest, logprobs_mode)).routes,
+                *OpenAiRoutes(service, Served(model, tokenizer, service.longest, logprobs_mode), adapter_root).routes,
                 Route("/rlloop/generate", self._generate, methods=["POST"]),
                 Route("/rlloop/requests/{key}", self._forget, methods=["DELETE"]),
                 Route("/rlloop/lease", self._take_lease, methods=["POST"]),
@@ -156,18 +160,20 @@ class EngineServer:
         body = await request.body()
         ask = await run_in_threadpool(parsed, body, wire.Ask, packed=True)  # thousands of parameters are checked
         each = one_for_each(ask.prompts, ask.sampling)
+        names = () if ask.adapters is None else adapter_for_each(ask.prompts, ask.adapters)
+        submit = partial(self.service.submit, ask.prompts, each, ask.lowest, ask.highest, adapters=names)
         if ask.holder == self._lease.holder and ask.term < self._lease.term:
             return self._fenced(ask.term)
         key = request.headers.get("idempotency-key")
         if key is None:
-            future = self.service.submit(ask.prompts, each, ask.lowest, ask.highest)
+            future = submit()
         else:
             digest = hashlib.blake2b(body, digest_size=16).digest()
             known, future = self._remembered.get(key, (digest, None))
             if known != digest:
                 return refusal(422, "key_reused", f"idempotency key {key} came before, with another request")
             if future is None or (future.done() and future.exception() is not None):  # a refusal may have passed
-                future = self.service.submit(ask.prompts, each, ask.lowest, ask.highest)
+                future = submit()
                 self._remembered[key] = (digest, future)
                 self._forget_oldest()
         completions = await outcome(self.service, request, future, keep=key is not None)

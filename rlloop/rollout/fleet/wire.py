@@ -25,7 +25,7 @@ MOST_PROMPTS = 1 << 14  # of one request: a third of a second of a core, to chec
 T = TypeVar("T")
 
 
-class Ask(msgspec.Struct, forbid_unknown_fields=True):
+class Ask(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Continue every prompt with weights of one version from `lowest` to `highest` (None: any)."""
 
     prompts: Annotated[list[list[int]], msgspec.Meta(max_length=MOST_PROMPTS)]
@@ -34,6 +34,7 @@ class Ask(msgspec.Struct, forbid_unknown_fields=True):
     highest: int | None = None
     holder: str = ""  # the asking run, and its term: see Lease
     term: int = 0
+    adapters: list[str | None] | None = None  # names, one each; None: the model as it is
 
 
 class Lease(msgspec.Struct, forbid_unknown_fields=True):

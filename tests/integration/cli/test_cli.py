@@ -14,6 +14,7 @@ from rlloop.cli.main import main
 from rlloop.config.run import Launch
 from rlloop.launch import run as launch
 from rlloop.runs import plots
+from rlloop.runs.console import Progress
 from rlloop.runs.folder import read_records
 from rlloop.testing import FakeEngine, FakePolicy, fake_parts
 from rlloop.trainer import CheckpointStore
@@ -326,6 +327,25 @@ def test_a_second_interrupt_stops_at_once(rlloop, tmp_path):
     code, said = rlloop.train("run.dir=out")
     assert (code, "To resume:" in said) == (130, True)
     assert steps(tmp_path / "out") == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (BrokenPipeError(32, "Broken pipe"), "the output was closed, as by `| head`"),
+        (ValueError("odd"), "ValueError: odd"),
+    ],
+)
+def test_a_run_that_ends_by_an_error_keeps_the_reason(rlloop, tmp_path, monkeypatch, error, reason):
+    def log(self, step, metrics):
+        if step == 2:
+            raise error
+
+    monkeypatch.setattr(Progress, "log", log)
+    with pytest.raises((OSError, ValueError)):  # of a pipe: what the test's own output makes of it
+        rlloop.train("run.dir=out")
+    assert f"stopped: {reason}" in (tmp_path / "out" / "run.log").read_text()
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
 
 
 def test_an_interrupt_before_the_first_step_is_quiet_too(rlloop, monkeypatch):

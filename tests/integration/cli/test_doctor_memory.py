@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from rlloop.cli.main import main
-from rlloop.cli.memory import layouts, predict
 from rlloop.config.run import TrainerConfig
 from rlloop.models import load_model
 from rlloop.models.config import read_config
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.trainer import Trainer
+from rlloop.training.memory import layouts, predict
 from tests.support.ranks import run_ranks
 from tests.support.tiny_run import make_model
 

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+
+from rlloop.audit import verify
 from rlloop.cli.main import main
 from rlloop.recipes.custom.tiny import write_tiny
 from rlloop.runs.folder import read_records
@@ -44,6 +47,25 @@ def test_the_same_loss_trains_a_recipe(tmp_path, monkeypatch):
     own = ["algorithm.loss._target_=own_loss.asymmetric", "algorithm.loss.negative=0.3"]
     assert main([*command, *small, "eval.num_draws=2", *own]) == 0
     assert "loss/below_mean" in list(read_records(Path("run") / "metrics.jsonl"))[-1]
+
+
+def test_an_environment_of_the_readers_own_learns(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    rewards = importlib.import_module("own_environment").main(steps=16, folder=str(tmp_path))
+    assert np.mean(rewards[-3:]) > 0.15 > np.mean(rewards[:3])
+
+
+def test_several_engines_learn_what_one_would(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    rewards = importlib.import_module("several_engines").main(steps=22, folder=str(tmp_path))
+    assert rewards[-1] > 0.15 > 0.05 > rewards[0]
+    assert [check for check in verify(tmp_path / "run") if check.problems] == []
+
+
+def test_a_served_checkpoint_answers_as_it_was_trained(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    before, after = importlib.import_module("serving").main(steps=20, folder=str(tmp_path))
+    assert after > 0.2 > before
 
 
 def test_a_run_of_one_part_keeps_the_others_figures(tmp_path, monkeypatch):

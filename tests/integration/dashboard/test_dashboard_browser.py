@@ -56,8 +56,8 @@ STATUS = {
             "models": [
                 {"model_id": "m-1", "updates": 7, "queued": 2, "log_bytes": 5000, "failed": None, "tokens_checked": 900,
                  "tokens_different": 0},
-                {"model_id": "m-2", "updates": 1, "queued": 0, "log_bytes": 9, "failed": "no room", "tokens_checked": 90,
-                 "tokens_different": 4},
+                {"model_id": "m-2", "updates": 1, "queued": 0, "log_bytes": 9, "failed": "no room",
+                 "tokens_checked": 90, "tokens_different": 4},
             ],
         },
     ],
@@ -477,7 +477,7 @@ def test_a_conversation(visit, tmp_path):
     expect(page.locator("#rollouts .asked")).to_have_text("what is 3 + 4")
     bubbles = page.locator(".bubble")
     expect(bubbles.locator(".role b")).to_have_text(
-        ["system", "user", "assistant, turn 1", "tool · add", "assistant, turn 2"]
+        ["System", "User", "Assistant, turn 1", "Tool · add", "Assistant, turn 2"]
     )
     expect(bubbles.nth(2)).to_contain_text("trained5 tokens")
     expect(bubbles.nth(2)).to_contain_text("reward 0.25")

@@ -82,6 +82,12 @@ print([name for name in ("torch", "ray", "transformers", "numba", "wandb") if na
         ([".", "--port", "70000"], "the port is 70000; it must be 0 (any free one) to 65535"),
         ([".", "--token", "short"], "the token has 5 characters; it must have at least 16"),
         (["--wandb", "mine"], "it must be ENTITY/PROJECT"),
+        ([".", "--alert", "failed"], "--alert and --webhook belong together"),
+        ([".", "--webhook", "http://x"], "--alert and --webhook belong together"),
+        ([".", "--alert", "odd", "--webhook", "http://x"], "'odd' is no condition of an alert"),
+        ([".", "--alert", "failed", "--webhook", "x"], "it must be an address"),
+        (["--api", "localhost"], "it must be the address of `rlloop serve api`"),
+        ([".", "--api", "http://x", "--api-key-file", "no-file"], "no-file cannot be read"),
     ],
 )
 def test_refusals(capsys, arguments, message):

@@ -10,8 +10,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlloop import load_model, token_logprobs
 from rlloop.cli.main import main
 from rlloop.errors import ConfigError
+from rlloop.models.adapter_files import WEIGHTS, with_stored_adapter
 from rlloop.recipes.custom.data import place
 from rlloop.recipes.custom.task import Custom
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
@@ -95,6 +97,25 @@ def test_two_steps_with_the_users_own_reward_and_two_more_after_a_restart(model,
     made = [row for file in rollout_files(tmp_path / "run") for row in read_rollouts(file)]
     assert len(made) == 64
     assert {row["reward"] for row in made} <= {1 - n / 8 for n in range(5)}
+
+
+def test_an_adapter_trains_over_the_users_model_and_resumes(model, rows, tmp_path):
+    Path("my_lengths.py").write_text("def score(prompt, completion, example):\n    return -len(completion)\n")
+    lora = ["reward._target_=my_lengths.score", "model.lora.rank=4", "trainer.lr=1e-2", "parity.mode=require"]
+    assert main(tiny(model, rows, tmp_path / "run", *lora)) == 0
+    assert main(tiny(model, rows, tmp_path / "run", *lora, "trainer.num_steps=3", "trainer.offload=moments")) == 0
+    assert main(tiny(model, rows, tmp_path / "unbroken", *lora, "trainer.num_steps=3")) == 0
+    for name in (WEIGHTS, "optimizer.safetensors"):
+        one, other = (tmp_path / run / "checkpoints/step_3" / name for run in ("run", "unbroken"))
+        assert one.read_bytes() == other.read_bytes(), name
+    records = list(read_records(tmp_path / "run/metrics.jsonl"))
+    assert all(record["parity/tokens_different"] == record["parity/k3"] == 0 for record in records[1:])
+    assert records[3]["memory/streamed_bytes"] == 2 * records[3]["memory/host_bytes"] > 0
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    policy = with_stored_adapter(load_model(model), tmp_path / "run/checkpoints/step_3")
+    [moved] = token_logprobs(policy, [([3], [4, 5])])
+    [base] = token_logprobs(load_model(model), [([3], [4, 5])])
+    assert (moved != base).all()
 
 
 def test_several_rewards_are_logged_by_component_and_failures_are_rejected_with_their_reason(model, rows, tmp_path):

@@ -139,3 +139,29 @@ def test_mistakes_are_named():
         Guess(0, numbers=1)
     with pytest.raises(ConfigError, match=r"task.max_turns is 0"):
         Guess(0, max_turns=0)
+
+
+def test_ppo_learns_values_beside_the_policy_and_resumes_to_the_bit(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("by_length.py").write_text("def reward(prompt, completion, example):\n    return len(completion) % 7 / 7\n")
+    sizes = [*TINY, "rollout.group_size=1", "rollout.num_prompts=14", "reward._target_=by_length.reward"]
+
+    def train(folder: str, *more: str) -> list[dict]:
+        assert main(["train", "--config-name", "guess/ppo", f"run.dir={folder}", *sizes, *more]) == 0
+        return list(read_records(Path(folder) / "metrics.jsonl"))
+
+    records = train("whole")
+    for record in records[1:]:
+        assert record["parity/tokens_different"] == 0
+        assert record["critic/loss"] > 0
+    assert records[1]["critic/value_mean"] == records[1]["critic/explained_variance"] == 0.0  # the head begins at 0
+    assert records[2]["critic/value_mean"] != 0.0
+    row = read_rollouts(rollout_files(Path("whole"))[0])[0]
+    assert len(row["token_advantages"]) == len(row["logprobs"])
+    assert row["advantage"] == row["reward"]  # as shaped; the advantages are by token
+    train("parts", "trainer.num_steps=1")
+    train("parts")
+    for name in ("model.safetensors", "critic.safetensors"):
+        whole, parts = (Path(folder) / "checkpoints/step_2" / name for folder in ("whole", "parts"))
+        assert whole.read_bytes() == parts.read_bytes()
+    assert main(["verify", "whole"]) == 0

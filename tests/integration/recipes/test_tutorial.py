@@ -34,8 +34,10 @@ def commands() -> Iterator[list[str]]:
 
 def smaller(arguments: list[str]) -> list[str]:
     """80 steps become 2, and 120 become 3."""
+    if arguments[0] == "eval":
+        return [*arguments, "--draws", "4"]
     if arguments[0] != "train":
-        return arguments
+        return [text.replace("step_120", "step_3") for text in arguments]
     steps = [text for text in arguments if text.startswith("trainer.num_steps=")] or ["trainer.num_steps=80"]
     rest = [text for text in arguments if text not in steps]
     return [*rest, *SMALL, f"trainer.num_steps={max(1, int(steps[0].partition('=')[2]) // 40)}"]

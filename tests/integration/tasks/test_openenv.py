@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ from rlloop.rewards.episode import episode_reward
 from rlloop.tasks.openenv_tasks import openenv_environment
 from rlloop.testing import FakeEngine, FakePolicy
 from rlloop.types import Example, SamplingParams
+from tests.support.openenv_server import counting_server
 from tests.support.talks import KNOWN, TalkTask
 
 pytest.importorskip("openenv")
@@ -23,57 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
 
 @pytest.fixture(scope="module")
 def server():
-    """Counts: each action's text is told back with the seed; the third is worth 1 and ends the episode."""
-    import uvicorn
-    from openenv.core.env_server.http_server import create_fastapi_app
-    from openenv.core.env_server.interfaces import Environment
-    from openenv.core.env_server.types import Action, Observation, State
-
-    class Say(Action):
-        message: str
-
-    class Told(Observation):
-        text: str = ""
-
-    class Counting(Environment):
-        SUPPORTS_CONCURRENT_SESSIONS = True
-        open = 0
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.count = 0
-            Counting.open += 1
-
-        def reset(self, seed: int | None = None, episode_id: str | None = None, **more: Any) -> Told:
-            self.count, self.seed, self.more = 0, seed, more
-            return Told(text="begin")
-
-        def step(self, action: Say, timeout_s: float | None = None, **more: Any) -> Told:
-            self.count += 1
-            if action.message == "raise":
-                raise ValueError("crashed")
-            last = self.count == 3
-            return Told(text=str(7 - self.count), done=last, reward=1.0 if last else 0.25)
-
-        @property
-        def state(self) -> State:
-            return State(step_count=self.count)
-
-        def close(self) -> None:
-            Counting.open -= 1
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    app = create_fastapi_app(Counting, Say, Told, max_concurrent_envs=8)
-    running = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
-    thread = threading.Thread(target=running.run, daemon=True)
-    thread.start()
-    while not running.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{port}", Counting
-    running.should_exit = True
-    thread.join()
+    with counting_server() as served:
+        yield served
 
 
 def play(url: str, count: int = 4, max_turns: int = 4, **more: Any):

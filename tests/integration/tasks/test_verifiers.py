@@ -5,6 +5,7 @@ Runs where verifiers and uv are installed (`make test-environments`); its harnes
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from rlloop.audit import Extent, verify
 from rlloop.cli.main import main
 from rlloop.recipes.custom.tiny import write_tiny
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
+from tests.support.openenv_server import counting_server
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # the library's own
@@ -66,3 +68,22 @@ def test_a_harness_that_needs_a_container_is_refused_before_anything_starts(plac
     assert "needs a container" in capsys.readouterr().err
     assert train("task.name=nothing_here") == 2
     assert "verifiers cannot load it" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("openenv") is None, reason="needs openenv")
+def test_a_taskset_and_harness_that_it_ships_unchanged(place):
+    """Its taskset `openenv` against a server of that library, in its null harness."""
+    config = json.loads((place / "model/config.json").read_text())
+    (place / "model/config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    with counting_server() as (url, environment):
+        resets = ", ".join(f"{{seed: {seed}}}" for seed in range(8))
+        assert train("task.name=openenv", f"task.taskset={{base_url: '{url}', resets: [{resets}]}}") == 0
+        assert environment.open == 0
+    [record] = [each for each in read_records(place / "run/metrics.jsonl") if each["step"] == 1]
+    assert record["parity/tokens"] >= 6
+    assert record["parity/tokens_different"] == 0
+    assert record["ledger/trained"] == 2
+    rows = [row for file in rollout_files(place / "run") for row in read_rollouts(file)]
+    for row in rows:
+        assert len(row["turns"]) == len(row["conversation"]) == 3
+        assert row["reward"] == row["components"]["openenv_reward"] == 1.5

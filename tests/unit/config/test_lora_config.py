@@ -23,8 +23,8 @@ def config(lora: LoraSection, **sections) -> RunConfig:
     ("sections", "message"),
     [
         (
-            {"rollout": RolloutConfig(engine=EngineKind.vllm)},
-            "rollout.engine is .*vllm.* embedded with model",
+            {"rollout": RolloutConfig(engine=EngineKind.vllm_stock)},
+            "rollout.engine is .*vllm_stock.* embedded or vllm with model",
         ),
         ({"rollout": RolloutConfig(drift=DriftConfig(weights="int8"))}, "rollout.drift rounds all weights"),
         ({"trainer": TrainerConfig(expert_bias_rate=0.1)}, "expert_bias_rate is 0.1; .* 0 with model.lora.rank=4"),

@@ -116,7 +116,7 @@ def test_recomputed_layers_give_the_same_bits(folder: Path) -> None:
     kept = gradients()
     assert len(kept) == len(list(model.parameters()))
     calls = []
-    for index, layer in enumerate(model.model.layers):
+    for index, layer in enumerate(model.model.layers.values()):
         layer.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
     for every, forwards in ((1, [0, 0, 1, 1]), (2, [0, 0, 1]), (0, [0, 1])):
         calls.clear()

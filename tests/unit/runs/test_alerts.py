@@ -57,6 +57,7 @@ def test_what_is_no_condition_is_refused(text):
         ({"webhook": "ftp://x", "when": ["failed"]}, "it must be an address"),
         ({"webhook": "http://x"}, "when is empty"),
         ({"webhook": "http://x", "when": ["nothing"]}, "no condition"),
+        ({"webhook": "http://x", "when": ["failed"]}, "let the dashboard send it"),
     ],
 )
 def test_alerts_that_cannot_be_sent_are_refused_before_a_run(options, message):

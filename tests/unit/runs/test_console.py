@@ -100,8 +100,7 @@ def test_a_long_path_is_not_cut_short():
     console = plain(width=60)
     folder = Path("runs") / ("trainer.lr=0.0005," * 4)
     print_summary(console, folder, summarize([{"step": 1, **STEP}], "finished"))
-    cells = "".join(line.strip("│ ").split("│")[-1].strip() for line in said(console).splitlines())
-    assert f"{folder}/curve.png" in cells
+    assert {f"{folder}/curve.png", f"{folder}/rollouts"} <= set(said(console).splitlines())  # none is broken
 
 
 def test_numbers_for_people():

@@ -1,6 +1,7 @@
 import hashlib
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from rlloop.runs.folder import (
 )
 from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
+from tests.support.dashboard_runs import make_sample
 
 RUN = Path("run")
 CONFIG = {"seed": 0, "trainer": {"lr": 0.1, "num_steps": 5, "schedule": "constant"}, "parity": {"mode": "require"}}
@@ -326,3 +328,13 @@ def test_summary_counts_different_tokens_over_all_steps():
     assert summary["parity"] == {"tokens": 400, "tokens_different": 1, "k3_max": 1e-9}
     assert summary["eval/solved"] == {"first": 0.2, "last": 0.5, "best": 0.5}
     assert (summary["status"], summary["step"]) == ("finished", 2)
+
+
+def test_entropies_of_trained_completions_are_kept_with_three_digits():
+    rng = np.random.default_rng(0)
+    samples = [make_sample(1, 0, place, 3, rng) for place in range(2)]
+    entropies = [np.array([0.0, 1.23456, 1e-5], np.float32)]
+    rows = rollout_rows(samples, ["trained", "rejected: no"], [samples[0].completion.logprobs, None], "e", entropies)
+    rows = msgspec.json.decode(msgspec.json.encode(rows))
+    assert rows[0]["entropies"] == [0, 1.23, 1e-5]
+    assert "entropies" not in rows[1]  # nothing recomputed what is not trained

@@ -1,0 +1,57 @@
+"""Models by what a user names: a Hugging Face folder, a run, or one of its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlloop.config.run import RunConfig
+from rlloop.errors import ModelError
+from rlloop.launch.compose import build
+from rlloop.loop.own import Run
+from rlloop.models import Model, load_model
+from rlloop.models.adapter_files import is_adapter, with_stored_adapter
+from rlloop.models.config import how_to_fetch
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A model's folder, or an adapter's, and the run that it is of."""
+
+    folder: Path
+    run: Run | None = None
+
+    @classmethod
+    def find(cls, name: str) -> Stored:
+        """`name`: a model's folder, a run's (its best checkpoint by `eval/reward`), or a checkpoint's. Raises
+        `ModelError` or `RunError`."""
+        path = Path(name)
+        if (path / "config.yaml").is_file():
+            run = Run(path)
+            return cls(run.best_checkpoint(), run)
+        of_run = path.absolute().parents[1] if path.absolute().parent.name == "checkpoints" else None
+        run = Run(of_run) if of_run is not None and (of_run / "config.yaml").is_file() else None
+        if not (path / "config.json").is_file() and not is_adapter(path):
+            raise ModelError(f"{name} is neither a model's folder nor a run; {how_to_fetch(name)}")
+        return cls(path, run)
+
+    def config(self) -> RunConfig | None:
+        """The run's configuration; None of a model without one."""
+        return None if self.run is None else build_recorded(self.run)
+
+    def load(self, base: Path | None, dtype: str, device: str) -> Model:
+        """The model. `base`: the model that an adapter's folder changes."""
+        if not is_adapter(self.folder):
+            return load_model(self.folder, dtype=dtype, device=device)
+        if base is None:
+            raise ModelError(f"{self.folder} is an adapter, and its run does not say of which model; merge it first")
+        return with_stored_adapter(load_model(base, dtype=dtype, device=device), self.folder)
+
+
+def build_recorded(run: Run) -> RunConfig:
+    """The configuration in a run's config.yaml, checked."""
+    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), run.config)
+    assert isinstance(merged, DictConfig)
+    return build(merged)

@@ -1,0 +1,154 @@
+"""Memory of a rank by part, predicted from a model's configuration for each layout over a number of GPUs.
+
+Weights, masters, optimizer, gradients and cache are counted; activations and logits are estimated from shapes. Trainer
+and engine have the same tp, pp and ep, so one compute copy serves both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from rlloop.errors import ConfigError
+from rlloop.models import Model
+from rlloop.models.architecture import ModelConfig
+from rlloop.models.experts import Experts
+from rlloop.models.parameters import ParameterStore
+from rlloop.models.placement import check_placement
+from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.context import ParallelContext
+from rlloop.parallel.layout import Layout
+from rlloop.rollout.engine.engine import DEFAULT_CACHE_BYTES, LOGITS_AT_ONCE
+from rlloop.rollout.engine.kv_cache import bytes_per_token
+from rlloop.trainer.offload import BLOCK_BYTES, BLOCKS
+
+GIB = 1 << 30
+RUNNING = 512  # requests of an engine at a time
+PCIE = 50e9  # bytes a second each way, of a GPU's 16 lanes of the fifth generation: assumed
+RESERVED = 2 * GIB  # CUDA's and NCCL's own, and what the allocator cannot use: assumed
+MICRO_BATCHES = 8  # of an update: sums of gradients in memory grow with their logarithm
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the rank that needs most, by part."""
+
+    layout: Layout
+    parts: dict[str, int]
+    host: int = 0  # bytes in host memory, beside them
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def describe(self) -> str:
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items())
+        if not self.host:
+            return parts
+        return f"{parts}; in host memory {self.host / GIB:.1f}, {self.host / PCIE:.2f} s an update"
+
+
+def layouts(config: ModelConfig, gpus: int) -> Iterator[Layout]:
+    """Layouts of `gpus` ranks that the model can have, in a trainer and in an engine, without copies of the trainer."""
+    degrees = [degree for degree in range(1, gpus + 1) if gpus % degree == 0]
+    for tp, pp in itertools.product(degrees, degrees):
+        if gpus % (tp * pp):
+            continue
+        for ep in degrees if config.mixture is not None else [1]:
+            try:
+                layout = Layout(dp_shard=gpus // (tp * pp), tp=tp, pp=pp, ep=ep)
+                check_placement(config, layout, "layout", trains=True)
+            except ConfigError:
+                continue
+            yield layout
+
+
+def preference(layout: Layout) -> tuple[int, ...]:
+    """The least traffic between ranks first: whole weights, then experts spread, then layers, then products."""
+    return layout.tp, layout.pp, layout.ep
+
+
+def predict(
+    config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, offload: str = "none", *,
+    lora: int = 0, trains: bool = True,
+) -> Memory:  # fmt: skip
+    """Of the first rank and the last, the one that needs more; the others lie between.
+
+    `lora`: the rank of an adapter of all projections that trains over frozen weights; 0: all weights train. Without
+    `trains` the model is only scored and sampled.
+    """
+    contexts = [_context(layout, rank) for rank in (0, layout.world_size - 1)]
+    parts = max((_parts(config, each, dtype, tokens, lora, trains) for each in contexts), key=lambda x: sum(x.values()))
+    moved = {"none": (), "moments": ("optimizer",), "masters": ("optimizer", "masters")}[offload]
+    host = sum(parts.pop(name) for name in moved)
+    if host:
+        parts["blocks"] = BLOCKS * BLOCK_BYTES
+    return Memory(layout, parts, host)
+
+
+def _parts(
+    config: ModelConfig, context: ParallelContext, dtype: torch.dtype, tokens: int, lora: int, trains: bool
+) -> dict[str, int]:
+    layout, wide = context.layout, torch.float32.itemsize
+    with torch.device("meta"):
+        model = Model(config, None, context)
+    held = owned = 0
+    for name, entry in ParameterStore(model).entries.items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        owners = layout.dp_shard // layout.expert_leaves if isinstance(module, Experts) else layout.dp_shard
+        held += entry.live.numel()
+        owned += -(-entry.live.numel() // owners)
+    frozen = {"compute copy": held * dtype.itemsize}
+    if lora:
+        adapted = sum(
+            lora * (each.inputs + each.outputs) * (each.experts or 1) for each in model.adapter_targets().values()
+        )
+        frozen["adapter"] = adapted * dtype.itemsize
+        owned = -(-adapted // layout.dp_shard)
+    levels = int(math.log2(MICRO_BATCHES))  # of float32 sums; one gradient more has not been added yet
+    cached = max(1, bytes_per_token(model.cache_spec(), dtype))
+    positions = min(config.max_positions * RUNNING, DEFAULT_CACHE_BYTES // cached)
+    trained = {
+        "masters": owned * wide if dtype.itemsize < wide else 0,
+        "optimizer": 2 * owned * wide,
+        "gradients": owned * (levels * wide + dtype.itemsize),
+        "activations": _activations(config, layout, dtype, tokens),
+    }
+    return {
+        **frozen,
+        **(trained if trains else {}),
+        "cache": positions * cached,
+        "logits": LOGITS_AT_ONCE["cuda"] * wide // layout.tp,
+        "reserved": RESERVED,
+    }
+
+
+def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:
+    """Estimate: the two streams between layers, and what one layer keeps for its backward pass."""
+    layers, width, mixture = -(-config.num_layers // layout.pp), config.hidden_size, config.mixture
+    attended = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    inner = 3 * config.intermediate_size
+    if mixture is not None:
+        inner = max(inner, mixture.routing.top_k * (3 * mixture.expert_size + width))
+    streams = 2 * width * layers * min(layout.pp, MICRO_BATCHES)  # of the micro-batches that are in a pipeline
+    return tokens * dtype.itemsize // layout.cp * (streams + 4 * width + (attended + inner) // layout.tp)
+
+
+def _context(layout: Layout, rank: int) -> ParallelContext:
+    """A rank's context that meets nobody: enough to know what it holds."""
+    at, leaves = layout.coordinates(rank), layout.expert_leaves
+    groups = {axis: Ranks(getattr(layout, axis), at[axis]) for axis in at if getattr(layout, axis) > 1}
+    ep = groups.get("tp", Ranks()) if layout.ep == 1 else Ranks(layout.ep, rank % layout.ep)
+    groups |= {"ep": ep, "expert_shard": Ranks(layout.dp_shard // leaves, at["dp_shard"] // leaves)}
+    return ParallelContext(torch.device("meta"), layout, rank, 0, groups)
+
+
+def layout_keys(layout: Layout) -> str:
+    """The axes above 1, as configuration keys."""
+    above = [f"{axis}={degree}" for axis, degree in vars(layout).items() if degree > 1]
+    return " ".join(above) or "one rank"
