@@ -57,7 +57,7 @@ def test_parts_of_a_call_are_executed_in_order_however_they_come(served, api):
     for request_id in (first, *sent):
         assert output(api.result(request_id)).metrics["loss:sum"] == 1.0
     assert api.result(step)["metrics"] == {"optim/grad_norm": 1.0}  # JSON has no infinity
-    mine = [call for call in served[1].calls if call[1] == api.model_id][1:]
+    mine = [call for call in served[1].calls if call[1] == api.model_id and call[0] != "digest"][1:]
     assert [call[0] for call in mine] == ["forward_backward"] * 3 + ["optim_step"]
     assert [call[2] for call in mine[:3]] == [[[1, 1]], [[2, 1]], [[3, 1]]]
 
