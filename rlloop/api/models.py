@@ -66,7 +66,8 @@ class Trained:
         self._has_samplers = False
         self._restored = set[str]()
         self._state: asyncio.Task[None] | None = None
-        self._loaded: asyncio.Future[Result] | None = None
+        self._update: int | None = None  # number of the last optim_step
+        self._loads: dict[int, tuple[asyncio.Future[Result], asyncio.Task[None]]] = {}  # results that wait for a state
         self._runner = core.task(self._run())
 
     @property
@@ -209,11 +210,11 @@ class Trained:
         elif call is not None and call.checked:
             metrics = {name: value for name, value in outcome.metrics.items() if name.startswith("parity/")}
             self.log.append(Checked(command.seq_id, metrics))
-        if command.kind == "load_weights" and self._loaded is not None:
-            self._loaded.set_result(Result(command.seq_id, outcome.body, outcome.failed))
-            if self._state is not None and not outcome.failed:
-                with suppress(Exception):  # the checkpoint may be deleted from now on, so the log must not need it
-                    await asyncio.shield(self._state)
+        if (load := self._loads.pop(command.seq_id, None)) is not None:
+            loaded, state = load
+            loaded.set_result(Result(command.seq_id, outcome.body, outcome.failed))
+            with suppress(Exception):  # the checkpoint may be deleted from now on, so the log must not need it
+                await asyncio.shield(state)
         self.checked += int(outcome.metrics.get(CHECKED, 0))
         self.different += int(outcome.metrics.get(DIFFERENT, 0))
         if command.kind == "optim_step" and not outcome.failed:
@@ -245,22 +246,33 @@ class Trained:
             self._record_digest(command.seq_id)
         if kind == "forward_backward":
             self._gradient = True
-        elif kind in ("optim_step", "load_weights", "create_model"):
-            self._gradient, self._samplers = False, []
-            self._updates_since += kind == "optim_step"
+        elif kind == "optim_step":
+            self._gradient, self._samplers, self._update = False, [], command.seq_id
+            self._updates_since += 1
         elif kind == "save_weights_for_sampler" and (number := _sampling_number(command)) is not None:
             self._samplers.append(sampling_session(self.model_id, number))
             self._has_samplers = True
-        if self._gradient or (self._state is not None and not self._state.done()):
-            return
-        every = self.core.settings.state_every
+        every, since = self.core.settings.state_every, self._updates_since
         best = self._samplers or not self._has_samplers  # so that the newest sampler outlives a restart
-        self._loaded = asyncio.get_running_loop().create_future() if kind == "load_weights" else None
-        if kind == "load_weights" or (self._updates_since >= every and (best or self._updates_since >= 4 * every)):
-            first = command.seq_id + 1
-            saving = self.core.service.save_weights(self.model_id, f"{HIDDEN}{first:06d}", overwrite=True)
-            self._state = self.core.task(self._write_state(first, saving, list(self._samplers), self._loaded))
-            self._updates_since = 0
+        if kind == "load_weights":
+            self._samplers = []
+            loaded = asyncio.get_running_loop().create_future()
+            self._loads[command.seq_id] = loaded, self._begin_state(command.seq_id + 1, loaded)
+        elif (
+            since >= every
+            and (best or since >= 4 * every)
+            and not self._gradient
+            and (self._state is None or self._state.done())
+        ):
+            self._begin_state(command.seq_id + 1, None)
+
+    def _begin_state(self, first: int, loaded: asyncio.Future[Result] | None) -> asyncio.Task[None]:
+        """Have the service save the weights of this moment, in order with the commands, and a task do the rest."""
+        saving = self.core.service.save_weights(self.model_id, f"{HIDDEN}{first:06d}", overwrite=True)
+        self._updates_since = 0
+        work = self._write_state(first, saving, list(self._samplers), self._update, loaded, self._state)
+        self._state = self.core.task(work)
+        return self._state
 
     def _record_digest(self, seq_id: int) -> None:
         """Have the log say which weights an update leaves. Of whole models it would take as long as the update."""
@@ -277,15 +289,26 @@ class Trained:
         first: int,
         saving: Saving[SaveWeightsResponse],
         samplers: list[str],
+        update: int | None,
         loaded: asyncio.Future[Result] | None,
+        before: asyncio.Task[None] | None,
     ) -> None:
         """Begin a new segment of the log at command `first`, with the weights that `saving` saves as its state.
-        `loaded`: the result of the command before, which is given out only when the state is there."""
+
+        `update`: number of the last optim_step; one that failed may have left a gradient, which no state has. `loaded`:
+        the result of the load before, which is given out only when the state is there. `before`: the last state.
+        """
         service, loop = self.core.service, asyncio.get_running_loop()
+        if before is not None:
+            await asyncio.wait([before])
         saved = await asyncio.wrap_future(saving)
         for seq_id in range(max(0, first - AHEAD), first - (loaded is not None)):
             with suppress(KeyError):
                 await self.core.futures[f"{self.model_id}:{seq_id}"].done.wait()
+        result = None if loaded is None else await loaded
+        if self._has_failed(update) if result is None else result.failed:
+            service.delete_checkpoint(saved.path)
+            return
         folder = self.log.new_state(first)
         state = State(saved.path, samplers, self.updates)
         (folder / "state.json").write_bytes(msgspec.json.encode(state))
@@ -295,14 +318,22 @@ class Trained:
             for future in self.core.futures.uncollected(f"{self.model_id}:")
             if future.outcome is not None and int(future.request_id.rpartition(":")[2]) < first
         ]
-        if loaded is not None:
-            carried.append(await loaded)
+        if result is not None:
+            carried.append(result)
         await asyncio.wrap_future(self.log.rotate(first, carried))
         needed = {f"{HIDDEN}{path.name}" for path in self.log.folder.iterdir() if path.is_dir()}
         for checkpoint in service.checkpoints(self.model_id):
             name = checkpoint.checkpoint_id.partition("/")[2]
-            if name.startswith(HIDDEN) and name not in needed:
+            mine = name.startswith(HIDDEN) and int(name.removeprefix(HIDDEN)) < first  # later ones are being made
+            if mine and name not in needed:
                 service.delete_checkpoint(checkpoint.tinker_path)
+
+    def _has_failed(self, seq_id: int | None) -> bool:
+        try:
+            outcome = None if seq_id is None else self.core.futures[f"{self.model_id}:{seq_id}"].outcome
+        except KeyError:
+            return True  # nobody knows any more
+        return outcome is not None and outcome.failed
 
     def close(self) -> None:
         """Drop the model; its log and its checkpoints stay."""

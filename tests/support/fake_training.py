@@ -109,6 +109,9 @@ class FakeTraining:
     forward = forward_backward
 
     def optim_step(self, model_id, params):
+        if params.learning_rate < 0:
+            raise ConfigError(f"learning_rate is {params.learning_rate}")  # the gradient stays
+
         def work():
             self.weights[model_id] = mixed(self.weights[model_id], self.gradients[model_id], params)
             self.gradients[model_id] = []
@@ -147,6 +150,7 @@ class FakeTraining:
 
     def load_weights(self, model_id, path, *, optimizer):
         def work():
+            self.checkpoint_folder(path)
             self.weights[model_id], self.gradients[model_id] = self._read(path), []
             return LoadWeightsResponse(path, model_id)
 

@@ -401,6 +401,45 @@ def test_a_state_shortens_the_replay_and_keeps_what_nobody_has_collected(tmp_pat
     assert sampler != last_sampler
 
 
+def test_loads_at_once_each_have_a_state_and_a_deleted_checkpoint_is_not_needed(tmp_path):
+    with serving(tmp_path) as (server, fake):
+        api = Api(server.url).start()
+        paths = []
+        for name in ("a", "b"):
+            trained(api, 1)
+            paths.append(api.command("save_weights", path=name)["path"])
+        loads = [api.command_("load_weights", path=path, optimizer=True) for path in (paths[0], paths[1], paths[0])]
+        assert [api.result(load)["path"] for load in loads] == [paths[0], paths[1], paths[0]]
+        for name in ("a", "b"):
+            api.http.delete(f"training_runs/{api.model_id}/checkpoints/weights/{name}")
+        weights = dict(fake.weights)
+    with serving(tmp_path) as (server, fake):
+        again = Api(server.url)
+        assert again.result(loads[2])["path"] == paths[0]
+        again.session, again.model_id, again.seq_id = api.session, api.model_id, api.seq_id
+        again.forward_backward([[1, 2, 3]])
+        assert fake.weights == weights
+
+
+def test_a_gradient_that_a_failure_left_is_not_lost_by_a_state(tmp_path):
+    with serving(tmp_path, state_every=1) as (server, fake):
+        api = Api(server.url).start()
+        api.forward_backward([[1, 2, 3]])
+        assert "learning_rate" in api.optim_step(-1.0)["error"]
+        assert (
+            "no checkpoint" in api.command("load_weights", path="tinker://x:train:0/weights/a", optimizer=True)["error"]
+        )
+        api.sampler(0)
+        gradients, weights = dict(fake.gradients), dict(fake.weights)
+        assert len(gradients[api.model_id]) == 1
+        wait_until(lambda: fake.checkpoints() == [])  # the states that were begun are given up
+    with serving(tmp_path) as (server, fake):
+        again = Api(server.url)
+        again.session, again.model_id, again.seq_id = api.session, api.model_id, api.seq_id
+        again.sample(f"{api.session}:sample:0", 0, [1])
+        assert (fake.gradients, fake.weights) == (gradients, weights)
+
+
 def test_failures_and_saves_are_not_done_again(tmp_path):
     with serving(tmp_path) as (server, fake):
         api = Api(server.url).start()
