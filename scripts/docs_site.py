@@ -18,6 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "SECURITY.md": "SECURITY.md"}
 PAGES |= {"CHANGELOG.md": "CHANGELOG.md"}
+RAW = "https://raw.githubusercontent.com/rlloop/rlloop/main/"  # README's pictures, which a package index shows, too
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)([^)]*\))")
 FENCE = re.compile(r"^(```.*?^```|~~~.*?^~~~)", re.MULTILINE | re.DOTALL)
 LOADED = re.compile(r'<(?:script|img|iframe)[^>]+src="?https?:|<link[^>]+rel="?(?:stylesheet|pre)[^>]+https?:')
@@ -59,6 +60,8 @@ def _repository_path(file: File) -> PurePosixPath:
 
 def _resolved(source: PurePosixPath, link: str) -> str | None:
     """The file of the repository that a page's link names; None for an address elsewhere."""
+    if link.startswith(RAW):
+        return link.removeprefix(RAW)
     if re.match(r"[a-z]+:", link):
         return None
     return os.path.normpath(source.parent / link)

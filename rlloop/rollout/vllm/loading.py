@@ -20,7 +20,8 @@ from vllm.transformers_utils.config import get_config_parser
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from rlloop.models import Model, load_model
-from rlloop.models.weights import HEAD, usable_device
+from rlloop.models.checkpoint_names import HEAD
+from rlloop.models.weights import usable_device
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.layout import Layout

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError, SyncError
 from rlloop.models.architecture import LatentConfig
-from rlloop.models.weights import HEAD
+from rlloop.models.checkpoint_names import HEAD
 from rlloop.rollout.vllm import names, versions
 from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.rollout.vllm.weights import Part, plain

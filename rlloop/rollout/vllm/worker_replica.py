@@ -21,7 +21,7 @@ import torch
 from vllm.engine.protocol import EngineClient
 
 from rlloop.errors import SyncError
-from rlloop.models.weights import EMBEDDING, HEAD
+from rlloop.models.checkpoint_names import EMBEDDING, HEAD
 from rlloop.rollout.fleet.weight_follower import Source
 from rlloop.rollout.fleet.wire import pack_array
 from rlloop.rollout.vllm.loading import facts_of
