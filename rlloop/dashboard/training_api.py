@@ -11,8 +11,10 @@ from typing import Any
 import httpx
 
 from rlloop.errors import ConfigError
+from rlloop.web.clients import client
 
 PATIENCE = 5.0  # seconds
+MOST = 1 << 24  # bytes of an answer
 OPEN_KEY = "tml-dashboard"  # on loopback, an API without keys takes any key that begins so
 
 
@@ -30,7 +32,7 @@ class TrainingApi:
                 f"--api is {url!r}; it must be the address of `rlloop serve api`, as http://127.0.0.1:8700"
             )
         self.url = url.rstrip("/")
-        self._client = httpx.Client(timeout=PATIENCE, trust_env=False, headers={"x-api-key": key or OPEN_KEY})
+        self._client = client(most=MOST, timeout=PATIENCE, headers={"x-api-key": key or OPEN_KEY})
 
     def status(self) -> dict[str, Any]:
         """What /status tells, and `url`; or `problem`, why it tells nothing."""

@@ -118,10 +118,13 @@ def post(webhook: str, text: str, tell: Callable[[str], None]) -> threading.Thre
     """
     import httpx
 
+    from rlloop.web.clients import client
+
     def send() -> None:
         try:
             content = {"text": f"rlloop: {text}", "content": f"rlloop: {text}", "host": socket.gethostname()}
-            httpx.post(webhook, json=content, timeout=TIMEOUT).raise_for_status()
+            with client(most=1 << 16, timeout=TIMEOUT) as session:
+                session.post(webhook, json=content).raise_for_status()
         except httpx.HTTPError as error:
             tell(f"an alert could not be posted to the webhook ({type(error).__name__}): {text}")
 
