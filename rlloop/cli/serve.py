@@ -79,6 +79,8 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     _check_addresses(given)
     source = _source(given, listen.token)
     store = None if source is None else source.open()
+    layout = layout_of(given.layout)
+    lora, adapters = _followed_adapter(given, layout), _named_adapters(given, layout)
     if not (given.model / "config.json").is_file():
         raise ConfigError(f"--model {given.model} has no config.json; it must be a Hugging Face checkpoint folder")
 
@@ -95,8 +97,6 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
 
     if given.threads is not None:
         torch.set_num_threads(given.threads)
-    layout = layout_of(given.layout)
-    lora, adapters = _followed_adapter(given, layout), _named_adapters(given, layout)
     if layout.world_size > 1:
         if given.engine is not EngineKind.embedded:
             raise ConfigError(f"--layout is for --engine embedded; vLLM has ranks of its own, not {given.layout}")
