@@ -101,6 +101,7 @@ def test_how_the_work_is_cut_changes_no_bit(tile_count, chunk):
         linear.FORWARD,
         tile_count,
         chunk,
+        linear.no_further(flat(x), flat(weight)),
     )
     for threads in (1, 3):
         linear.product(threads, *args)
