@@ -173,10 +173,11 @@ def test_versions_reach_its_live_weights_and_caches_go(line):
 
 def test_nothing_of_vllms_own_is_reached_and_nothing_without_the_token(line):
     for path in ("/collective_rpc", "/pause", "/resume", "/update_weights", "/reset_prefix_cache", "/abort_requests",
-                 "/inference/v1/generate", "/update_weight_version", "/sleep"):  # fmt: skip
+                 "/update_weight_version", "/sleep"):  # fmt: skip
         assert line.client.post(path, json={}).status_code == 404, path
     assert line.client.post("/tokenize", json={"model": "policy", "prompt": "w5 w6"}).json()["tokens"] == [5, 6]
-    for path in ("/rlloop/pause", "/rlloop/generate", "/v1/completions", "/v1/chat/completions", "/tokenize"):
+    for path in ("/rlloop/pause", "/rlloop/generate", "/v1/completions", "/v1/chat/completions", "/tokenize",
+                 "/inference/v1/generate"):  # fmt: skip
         assert httpx.post(line.url + path, trust_env=False).status_code == 401
 
 

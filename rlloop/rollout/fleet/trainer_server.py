@@ -102,10 +102,10 @@ def trainer_app(
         return Response(msgspec.msgpack.encode(answer), media_type=wire.CONTENT_TYPE)
 
     async def tokens(request: Request) -> Response:
-        longest, session = pool.longest, request.headers.get("x-session-id")
-        if longest == 0:
+        body, session = await body_of(request), request.headers.get("x-session-id")
+        if (longest := pool.longest) == 0:
             raise NoEngine("no engine serves yet; ask again once one has joined and has the newest weights")
-        ask = Tokens().parse(await body_of(request), Served("rlloop", None, longest))
+        ask = Tokens().parse(body, Served("rlloop", None, longest))
         if ask.score is not None or ask.stream or ask.logprobs not in (None, 0, 1):
             raise BadField("sampling_params", "here are neither streams, prompt_logprobs nor logprobs above 1")
         made = await asyncio.wrap_future(pool.begin(ask.prompts, ask.sampling, pool.version, session))

@@ -178,4 +178,4 @@ def test_a_fleet_without_the_extra_names_it(monkeypatch):
     config = RunConfig(algorithm=algorithm, fleet=FleetConfig(kind=FleetKind.regions))
     nothing: Any = None
     with pytest.raises(ConfigError, match=r"pip install 'rlloop\[serve\]'"):
-        launch._builder(config)(config, nothing, nothing).__enter__()
+        launch.builder_of(config)(config, nothing, nothing).__enter__()

@@ -74,7 +74,7 @@ def test_how_the_work_is_cut_changes_no_bit_and_other_chains_do() -> None:
 
     def product(segment: int, threads: int, tiles: int, chunk: int) -> Tensor:
         given = flat(weight), True, flat(x), True, flat(weight), False, flat(out), 50, 70, 2900, np.int64(segment)
-        kernels.product(threads, *given, tiles, chunk)
+        kernels.product(threads, *given, tiles, chunk, kernels.no_further(flat(x), flat(weight)))
         return out
 
     for segment in (GRADIENT, FORWARD):
