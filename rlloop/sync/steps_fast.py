@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlloop.numerics.kernels.cpu.compiled.blocks import BLOCK, classes, lowest, population, where_changed, where_equal
 from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel
-from rlloop.sync.blocks import BLOCK, classes, lowest, population, where_changed, where_equal
 from rlloop.sync.steps import LIMIT, WIDE, Changes, Ordering
 
 _NEVER = np.int64(1) << 40  # a gap larger than any chunk
