@@ -23,7 +23,7 @@ def api(given: argparse.Namespace, stack: ExitStack) -> None:
     if not (given.model / "config.json").is_file():
         raise ConfigError(f"--model {given.model} has no config.json; it must be a Hugging Face checkpoint folder")
     if given.shape is not None:
-        _take_shape(given)
+        take_shape(given)
     token = os.environ.get(TOKEN_VARIABLE)
     if given.token_file is None and token:
         keys = Keys({token if token.startswith(PREFIX) else PREFIX + token: Client("fleet", operator=True)})
@@ -83,7 +83,7 @@ def _end(reason: str) -> None:
     os._exit(1)
 
 
-def _take_shape(given: argparse.Namespace) -> None:
+def take_shape(given: argparse.Namespace) -> None:
     """Replace options by what the shape says. Raises `ConfigError` for a shape of another model, or of several
     accelerators."""
     from rlloop.training.shapes import resolve_training_profile
