@@ -121,7 +121,7 @@ class Supervised:
             if self.steps % self.settings.eval_every == 0 or self.steps == max_steps:
                 points.append((self.steps, self.pass_at_1(self.settings.eval_draws)))
                 left = (time.monotonic() - began) / (self.steps - first) * (max_steps - self.steps)
-                goal = "" if stop_at is None else f" of {stop_at:g}, which ends it"
+                goal = "" if stop_at is None else f" (ends at {stop_at:g})"
                 say(f"step {self.steps}/{max_steps}  pass@1 {points[-1][1]:.3f}{goal}  {most}{clock(left)} left")
                 if stop_at is not None and points[-1][1] >= stop_at:
                     break

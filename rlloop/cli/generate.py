@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlloop.cli.parser import new_parser
@@ -45,9 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "-n", "--number", type=int, default=1, metavar="N", help="completions of the prompt (default: 1)"
     )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: float32"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
     given = parser.parse_args(arguments)
     if given.number < 1:
@@ -75,10 +72,9 @@ def _open(name: str, dtype: str, device: str) -> tuple[Engine, Any]:
     from rlloop.rollout import Engine
 
     stored = Stored.find(name)
-    config = None if stored.run is None else stored.run.config
-    path = ((config or {}).get("model") or {}).get("path")
-    model = stored.load(None if path is None else Path(path), dtype, device)
-    folder = stored.folder if (stored.folder / "tokenizer_config.json").is_file() or path is None else Path(path)
+    base = stored.base()
+    model = stored.load(base, dtype, device)
+    folder = stored.folder if (stored.folder / "tokenizer_config.json").is_file() else base
     return Engine(model), ChatTokenizer(folder, eos_token_ids=model.config.eos_token_ids)
 
 

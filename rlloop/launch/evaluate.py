@@ -55,7 +55,7 @@ def evaluate(
     """
     stored = Stored.find(name)
     if recipe is not None:
-        config = build(compose_recipe(recipe, [f"model.path={stored.folder}", *overrides]))
+        config = build(compose_recipe(recipe, [f"model.path={stored.base()}", *overrides]))
     elif (recorded := stored.config()) is not None:
         config = recorded
     else:

@@ -12,7 +12,8 @@ from rlloop.errors import ModelError
 from rlloop.launch.compose import build
 from rlloop.loop.own import Run
 from rlloop.models import Model, load_model
-from rlloop.models.adapter_files import is_adapter, with_stored_adapter
+from rlloop.models.adapter_files import CONFIG as ADAPTER_CONFIG
+from rlloop.models.adapter_files import base_of, is_adapter, with_stored_adapter
 from rlloop.models.config import how_to_fetch
 
 
@@ -41,12 +42,23 @@ class Stored:
         """The run's configuration; None of a model without one."""
         return None if self.run is None else build_recorded(self.run)
 
-    def load(self, base: Path | None, dtype: str, device: str) -> Model:
-        """The model. `base`: the model that an adapter's folder changes."""
+    def base(self) -> Path:
+        """The model's folder; of an adapter, that of the model which it changes, by its own configuration. Raises
+        `ModelError` if that is not here."""
+        if not is_adapter(self.folder):
+            return self.folder
+        base = base_of(self.folder)
+        if not base or not (Path(base) / "config.json").is_file():
+            raise ModelError(
+                f"{self.folder} is an adapter of the model {base!r}, which is not here; start this command where "
+                f"that path leads to it, or correct base_model_name_or_path in {self.folder / ADAPTER_CONFIG}"
+            )
+        return Path(base)
+
+    def load(self, base: Path, dtype: str, device: str) -> Model:
+        """The model. `base`: the one that an adapter's folder changes."""
         if not is_adapter(self.folder):
             return load_model(self.folder, dtype=dtype, device=device)
-        if base is None:
-            raise ModelError(f"{self.folder} is an adapter, and its run does not say of which model; merge it first")
         return with_stored_adapter(load_model(base, dtype=dtype, device=device), self.folder)
 
 

@@ -87,6 +87,11 @@ def is_adapter(folder: str | Path) -> bool:
     return (Path(folder) / CONFIG).is_file()
 
 
+def base_of(folder: str | Path) -> str:
+    """What a PEFT folder says that its base is: a path, a name on the Hugging Face Hub, or nothing."""
+    return str(_config(Path(folder)).get("base_model_name_or_path") or "")
+
+
 def with_stored_adapter(model: Model, folder: str | Path) -> Model:
     """A view of the model in which every token has the adapter of a PEFT folder. Raises as `load_adapter`."""
     return model.with_adapter(Adapter(read_adapter(model, folder), model.adapter_targets()))

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,8 +27,9 @@ SMALL = ["rollout.max_tokens=4", "rollout.num_prompts=2", "rollout.group_size=2"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    write_tiny(tmp_path_factory.mktemp("model") / "tiny")
-    return tmp_path_factory.getbasetemp() / "model0" / "tiny"
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny(folder)
+    return folder
 
 
 @pytest.fixture
@@ -73,6 +75,32 @@ def test_init_gives_a_recipe_that_runs_and_whose_model_answers(place, model, cap
     assert "`hf download org/name --local-dir name`" in capsys.readouterr().err
     assert main(["train", "sums", "model.path=org/name"]) == 2
     assert "hf download org/name" in capsys.readouterr().err
+
+
+def test_adapters_of_runs_are_scored_and_write(place, model, capsys):
+    assert main(["init", "short", "--model", str(model)]) == 0
+    write("letters_of.py", "def letters(prompt, completion, example):\n    return sum(map(str.isalpha, completion)) / 9\n")
+    lora = ["model.lora.rank=2", "trainer.lr=0.5", "trainer.num_steps=1", "run.dir=run"]
+    reward = ["reward._target_=letters_of.letters"]
+    assert main(["train", "short", *SMALL, *reward, *lora]) == 0
+    recorded = list(read_records(Path("run/metrics.jsonl")))[-1]
+    shutil.copytree("run/checkpoints/step_1", "adapter")
+    task = ["--config-name", "short", *SMALL, *reward]
+    for given in (["run"], ["run/checkpoints/step_1"], ["adapter", *task]):
+        assert main(["eval", *given, "-o", "rows.jsonl"]) == 0
+        rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+        assert sum(row["reward"] for row in rows) / 6 == recorded["eval/reward"]
+    capsys.readouterr()
+    printed = []
+    for given in ("run", "adapter", str(model)):
+        assert main(["generate", given, "2 + 2", "--max-tokens", "20", "--seed", "3"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]
+    config = Path("adapter/adapter_config.json")
+    config.write_text(config.read_text().replace(str(model), "org/name"))
+    for command in (["generate", "adapter", "hello"], ["eval", "adapter", *task]):
+        assert main(command) == 2
+        assert "an adapter of the model 'org/name', which is not here" in capsys.readouterr().err
 
 
 def write(file: str, text: str) -> None:
