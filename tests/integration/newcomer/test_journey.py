@@ -138,7 +138,7 @@ def test_every_page_at_three_widths_without_an_error(clone, runs, monkeypatch):
             page.on("console", lambda message: message.type in ("error", "warning") and wrong.append(message.text))
             page.goto(f"{address}/?token={token}")
             for view, content in seen.items():
-                page.goto(f"{address}/#/{view}?run=first&run=patience&step=1")
+                page.goto(f"{address}/#/{view}?run=first&run=patience&of=first&step=1")
                 page.locator(content).first.wait_for()
                 assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, width)
             page.close()
