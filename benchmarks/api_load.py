@@ -102,7 +102,7 @@ def main() -> None:
     if given.quick:
         print(table(figures))
     else:
-        report("api_load", figures)
+        report("api-load", figures)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from rlloop.errors import ConfigError, RlloopError
 from rlloop.training.types import CHECKED, DIFFERENT, SaveWeightsResponse
 
 AHEAD = 4096  # numbers that may come before the one that is next
+SMALL = 1 << 15  # bytes of a request; a larger one is decoded, and its result encoded, in a thread of its own
 
 
 class State(msgspec.Struct):
@@ -177,16 +178,20 @@ class Trained:
             if self.failed is not None:
                 self._settle(command, future, failed(f"{self.model_id} was not made: {self.failed}", "user"), None)
                 continue
-            call = await loop.run_in_executor(self.core.threads, self._begin, command, known)
+            small = len(command.body) < SMALL  # a thread would cost more than the work
+            if small:
+                call = self._begin(command, known)
+            else:
+                call = await loop.run_in_executor(self.core.threads, self._begin, command, known)
             self._account(command)
             if isinstance(call, Outcome):
                 self._settle(command, future, call, None)
             else:
                 settle = partial(self._settle, command, future, call=call)
-                self.core.when_done(call.future, call.encode, settle)
+                self.core.when_done(call.future, call.encode, settle, small=small)
 
     def _begin(self, command: Command, known: Result | None) -> Call | Outcome:
-        """In a thread: decode the command and call the service. `known`: how it failed when it came first."""
+        """Decode the command and call the service. `known`: how it failed when it came first."""
         replayed = Replayed(self._compared.pop(command.seq_id, None), known is not None and b'"server"' in known.body)
         try:
             return start(self.core.service, self.context, command, replayed)

@@ -13,6 +13,7 @@ from rlloop.models import Model, load_model
 from rlloop.models.adapter_weights import Adapter, fresh_weights
 from rlloop.rollout.fleet.text import tokenizer_of
 from rlloop.training.checkpoints import checked_name
+from rlloop.training.custom_loss import CustomLoss
 from rlloop.training.lanes import Action, Lane, ModelLane, Worker
 from rlloop.training.provenance import FrozenWeights, SampledSequences
 from rlloop.training.sampling import derived_seed
@@ -33,6 +34,7 @@ class Models:
         self.base = self.load_whole(folder).requires_grad_(False)
         self.tokenizer = tokenizer_of(folder)
         self.view: Callable[[FrozenWeights], Model] = lambda weights: self.base  # of a sampler's weights
+        self.losses: dict[str, CustomLoss] = {}  # by id
         self._lanes: dict[str, ModelLane] = {}
         self._made = 0
         self.worker = Worker(f"rlloop-training-{self.name}", self._after)

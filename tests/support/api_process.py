@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.command import Command
 
 
 def free_port() -> int:
@@ -16,16 +18,17 @@ def free_port() -> int:
 
 class ApiProcess:
     def __init__(self, model: Path, folder: Path, port: int, *options: str) -> None:
-        self.command = [
-            sys.executable, "-m", "rlloop", "serve", "api", "--model", str(model), "--folder", str(folder),
-            "--port", str(port), "--threads", "1", "--leaf-tokens", "64", *options,
-        ]  # fmt: skip
+        self.options = (
+            "serve", "api", "--model", str(model), "--folder", str(folder), "--port", str(port), "--threads", "1",
+            "--leaf-tokens", "64", *options,
+        )  # fmt: skip
         self.url = f"http://127.0.0.1:{port}"
-        self._process: subprocess.Popen[str] | None = None
+        self._folder = folder
+        self._process: Command | None = None
 
     def start(self) -> ApiProcess:
-        self._process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert self._process.stdout is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._process = Command(*self.options, cwd=self._folder)
         lines = []
         for line in self._process.stdout:
             lines.append(line)
@@ -41,7 +44,6 @@ class ApiProcess:
     def kill(self) -> None:
         """SIGKILL: nothing is written any more."""
         assert self._process is not None
-        self._process.kill()
+        os.kill(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        assert self._process.stdout is not None
         self._process.stdout.close()

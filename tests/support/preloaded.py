@@ -4,6 +4,7 @@ import hydra  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import torch._dynamo  # noqa: F401 (an optimizer imports it)
 
+import rlloop.api.server
 import rlloop.cli.main
 import rlloop.launch.compose
 import rlloop.launch.run

@@ -197,6 +197,8 @@ def test_a_version_that_is_not_the_fleets_is_refused_and_not_waited_for(expected
 
 
 def test_a_router_that_is_closed_in_the_middle_tells_its_engines(caplog):
+    gc.collect()  # what other tests left behind
+    caplog.clear()
     engine, events = OneEngine(), Events()
     router = http_pool(FAST, events.append)
     router.join(engine.url, "r0")

@@ -27,8 +27,9 @@ SMALL = ["rollout.max_tokens=4", "rollout.num_prompts=2", "rollout.group_size=2"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    write_tiny(tmp_path_factory.mktemp("model") / "tiny")
-    return tmp_path_factory.getbasetemp() / "model0" / "tiny"
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny(folder)
+    return folder
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ say(*[b'{{"value": true, "args": [null, null]}}'] * 50)""",
 say(b'[' * 100000, b'{{"raised": "SystemExit", "text": ""}}', b'{{"raised": "BaseException", "text": 1}}', b'\\xff')""",
     "an object that was never given": f"""{EVERYWHERE}
 say(*[b'{{"value": {{"object": 99}}, "args": [null, null]}}'] * 9)""",
-    "closed channels": "import os; os.closerange(0, 64)\ndef f(x): return 4",
+    "closed channels": "import os; os.closerange(0, 1 << 16)\ndef f(x): return 4",
     "patched builtins": """
 import builtins
 builtins.AssertionError = builtins.SystemExit = Exception
