@@ -49,16 +49,14 @@ class Help(argparse.RawDescriptionHelpFormatter):
         lines: list[str] = []
         for is_list, run in groupby(text.splitlines(), lambda line: not line or line[0] == " " or line[-1] == ":"):
             for line in run if is_list else [" ".join(run)]:
-                columns = COLUMNS.match(line) if is_list else None
-                hanging = " " * (columns.end() if columns else 0)
-                narrow = len(line) > width and (columns or not is_list)
-                lines += (
-                    textwrap.wrap(
+                found = COLUMNS.match(line) if is_list else None
+                hanging = " " * (found.end() if found else len(line) - len(line.lstrip()))
+                if len(line) <= width or (not found and line.startswith("  rlloop ")):  # a command, to be copied
+                    lines.append(line)
+                else:
+                    lines += textwrap.wrap(
                         line, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
                     )
-                    if narrow
-                    else [line]
-                )
         return "\n".join(lines)
 
 
