@@ -53,11 +53,12 @@ def of_tutorial(clone: Path, place: Path) -> Iterator[list[str]]:
 
 
 def of_readme(clone: Path) -> Iterator[list[str]]:
-    """The commands of README.md on a run of one's own model; the dashboard is visited later."""
+    """The commands of README.md on a run of one's own model. The dashboard is visited later, and test_doctor_command
+    asks the doctor, which compiles for every type."""
     [text] = [text for _, _, text in BLOCK.findall((clone / "README.md").read_text()) if "rlloop init" in text]
     for line in text.splitlines():
         words = shlex.split(line.replace("RUN", "runs/readme"), comments=True)
-        if words[:2] != ["rlloop", "dashboard"]:
+        if words[1] not in ("dashboard", "doctor"):
             yield [*smaller(words), *(["run.dir=runs/readme"] if words[:3] == ["rlloop", "train", "custom"] else [])]
 
 
