@@ -1,6 +1,10 @@
 """Conversations with slow tools: the engine's busy time by the time in which some conversation waited for it.
 
     python benchmarks/conversations.py [CONVERSATIONS] [TURNS]
+    python benchmarks/conversations.py run [STEPS]
+
+The second trains the recipe `guess` with such tools, as it is and with `rollout.partial`, and compares the seconds of a
+step and the share of the rollout's time in which the engine computed.
 
 Tools take 0.1 to 5 seconds, most of them short (log-uniform by a seed). The same conversations in rounds, each of which
 waits for its slowest tool, would take at least the sum of the rounds' slowest tools.
@@ -10,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import tempfile
 import time
@@ -20,11 +25,12 @@ import numpy as np
 import torch
 
 from rlloop import Engine, SamplingParams, load_model
+from rlloop.cli.main import main as command
 from rlloop.loop import conversations
 from rlloop.loop.environments import Reply
 from rlloop.loop.turns import SteppedTurns
 from rlloop.parity.asked import Vocabulary
-from rlloop.recipes.guess.task import Guess
+from rlloop.recipes.guess.task import Guess, NumberGuessing
 from rlloop.types import Example
 
 FASTEST, SLOWEST = 0.1, 5.0  # seconds of a tool
@@ -102,6 +108,60 @@ def main(count: int = 64, turns: int = 3) -> dict[str, float]:
     }
 
 
+class SlowGuessing(NumberGuessing):
+    """The recipe's environment, as slow as the benchmark's tools."""
+
+    async def step(self, message: str) -> Reply:  # pyright: ignore[reportIncompatibleMethodOverride]
+        await asyncio.sleep(float(np.exp(random.uniform(np.log(FASTEST), np.log(SLOWEST)))))
+        return super().step(message)
+
+
+class SlowGuess(Guess):
+    environment = SlowGuessing
+
+
+def train(steps: int = 12) -> dict[str, dict[str, float]]:
+    """Metrics of the steps after the first two, in which all conversations begin at once."""
+    torch.set_num_threads(1)
+    made: list[Watched] = []
+
+    def watched(engine: Any) -> Watched:
+        made.append(Watched(engine))
+        return made[-1]
+
+    conversations.turns_of = watched
+    target = f"task._target_={Path(__file__).stem}.SlowGuess"
+    sizes = ["rollout.num_prompts=8", "rollout.group_size=4", "rollout.max_tokens=32", "rollout.min_tokens=32"]
+    rest = [
+        "eval.num_draws=1",
+        "eval.every=0",
+        "checkpoint.every=0",
+        "algorithm.anchor=rollout",
+        f"trainer.num_steps={steps}",
+    ]
+    found = {}
+    for name, prompts in (("in step", 0), ("partial", 16)):
+        made.clear()
+        folder = Path(tempfile.mkdtemp()) / "run"
+        partial = [f"rollout.partial.prompts={prompts}", "rollout.partial.max_version_lag=4"]
+        given = ["train", "--config-name", "guess", target, *sizes, *rest, *partial, f"run.dir={folder}"]
+        assert command(given) == 0
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][3:]
+        engines = made[1:][2:steps]  # the first is an evaluation's
+        rollout = sum(record["time/rollout"] for record in records)
+        found[name] = {
+            "seconds_of_a_step": round(rollout / len(records), 2),
+            "busy_of_rollout": round(sum(each.busy for each in engines) / rollout, 3),
+            "busy_share": round(sum(each.busy for each in engines) / sum(each.could for each in engines), 3),
+            "tokens_per_s": round(sum(record["parity/tokens"] for record in records) / rollout, 1),
+            "tokens_different": sum(record["parity/tokens_different"] for record in records),
+            "version_lag": round(float(np.mean([record["rollout/version_lag"] for record in records])), 2),
+            "version_lag_max": max(record.get("rollout/version_lag_max", 0) for record in records),
+            "groups_dropped": sum(record.get("rollout/groups_dropped", 0) for record in records),
+        }
+    return found
+
+
 def _model() -> Path:
     from rlloop.recipes.custom.tiny import write_tiny
 
@@ -111,4 +171,5 @@ def _model() -> Path:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(*map(int, sys.argv[1:]))))
+    measure, given = (train, sys.argv[2:]) if sys.argv[1:2] == ["run"] else (main, sys.argv[1:])
+    print(json.dumps(measure(*map(int, given))))

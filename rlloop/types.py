@@ -239,7 +239,7 @@ class Completion:
     token_ids: list[int]  # [T], the stop token included; in a conversation also the tokens of others
     logprobs: np.ndarray  # [T] float32, of the distribution sampled from; T counts the policy's tokens alone
     raw_logprobs: np.ndarray  # [T] float32, at temperature 1 without truncation
-    policy_version: int  # of the weights that sampled all of its tokens
+    policy_version: int  # of the weights that sampled its tokens; the oldest, where `versions` has several
     finish_reason: FinishReason
     sampling: SamplingParams  # as used: its seed is always set
     # Experts chosen for every token read: all of prompt and completion but the last one.
@@ -249,6 +249,7 @@ class Completion:
     origin: str | None = None  # region/address of its engine, where there are several
     alternatives: Alternatives | None = None  # [T, k], where they were asked for
     model_input: ModelInput | None = None  # the prompt, where it is more than text; begins with prompt_ids
+    versions: tuple[int, ...] | None = None  # of each turn, where the weights changed in between; None: policy_version
 
     def part(self, begin: int = 0) -> Part:
         """Tokens from the `begin`-th on; for completions of one turn."""
@@ -279,6 +280,13 @@ class Completion:
     def whole(self) -> bool:
         """True if it ended by itself or at max_tokens, so that it is a sample of the policy; others are not trained."""
         return self.finish_reason in WHOLE
+
+    @property
+    def token_versions(self) -> np.ndarray:
+        """[T] int64: the version of the weights that sampled each of the policy's tokens."""
+        if self.turns is None or self.versions is None:
+            return np.full(len(self.logprobs), self.policy_version)
+        return np.repeat(self.versions, [end - start for start, end in self.turns])
 
     @property
     def longest_turn(self) -> int:

@@ -89,11 +89,12 @@ def read_rows(data: DataSection) -> tuple[Rows, Rows]:
         rows = read_files(data.path, "data.path")
         held_out = None if data.eval_path is None else read_files(data.eval_path, "data.eval_path")
     else:
-        rows = read_dataset(data.path, data.name, data.split, "data.path")
+        rows = read_dataset(data.path, data.name, data.split, "data.path", mapped=data.streaming)
         held_out = None
         if data.eval_path is not None or data.eval_split is not None:
             path, split = data.eval_path or data.path, data.eval_split or data.split
-            held_out = read_dataset(path, data.name if path == data.path else None, split, "data.eval_path")
+            name = data.name if path == data.path else None
+            held_out = read_dataset(path, name, split, "data.eval_path", mapped=data.streaming)
     _require_fields(rows, data, data.path)
     if held_out is not None:
         _require_fields(held_out, data, data.eval_path or data.path)
@@ -248,8 +249,9 @@ def _row(value: Any, where: str) -> Row:
     return value
 
 
-def read_dataset(path: str, name: str | None, split: str, key: str) -> Rows:
-    """A dataset that `datasets` knows, or a folder that its `save_to_disk` wrote."""
+def read_dataset(path: str, name: str | None, split: str, key: str, *, mapped: bool = False) -> Rows:
+    """A dataset that `datasets` knows, or a folder that its `save_to_disk` wrote. `mapped`: rows stay in its Arrow
+    files, which `datasets` maps into memory, and are read when their turn comes."""
     try:
         import datasets  # pyright: ignore[reportMissingImports] - an extra, and too heavy for the tests
     except ImportError:
@@ -267,6 +269,10 @@ def read_dataset(path: str, name: str | None, split: str, key: str) -> Rows:
         raise ConfigError(f"{key} is {path!r}, and datasets cannot load its split {split!r}: {error}") from error
     if not len(loaded):
         raise ConfigError(f"{key} {path!r}, split {split!r}, has no rows")
+    if mapped:
+        from .streaming import ArrowRows
+
+        return ArrowRows(loaded)
     return [(number, dict(row)) for number, row in enumerate(loaded, start=1)]
 
 

@@ -1,4 +1,5 @@
-"""Rows that stay on the disk: `data.streaming=true`. Only where each one begins is kept in memory, 8 bytes a row."""
+"""Rows that stay on the disk: `data.streaming=true`. Of JSON lines only where each begins is kept in memory, 8 bytes a
+row; Arrow files are mapped."""
 
 from __future__ import annotations
 
@@ -48,6 +49,27 @@ class JsonLines(Sequence[Numbered]):
         with self.files[shard].open("rb") as file:
             file.seek(int(starts[within]))
             return number, parse_line(file.readline(), self.files[shard], number)
+
+
+class ArrowRows(Sequence[Numbered]):
+    """The rows of a dataset of the package `datasets`, which maps its Arrow files into memory."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @overload
+    def __getitem__(self, index: int) -> Numbered: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Numbered]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return index + 1, dict(self.dataset[index])
 
 
 class OnDemand(Sequence[Any]):

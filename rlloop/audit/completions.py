@@ -82,8 +82,12 @@ class Files:
         engine = line.fingerprints.get("engine")
         if engine is not None and any(row.engine != engine for row in rows):
             problems.append(f"{step.name}: its engine is not the one certified")
+        if line.versions is not None:
+            made = Counter(str(each) for row in trained for each in as_sample(row).completion.token_versions)
+            if made != line.versions:
+                problems.append(f"{step.name}: its tokens are of {dict(made)}, and {line.versions} are certified")
         wrong = [] if self.run.is_own else [row.uid for row in trained if row.policy_version != line.version]
-        if wrong:
+        if wrong and line.versions is None:
             problems.append(f"{wrong[0]} is of another version than the certificate says ({line.version})")
         return problems
 
@@ -100,6 +104,9 @@ class Outcomes:
         fleet, rollout = (run.config.get(name) or {} for name in ("fleet", "rollout"))
         self.own = run.is_own
         self.max_age = fleet.get("max_version_lag", 0) + (rollout.get("drift") or {}).get("stale_steps", 0)
+        partial = rollout.get("partial") or {}
+        self.carries = bool(partial.get("prompts"))  # from the step in which its prompt was due
+        self.max_age += partial["max_version_lag"] if self.carries else 0
         self.outcomes = Counter[str]()
 
     def check(self, step: Rollouts) -> list[str]:
@@ -109,7 +116,7 @@ class Outcomes:
             self.outcomes[kind] += 1
             if kind not in ("trained", "rejected", "dropped") or bool(why) != (kind != "trained"):
                 problems.append(f"{row.uid} ended as {row.outcome!r}")
-            if not row.uid.startswith(f"{step.step}/"):
+            if not self.carries and not row.uid.startswith(f"{step.step}/"):
                 problems.append(f"{row.uid} stands among the completions of step {step.step}")
             age = step.step - 1 - row.policy_version
             if kind == "trained" and not self.own and not 0 <= age <= self.max_age:
@@ -156,7 +163,8 @@ class Orphaned:
     name = "orphaned"
 
     def __init__(self, run: History) -> None:
-        self.repeatable, self.compared = run.mode == "require", 0
+        partial = (run.config.get("rollout") or {}).get("partial") or {}
+        self.repeatable, self.compared = run.mode == "require" and not partial.get("prompts"), 0
         self.files: dict[int, list[Path]] = {}
         for file in sorted((run.path / "orphaned").glob("*/rollouts/step_*.jsonl.zst")):
             self.files.setdefault(step_of(file), []).append(file)
@@ -175,7 +183,7 @@ class Orphaned:
 
     def summary(self) -> str:
         if not self.repeatable:
-            return "kept beside; the mode does not promise that they are repeated bit for bit"
+            return "kept beside; the run does not promise that they are repeated bit for bit"
         return f"{self.compared} completions were sampled again, bit for bit"
 
 
@@ -189,8 +197,11 @@ class Requests:
         self.config, self.parts = config, parts
         self.batches, self.checked, self.examples = 0, 0, 0
         self.expected_step = 1
+        self.seen = set[tuple[int, int, int]]()  # of conversations that may end in any step
 
     def check(self, step: Rollouts) -> list[str]:
+        if self.config.rollout.partial.prompts:
+            return self._check_carried(step)
         config = self.config.rollout
         rows = {row.position[1:]: row for row in step.rows}
         batches = -(-(1 + max((prompt for prompt, _ in rows), default=0)) // config.num_prompts)
@@ -209,6 +220,29 @@ class Requests:
             fault = self._fault(row, training_sampling(self.config, step.step, prompt, index))
             problems += [] if fault is None else [f"{row.uid}: {fault}"]
         self.checked += len(rows)
+        return problems
+
+    def _check_carried(self, step: Rollouts) -> list[str]:
+        """Conversations that ended in this step, under `rollout.partial`: whole groups, each of them once."""
+        config, groups, problems = self.config.rollout, dict[tuple[int, int], list[Row]](), list[str]()
+        for row in step.rows:
+            batch, prompt, index = row.position
+            groups.setdefault((batch, prompt), []).append(row)
+            if row.position in self.seen or not (0 <= prompt < config.num_prompts and 0 <= index < config.group_size):
+                problems.append(f"{row.uid} was never asked for, or has ended before")
+            self.seen.add(row.position)
+            fault = self._fault(row, training_sampling(self.config, batch, prompt, index))
+            problems += [] if fault is None else [f"{row.uid}: {fault}"]
+            if self.parts.task is not None:
+                problems += self._prompt_problems(
+                    row, self.parts.task.train_examples(batch, config.num_prompts)[prompt]
+                )
+        problems += [
+            f"{batch}/{prompt} has {len(rows)} conversations, in groups {sorted({row.group for row in rows})}"
+            for (batch, prompt), rows in groups.items()
+            if len(rows) != config.group_size or len({row.group for row in rows}) > 1
+        ]
+        self.checked += len(step.rows)
         return problems
 
     def summary(self) -> str:
@@ -236,13 +270,16 @@ class Requests:
             for (prompt, _), row in rows.items():
                 if prompt // size != batch:
                     continue
-                example = examples[prompt % size]
-                self.examples += 1
-                self.parts.examples[row.uid] = example
-                ids = list(example.prompt_ids) or row.prompt_ids  # none where another library renders the prompt
-                if (row.example, row.prompt, row.prompt_ids) != (example.id, example.prompt, ids):
-                    problems.append(f"{row.uid}: its prompt is not the task's ({example.id})")
+                problems += self._prompt_problems(row, examples[prompt % size])
         return problems
+
+    def _prompt_problems(self, row: Row, example: Example) -> list[str]:
+        self.examples += 1
+        self.parts.examples[row.uid] = example
+        ids = list(example.prompt_ids) or row.prompt_ids  # none where another library renders the prompt
+        if (row.example, row.prompt, row.prompt_ids) != (example.id, example.prompt, ids):
+            return [f"{row.uid}: its prompt is not the task's ({example.id})"]
+        return []
 
     def _fault(self, row: Row, asked: SamplingParams) -> str | None:
         """The difference of a completion from its request, or None. Each turn of a conversation ends by itself."""
@@ -380,6 +417,7 @@ def as_sample(row: Row) -> Sample:
         finish_reason=row.finish_reason,
         sampling=SamplingParams(**{"max_tokens": 1, **row.sampling}),
         turns=None if row.turns is None else tuple(row.turns),
+        versions=None if row.versions is None else tuple(row.versions),
     )
     written = completion.written
     if len(logprobs) != len(written) or (written and written[-1] >= len(completion.token_ids)):

@@ -58,6 +58,7 @@ class Row(msgspec.Struct):
     trainer_logprobs: list[float | None] | None = None
     origin: str | None = None
     turns: list[tuple[Id, Id]] | None = None
+    versions: list[Step] | None = None
     routed_experts: Any = None
 
     @property
@@ -105,6 +106,7 @@ class Line(msgspec.Struct):
     model: str | None = None
     checkpoints: dict[str, str] | None = None
     raw: dict[str, str] | None = None
+    versions: dict[str, Step] | None = None
 
 
 class Signature(msgspec.Struct):

@@ -67,6 +67,8 @@ def _obstacle(run: History, parts: Parts, target: int) -> str | None:
         return f"parity.mode={run.built.parity.mode} does not promise equal bits"
     if run.built.fleet.max_version_lag:
         return "with fleet.max_version_lag, batches are under way between steps"
+    if run.built.rollout.partial.prompts:
+        return "with rollout.partial, what a step trains depends on how long tools took"
     refused = parts.no_task or parts.no_reward or parts.no_advantage or parts.no_training
     return refused or (None if target else "no step is certified")
 

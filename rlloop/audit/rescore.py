@@ -40,6 +40,7 @@ class Rescored:
         self.draws = isinstance(config, str) or config.parity.redraw
         self.kept, self.out_of_reach, self.seen = list[Row](), 0, 0
         self.by_step, self.tokens = Counter[int](), 0
+        self.rescored = set[str]()  # uids: a conversation may be of several versions
         self.elsewhere: list[str] = []  # differences under numerics that are not the run's
         self.unread: list[str] = []  # weights that could not be read
         self._random = random.SystemRandom()
@@ -54,7 +55,7 @@ class Rescored:
 
     def check(self, step: Rollouts) -> list[str]:
         for row in step.rows:
-            if row.policy_version not in self.weights:
+            if not any(version in self.weights for version in row.versions or [row.policy_version]):
                 self.out_of_reach += 1
                 continue
             self.seen += 1
@@ -68,13 +69,15 @@ class Rescored:
         config, problems = self.run.built, list[str]()
         if self.obstacle is not None or isinstance(config, str):
             return []
+        from rlloop.audit.completions import as_sample
         from rlloop.models import load_model
         from rlloop.models.adapter_files import is_adapter, with_stored_adapter
         from rlloop.numerics.profile import NumericsProfile
 
         certified = {line.fingerprints.get("trainer") for line in self.run.lines} - {None}
-        for version in sorted({row.policy_version for row in self.kept}):
-            folder, rows = self.weights[version], [row for row in self.kept if row.policy_version == version]
+        sampled = [(set(row.versions or [row.policy_version]), row) for row in self.kept]
+        for version in sorted(set[int]().union(*(versions for versions, _ in sampled)) & self.weights.keys()):
+            folder, rows = self.weights[version], [row for versions, row in sampled if version in versions]
             try:
                 if version and (damage := find_damage(folder)) is not None:
                     raise ValueError(damage)
@@ -91,12 +94,13 @@ class Rescored:
                 self.unread.append(f"{_name(version)} cannot be read: {error}")
                 continue
             try:
-                differences = _differences(model, rows, self.draws)
+                differences = _differences(model, version, rows, self.draws)
             except (RlloopError, ValueError, OverflowError) as error:
                 problems.append(f"completions of {_name(version)} cannot be computed: {error}")
                 continue
             self.by_step[version] = len(rows)
-            self.tokens += sum(len(row.logprobs) for row in rows)
+            self.rescored.update(row.uid for row in rows)
+            self.tokens += sum(int((as_sample(row).completion.token_versions == version).sum()) for row in rows)
             if certified and content_digest(model.fingerprint()) not in certified:
                 self.elsewhere += differences
             else:
@@ -106,7 +110,7 @@ class Rescored:
     def summary(self) -> str:
         if self.obstacle is not None:
             return f"not done: {self.obstacle}"
-        done = sum(self.by_step.values())
+        done = len(self.rescored)
         where = ", ".join(_name(version) for version in sorted(self.by_step))
         how = "drawn again" if self.draws else "scored again (parity.redraw is false: not drawn)"
         text = f"{done} completions, {self.tokens} tokens, {how} under {where}" if done else "none"
@@ -126,8 +130,9 @@ class Rescored:
         return text
 
 
-def _differences(model: Model, rows: list[Row], draws: bool) -> list[str]:
-    """Completions whose logprobs or, with `draws`, tokens differ from the stored ones, drawn again with `model`."""
+def _differences(model: Model, version: int, rows: list[Row], draws: bool) -> list[str]:
+    """Completions whose logprobs or, with `draws`, tokens of `version` differ from the stored ones, drawn again with
+    `model`."""
     from rlloop.audit.completions import as_sample
     from rlloop.models import ScoreRow, redraw
 
@@ -143,17 +148,15 @@ def _differences(model: Model, rows: list[Row], draws: bool) -> list[str]:
     for sample, drawn in zip(samples, redraw(model, score_rows, max_tokens=BATCH_TOKENS), strict=True):
         completion = sample.completion
         tokens = np.array([completion.token_ids[at] for at in completion.written], np.int64)
-        version = _name(completion.policy_version)
-        if draws and (differ := int((tokens != drawn.token_ids).sum())):
-            problems.append(
-                f"{sample.uid}: {differ} of {len(tokens)} tokens are not what its seed draws from {version}"
-            )
-        for name, stored, redrawn in (
+        name, here = _name(version), completion.token_versions == version
+        if draws and (differ := int((tokens != drawn.token_ids)[here].sum())):
+            problems.append(f"{sample.uid}: {differ} of {here.sum()} tokens are not what its seed draws from {name}")
+        for field, stored, redrawn in (
             ("logprobs", completion.logprobs, drawn.logprobs),
             ("raw_logprobs", completion.raw_logprobs, drawn.raw_logprobs),
         ):
-            if differ := int((stored.view(np.int32) != redrawn.view(np.int32)).sum()):
-                problems.append(f"{sample.uid}: {differ} of {len(stored)} {name} are not the bits of {version}")
+            if differ := int((stored.view(np.int32) != redrawn.view(np.int32))[here].sum()):
+                problems.append(f"{sample.uid}: {differ} of {here.sum()} {field} are not the bits of {name}")
     return problems
 
 

@@ -17,6 +17,7 @@ from rlloop.config.limits import (
     at_least,
     check_limits,
     limited,
+    one_of,
     require,
     zero_or_more,
 )
@@ -29,6 +30,19 @@ class EngineKind(StrEnum):
     embedded = "embedded"  # rlloop.Engine
     vllm = "vllm"  # vLLM running rlloop's model and sampler: the same bits
     vllm_stock = "vllm_stock"  # vLLM's own model: measured, and corrected
+
+
+@dataclass
+class PartialConfig:
+    """Conversations that go on from step to step: docs/agents.md."""
+
+    prompts: int = limited(0, zero_or_more("off: a step waits for all of its groups"))  # played beyond num_prompts
+    max_version_lag: int = limited(2, at_least(1))  # steps that the oldest token of a trained sample may be old
+    # Groups that would become older than that are waited for, or dropped (rejected, with the reason).
+    overdue: str = limited("wait", one_of("wait", "drop"))
+
+    def __post_init__(self) -> None:
+        check_limits("rollout.partial", self)
 
 
 @dataclass
@@ -48,6 +62,7 @@ class RolloutConfig:
     prefix_caching: bool = True  # prompts that begin alike share cache blocks
     sleep: bool = False  # of a vLLM engine: give its cache's memory back while the trainer works
     profile: RolloutProfile = field(default_factory=RolloutProfile)
+    partial: PartialConfig = field(default_factory=PartialConfig)
     drift: DriftConfig = field(default_factory=DriftConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
 

@@ -256,6 +256,7 @@ class RunConfig:
         self._check_lora()
         self._check_parity()
         self._check_fleet()
+        self._check_partial()
         self._check_engine()
         self._check_ranks()
 
@@ -335,10 +336,30 @@ class RunConfig:
             raise ConfigError(
                 "algorithm.max_refills asks for prompts in turn; set it to 0, or fleet.max_version_lag to 0"
             )
+        self._check_corrected(f"fleet.max_version_lag={self.fleet.max_version_lag}")
+
+    def _check_partial(self) -> None:
+        """Raises `ConfigError` for what cannot carry conversations from step to step."""
+        prompts = f"rollout.partial.prompts={self.rollout.partial.prompts}"
+        if not self.rollout.partial.prompts:
+            return
+        elsewhere = self.launch is not Launch.local or self.fleet.kind is FleetKind.regions
+        if elsewhere or self.world.size > 1:
+            raise ConfigError(
+                f"{prompts} needs engine and trainer in one process: set launch=local and fleet=node, and leave the "
+                "layouts at 1; or rollout.partial.prompts=0"
+            )
+        if self.rollout.drift.declared or self.rollout.profile != RolloutProfile():
+            raise ConfigError(f"rollout.drift and rollout.profile compare one version at a time; {prompts} mixes them")
+        if self.algorithm.max_refills:
+            raise ConfigError("algorithm.max_refills asks for prompts in turn; set it or rollout.partial.prompts to 0")
+        self._check_corrected(prompts)
+
+    def _check_corrected(self, setting: str) -> None:
         if self.algorithm.anchor is not Anchor.rollout and not self.algorithm.correction:
             raise ConfigError(
-                f"fleet.max_version_lag={self.fleet.max_version_lag} trains samples of older weights: set "
-                "algorithm.anchor=rollout, or a correction such as algorithm.correction={tis: {}}"
+                f"{setting} trains samples of older weights: set algorithm.anchor=rollout, or a correction such as "
+                "algorithm.correction={tis: {}}"
             )
 
     def _check_parity(self) -> None:

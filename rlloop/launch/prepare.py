@@ -52,6 +52,12 @@ def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prep
     task = resolve({"seed": config.seed, "model_path": config.model.path, **config.task}, "task")
     if missing := lacking(Task, task):
         raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
+    talks = getattr(task, "environment", None) is not None and getattr(task, "player", None) is None
+    if config.rollout.partial.prompts and not talks:
+        raise ConfigError(
+            f"rollout.partial.prompts={config.rollout.partial.prompts} carries conversations from step to step, and "
+            f"{config.task['_target_']} has no environment of rlloop's; set it to 0"
+        )
     scorer = RewardRunner(scored, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
     return Prepared(task, scorer, advantages, loss)
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -85,25 +86,62 @@ class Conversations:
     ) -> None:
         """`timeout` (seconds), `concurrency` and `retries` of the environments' steps: the section `scoring`."""
         self.task, self.vocabulary = task, vocabulary
-        self._steps = EnvironmentSteps(timeout=timeout, concurrency=concurrency, retries=retries)
+        self._new_steps = partial(EnvironmentSteps, timeout=timeout, concurrency=concurrency, retries=retries)
+        self._steps = self._new_steps()
 
     def play(self, engine: Engine, examples: Sequence[Example], sampling: Sequence[SamplingParams]) -> list[Played]:
         """Play one conversation for each example, to its end.
 
-        This thread drives the engine where that needs it (`Turns.work`), and advances each conversation whose turn or
-        reply is there. Raises what the engine raises, with nothing left in flight.
+        Raises what the engine raises, with nothing left in flight.
         """
-        talks = [
-            _Talk(example, self.task.environment(example), params, example.prompt_ids)
-            for example, params in zip(examples, sampling, strict=True)
-        ]
-        turns, steps = turns_of(engine), self._steps
-        ready: SimpleQueue[Iterator[Future[Any]]] = SimpleQueue()
-        for talk in talks:
-            ready.put(self._converse(talk, turns))
-        going, advanced = len(talks), time.monotonic()
+        under_way = UnderWay(self.task, self.vocabulary, self._steps)
+        talks = [under_way.begin(example, params) for example, params in zip(examples, sampling, strict=True)]
         try:
-            while going:
+            under_way.advance(engine)
+        finally:
+            self._steps.settle()
+        return [talk.played(self.task.decode) for talk in talks]
+
+    def under_way(self) -> UnderWay:
+        """Conversations whose environments are nobody else's; to be closed."""
+        return UnderWay(self.task, self.vocabulary, self._new_steps())
+
+    def close(self) -> None:
+        self._steps.close()
+
+
+class UnderWay:
+    """Conversations that advance while `advance` is called, and may outlive the weights that they began with.
+
+    Between two calls their environments go on; whoever would write next waits. So each turn is of one version.
+    """
+
+    version: int | None = None  # that turns must be of; None: any
+
+    def __init__(self, task: ConversationTask, vocabulary: Vocabulary, steps: EnvironmentSteps) -> None:
+        self.task, self.vocabulary, self._steps = task, vocabulary, steps
+        self._ready: SimpleQueue[Iterator[Future[Any]]] = SimpleQueue()
+        self._turns: Turns | None = None
+        self._closed: Future[None] | None = None  # while no further turns go to the engine: done once they do again
+        self._going = self._at_engine = 0
+
+    def begin(self, example: Example, sampling: SamplingParams) -> Talk:
+        talk = Talk(example, self.task.environment(example), sampling, example.prompt_ids, self.version)
+        self._ready.put(self._converse(talk))
+        self._going += 1
+        return talk
+
+    def advance(self, engine: Engine, enough: Callable[[], bool] = lambda: False) -> None:
+        """Play to the end of all conversations, or until there are `enough`: then turns end that the engine has.
+
+        This thread drives the engine where that needs it (`Turns.work`), and advances each conversation whose turn or
+        reply is there.
+        """
+        turns, steps, ready = turns_of(engine), self._steps, self._ready
+        self._turns, advanced = turns, time.monotonic()
+        self._hold(enough())
+        try:
+            while self._at_engine or (self._going and self._closed is None):
                 if turns.has_work:  # environments that are quick join the next batch
                     patience = max(0.0, advanced + turns.linger - time.monotonic()) if steps.busy else 0.0
                 else:
@@ -117,37 +155,53 @@ class Conversations:
                     continue
                 awaited, advanced = next(conversation, None), time.monotonic()
                 if awaited is None:
-                    going -= 1
+                    self._going -= 1
+                    self._hold(self._closed is not None or enough())
                 else:
                     awaited.add_done_callback(lambda _, conversation=conversation: ready.put(conversation))
         finally:
             turns.close()
-            steps.settle()
-        return [talk.played(self.task.decode) for talk in talks]
 
     def close(self) -> None:
         self._steps.close()
 
-    def _converse(self, talk: _Talk, turns: Turns) -> Iterator[Future[Any]]:
+    def _hold(self, hold: bool) -> None:
+        """Send no further turns to the engine, or again those that waited for it."""
+        closed = self._closed
+        if hold and closed is None:
+            self._closed = Future()
+        elif closed is not None and not hold:
+            self._closed = None
+            closed.set_result(None)
+
+    def _converse(self, talk: Talk) -> Iterator[Future[Any]]:
         """One conversation from its first turn to its last; yields each future that it waits for."""
-        yield from self._take_turns(talk, turns)
+        yield from self._take_turns(talk)
         if hasattr(talk.environment, "close"):
             yield self._steps.end(talk.environment)
+        talk.ended = True
 
-    def _take_turns(self, talk: _Talk, turns: Turns) -> Iterator[Future[Any]]:
+    def _take_turns(self, talk: Talk) -> Iterator[Future[Any]]:
         while True:
-            turn = turns.submit(talk.ids, talk.sampling)
+            while self._closed is not None:
+                yield self._closed
+            if talk.broken is not None:
+                return
+            assert self._turns is not None, "only `advance` advances"
+            turn = self._turns.submit(talk.ids, talk.sampling)
+            self._at_engine += 1
             yield turn
-            talk.hear(turn.result(), self.vocabulary)
+            self._at_engine -= 1
+            talk.hear(turn.result(), self.vocabulary, self.version)
             if talk.broken is not None:
                 return
             name = f"{talk.example.id}/{talk.sampling.seed}/{len(talk.turns)}"
             reply = self._steps.submit(talk.environment, self.task.decode(talk.turns[-1].token_ids), name)
             yield reply
-            if not self._goes_on(talk, reply.result()):
+            if talk.broken is not None or not self._goes_on(talk, reply.result()):
                 return
 
-    def _goes_on(self, talk: _Talk, reply: Reply | RewardFailure) -> bool:
+    def _goes_on(self, talk: Talk, reply: Reply | RewardFailure) -> bool:
         """Take the reply into the conversation; whether the policy is to write another turn."""
         if isinstance(reply, RewardFailure):
             talk.broken = f"environment {reply.kind}: {reply.message}"
@@ -165,27 +219,35 @@ class Conversations:
 
 
 @dataclass
-class _Talk:
+class Talk:
     """The state of one conversation."""
 
     example: Example
     environment: Environment
     sampling: SamplingParams  # the same seed for all turns: a token is drawn by the seed and its position
     ids: list[int]  # the conversation so far
+    version: int | None = None  # of the weights when it began, where that is known
     turns: list[Completion] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
-    broken: str | None = None
+    broken: str | None = None  # set from outside, it ends the conversation before its next turn
     fault: str | None = None  # the first turn's that has one
+    ended: bool = False
 
-    def hear(self, turn: Completion, vocabulary: Vocabulary) -> None:
+    def hear(self, turn: Completion, vocabulary: Vocabulary, version: int | None) -> None:
+        """`version`: that was asked for; None: any."""
         self.fault = self.fault or fault(turn, self.ids, self.sampling, vocabulary)
+        if self.fault is None and version not in (None, turn.policy_version):
+            self.fault = f"its weights are of version {turn.policy_version}, and it was asked for of version {version}"
         self.broken = None if turn.whole else cut_short(turn)  # no environment is to answer half a turn
         self.turns.append(turn)
         self.ids = [*turn.prompt_ids, *turn.token_ids]
 
     def played(self, decode: Callable[[list[int]], str]) -> Played:
         ended = bool(self.replies) and self.replies[-1].done
-        completion = joined(self.turns, "abort" if self.broken else "stop" if ended else "length")
+        completion = joined(
+            self.turns or [_nothing(self.ids, self.sampling, self.version or 0)],
+            "abort" if self.broken else "stop" if ended else "length",
+        )
         components: dict[str, float] = {}
         for reply in self.replies:
             for name, value in reply.components.items():
@@ -211,6 +273,8 @@ def recorded(
     turns, conversation = completion.turns or ((0, len(completion.token_ids)),), list[dict[str, Any]]()
     for index, (start, end) in enumerate(turns):
         entry: dict[str, Any] = {"tokens": [start, end], "text": decode(completion.token_ids[start:end])}
+        if completion.versions is not None:
+            entry["version"] = completion.versions[index]
         if index + 1 < len(turns):
             entry["read"] = [end, turns[index + 1][0]]
         if index < len(replies):
@@ -229,21 +293,31 @@ def _as_recorded(message: Message) -> dict[str, str]:
 
 
 def joined(turns: Sequence[Completion], finish_reason: FinishReason) -> Completion:
-    """One completion of a conversation's turns, each of whose prompts begins with all tokens of the turn before."""
+    """One completion of a conversation's turns, each of whose prompts begins with all tokens of the turn before.
+
+    Turns of several versions have no choices of experts: each version read the tokens before its turns again.
+    """
     first, begin = turns[0], len(turns[0].prompt_ids)
-    assert all(turn.policy_version == first.policy_version for turn in turns), "weights changed in between"
+    versions = tuple(turn.policy_version for turn in turns)
+    mixed = len(set(versions)) > 1
     return dataclasses.replace(
         first,
+        policy_version=min(versions),
+        versions=versions if mixed else None,
         token_ids=[*turns[-1].prompt_ids[begin:], *turns[-1].token_ids],
         logprobs=np.concatenate([turn.logprobs for turn in turns]),
         raw_logprobs=np.concatenate([turn.raw_logprobs for turn in turns]),
-        routed_experts=_as_first_read([turn.routed_experts for turn in turns]),
-        selected=_as_first_read([turn.selected for turn in turns]),
+        routed_experts=None if mixed else _as_first_read([turn.routed_experts for turn in turns]),
+        selected=None if mixed else _as_first_read([turn.selected for turn in turns]),
         finish_reason=finish_reason,
         turns=tuple(
             (len(turn.prompt_ids) - begin, len(turn.prompt_ids) - begin + len(turn.token_ids)) for turn in turns
         ),
     )
+
+
+def _nothing(prompt_ids: list[int], sampling: SamplingParams, version: int) -> Completion:
+    return Completion(prompt_ids, [], np.zeros(0, np.float32), np.zeros(0, np.float32), version, "abort", sampling)
 
 
 def fault(turn: Completion, prompt_ids: list[int], sampling: SamplingParams, vocabulary: Vocabulary) -> str | None:

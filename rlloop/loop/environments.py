@@ -197,6 +197,7 @@ class EnvironmentSteps:
                 self._start(key, step)
             else:
                 self._finish(key, outcome)
+                calls.forget(key)
 
         step.call.add_done_callback(ended)
 

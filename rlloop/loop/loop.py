@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,11 @@ class Loop:
         metrics: dict[str, Any] | None = None
         past, present = self.parts.schedule.recompute(trained), None
         if past is not None:
+            versions = Counter(int(each) for sample in trained for each in sample.completion.token_versions)
+            if versions.keys() != {past[0]}:  # tokens by version
+                self.monitor.certificate.note(
+                    versions={str(version): versions[version] for version in sorted(versions)}
+                )
             metrics = self.recorder.compare(step, past[0], trained, past[1], untrained)
         elif count > 1:
             present = trainer.recompute(trained)

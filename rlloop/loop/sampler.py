@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from rlloop.config.run import RunConfig
-from rlloop.loop.conversations import player_for
+from rlloop.loop.conversations import Conversations, UnderWay, player_for
 from rlloop.loop.step_data import completion_seed, new_sample, training_sampling
 from rlloop.parity.asked import Vocabulary
 from rlloop.protocols import Engine, Task
@@ -64,6 +64,11 @@ class Sampler:
         ]
         played = self._player.play(engine, examples, sampling)
         return [new_sample(f"eval/{index}", each, group=index) for index, each in enumerate(played)]
+
+    def under_way(self) -> UnderWay:
+        """Conversations that may go on from one step to another, for a task that has environments."""
+        assert isinstance(self._player, Conversations), "rlloop.launch.prepare refuses other tasks"
+        return self._player.under_way()
 
     def close(self) -> None:
         self._player.close()

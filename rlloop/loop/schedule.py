@@ -1,8 +1,8 @@
 """Schedules: when prompts are sampled, with which weights, and what is sampled ahead.
 
 `InStep` is the on-policy loop: step k is sampled with version k − 1, while the trainer waits. `Pipelined` overlaps
-sampling and learning within a fixed lag. `rlloop.loop.loop` knows the protocol alone, so another schedule is another
-class.
+sampling and learning within a fixed lag; `rlloop.loop.partial` carries conversations over steps. `rlloop.loop.loop`
+knows the protocol alone, so another schedule is another class.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class InStep:
 class History(Stateful, Protocol):
     """`Trainer.recompute` under past versions; see `rlloop.trainer.history.WeightHistory`."""
 
+    def remember(self, version: int) -> None: ...
+
     def recompute(self, samples: Sequence[Sample]) -> Recomputed: ...
 
 
@@ -124,12 +126,14 @@ class Pipelined:
         """The weights of past versions, and the batches ahead: they count as taken from the task."""
         self._history.save(folder)
         batches = {str(step): batch.result() for step, batch in self._batches.items()}
-        (folder / FILE).write_bytes(msgspec.msgpack.encode(batches, enc_hook=_encode))
+        (folder / FILE).write_bytes(msgspec.msgpack.encode(batches, enc_hook=encode_array))
 
     def restore(self, folder: Path) -> None:
         self._history.restore(folder)
         content = (folder / FILE).read_bytes()
-        for step, samples in msgspec.msgpack.decode(content, type=dict[str, list[Sample]], dec_hook=_decode).items():
+        for step, samples in msgspec.msgpack.decode(
+            content, type=dict[str, list[Sample]], dec_hook=decode_array
+        ).items():
             self._batches[int(step)] = Future()
             self._batches[int(step)].set_result(samples)
 
@@ -145,12 +149,12 @@ class Pipelined:
         return dataclasses.replace(sample, broken=why)
 
 
-def _encode(value: Any) -> Any:
+def encode_array(value: Any) -> Any:
     assert isinstance(value, np.ndarray), type(value)
     return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
 
 
-def _decode(kind: type, value: Any) -> Any:
+def decode_array(kind: type, value: Any) -> Any:
     assert kind is np.ndarray, kind
     dtype, shape, content = value
     return np.frombuffer(content, dtype).reshape(shape).copy()

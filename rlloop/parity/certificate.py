@@ -17,6 +17,7 @@ is the run's rung on the ladder of `parity.mode=fallback` (bitwise, replay, corr
     model        the folder that the weights come from; in the run's first line
 
 `layout` has the degrees of parallelism above 1, of trainer and engines, in the first line that was made under them.
+`versions`, under `rollout.partial`, counts tokens by the version that sampled them, where that is not always `version`.
 
 A step that broke the contract has no `metrics`. A line's `hash` covers the rest of it, so that changing, adding or
 removing a line breaks the chain.

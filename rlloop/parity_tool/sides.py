@@ -273,7 +273,7 @@ def read_run(path: Path, version: int | None = None) -> Recorded:
     file = files[-1] if version is None else sampled_versions(path)[version]
     sequences, scored = [], []
     for row in read_rollouts(file):
-        if not row["token_ids"] or version not in (None, row["policy_version"]):
+        if not row["token_ids"] or "versions" in row or version not in (None, row["policy_version"]):
             continue
         ids, prompt = row["prompt_ids"] + row["token_ids"], len(row["prompt_ids"])
         turns = row.get("turns") or [(0, len(row["token_ids"]))]  # the policy's tokens; others are the environment's

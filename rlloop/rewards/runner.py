@@ -217,6 +217,12 @@ class Calls:
         """Indices of samples whose coroutine still runs."""
         return [index for index, task in self._tasks.items() if not task.done()]
 
+    def forget(self, index: int) -> None:
+        """Drop the outcome of a request, which its caller has taken."""
+        self.outcomes.pop(index, None)
+        if index in self._tasks and self._tasks[index].done():
+            del self._tasks[index]
+
     def at_fault(self, owner: tuple[Calls, int] | None) -> list[int]:
         """Indices of samples that block the loop: the owner's, if it is of this round; all that run, if not known."""
         if owner is None:

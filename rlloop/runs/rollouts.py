@@ -67,6 +67,8 @@ def rollout_rows(
             episode = sample.example.data.get("episode")
             if isinstance(episode, Mapping) and "conversation" in episode:  # by turn: text, tokens, reward, messages
                 rows[-1]["conversation"] = episode["conversation"]
+        if completion.versions is not None:
+            rows[-1]["versions"] = completion.versions
         if sample.token_advantages is not None:
             rows[-1]["token_advantages"] = _floats([sample.token_advantages])[0]
         if completion.routed_experts is not None:

@@ -51,11 +51,12 @@ class WeightHistory:
 
     @torch.no_grad()
     def recompute(self, samples: Sequence[Sample]) -> Recomputed:
-        """[T] a sample: the trainer's recomputation under the weights that sampled it."""
-        results: dict[int, tuple[np.ndarray, ...]] = {}
+        """[T] a sample: the trainer's recomputation of each token under the weights that sampled it."""
+        results: dict[int, Sequence[np.ndarray]] = {}
+        made = [sample.completion.token_versions for sample in samples]
         self._moe.begin()
-        for version in sorted({sample.completion.policy_version for sample in samples}):
-            indices = [i for i, sample in enumerate(samples) if sample.completion.policy_version == version]
+        for version in sorted({int(version) for each in made for version in np.unique(each)}):
+            indices = [i for i, each in enumerate(made) if (each == version).any()]
             ParameterStore(self._twin).copy_from(self._versions[version])
             batch = make_step_batch(
                 [samples[i] for i in indices],
@@ -69,7 +70,9 @@ class WeightHistory:
             assert again.raw_logprobs is not None, "samples come from engines"
             assert again.redrawn is not None
             arrays = zip(again.logprobs, again.raw_logprobs, again.redrawn, strict=True)
-            results |= dict(zip(indices, arrays, strict=True))
+            for index, now in zip(indices, arrays, strict=True):
+                here, others = made[index] == version, results.get(index, now)
+                results[index] = [np.where(here, mine, other) for mine, other in zip(now, others, strict=True)]
         self._moe.gather(self._ranks)
         return Recomputed(*zip(*(results[i] for i in range(len(samples))), strict=True))
 

@@ -14,7 +14,8 @@ from rlloop import load_model, token_logprobs
 from rlloop.cli.main import main
 from rlloop.errors import ConfigError
 from rlloop.models.adapter_files import WEIGHTS, with_stored_adapter
-from rlloop.recipes.custom.data import place
+from rlloop.recipes.custom.data import DataSection, place, read_rows
+from rlloop.recipes.custom.streaming import ArrowRows, OnDemand
 from rlloop.recipes.custom.task import Custom
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from tests.support.checkpoints import make_checkpoint
@@ -280,3 +281,22 @@ def test_datasets_is_an_extra(model, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install 'rlloop\[datasets\]'"):
         task(model, tmp_path, format="datasets")
+
+
+def test_a_streamed_dataset_stays_in_its_arrow_files(model, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"{i} + 1", "answer": i + 1, "tags": ["sum", str(i)]} for i in range(40)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    read, streamed = (
+        read_rows(DataSection(str(tmp_path / "saved"), format="datasets", streaming=streaming))
+        for streaming in (False, True)
+    )
+    for mine, other in zip(read, streamed, strict=True):
+        assert list(mine) == list(other)
+        assert isinstance(other, OnDemand)  # which asks the dataset, whose table is mapped, for each row
+        assert isinstance(other._items, ArrowRows)
+        assert other._items.dataset.cache_files
+    given = task(model, tmp_path / "saved", format="datasets", streaming=True)
+    taken = given.train_examples(3, 8)
+    assert taken == task(model, tmp_path / "saved", format="datasets").train_examples(3, 8)
+    assert {example.data["tags"][0] for example in taken} == {"sum"}
