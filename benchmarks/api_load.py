@@ -10,6 +10,7 @@ its own. Fairness is the number of updates of the client that has the fewest, ov
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import threading
@@ -64,6 +65,12 @@ def resident(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
+def processor_seconds(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small run that records nothing")
@@ -84,6 +91,7 @@ def main() -> None:
             memory.append(resident(server.pid))
             done = sum(len(client.latencies) for client in clients)
             print(f"{done} updates, {memory[-1]:.0f} MiB", file=sys.stderr, flush=True)
+        used = processor_seconds(server.pid)
         server.kill()
     errors = [error for client in clients for error in client.errors]
     print("\n".join(errors[:20]), file=sys.stderr)
@@ -95,6 +103,8 @@ def main() -> None:
         Figure(name=f"{work}: fairness, fewest over most updates", unit="", value=min(rounds) / max(max(rounds), 1)),
         Figure(name=f"{work}: memory, end over middle", unit="", value=memory[-1] / memory[half], lower_is_better=True),
         Figure(name=f"{work}: updates", unit="updates/s", value=sum(rounds) / seconds),
+        Figure(name=f"{work}: server's processor time", unit="ms/update", value=1e3 * used / max(sum(rounds), 1),
+               lower_is_better=True),
         Figure(name=f"{work}: round, median", unit="ms", value=1e3 * float(np.median(latencies)), lower_is_better=True),
         Figure(name=f"{work}: round, 99 of 100", unit="ms", value=1e3 * float(np.quantile(latencies, 0.99)),
                lower_is_better=True),

@@ -104,7 +104,8 @@ def main() -> None:
         command = [sys.executable, __file__, "--url", server.url]
         pair = in_process(service)
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
             for turn in range(turns + 1):
                 began = time.process_time()
                 here = timed(pair)

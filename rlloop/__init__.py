@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rlloop.errors import ConfigError, ModelError, ParityError, RlloopError, RunError
     from rlloop.launch.grpo import GRPO
     from rlloop.launch.python import train
+    from rlloop.launch.ray_service import RayTrainingService
     from rlloop.loop.own import Run
     from rlloop.models import Model, load_model, save_model
     from rlloop.models.adapter_files import load_adapter
@@ -43,6 +44,7 @@ _HOMES = {
     "rlloop.errors": ("ConfigError", "ModelError", "ParityError", "RlloopError", "RunError"),
     "rlloop.launch.grpo": ("GRPO",),
     "rlloop.launch.python": ("train",),
+    "rlloop.launch.ray_service": ("RayTrainingService",),
     "rlloop.loop.own": ("Run",),
     "rlloop.models": ("Model", "load_model", "save_model"),
     "rlloop.models.adapter_files": ("load_adapter",),
@@ -66,6 +68,7 @@ __all__ = [
     "ModelInput",
     "NumericsProfile",
     "ParityError",
+    "RayTrainingService",
     "RewardResult",
     "RlloopError",
     "Run",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import os
 import sys
 from contextlib import ExitStack
@@ -21,6 +22,8 @@ def api(given: argparse.Namespace, stack: ExitStack) -> None:
 
     if not (given.model / "config.json").is_file():
         raise ConfigError(f"--model {given.model} has no config.json; it must be a Hugging Face checkpoint folder")
+    if given.shape is not None:
+        take_shape(given)
     token = os.environ.get(TOKEN_VARIABLE)
     if given.token_file is None and token:
         keys = Keys({token if token.startswith(PREFIX) else PREFIX + token: Client("fleet", operator=True)})
@@ -56,18 +59,53 @@ def api(given: argparse.Namespace, stack: ExitStack) -> None:
         "max_lora_rank": given.max_lora_rank,
     }  # fmt: skip
     keep_base(given.folder, Base(str(given.model.resolve()), settings.model_name, bits))
-    service = TrainingService(
-        given.model,
-        checkpoints=given.folder / "checkpoints",
-        model_name=settings.model_name,
-        **bits,
-        adapter_slots=given.adapter_slots,
-        max_running=given.max_running,
-        checkpoint_layers=given.checkpoint_layers,
-    )
+    chosen = {
+        "checkpoints": (given.folder / "checkpoints").absolute(), "model_name": settings.model_name, **bits,
+        "adapter_slots": given.adapter_slots, "keep_samplers": given.keep_samplers, "max_running": given.max_running,
+        "checkpoint_layers": given.checkpoint_layers,
+    }  # fmt: skip
+    if given.ray is None:
+        service = TrainingService(given.model, **chosen)
+    else:
+        from rlloop.launch.ray_service import RayTrainingService
+
+        address = None if given.ray == "local" else given.ray
+        service = RayTrainingService(given.model, address=address, cpus=given.ray_cpus, gpus=given.ray_gpus,
+                                     died=_end, **chosen)  # fmt: skip
     stack.callback(service.close)
     server = ApiServer(service, settings, keys, local=is_loopback(given.host))
     serve(server.app, listen, lambda url: print(f"rlloop api: {url}", flush=True))
+
+
+def _end(reason: str) -> None:
+    """End at once, as if killed: commands that had no result yet are executed when the server is started again."""
+    print(f"rlloop api: {reason}; start it again, with the same --folder, to go on", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def take_shape(given: argparse.Namespace) -> None:
+    """Replace options by what the shape says. Raises `ConfigError` for a shape of another model, or of several
+    accelerators."""
+    from rlloop.training.shapes import resolve_training_profile
+
+    shape = resolve_training_profile(given.shape, files=given.shape_file)
+    config = json.loads((given.model / "config.json").read_text())
+    for name, value in shape.model.items():
+        if name in config and config[name] != value:
+            raise ConfigError(
+                f"--shape {given.shape} is of a model whose {name} is {value!r:.80}, and --model {given.model} has "
+                f"{config[name]!r:.80}; give the shape of this model (rlloop shapes)"
+            )
+    if shape.accelerator_count != 1:
+        raise ConfigError(
+            f"--shape {given.shape} takes {shape.accelerator_count} accelerators, and this server computes on one; "
+            "take a shape of one, or train a model of this size with `rlloop train`"
+        )
+    given.dtype, given.leaf_tokens = shape.base_model_weight_precision, shape.max_batch_tokens
+    if shape.trainer_mode == "lora":
+        given.max_lora_rank = shape.lora_rank
+    if shape.accelerator_type != "CPU":
+        given.device, given.ray_gpus = "cuda", given.ray_gpus or 1.0
 
 
 def _locked(folder: Path) -> IO[str]:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlloop.cli.parser import Parser
+from rlloop.cli.parser import Help, Parser
 from rlloop.config.rollout import EngineKind
 from rlloop.web import TOKEN_VARIABLE
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a kind of server, with its name as `kind`."""
-    parser = Parser(prog="rlloop serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="rlloop serve", description=DESCRIPTION, formatter_class=Help)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="engine|relay|trainer|proxy|api")
     added = {
         "engine": _engine_options, "relay": _relay_options, "trainer": _trainer_options, "proxy": _proxy_options,
@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class _Help(Help, argparse.ArgumentDefaultsHelpFormatter):
     """Shows the defaults of options that have one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -202,6 +202,24 @@ def _api_options(options: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--model-name", help="name that clients ask for; default: the folder's")
     options.add_argument("--folder", type=Path, default=Path("runs/api"), help="sessions, command logs and checkpoints")
+    options.add_argument(
+        "--shape", metavar="ID",
+        help="take dtype, device, tokens of a micro-batch and largest rank from this shape of `rlloop shapes`",
+    )  # fmt: skip
+    options.add_argument(
+        "--shape-file",
+        type=Path,
+        action="append",
+        default=[],
+        help="file with shapes of your own; several may be given",
+    )
+    options.add_argument(
+        "--ray", nargs="?", const="local", metavar="HOST:PORT",
+        help="run model and engine in an actor of this Ray cluster (auto: of the one here); without a value, of a new "
+        "Ray on this machine",
+    )  # fmt: skip
+    options.add_argument("--ray-cpus", type=float, default=1.0, help="CPUs that the actor takes")
+    options.add_argument("--ray-gpus", type=float, default=0.0, help="GPUs that the actor takes; --shape says 1")
     options.add_argument("--dtype", default="float32", help="dtype of the model")
     options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     options.add_argument("--threads", type=int, help="CPU threads; default: all")
@@ -212,6 +230,9 @@ def _api_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--leaf-tokens", type=int, default=16384, help="tokens of a micro-batch; decides bits")
     options.add_argument("--max-lora-rank", type=int, default=64, help="largest rank of an adapter")
     options.add_argument("--adapter-slots", type=int, default=8, help="adapters on the device at a time")
+    options.add_argument(
+        "--keep-samplers", type=int, default=8, help="a model's unnamed samplers that stay, the newest, in memory"
+    )
     options.add_argument("--max-running", type=int, default=256, help="completions of one step of the engine")
     options.add_argument("--checkpoint-layers", type=int, default=0, help="every n-th layer is computed again backward")
     options.add_argument("--models-per-key", type=int, default=16, help="models of a client at a time")

@@ -6,7 +6,9 @@ A weight is never compared or copied as a number: a float comparison calls −0 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +64,19 @@ def digest(array: np.ndarray) -> bytes:
     """blake3 of the elements' bytes, 32 bytes."""
     flat = array.reshape(-1).view(np.uint8)
     return blake3(flat.data, max_threads=1).digest()
+
+
+def digests(names: Collection[str], array_of: Callable[[str], np.ndarray], threads: int) -> dict[str, bytes]:
+    """`digest` of each name's array, of which no more than `threads` are asked for at a time."""
+    if threads == 1:
+        return {name: digest(array_of(name)) for name in names}
+    with ThreadPoolExecutor(threads) as pool:
+        return dict(zip(names, pool.map(lambda name: digest(array_of(name)), names), strict=True))
+
+
+def processors() -> int:
+    """Number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def size_of(dtype: str, shape: tuple[int, ...]) -> int:

@@ -144,7 +144,7 @@ def _encoded(
             return names, encoded, [digests[names[0]]]
         return names, encoded, [digest(tensors[name].array) for name in names]
 
-    if threads == 1:
+    if threads == 1 or sum(tensors[name].array.size for names in units for name in names) <= codec.CHUNK:
         yield from map(one, units)
         return
     with ThreadPoolExecutor(threads) as chunks, ThreadPoolExecutor(threads) as pool:

@@ -17,7 +17,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rlloop.errors import ConfigError
-from rlloop.sync.bits import Bits, Tensors
+from rlloop.sync.bits import Bits, Tensors, processors
 from rlloop.sync.manifest import Head, Link, Listing, Manifest, root_hash
 from rlloop.sync.packing import listing_of, pack
 from rlloop.sync.replica import SQUASHED, Manifests, Replica
@@ -52,9 +52,10 @@ class Publisher:
         run_id: str,
         *,
         anchor_every: int = 100,
-        threads: int = 1,
+        threads: int | None = None,
     ) -> None:
         """`anchor_every`: versions after which an anchor is due (sooner if the chain since the last weighs more).
+        `threads`: number that encode; None: one for each processor.
 
         Raises `ConfigError`, also for a store that holds another run's versions.
         """
@@ -63,7 +64,7 @@ class Publisher:
         if anchor_every < 1:
             raise ConfigError(f"anchor_every is {anchor_every}; it must be at least 1")
         self.store, self.run_id = store, run_id
-        self._key, self._threads, self._anchor_every = key, threads, anchor_every
+        self._key, self._threads, self._anchor_every = key, threads or processors(), anchor_every
         self._publishing, self._squashing = threading.Lock(), threading.Lock()
         self._head_bytes = store.latest()
         self.head = None if self._head_bytes is None else Head.decode(self._head_bytes)

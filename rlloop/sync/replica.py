@@ -17,11 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from rlloop.errors import SyncError
 from rlloop.sync import codec
-from rlloop.sync.bits import Bits, digest
+from rlloop.sync.bits import Bits, Tensors, digests, processors
 from rlloop.sync.manifest import MAX_MANIFEST, Entry, Head, Link, Listing, Manifest, Refused, root_hash
 from rlloop.sync.packing import elements, groups, unpack
 from rlloop.sync.route import match, route
@@ -29,6 +30,7 @@ from rlloop.sync.store import Store, fetch
 from rlloop.sync.stream import StreamReader
 from rlloop.sync.target import TORN, Target, plan_writes
 
+SHARED = 1 << 22  # bytes; hashing fewer takes no longer than starting threads
 SQUASHED = 4  # a replica this many versions behind asks the publisher for one delta over them all
 
 
@@ -87,8 +89,8 @@ class Replica:
     """Brings `target` from version to version. One caller at a time.
 
     `run_id`: the only run whose versions are accepted; None: the first one seen. `any_run`: accept a later run as well,
-    starting with a whole version. `threads`: number that decode. `inject(state)`: called on entering each state; tests
-    raise errors in it.
+    starting with a whole version. `threads`: number that decode and hash; None: one for each processor.
+    `inject(state)`: called on entering each state; tests raise errors in it.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Replica:
         *,
         run_id: str | None = None,
         any_run: bool = False,
-        threads: int = 1,
+        threads: int | None = None,
         inject: Callable[[State], None] | None = None,
     ) -> None:
         self.store, self.target = store, target
@@ -110,7 +112,7 @@ class Replica:
         self.metrics: Mapping[str, float] = {}  # sync/* of the last version applied
         self.digests: Mapping[str, bytes] = {}  # live name -> digest
         self.run_id, self.any_run = run_id, any_run  # the run of the live weights, or the one to follow
-        self._threads, self._inject = threads, inject
+        self._threads, self._inject = threads or processors(), inject
         self._manifests = Manifests(store, public_key)
         self._staged: Staged | None = None  # set during a commit, and after one that failed
 
@@ -180,7 +182,7 @@ class Replica:
             reading += self._decode(manifest, plan, staged)
         decoded = time.perf_counter()
         self._enter(State.verify)
-        digests = self._verify(manifests[-1], plan, staged)
+        verified = self._verify(manifests[-1], plan, staged)
         metrics = {
             "sync/wire_bytes": float(sum(link.wire_bytes for link in links)),
             "sync/fetch_seconds": fetched - began + reading,
@@ -188,8 +190,8 @@ class Replica:
             "sync/verify_seconds": time.perf_counter() - decoded,
         }
         writes = {live: staged[name] for name, bits in staged.items() for live in plan[name]}
-        changed = {live: bits for live, bits in writes.items() if digests[live] != self.digests.get(live)}
-        return Staged(applied, changed, digests, metrics)
+        changed = {live: bits for live, bits in writes.items() if verified[live] != self.digests.get(live)}
+        return Staged(applied, changed, verified, metrics)
 
     def commit(self, staged: Staged) -> None:
         """COMMIT: pause, write the changed tensors in place, read them back and verify, drop caches, resume."""
@@ -202,9 +204,8 @@ class Replica:
             self.target.set_version(TORN)
             for name, bits in staged.writes.items():
                 self.target.write(name, bits)
-            for name in staged.writes:
-                live = self.target.read(name)
-                if live is None or digest(live.array) != staged.digests[name]:
+            for name, found in digests(staged.writes, self._live, self._threads_for(staged.writes)).items():
+                if found != staged.digests[name]:
                     raise SyncError(f"{name} does not hold what was written to it")
             self.run_id = staged.applied.run_id  # before its number, which may be the former run's as well
             self.target.set_version(staged.applied.step)
@@ -222,7 +223,8 @@ class Replica:
 
         Runs after a failed verification, since a delta from wrong bits never verifies. May be called at any other time.
         """
-        altered = [name for name, expected in self.digests.items() if self._live_digest(name) != expected]
+        found = digests(self.digests, self._live, self._threads)
+        altered = [name for name, expected in self.digests.items() if found[name] != expected]
         if altered:
             self.torn, self.applied, self._staged, self.digests = True, None, None, {}
             self.target.exclusively(lambda: self.target.set_version(TORN))
@@ -252,21 +254,24 @@ class Replica:
         layout = self.target.layout()
         if layout is None:
             return
-        digests = {name: self._live_digest(name) for name in layout}
-        root = root_hash(((name, *kind) for name, kind in layout.items()), digests)
+        found = digests(layout, self._live, self._threads)
+        root = root_hash(((name, *kind) for name, kind in layout.items()), found)
         if (link := match(head, root)) is None:
             return
         manifest = self._manifest(link)
         plan_writes(manifest, self.target)
         if manifest.root == root:  # the head is not signed, so its roots prove nothing
-            self.digests = digests
+            self.digests = found
             applied = Applied(manifest.run_id, manifest.step, manifest.sequence, link.manifest, manifest.root)
-            self.commit(Staged(applied, {}, digests, {}))
+            self.commit(Staged(applied, {}, found, {}))
 
-    def _live_digest(self, name: str) -> bytes:
+    def _threads_for(self, tensors: Tensors) -> int:
+        return self._threads if sum(bits.nbytes for bits in tensors.values()) > SHARED else 1
+
+    def _live(self, name: str) -> np.ndarray:
         bits = self.target.read(name)
         assert bits is not None, f"{name} is in the layout and cannot be read"
-        return digest(bits.array)
+        return bits.array
 
     def _manifest(self, link: Link) -> Manifest:
         manifest = self._manifests.read(link.manifest)
@@ -327,22 +332,21 @@ class Replica:
         self, manifest: Manifest, plan: Mapping[str, list[str]], staged: Mapping[str, Bits]
     ) -> dict[str, bytes]:
         """Digests of every live tensor after the commit. Raises `Refused` if the state's root is not the manifest's."""
-        with ThreadPoolExecutor(self._threads) as pool:
-            staged_digests = dict(zip(staged, pool.map(lambda name: digest(staged[name].array), staged), strict=True))
-        digests: dict[str, bytes] = {}  # by live name
+        staged_digests = digests(staged, lambda name: staged[name].array, self._threads_for(staged))
+        of_live: dict[str, bytes] = {}  # by live name
         of_tensors: dict[str, bytes] = {}
         for entry in manifest.tensors:
             for live in plan[entry.name]:
                 new = staged_digests.get(entry.name) or self.digests.get(live, b"")
                 if of_tensors.setdefault(entry.name, new) != new:
                     raise Refused(f"{live} would not have the bits of {manifest.version}")
-                digests[live] = new
+                of_live[live] = new
         if (
             root_hash(((entry.name, entry.dtype, entry.shape) for entry in manifest.tensors), of_tensors)
             != manifest.root
         ):
             raise Refused(f"the tensors would not be those of {manifest.version}: they have another root")
-        return digests
+        return of_live
 
     def _enter(self, state: State) -> None:
         self.state = state

@@ -4,95 +4,109 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.kernels.cpu.compiled.jit import kernel
+from rlloop.numerics.kernels.cpu.compiled.blocks import BLOCK, classes, lowest, population, where_changed, where_equal
+from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel
 from rlloop.sync.steps import LIMIT, WIDE, Changes, Ordering
 
 _NEVER = np.int64(1) << 40  # a gap larger than any chunk
 _SHIFT = 20  # bits of the step below the gap, where one number holds both
 _BIAS = np.int64(1) << 18  # added to that step; larger than any dtype's largest
 _STEP = np.int64((1 << _SHIFT) - 1)
-_DENSE = 8  # where more than one element in this many changes, the scan has no branches
+_DENSE = 16  # where more than one element in this many changes, a block's changes take longer than its elements
+_ALL = ~np.uint64(0)
 
 
-@kernel
-def _order(pattern, sign, floating):
-    if pattern < sign:
-        return pattern
-    return sign - 1 - pattern if floating else pattern - 2 * sign
+@inlined
+def _order(pattern, sign, floating):  # without branches here and below: a weight's sign and a step's are random
+    negative = (sign - 1 - pattern) >> 63  # all bits or none; LLVM makes a branch of a comparison
+    low = pattern & (sign - 1)
+    return low ^ negative if floating else low + (negative & -sign)
 
 
-@kernel
-def _zigzag(old, new, sign, floating):
+@inlined
+def _change(old, new, gap, sign, floating):
     step = _order(np.int64(new), sign, floating) - _order(np.int64(old), sign, floating)
-    return np.uint64(2 * step - 2 if step > 0 else -2 * step - 1)
+    zigzag = np.uint64(((step << 1) ^ (step >> 63)) + 2 * (-step >> 63))
+    return np.uint64(gap) << np.uint64(32) | zigzag
 
 
 @kernel
-def _scan_sparse(old, new, old_words, new_words, shift, sign, floating, classes, changes):
+def _frequent(patterns, shift, mask):
+    """The classes of at least one element in 1,024, estimated from every 61st."""
+    counts, found = np.zeros(256, np.int64), np.empty(256, np.uint8)
+    for i in range(0, len(patterns), 61):
+        counts[(np.uint32(patterns[i]) & mask) >> shift] += 1
+    n, least = 0, max(1, len(patterns) // (61 * 1024))
+    for which in range(256):
+        found[n] = which
+        n += np.int64(counts[which] >= least)
+    return found[: min(n, 64)]
+
+
+@kernel
+def _count(old, new):
+    """Number of elements that differ."""
+    whole, count = len(old) // BLOCK * BLOCK, np.uint64(0)
+    for at in range(0, whole, BLOCK):
+        count += population(where_changed(old, new, at))
+    for i in range(whole, len(old)):
+        count += np.uint64(old[i] != new[i])
+    return np.int64(count)
+
+
+@kernel
+def _scan(old, new, shift, sign, floating, found, gaps_and_steps):
     """Every change in the order of elements: its class; its gap within the class (upper 32 bits) and its step.
 
-    A word of four unchanged elements is counted with no comparison of each, into four tables, so that no increment
-    depends on the one before.
+    A block's elements of a frequent class are counted at once, as the bits of one number; others one by one.
     """
-    since = np.zeros(1024, np.uint32)
-    shift_word, bits, low = np.uint64(shift), np.uint64(8 * old.itemsize), np.uint64((sign - 1) >> shift)
-    count = 0
-    for w in range(len(old_words)):
-        if old_words[w] == new_words[w]:
-            word = np.uint64(old_words[w]) >> shift_word
-            for table in range(4):
-                since[np.uint64(table << 8) | (word & low)] += np.uint32(1)
-                word >>= bits
-            continue
-        for i in range(4 * w, 4 * w + 4):
-            count = _scan_one(old[i], new[i], shift, sign, floating, since, classes, changes, count)
-    for i in range(4 * len(old_words), len(old)):
-        count = _scan_one(old[i], new[i], shift, sign, floating, since, classes, changes, count)
-
-
-@kernel
-def _scan_one(old, new, shift, sign, floating, since, classes, changes, count):
-    which = (np.uint32(old) & np.uint32(sign - 1)) >> shift
-    if old == new:
-        since[which] += np.uint32(1)
-        return count
-    gap = np.uint32(0)
-    for table in range(4):
-        gap += since[np.uint32(table << 8) | which]
-        since[np.uint32(table << 8) | which] = 0
-    classes[count] = which
-    changes[count] = np.uint64(gap) << np.uint64(32) | _zigzag(old, new, sign, floating)
-    return count + 1
-
-
-@kernel
-def _scan_dense(old, new, shift, sign, floating, classes, changes):
-    """The same without branches, for dense changes, which mispredict. The arrays have room for one change more."""
-    since = np.zeros(256, np.uint64)
-    count = 0
-    mask = np.uint32(sign - 1)
-    for i in range(len(old)):
+    seen = np.zeros(256, np.uint32)  # elements of each class before the block
+    since = np.zeros(256, np.uint32)  # those up to its last change
+    mask, count = np.uint32(sign - 1), 0
+    frequent = _frequent(old, shift, mask)
+    for at in range(0, len(old) - BLOCK + 1, BLOCK):
+        block, changed, rest = classes(old, at, mask, shift), where_changed(old, new, at), _ALL
+        while changed:
+            bit = lowest(changed)
+            i = at + np.int64(bit)
+            which = (np.uint32(old[i]) & mask) >> shift
+            before = where_equal(block, np.uint8(which)) & ((np.uint64(1) << bit) - np.uint64(1))
+            index = seen[which] + np.uint32(population(before))
+            found[count] = which
+            gaps_and_steps[count] = _change(old[i], new[i], index - since[which], sign, floating)
+            since[which] = index + np.uint32(1)
+            count += 1
+            changed &= changed - np.uint64(1)
+        for which in frequent:
+            own = where_equal(block, which)
+            rest &= ~own
+            seen[which] += np.uint32(population(own))
+        while rest:
+            seen[(np.uint32(old[at + np.int64(lowest(rest))]) & mask) >> shift] += np.uint32(1)
+            rest &= rest - np.uint64(1)
+    for i in range(len(old) // BLOCK * BLOCK, len(old)):
         which = (np.uint32(old[i]) & mask) >> shift
-        gap, same = since[which], np.uint64(old[i] == new[i])
-        classes[count] = which
-        changes[count] = gap << np.uint64(32) | _zigzag(old[i], new[i], sign, floating)
-        count += 1 - np.int64(same)
-        since[which] = (gap + np.uint64(1)) & (np.uint64(0) - same)
+        if old[i] != new[i]:
+            found[count] = which
+            gaps_and_steps[count] = _change(old[i], new[i], seen[which] - since[which], sign, floating)
+            since[which] = seen[which] + np.uint32(1)
+            count += 1
+        seen[which] += np.uint32(1)
 
 
 @kernel
-def _emit(classes, changes, counts, low_bits, symbols, remainders, far, farther, large, larger):
+def _emit(found, changes, counts, low_bits, symbols, remainders, far, farther, large, larger):
     """Sort changes by class and write the fields of `Changes`. Returns the lengths of far, farther, large, larger and
     remainders."""
-    n = len(classes)
+    n = len(found)
     for i in range(n):
-        counts[classes[i]] += 1
+        counts[found[i]] += 1
     offset = np.zeros(256, np.int64)
     for c in range(1, 256):
         offset[c] = offset[c - 1] + counts[c - 1]
     ordered = np.empty(n, np.uint64)
     for i in range(n):
-        c = classes[i]
+        c = found[i]
         ordered[offset[c]] = changes[i]
         offset[c] += 1
     a, b, c, d, byte = 0, 0, 0, 0, 0
@@ -185,23 +199,72 @@ def _expand(counts, low_bits, symbols, remainders, far, farther, large, larger, 
 @kernel
 def _apply(old, out, shift, sign, floating, counts, changes):
     """Apply changes to `out`, a copy of `old`. Returns their number; -1 if one leaves the dtype's range."""
-    mask = np.uint32(sign - 1)
-    left, cursor = _begin(counts, changes)
-    applied = 0
-    for i in range(len(old)):
+    mask, applied = np.uint32(sign - 1), 0
+    due, cursor = _begin(counts, changes)
+    seen = np.zeros(256, np.int64)
+    frequent = _frequent(old, shift, mask)
+    if len(changes) * _DENSE > len(old):
+        frequent = frequent[:0]
+    for at in range(0, len(old) - BLOCK + 1, BLOCK):
+        block, rest, waiting = classes(old, at, mask, shift), _ALL, np.uint64(0)
+        for f in range(len(frequent)):
+            which = frequent[f]
+            own = where_equal(block, which)
+            rest &= ~own
+            seen[which] += np.int64(population(own))
+            waiting |= np.uint64(due[which] < seen[which]) << np.uint64(f)
+        while waiting:
+            which = frequent[lowest(waiting)]
+            own = where_equal(block, which)
+            i = at + _select(own, due[which] - seen[which] + np.int64(population(own)))
+            if not _apply_one(old, out, i, which, sign, floating, due, cursor, changes):
+                return -1
+            applied += 1
+            if due[which] >= seen[which]:
+                waiting &= waiting - np.uint64(1)
+        while rest:
+            i = at + np.int64(lowest(rest))
+            rest &= rest - np.uint64(1)
+            which = np.uint8((np.uint32(old[i]) & mask) >> shift)
+            if due[which] == seen[which]:
+                if not _apply_one(old, out, i, which, sign, floating, due, cursor, changes):
+                    return -1
+                applied += 1
+            seen[which] += 1
+    for i in range(len(old) // BLOCK * BLOCK, len(old)):
         which = np.uint8((np.uint32(old[i]) & mask) >> shift)
-        if left[which]:
-            left[which] -= 1
-            continue
-        at = cursor[which]
-        value = _order(np.int64(old[i]), sign, floating) + (changes[at] & _STEP) - _BIAS
-        if value < -sign or value >= sign:
-            return -1
-        out[i] = _pattern(value, sign, floating)
-        applied += 1
-        cursor[which] = at + 1
-        left[which] = changes[at + 1] >> _SHIFT
+        if due[which] == seen[which]:
+            if not _apply_one(old, out, i, which, sign, floating, due, cursor, changes):
+                return -1
+            applied += 1
+        seen[which] += 1
     return applied
+
+
+@inlined
+def _select(bits, n):
+    """Index of the bit that is set and has n others set below it."""
+    at = 0
+    for step in range(6):
+        width = 32 >> step
+        low = np.int64(population((bits >> np.uint64(at)) & np.uint64((1 << width) - 1)))
+        above = (low - n - 1) >> 63  # all bits or none
+        n -= low & above
+        at += width & above
+    return at
+
+
+@inlined
+def _apply_one(old, out, i, which, sign, floating, due, cursor, changes):
+    """False if the change leaves the dtype's range."""
+    at = cursor[which]
+    value = _order(np.int64(old[i]), sign, floating) + (changes[at] & _STEP) - _BIAS
+    if value < -sign or value >= sign:
+        return False
+    out[i] = _pattern(value, sign, floating)
+    cursor[which] = at + 1
+    due[which] += 1 + (changes[at + 1] >> _SHIFT)
+    return True
 
 
 @kernel
@@ -216,27 +279,22 @@ def _begin(counts, changes):
     return left, cursor
 
 
-@kernel
+@inlined
 def _pattern(value, sign, floating):
-    if value >= 0:
-        return value
-    return sign - 1 - value if floating else value + 2 * sign
+    negative = value >> 63
+    return (value ^ negative) | (negative & sign) if floating else value & (2 * sign - 1)
 
 
 def find_changes(old: np.ndarray, new: np.ndarray, ordering: Ordering) -> Changes:
     """As `steps.find_changes`."""
-    n = int(np.count_nonzero(old != new))
-    classes, gaps_and_steps = np.empty(n + 1, np.uint8), np.empty(n + 1, np.uint64)
+    n = _count(old, new)
+    found, gaps_and_steps = np.empty(n, np.uint8), np.empty(n, np.uint64)
     counts, low_bits = np.zeros(256, np.int64), np.zeros(256, np.uint8)
-    how = np.uint32(ordering.shift), 1 << (ordering.bits - 1), ordering.floating
-    if n * _DENSE > len(old):
-        _scan_dense(old, new, *how, classes, gaps_and_steps)
-    else:
-        _scan_sparse(old, new, _words(old), _words(new), *how, classes, gaps_and_steps)
+    _scan(old, new, np.uint32(ordering.shift), 1 << (ordering.bits - 1), ordering.floating, found, gaps_and_steps)
     symbols, remainders = np.empty(n, np.uint8), np.empty(3 * n + 8, np.uint8)  # gaps within a chunk have < 24 bits
     far, farther = np.empty(n + 1, np.uint8), np.empty(n, "<u4")
     large, larger = np.empty(n + 1, np.uint8), np.empty(n, "<u4")
-    lengths = _emit(classes[:n], gaps_and_steps, counts, low_bits, symbols, remainders, far, farther, large, larger)
+    lengths = _emit(found, gaps_and_steps, counts, low_bits, symbols, remainders, far, farther, large, larger)
     return Changes(
         counts[: ordering.classes],
         low_bits[: ordering.classes],
@@ -247,12 +305,6 @@ def find_changes(old: np.ndarray, new: np.ndarray, ordering: Ordering) -> Change
         large[: lengths[2]],
         larger[: lengths[3]],
     )
-
-
-def _words(patterns: np.ndarray) -> np.ndarray:
-    """The patterns as words of four elements each, without the last few that fill none."""
-    words = patterns[: len(patterns) // 4 * 4].view(f"<u{4 * patterns.itemsize}")
-    return words if words.flags.aligned else words.copy()
 
 
 def apply_changes(old: np.ndarray, changes: Changes, ordering: Ordering, out: np.ndarray) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ class FrozenWeights:
     adapter: AdapterWeights | None = None
     state: dict[str, torch.Tensor] | None = None
     name: str | None = None  # that the base model's registry knows the adapter by
+    gone: bool = False  # no sampler has them any more
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,15 +41,36 @@ class SampledRecord:
 
 
 class SampledSequences:
-    """The newest sampled sequences by id; as many as `keep`."""
+    """The newest sampled sequences by id, as many as `keep`, of weights that a sampler has: a record holds its weights
+    in memory. Called in the worker's thread, and `restore_sequence`'s."""
 
     def __init__(self, keep: int) -> None:
-        self._keep, self._records = keep, OrderedDict[str, SampledRecord]()
+        self._keep, self._records, self._lock = keep, OrderedDict[str, SampledRecord](), threading.Lock()
+        self._of = dict[FrozenWeights, set[str]]()  # ids by weights
 
     def add(self, record: SampledRecord) -> None:
-        self._records[record.sequence_id] = record
-        while len(self._records) > self._keep:
-            self._records.popitem(last=False)
+        with self._lock:
+            if record.weights.gone:  # the sampler gave way while it was sampled
+                return
+            self._remove(record.sequence_id)
+            self._records[record.sequence_id] = record
+            self._of.setdefault(record.weights, set()).add(record.sequence_id)
+            while len(self._records) > self._keep:
+                self._remove(next(iter(self._records)))
+
+    def forget(self, weights: FrozenWeights) -> None:
+        """Forget what was sampled by weights that no sampler has any more."""
+        with self._lock:
+            weights.gone = True
+            for sequence_id in list(self._of.get(weights, ())):
+                self._remove(sequence_id)
+
+    def _remove(self, sequence_id: str) -> None:
+        record = self._records.pop(sequence_id, None)
+        if record is not None:
+            self._of[record.weights].discard(sequence_id)
+            if not self._of[record.weights]:
+                del self._of[record.weights]
 
     def get(self, sequence_id: str, where: str) -> SampledRecord:
         """Raises `ConfigError` for one that is not here."""
@@ -55,7 +78,8 @@ class SampledSequences:
         if record is None:
             raise ConfigError(
                 f"{where}: provenance names sequence {sequence_id!r}, which was not sampled here, or has been "
-                f"forgotten (the newest {self._keep} are kept); leave the provenance out, or raise keep_sequences"
+                f"forgotten with its sampler (keep_samplers), or as one of more than {self._keep} (keep_sequences); "
+                "train on newer samples, leave the provenance out, or have more kept"
             )
         return record
 

@@ -139,10 +139,11 @@ class Samplers:
         return self._by_id[id]
 
     def _release(self, weights: FrozenWeights) -> None:
-        """Forget weights that no sampler has any more."""
+        """Forget weights that no sampler has any more, and what they sampled."""
         with self._lock:
-            used = any(each.weights is weights for each in self._by_id.values())
+            used = weights is BASE or any(each.weights is weights for each in self._by_id.values())
         if not used:
+            self._sequences.forget(weights)
             self._views.pop(weights, None)
             if weights.name is not None:
                 self._base.adapters.drop(weights.name)

@@ -469,5 +469,6 @@ def test_old_samplers_without_a_name_give_way(base):
         service.sample(PROMPT, 1, params, sampler=made[2]).result(WAIT)
         assert len(service._models.base.adapters.names) == 2
         assert service.status()["samplers"] == 2
+        assert service.status()["sequences"] == 1  # those of the weights that have gone hold no memory
     with pytest.raises(ConfigError, match="takes no more calls"):
         service.forward(id, supervised(0, 1))

@@ -41,9 +41,17 @@ class ApiProcess:
         assert self._process is not None
         return self._process.pid
 
+    def wait(self) -> int:
+        """The exit code of a server that ends by itself."""
+        assert self._process is not None
+        code = self._process.wait(60)
+        self._process.stdout.close()
+        return code
+
     def kill(self) -> None:
         """SIGKILL: nothing is written any more."""
         assert self._process is not None
-        os.kill(self._process.pid, signal.SIGKILL)
+        if self._process.returncode is None:
+            os.kill(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process.stdout.close()

@@ -6,6 +6,8 @@ import pytest
 
 from rlloop import resolve_training_profile
 from rlloop.cli.main import main
+from rlloop.cli.serve_api import take_shape
+from rlloop.cli.serve_options import parse
 from rlloop.errors import ConfigError
 from rlloop.models.config import parse_config
 from rlloop.models.families import FAMILIES
@@ -61,3 +63,25 @@ def test_files_of_ones_own(tmp_path, capsys):
     with pytest.raises(ConfigError, match="cannot be read as a training shape"):
         resolve_training_profile("mine-full", files=[file])
     assert main(["shapes", "--gpus", "3"]) == 2
+
+
+def test_a_server_takes_the_options_of_a_shape(tmp_path):
+    """Of one accelerator, and of the model that it serves."""
+    model, file = tmp_path / "config.json", tmp_path / "mine.json"
+    lora = {"base_model_weight_precision": "float32", "max_batch_tokens": 512, "lora_rank": 4}
+    shapes = {"lora": {**lora, "accelerator_type": "CPU"}, "full": lora, "reference": {"accelerator_count": 2}}
+    file.write_text(json.dumps({"model": MODEL, "shapes": shapes}))
+    model.write_text(json.dumps(MODEL))
+
+    def options(shape):
+        given = parse(["api", "--model", str(tmp_path), "--shape", shape, "--shape-file", str(file)])
+        take_shape(given)
+        return given.dtype, given.leaf_tokens, given.max_lora_rank, given.device, given.ray_gpus
+
+    assert options("mine-lora") == ("float32", 512, 4, "cpu", 0.0)
+    assert options("mine-full") == ("float32", 512, 64, "cuda", 1.0)
+    with pytest.raises(ConfigError, match="takes 2 accelerators"):
+        options("mine-reference")
+    model.write_text(json.dumps({**MODEL, "hidden_size": 64}))
+    with pytest.raises(ConfigError, match=r"of a model whose hidden_size is 48, and .* has 64"):
+        options("mine-lora")

@@ -1,0 +1,165 @@
+"""A training service in an actor of Ray: on another machine of a cluster, or in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlloop.errors import ConfigError, RunError
+from rlloop.launch.ray_session import import_ray, ray_session
+from rlloop.rollout.fleet.text import Tokenizer
+from rlloop.training.sampling_service import SamplingService
+from rlloop.training.service import TrainingService
+
+
+class ServiceActor:
+    """The service in its actor. Calls are made in the order of their numbers; asyncio alone would not keep it."""
+
+    def __init__(self, folder: str, threads: int, settings: dict[str, Any]) -> None:
+        torch.set_num_threads(threads)
+        self._service = TrainingService(folder, **settings)
+        self._next, self._turn = 0, asyncio.Condition()
+
+    async def call(self, number: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a method, which other calls do not wait for."""
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._next == number)
+            try:
+                result = getattr(self._service, name)(*args, **kwargs)
+            finally:
+                self._next += 1
+                self._turn.notify_all()
+        return await asyncio.wrap_future(result) if isinstance(result, Future) else result
+
+    async def facts(self) -> tuple[str, Tokenizer | None, int]:
+        """The base's name, its tokenizer, and the actor's process."""
+        return self._service.base_model, self._service.tokenizer, os.getpid()
+
+
+class RayTrainingService(TrainingService):
+    """A `TrainingService` whose model and engine live in an actor of Ray; it has the same methods and the same bits.
+
+        service = rlloop.ServiceClient(rlloop.RayTrainingService("my-model", address="10.0.0.1:6379", gpus=1))
+
+    Folders, of the model and of checkpoints, are paths on the actor's machine: of several machines, on a disk that they
+    share. What a method would raise at once, its future raises here.
+    """
+
+    def __init__(  # pyright: ignore[reportMissingSuperCall]
+        self,
+        folder: str | Path,
+        *,
+        address: str | None = None,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        threads: int | None = None,
+        died: Callable[[str], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`address`: a cluster's HOST:PORT, or `auto`; None starts Ray on this machine, until `close`. `cpus`, `gpus`:
+        what the actor takes; with a GPU, `device` is `cuda` unless it is given. `threads`: of torch; None: as here.
+        `died`: called with the reason when the actor has died, and futures stay pending; None: futures fail with
+        `RunError`. `settings`: of `TrainingService`.
+
+        Raises `ConfigError` for a model or settings that cannot be, and where no cluster answers or has room.
+        """
+        self._ray = ray = import_ray(address)
+        self._died, self._numbers, self._lock = died, itertools.count(), threading.Lock()
+        self._reason: str | None = None  # of the actor's death
+        if gpus and "device" not in settings:
+            settings["device"] = "cuda"
+        with ExitStack() as stack:
+            stack.enter_context(ray_session(ray, address, cpus))
+            self._check_room({"CPU": cpus, "GPU": gpus})
+            variables = {"OMP_WAIT_POLICY": "PASSIVE"}
+            self._actor = (
+                ray.remote(ServiceActor)
+                .options(num_cpus=cpus, num_gpus=gpus, max_concurrency=100_000, runtime_env={"env_vars": variables})
+                .remote(str(Path(folder).absolute()), threads or torch.get_num_threads(), settings)
+            )
+            stack.callback(ray.kill, self._actor)
+            try:
+                self._base_model, self._tokenizer, self.pid = ray.get(self._actor.facts.remote())
+            except ray.exceptions.RayActorError as error:
+                raise ConfigError(f"the training service could not start: {_last_line(error)}") from None
+            self._stack = stack.pop_all()
+
+    @property
+    def base_model(self) -> str:
+        return self._base_model
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer
+
+    def close(self) -> None:
+        """End the actor, and Ray where it was started here; futures that wait fail."""
+        self._died = None
+        self._stack.close()
+
+    def _check_room(self, needs: dict[str, float]) -> None:
+        total = self._ray.cluster_resources()
+        for name, count in needs.items():
+            if total.get(name, 0.0) < count:
+                raise ConfigError(
+                    f"the service needs {count:g} {name}, and the cluster has {total.get(name, 0.0):g}; ask for less, "
+                    "or attach to a larger cluster by its address"
+                )
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        """Start a call; a method's own error is the future's."""
+        with self._lock:  # numbers are sent in their order
+            made = self._actor.call.remote(next(self._numbers), name, args, kwargs).future()
+        result: Future[Any] = Future()
+
+        def done(made: Future[Any]) -> None:
+            error = made.exception()
+            if error is None:
+                result.set_result(made.result())
+            elif isinstance(error, self._ray.exceptions.RayTaskError):
+                result.set_exception(getattr(error, "cause", None) or error)
+            elif (reason := self._end(error)) is not None:
+                result.set_exception(RunError(reason))
+
+        made.add_done_callback(done)
+        return result
+
+    def _end(self, error: BaseException) -> str | None:
+        """The reason for which a call of an actor that has died fails; None: it stays pending."""
+        with self._lock:
+            first, self._reason = self._reason is None, f"the actor of the training service died: {_last_line(error)}"
+        if self._died is None:
+            return self._reason
+        if first:
+            self._died(self._reason)
+        return None
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1].strip()
+
+
+def _forwarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    waits = not method.__annotations__["return"].startswith("Future[")
+
+    @functools.wraps(method)
+    def forwarded(self: RayTrainingService, *args: Any, **kwargs: Any) -> Any:
+        made = self._call(method.__name__, args, kwargs)
+        return made.result() if waits else made
+
+    return forwarded
+
+
+for _name, _method in {**vars(SamplingService), **vars(TrainingService)}.items():
+    if callable(_method) and not _name.startswith("_") and _name not in vars(RayTrainingService):
+        setattr(RayTrainingService, _name, _forwarded(_method))

@@ -1,0 +1,150 @@
+"""A training service in an actor of Ray: the bits of one in this process, in the order of calls, until it dies."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rlloop
+from rlloop.errors import ConfigError, RunError
+from rlloop.training.service import TrainingService
+from rlloop.training.types import AdamParams, Datum, LoraConfig, SamplingParams
+from rlloop.types import ModelInput
+from tests.support.api_client import Api, output
+from tests.support.api_process import ApiProcess, free_port
+from tests.support.checkpoints import make_checkpoint
+
+pytest.importorskip("ray")
+
+pytestmark = [  # processes of Ray's own, which it ends by itself
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+SETTINGS = {"leaf_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ray") / "tiny"
+    make_checkpoint(folder, "qwen3")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def remote(model):
+    with rlloop.RayTrainingService(model, threads=1, **SETTINGS) as service:
+        yield service
+
+
+def datum(*tokens):
+    inputs = {"target_tokens": list(tokens[1:]), "weights": [1.0] * (len(tokens) - 1)}
+    return Datum(ModelInput.from_ids(list(tokens[:-1])), inputs)
+
+
+def trained(service):
+    """Digest of the weights after three updates, and a completion that they sample."""
+    client = rlloop.ServiceClient(service).create_lora_training_client(rank=4, seed=1)
+    pairs = [
+        (client.forward_backward([datum(5, 9, 14, step, 7), datum(3, step)], "cross_entropy"),
+         client.optim_step(AdamParams(learning_rate=0.02)))
+        for step in range(3)
+    ]  # fmt: skip
+    losses = [pair[0].result().metrics["loss:sum"] for pair in pairs]
+    sampler = client.save_weights_and_get_sampling_client()
+    params = SamplingParams(max_tokens=6, seed=3)
+    answer = sampler.sample([5, 9, 14], num_samples=2, sampling_params=params).result()
+    drawn = [(each.tokens, np.float32(each.logprobs).tobytes()) for each in answer.sequences]
+    return service.weights_digest(client.model_id).result(), losses, drawn
+
+
+def test_the_bits_are_those_of_this_process(model, remote):
+    with TrainingService(model, **SETTINGS) as local:
+        assert trained(remote) == trained(local)
+        assert remote.base_model == local.base_model
+
+
+def test_calls_keep_their_order(remote):
+    """Updates that are sent at once are those that are sent one after another."""
+    digests = []
+    for pipelined in (True, False):
+        model_id = remote.create_model(lora=LoraConfig(4, seed=1)).result().model_id
+        for step in range(12):
+            made = remote.forward_backward(model_id, [datum(5, 9, step, 7)], "cross_entropy")
+            done = remote.optim_step(model_id, AdamParams(learning_rate=0.01 * (step % 3)))
+            if not pipelined:
+                made.result()
+                done.result()
+        digests.append(remote.weights_digest(model_id).result())
+    assert digests[0] == digests[1]
+
+
+def test_mistakes_are_the_service_s_own_errors(remote, model, tmp_path):
+    with pytest.raises(ConfigError, match="there is no model 'none'"):
+        remote.info("none")
+    model_id = remote.create_model(lora=LoraConfig(4)).result().model_id
+    with pytest.raises(ConfigError, match="loss_fn is 'nothing'"):
+        remote.forward_backward(model_id, [datum(5, 9)], "nothing").result()
+    with pytest.raises(ConfigError, match="needs 4096 CPU"):
+        rlloop.RayTrainingService(model, cpus=4096, address=None)
+    with pytest.raises(ConfigError, match="could not start"):
+        rlloop.RayTrainingService(tmp_path / "nothing")
+
+
+def test_a_server_whose_actor_dies_ends_and_goes_on(model, tmp_path):
+    """With a command that was acknowledged and had no result, and a server that takes it up again."""
+    server = ApiProcess(model, tmp_path / "api", free_port(), "--ray", "--ray-cpus", "0.1").start()
+    try:
+        api = Api(server.url).start("tiny", rank=4)
+        api.forward_backward([[5, 9, 14, 3]])
+        api.optim_step()
+        (actor,) = [pid for pid, command in children(server.pid).items() if "ServiceActor" in command]
+        os.kill(actor, signal.SIGSTOP)  # what comes now is not computed
+        asked = api.forward_backward_([[5, 9, 14, 7]]).json()["request_id"]
+        os.kill(actor, signal.SIGKILL)
+        assert server.wait() == 1
+        server.start()
+        assert output(api.result(asked)).metrics["loss:sum"] > 0
+        assert "optim/grad_norm" in api.optim_step()["metrics"]
+    finally:
+        server.kill()
+
+
+def children(pid):
+    """Command lines of a process's descendants, by id."""
+    parents, lines = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                lines[int(entry.name)] = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue  # it ended meanwhile
+    found = {pid}
+    while new := {child for child, parent in parents.items() if parent in found} - found:
+        found |= new
+    return {child: lines[child] for child in found}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_actor_that_dies_fails_its_calls_or_says_so(remote, model, told):
+    reasons, said = [], threading.Event()
+
+    def died(reason):
+        reasons.append(reason)
+        said.set()
+
+    service = rlloop.RayTrainingService(model, threads=1, died=died if told else None, cpus=0.1)
+    model_id = service.create_model(lora=LoraConfig(4, seed=0)).result().model_id
+    os.kill(service.pid, signal.SIGKILL)
+    made = service.forward_backward(model_id, [datum(5, 9, 7)], "cross_entropy")
+    if told:
+        assert said.wait(30)
+        assert "died" in reasons[0]
+        assert not made.done()
+    else:
+        with pytest.raises(RunError, match="the actor of the training service died"):
+            made.result(30)
+    service.close()
