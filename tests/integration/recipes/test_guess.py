@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -64,6 +65,30 @@ def test_every_turn_has_the_same_bits_in_engine_and_trainer(settings):
         assert record["parity/tokens_different"] == record["parity/k3"] == 0
         assert record["ledger/trained"] == 28
     assert main(["verify", "run"]) == 0
+
+
+class Patient(NumberGuessing):
+    """Replies to those who look for 1 only once the first step is over."""
+
+    async def step(self, message: str):
+        while self.secret == 1 and not rollout_files(Path("run")):
+            await asyncio.sleep(0.01)
+        return super().step(message)
+
+
+def test_conversations_that_go_on_with_new_weights_have_the_same_bits(monkeypatch):
+    monkeypatch.setattr(Guess, "environment", Patient)
+    partial = ["rollout.partial.prompts=7", "algorithm.anchor=rollout", "trainer.lr=1e-2"]
+    metrics = run("run", *partial, "checkpoint.every=1")
+    assert metrics[1]["rollout/groups_carried"] == 7
+    assert all(record["parity/tokens_different"] == record["parity/redrawn_different"] == 0 for record in metrics[1:])
+    rows = read_rollouts(rollout_files(Path("run"))[1])
+    assert {tuple(row["versions"][:2]) for row in rows if "versions" in row} == {(0, 1)}
+    [first, second] = read_records(Path("run/parity.jsonl"))
+    assert "versions" not in first
+    assert second["versions"].keys() == {"0", "1"}
+    assert sum(second["versions"].values()) == second["tokens"]
+    assert main(["verify", "run", "--all"]) == 0
 
 
 def test_a_resumed_run_repeats_its_conversations():
