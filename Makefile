@@ -39,13 +39,13 @@ $(VENV)/.ready-dev: $(VENV)/.torch requirements/dev.txt requirements/model.txt
 
 # Times are those of two free cores; each phase also counts down what is left of it.
 demo: $(VENV)/.ready
-	@echo "1 of 3  warm start, about 1 minute: learns the format from demonstrations. It is kept,"
-	@echo "        as are the kernels that are compiled before, the first time (20 seconds)"
-	$(BIN)/rlloop train countdown --dry-run
-	@echo "2 of 3  RL at zero KLD, about 4 minutes. Its curve, from the first steps on:"
+	@echo "1 of 3  warm start, 1 to 2 minutes: learns the format from demonstrations."
+	@echo "        Before it, the first time, kernels are compiled: half a minute"
+	$(BIN)/rlloop train countdown run.dir=$(RUN) --dry-run
+	@echo "2 of 3  RL at zero KLD, 4 to 6 minutes. Its curve, from the first steps on:"
 	@echo "        $(BIN)/rlloop dashboard $(patsubst %/,%,$(dir $(RUN)))"
 	$(BIN)/rlloop train countdown run.dir=$(RUN)
-	@echo "3 of 3  the supervised arm, about 2 minutes: the same demonstrations learned on instead"
+	@echo "3 of 3  the supervised arm, 2 to 3 minutes: the same demonstrations, longer"
 	$(BIN)/python -m rlloop.recipes.countdown.report $(RUN)
 	@echo "To see the run: $(BIN)/rlloop dashboard $(RUN)"
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from rlloop.config.instantiate import resolve
 from rlloop.errors import RlloopError, RunError
 from rlloop.runs.folder import read_config, read_records, require_run
-from rlloop.runs.plots import COLOURS, LINTHRESH, legend
+from rlloop.runs.plots import COLOURS, LINTHRESH, beneath, legend
 
 from .data import random_baseline
 from .task import Countdown
@@ -107,23 +107,16 @@ def draw(report: Report, records: Sequence[Mapping[str, Any]], file: Path) -> No
     FigureCanvasAgg(figure)
     reward, parity, solved = figure.subplots(1, 3)
     steps = [record for record in records if "reward/mean" in record]
-    _draw_reward(reward, [record["step"] for record in steps], [record["reward/mean"] for record in steps])
+    beneath(reward, [(record["step"], record["reward/mean"]) for record in steps], RL, "training, running mean")
+    reward.set_ylim(bottom=0)
+    reward.set_title("training reward")
     _draw_parity(parity, [(record["step"], record["parity/k3"]) for record in steps if "parity/k3" in record], report)
-    _draw_solved(solved, report)
+    _draw_solved(solved, report, [(record["step"], record["reward/solved"]) for record in steps])
     for axes in (reward, parity, solved):
         axes.set_xlabel("step")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=130, metadata={"Software": None})
-
-
-def _draw_reward(axes: Axes, steps: list[int], rewards: list[float]) -> None:
-    window = max(1, len(rewards) // 30)
-    smooth = [sum(part) / len(part) for part in (rewards[max(0, i - window + 1) : i + 1] for i in range(len(rewards)))]
-    axes.plot(steps, rewards, color=RL, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, smooth, color=RL, linewidth=1.6)
-    axes.set_ylim(bottom=0)
-    axes.set_title("training reward")
 
 
 def _draw_parity(axes: Axes, points: Sequence[tuple[int, float]], report: Report) -> None:
@@ -138,18 +131,19 @@ def _draw_parity(axes: Axes, points: Sequence[tuple[int, float]], report: Report
         )  # fmt: skip
 
 
-def _draw_solved(axes: Axes, report: Report) -> None:
+def _draw_solved(axes: Axes, report: Report, training: Sequence[tuple[int, float]]) -> None:
+    beneath(axes, training, RL, "training, running mean")
     steps, scores = zip(*report.rl, strict=True)
     error = [math.sqrt(score * (1 - score) / report.draws) for score in scores]
     low, high = ([score + sign * e for score, e in zip(scores, error, strict=True)] for sign in (-1, 1))
     axes.fill_between(steps, low, high, color=RL, alpha=0.15, linewidth=0)
-    axes.plot(steps, scores, color=RL, marker="o", markersize=3, label="RL")
+    axes.plot(steps, scores, color=RL, marker="o", markersize=3, label="RL, held out")
     if report.supervised_best is not None:
         axes.axhline(report.supervised_best, color=SUPERVISED, linestyle="--", label="supervised only, its best")
         axes.axhline(scores[0], color=WARM, linestyle="-.", label="warm start")
     axes.axhline(report.random, color=RANDOM, linestyle=":", label="random valid expression")
     axes.set_ylim(bottom=0)
-    axes.set_title("held-out pass@1")
+    axes.set_title("pass@1")
     legend(axes)
 
 

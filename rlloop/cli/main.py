@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from rlloop import __version__
-from rlloop.cli.parser import COMPLETING, Parser, completed_command
+from rlloop.cli.parser import COMPLETING, Help, Parser, completed_command
 from rlloop.errors import RlloopError
 
 OVERVIEW = """\
@@ -74,7 +74,7 @@ def _dispatch(arguments: list[str]) -> int:
         usage="rlloop [-h] [--version] COMMAND ...",
         description=OVERVIEW,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("--version", action="version", version=f"rlloop {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)

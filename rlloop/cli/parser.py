@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import textwrap
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 COMPLETING = "_ARGCOMPLETE"  # of the environment: a shell asks for completions; number of words before the arguments
+
+COLUMNS = re.compile(r" +\S.*?\S {2,}")  # of a line in a list: what is explained, and the room behind it
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,13 +40,33 @@ class Parser(argparse.ArgumentParser):
             argcomplete.autocomplete(self, always_complete_options="long")
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Texts as they are laid out; on a narrow terminal paragraphs are filled, and the second column of a list is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if all(len(line) <= width for line in text.splitlines()):
+            return text
+        lines: list[str] = []
+        for is_list, run in groupby(text.splitlines(), lambda line: not line or line[0] == " " or line[-1] == ":"):
+            for line in run if is_list else [" ".join(run)]:
+                found = COLUMNS.match(line) if is_list else None
+                hanging = " " * (found.end() if found else len(line) - len(line.lstrip()))
+                if len(line) <= width or (not found and line.startswith("  rlloop ")):  # a command, to be copied
+                    lines.append(line)
+                else:
+                    lines += textwrap.wrap(
+                        line, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
+                    )
+        return "\n".join(lines)
+
+
 def new_parser(command: str, description: str, epilog: str = "") -> Parser:
-    """A parser of `rlloop COMMAND`, whose texts stay as they are laid out. Options cannot be abbreviated."""
+    """A parser of `rlloop COMMAND`, with texts as they are laid out where there is room. No abbreviated options."""
     return Parser(
         prog=f"rlloop {command}",
         description=description,
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
         allow_abbrev=False,
     )
 

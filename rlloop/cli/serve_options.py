@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlloop.cli.parser import Parser
+from rlloop.cli.parser import Help, Parser
 from rlloop.config.rollout import EngineKind
 from rlloop.web import TOKEN_VARIABLE
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a kind of server, with its name as `kind`."""
-    parser = Parser(prog="rlloop serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="rlloop serve", description=DESCRIPTION, formatter_class=Help)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="engine|relay|trainer|proxy|api")
     added = {
         "engine": _engine_options, "relay": _relay_options, "trainer": _trainer_options, "proxy": _proxy_options,
@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class _Help(Help, argparse.ArgumentDefaultsHelpFormatter):
     """Shows the defaults of options that have one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:

@@ -178,6 +178,8 @@ def _choose_task(composed: DictConfig, name: str, of_task: Sequence[str], rest: 
     with open_dict(composed):
         for section, entry in sections.items():
             composed[section] = OmegaConf.create(dict(entry))
+        for key in OmegaConf.missing_keys(composed.data):  # files that the recipe's own task would have read
+            OmegaConf.update(composed, key, None)
         for text in of_task:
             parsed = _parse_one(text)
             key = parsed.key_or_group.removeprefix("task.")

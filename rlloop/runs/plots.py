@@ -30,14 +30,15 @@ def draw(runs: Mapping[str, Records], file: Path) -> None:
     figure = Figure(figsize=(12, 3.6))  # margins given: a layout engine would take most of the drawing's time
     FigureCanvasAgg(figure)
     margins = {"left": 0.05, "right": 0.99, "bottom": 0.14, "top": 0.91, "wspace": 0.22}
-    for axes, (title, main, beneath) in zip(figure.subplots(1, len(PANELS), gridspec_kw=margins), PANELS, strict=True):
+    for axes, (title, main, training) in zip(figure.subplots(1, len(PANELS), gridspec_kw=margins), PANELS, strict=True):
         for index, (run, records) in enumerate(runs.items()):
             name = run if len(runs) > 1 else ""
             colour = COLOURS[index % len(COLOURS)]
-            if beneath is not None and (points := _points(records, beneath)):
-                _beneath(axes, points, colour, " ".join(filter(None, (name, "training, running mean"))))
+            if training is not None:
+                label = " ".join(filter(None, (name, "training, running mean")))
+                beneath(axes, _points(records, training), colour, label)
             if points := _points(records, main):
-                label = " ".join(filter(None, (name, "held-out" if beneath else "")))
+                label = " ".join(filter(None, (name, "held-out" if training else "")))
                 style = {"marker": "o" if len(points) < 30 else None, "markersize": 3, "linewidth": 1.6}
                 axes.plot(*zip(*points, strict=True), DASHES[index % len(DASHES)], color=colour, label=label, **style)
         axes.set(title=title, xlabel="step")
@@ -69,8 +70,10 @@ def _points(records: Records, name: str) -> list[tuple[int, float]]:
     return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
 
-def _beneath(axes: Axes, points: Sequence[tuple[int, float]], colour: str, label: str) -> None:
+def beneath(axes: Axes, points: Sequence[tuple[int, float]], colour: str, label: str) -> None:
     """Numbers of every step, and their mean over a thirtieth of them."""
+    if not points:
+        return
     steps, ys = zip(*points, strict=True)
     window = max(1, len(ys) // 30)
     means = [sum(part) / len(part) for part in (ys[max(0, at - window + 1) : at + 1] for at in range(len(ys)))]

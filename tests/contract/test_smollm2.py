@@ -13,6 +13,7 @@ import torch
 
 import rlloop
 from rlloop.cli.main import main
+from rlloop.recipes.smollm2.problems import write_problems
 from rlloop.runs.folder import read_records
 from tests.support.smollm2 import packaged_file, sums_run, write_folder
 
@@ -73,3 +74,20 @@ def test_steps_of_rl(folder, tmp_path, monkeypatch):
     assert [record["step"] for record in records] == [0, 1, 2]
     assert all(record["parity/tokens"] >= 8 and record["parity/tokens_different"] == 0 for record in records[1:])
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_sft_then_rl_on_a_data_set_of_reasoning_gym(folder, tmp_path, monkeypatch):
+    """The recipe `smollm2`, small enough for a CPU."""
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    write_problems(tmp_path / "data", demonstrations=40, problems=1)
+    small = ["trainer.num_steps=1", "eval.num_draws=1", "eval.every=0", "rollout.max_tokens=8", "rollout.num_prompts=2"]
+    sft = ["smollm2/sft", f"model.path={folder}", "data.path=data/demonstrations.jsonl", "run.dir=sft"]
+    rl = ["smollm2", "model.path=sft/checkpoints/step_1", "task=reasoning_gym", "task.name=chain_sum", "run.dir=rl"]
+    for name, command in (("sft", sft), ("rl", [*rl, "rollout.group_size=2"])):
+        assert main(["train", "--config-name", *command, *small]) == 0
+        _, record = read_records(tmp_path / name / "metrics.jsonl")
+        assert record["parity/tokens"] >= 8
+        assert record["parity/tokens_different"] == 0

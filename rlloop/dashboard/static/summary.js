@@ -45,12 +45,15 @@ function row(run, redraw, graded) {
       h("div", { class: "muted" }, `${run.status}${run.mode ? `, ${run.mode}` : ""}`), notesOf(run, redraw))),
     course("Held-out pass@1", run.pass), graded ? course("Held-out reward", run.held_out) : null, course("Training reward", run.reward),
     course("Length", run.length, false), course("Entropy", run.entropy, false),
-    cell("Parity", parityValue(run), run.tokens ? `${number(run.different)} of ${number(run.tokens)} differ` : ""),
+    cell("Parity", parityValue(run), run.tokens ? `${number(run.different)} of ${number(run.tokens)} differ${broken(run) ? " before" : ""}` : ""),
     cell("Steps", number(run.steps), progress));
 }
 
-const exact = (run) => run.tokens > 0 && run.different === 0 && !(run.k3_max > 0);
-const parityValue = (run) => (!run.tokens && run.k3_max === null ? "–" : exact(run) ? h("span", { class: "good" }, "exactly 0") : h("span", { class: "warn" }, `KL ${number(run.k3_max, 3)}`));
+// A run that parity stopped has no record of the step that differed.
+const broken = (run) => run.status === "parity broken";
+const compares = (run) => run.tokens > 0 || run.k3_max !== null || broken(run);
+const exact = (run) => run.tokens > 0 && run.different === 0 && !(run.k3_max > 0) && !broken(run);
+const parityValue = (run) => (!compares(run) ? "–" : exact(run) ? h("span", { class: "good" }, "exactly 0") : h("span", { class: "warn" }, run.k3_max > 0 || !broken(run) ? `KL ${number(run.k3_max, 3)}` : "differs"));
 
 // ---------------------------------------------------------------------------------------------- notes and tags
 
@@ -101,13 +104,15 @@ export class ParityLine {
   }
 
   show(all) {
-    const compared = all.filter((run) => !run.error && (run.tokens || run.k3_max !== null));
+    const compared = all.filter((run) => !run.error && compares(run));
     const bad = compared.filter((run) => !exact(run));
     const tokens = compared.reduce((sum, run) => sum + run.tokens, 0), different = compared.reduce((sum, run) => sum + run.different, 0);
     this.differs = bad.length > 0;
+    const named = compared.length > 1 ? `, in ${bad.map((run) => shortName(run.id)).join(", ")}` : "";
     const [mark, text, more] = !compared.length ? ["none", "Parity", "nothing compared yet"]
       : !bad.length ? ["zero", "Parity: exactly 0", `${number(tokens)} trained tokens compared between engine and trainer; none differs in a bit`]
-        : ["differs", `Parity: ${number(different)} of ${number(tokens)} tokens differ`, `KL up to ${number(Math.max(...bad.map((run) => run.k3_max ?? 0)), 3)} nats${compared.length > 1 ? `, in ${bad.map((run) => shortName(run.id)).join(", ")}` : ""}`];
+        : !different && bad.every(broken) ? ["differs", "Parity: engine and trainer differ", `in the step that was stopped${named}; none of the ${number(tokens)} tokens compared before`]
+          : ["differs", `Parity: ${number(different)} of ${number(tokens)} tokens differ`, `KL up to ${number(Math.max(...bad.map((run) => run.k3_max ?? 0)), 3)} nats${named}`];
     this.verdict.replaceChildren(h("i", { class: `mark ${mark}`, "aria-hidden": "true" }, { none: "–", zero: "✓", differs: "≠" }[mark]), h("b", {}, text), h("span", { class: "muted" }, more));
     this.button.className = `parity-line ${mark}`;
     this.fold();

@@ -162,6 +162,17 @@ def test_help_has_examples_and_lists_recipes(rlloop):
     assert "toy  (" in said
 
 
+@pytest.mark.parametrize("width", [80, 130])
+def test_help_breaks_between_words_where_the_terminal_is_narrow(rlloop, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for arguments in ([], ["train"], ["eval"], ["parity"], ["dashboard"], ["serve"], ["serve", "engine"]):
+        lines = rlloop(*arguments, "--help")[1].splitlines()
+        longer = [line for line in lines if len(line) > width]
+        # Commands stay whole, to be copied; so do paths.
+        assert all(line.startswith("  rlloop ") or len(line.split()) == 1 for line in longer), longer
+    assert any("On-policy" in line and len(line) > 80 for line in rlloop("--help")[1].splitlines()) == (width > 80)
+
+
 @pytest.mark.parametrize(
     ("overrides", "code", "says"),
     [

@@ -470,6 +470,19 @@ def test_why_a_run_failed(visit, tmp_path):
     expect(page.locator(".failed")).to_contain_text("refused failed before its first step")
 
 
+def test_a_run_that_parity_stopped_is_not_green(visit, tmp_path):
+    writer = write_run(tmp_path / "a", 2, finished=False)
+    with RunFolder(writer.path) as folder:  # the step that differed has no record
+        folder.log("stopped: step 3: 1 of 24 trained tokens")
+        folder.write_json("summary.json", {"status": "parity broken", "step": 2})
+    page = visit()
+    expect(page.locator(".failed")).to_contain_text("engine and trainer differ after step 2")
+    expect(page.locator(".strip .warn")).to_have_text("differs")
+    expect(page.locator(".parity-line")).to_contain_text("none of the 80 tokens compared before")
+    expect(page.locator(".parity-line")).to_have_attribute("aria-expanded", "true")
+    expect(page.locator(".good")).to_have_count(0)
+
+
 def test_a_conversation(visit, tmp_path):
     write_talk(tmp_path / "a")
     page = visit("#/rollouts?run=a")

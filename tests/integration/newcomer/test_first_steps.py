@@ -79,7 +79,9 @@ def test_init_gives_a_recipe_that_runs_and_whose_model_answers(place, model, cap
 
 def test_adapters_of_runs_are_scored_and_write(place, model, capsys):
     assert main(["init", "short", "--model", str(model)]) == 0
-    write("letters_of.py", "def letters(prompt, completion, example):\n    return sum(map(str.isalpha, completion)) / 9\n")
+    write(
+        "letters_of.py", "def letters(prompt, completion, example):\n    return sum(map(str.isalpha, completion)) / 9\n"
+    )
     lora = ["model.lora.rank=2", "trainer.lr=0.5", "trainer.num_steps=1", "run.dir=run"]
     reward = ["reward._target_=letters_of.letters"]
     assert main(["train", "short", *SMALL, *reward, *lora]) == 0

@@ -26,6 +26,13 @@ def test_an_inline_section_still_takes_its_own_keys():
     assert (made.task["numbers"], made.task["_target_"]) == (5, "rlloop.recipes.guess.task.Guess")
 
 
+def test_files_of_the_recipes_own_task_are_not_asked_for():
+    chosen = ["task=reasoning_gym", "task.name=chain_sum", "model.path=sft"]
+    assert build(compose_recipe("smollm2", chosen)).data["path"] is None
+    with pytest.raises(ConfigError, match=r"data.path must be given"):
+        build(compose_recipe("smollm2", chosen[2:]))
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
