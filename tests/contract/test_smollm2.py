@@ -82,7 +82,7 @@ def test_sft_then_rl_on_a_data_set_of_reasoning_gym(folder, tmp_path, monkeypatc
     pytest.importorskip("reasoning_gym")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    write_problems(tmp_path / "data", demonstrations=40, problems=1)
+    write_problems(tmp_path / "data", demonstrations=200, problems=1)
     small = ["trainer.num_steps=1", "eval.num_draws=1", "eval.every=0", "rollout.max_tokens=8", "rollout.num_prompts=2"]
     sft = ["smollm2/sft", f"model.path={folder}", "data.path=data/demonstrations.jsonl", "run.dir=sft"]
     rl = ["smollm2", "model.path=sft/checkpoints/step_1", "task=reasoning_gym", "task.name=chain_sum", "run.dir=rl"]
