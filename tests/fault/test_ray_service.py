@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from rlloop.errors import ConfigError, RunError
 from rlloop.training.service import TrainingService
 from rlloop.training.types import AdamParams, Datum, LoraConfig, SamplingParams
 from rlloop.types import ModelInput
+from tests.support.api_client import Api, output
+from tests.support.api_process import ApiProcess, free_port
 from tests.support.checkpoints import make_checkpoint
 
 pytest.importorskip("ray")
@@ -88,6 +91,41 @@ def test_mistakes_are_the_service_s_own_errors(remote, model, tmp_path):
         rlloop.RayTrainingService(model, cpus=4096, address=None)
     with pytest.raises(ConfigError, match="could not start"):
         rlloop.RayTrainingService(tmp_path / "nothing")
+
+
+def test_a_server_whose_actor_dies_ends_and_goes_on(model, tmp_path):
+    """With a command that was acknowledged and had no result, and a server that takes it up again."""
+    server = ApiProcess(model, tmp_path / "api", free_port(), "--ray", "--ray-cpus", "0.1").start()
+    try:
+        api = Api(server.url).start("tiny", rank=4)
+        api.forward_backward([[5, 9, 14, 3]])
+        api.optim_step()
+        (actor,) = [pid for pid, command in children(server.pid).items() if "ServiceActor" in command]
+        os.kill(actor, signal.SIGSTOP)  # what comes now is not computed
+        asked = api.forward_backward_([[5, 9, 14, 7]]).json()["request_id"]
+        os.kill(actor, signal.SIGKILL)
+        assert server.wait() == 1
+        server.start()
+        assert output(api.result(asked)).metrics["loss:sum"] > 0
+        assert "optim/grad_norm" in api.optim_step()["metrics"]
+    finally:
+        server.kill()
+
+
+def children(pid):
+    """Command lines of a process's descendants, by id."""
+    parents, lines = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                lines[int(entry.name)] = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue  # it ended meanwhile
+    found = {pid}
+    while new := {child for child, parent in parents.items() if parent in found} - found:
+        found |= new
+    return {child: lines[child] for child in found}
 
 
 @pytest.mark.parametrize("told", [True, False])
