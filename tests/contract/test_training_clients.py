@@ -30,7 +30,7 @@ def service(tmp_path_factory):
 def test_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_model(tiny_qwen3(), tmp_path / "my-model")
-    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    block, _of_a_cluster = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     exec(compile(block, str(PAGE), "exec"), {})
     out = capsys.readouterr().out
     assert out.count("'parity/tokens_checked:sum': 48.0, 'parity/tokens_different:sum': 0.0") == 3
