@@ -53,7 +53,7 @@ class Case:
 
 CASES = {
     "dense": Case(DENSE),
-    "dense bfloat16": Case(DENSE, "bfloat16", steps=20),
+    "dense bfloat16": Case(DENSE, "bfloat16", steps=6),
     "untied": Case({**DENSE, "tie_word_embeddings": False}, "bfloat16", {"checkpoint_layers": "all"}),
     "reference": Case({**DENSE, "tie_word_embeddings": False}, reference=True),
     "custom": Case(DENSE, "bfloat16", custom=True),
