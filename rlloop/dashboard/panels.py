@@ -120,8 +120,8 @@ SECTIONS: tuple[Section, ...] = (
             Panel("Reward, spread", ("reward/std",), "Standard deviation over accepted completions.", scale=Scale.zero),
             Panel("Reward's parts", ("reward/*",), "Components that the reward function names."),
             Panel("Turns", ("rollout/turns_mean",), "Mean turns of the policy.", scale=Scale.zero),
-            Panel("Partial rollouts", ("rollout/groups_carried", "rollout/groups_dropped"), "Groups of conversations that go "
-                  "on into the next step, and those that took too long.", scale=Scale.zero),
+            Panel("Partial rollouts", ("rollout/groups_carried", "rollout/groups_dropped"), "Groups of conversations "
+                  "that go on into the next step, and those that took too long.", scale=Scale.zero),
             Panel("Not as asked for", ("rollout/faults",), "Completions with another prompt, other parameters or an "
                   "ending that contradicts them.", scale=Scale.zero),
         ),
