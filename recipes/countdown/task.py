@@ -51,7 +51,7 @@ class Supervision:
     batch_size: int = 64
     lr: float = 2e-3
     weight_decay: float = 0.0
-    eval_every: int = 50  # steps
+    eval_every: int = 100  # steps
     eval_draws: int = 1000  # held-out completions at temperature 1
     stop_at: float = 0.16  # the warm start ends at the first evaluation whose pass@1 reaches this
     max_steps: int = 2000  # of the warm start, whatever it reached

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rlloop.launch.kernels import compile_if_new
 from rlloop.launch.layouts import check_launch
 from rlloop.launch.prepare import prepare
 from rlloop.launch.run import Job, builder_of
@@ -30,6 +31,8 @@ def rehearse(job: Job, console: Console) -> None:
         check_launch(config, 1)
         prepared = prepare(config, job.reward)
         stack.callback(prepared.scorer.close)
+        if config.device == "cpu":
+            compile_if_new(config.model.dtype, say)
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlloop-dry-run-"))
         folder = stack.enter_context(RunFolder(Path(place)))
         folder.adopt(job.plain)
