@@ -16,7 +16,25 @@ from .data import Row, parse_line
 Numbered = tuple[int | str, Row]  # a row with its number in its file, from 1
 
 
-class JsonLines(Sequence[Numbered]):
+class StoredRows(Sequence[Numbered]):
+    """Rows that stay on the disk until they are asked for."""
+
+    def _row(self, index: int) -> Numbered:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> Numbered: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Numbered]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._row(index)
+
+
+class JsonLines(StoredRows):
     """The rows of a JSONL file, or of all `*.jsonl` files (shards) of a folder, by index."""
 
     def __init__(self, path: Path, key: str) -> None:
@@ -33,15 +51,7 @@ class JsonLines(Sequence[Numbered]):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> Numbered: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Numbered]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+    def _row(self, index: int) -> Numbered:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         within = index - int(self._ends[shard - 1] if shard else 0)
         starts, numbers = self._starts[shard]
@@ -51,7 +61,7 @@ class JsonLines(Sequence[Numbered]):
             return number, parse_line(file.readline(), self.files[shard], number)
 
 
-class ArrowRows(Sequence[Numbered]):
+class ArrowRows(StoredRows):
     """The rows of a dataset of the package `datasets`, which maps its Arrow files into memory."""
 
     def __init__(self, dataset: Any) -> None:
@@ -60,15 +70,7 @@ class ArrowRows(Sequence[Numbered]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    @overload
-    def __getitem__(self, index: int) -> Numbered: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Numbered]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+    def _row(self, index: int) -> Numbered:
         return index + 1, dict(self.dataset[index])
 
 

@@ -88,7 +88,7 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def base_of(folder: str | Path) -> str:
-    """What a PEFT folder says that its base is: a path, a name on the Hugging Face Hub, or nothing."""
+    """The base that a PEFT folder names: a path, a name on the Hugging Face Hub, or nothing."""
     return str(_config(Path(folder)).get("base_model_name_or_path") or "")
 
 

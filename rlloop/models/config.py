@@ -30,7 +30,7 @@ FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"
 
 
 def how_to_fetch(path: str | Path) -> str:
-    """What to give instead of a model that is not here: for a name such as Qwen/Qwen3-0.6B, how to fetch it."""
+    """Advice for a model that is not here: for a name such as Qwen/Qwen3-0.6B, the command that fetches it."""
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not Path(path).exists():
         local = str(path).partition("/")[2]
         return (

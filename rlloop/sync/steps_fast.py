@@ -205,23 +205,27 @@ def _apply(old, out, shift, sign, floating, counts, changes):
     frequent = _frequent(old, shift, mask)
     if len(changes) * _DENSE > len(old):
         frequent = frequent[:0]
-    for at in range(0, len(old) - BLOCK + 1, BLOCK):
-        block, rest, waiting = classes(old, at, mask, shift), _ALL, np.uint64(0)
-        for f in range(len(frequent)):
-            which = frequent[f]
-            own = where_equal(block, which)
-            rest &= ~own
-            seen[which] += np.int64(population(own))
-            waiting |= np.uint64(due[which] < seen[which]) << np.uint64(f)
-        while waiting:
-            which = frequent[lowest(waiting)]
-            own = where_equal(block, which)
-            i = at + _select(own, due[which] - seen[which] + np.int64(population(own)))
-            if not _apply_one(old, out, i, which, sign, floating, due, cursor, changes):
-                return -1
-            applied += 1
-            if due[which] >= seen[which]:
-                waiting &= waiting - np.uint64(1)
+    for at in range(0, len(old), BLOCK):
+        rest = _ALL
+        if len(old) - at < BLOCK:
+            rest = (np.uint64(1) << np.uint64(len(old) - at)) - np.uint64(1)
+        else:
+            block, waiting = classes(old, at, mask, shift), np.uint64(0)
+            for f in range(len(frequent)):
+                which = frequent[f]
+                own = where_equal(block, which)
+                rest &= ~own
+                seen[which] += np.int64(population(own))
+                waiting |= np.uint64(due[which] < seen[which]) << np.uint64(f)
+            while waiting:
+                which = frequent[lowest(waiting)]
+                own = where_equal(block, which)
+                i = at + _select(own, due[which] - seen[which] + np.int64(population(own)))
+                if not _apply_one(old, out, i, which, sign, floating, due, cursor, changes):
+                    return -1
+                applied += 1
+                if due[which] >= seen[which]:
+                    waiting &= waiting - np.uint64(1)
         while rest:
             i = at + np.int64(lowest(rest))
             rest &= rest - np.uint64(1)
@@ -231,13 +235,6 @@ def _apply(old, out, shift, sign, floating, counts, changes):
                     return -1
                 applied += 1
             seen[which] += 1
-    for i in range(len(old) // BLOCK * BLOCK, len(old)):
-        which = np.uint8((np.uint32(old[i]) & mask) >> shift)
-        if due[which] == seen[which]:
-            if not _apply_one(old, out, i, which, sign, floating, due, cursor, changes):
-                return -1
-            applied += 1
-        seen[which] += 1
     return applied
 
 
