@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -38,14 +37,14 @@ class StoredParameter:
         return part if self.division is None else self.division.gather(part, self.dim)
 
 
-def entries_of(model: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> dict[str, StoredParameter]:
-    """The parameters of a model by name; `named`: these instead."""
+def entries_of(model: nn.Module) -> dict[str, StoredParameter]:
+    """The parameters of a model by name."""
     divisions: Divisions = {
         f"{prefix}.{name}" if prefix else name: division
         for prefix, module in model.named_modules()
         for name, division in getattr(module, "divisions", {}).items()
     }
-    return {name: _entry(live, *divisions.get(name, (0, None))) for name, live in named or model.named_parameters()}
+    return {name: _entry(live, *divisions.get(name, (0, None))) for name, live in model.named_parameters()}
 
 
 def _entry(live: nn.Parameter, dim: int, division: Division | None) -> StoredParameter:

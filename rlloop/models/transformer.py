@@ -97,6 +97,11 @@ class Model(nn.Module):
             parts = Model(config, profile, self.context)
         self.model, self.lm_head = parts.model, parts.lm_head
         self._take_parts(weights_of)
+        if weights_of.adapter is not None:
+            self.adapter = weights_of.adapter.attached(self.adapter_targets())
+            source, own = weights_of.adapter.entries(), self.adapter.entries()
+            self._copies += [(entry.live, entry, source[name]) for name, entry in own.items()]
+            self.ops = self._with_own_adapter(self.ops)
         self.refresh()
 
     def _take_parts(self, whole: Model) -> None:
@@ -141,6 +146,11 @@ class Model(nn.Module):
         return taken(self._embedding, self.vocabulary, 0)
 
     @property
+    def _head_parameter(self) -> nn.Parameter:
+        """The parameter that has the rows of `head`."""
+        return self._embedding if self.lm_head is None else self.lm_head.weight
+
+    @property
     def stage(self) -> Stage:
         """This rank's stage of the pipeline."""
         return self.model.stage
@@ -158,7 +168,8 @@ class Model(nn.Module):
     @property
     def output(self) -> Head:
         """Logprobs and draws of hidden states and `logits`."""
-        return Head(self.ops, lambda: self.scoring_head, self.vocabulary, self.stage, self.vocab_size)
+        adapted = self.ops.adapted(self._head_parameter) if self.stage.last else None
+        return Head(self.ops, lambda: self.scoring_head, self.vocabulary, self.stage, self.vocab_size, adapted)
 
     @property
     def scoring_head(self) -> Tensor:
@@ -263,19 +274,26 @@ class Model(nn.Module):
         return ops.with_adapters(None if self.adapter is None else AdapterSlots(self.adapter.factors))
 
     def adapter_targets(self) -> dict[str, Target]:
-        """The weights that adapters can adapt, by name."""
-        return find_targets(self, self.head, None if self.config.latent is None else self.config.num_heads)
+        """The weights that adapters can adapt, by name: all of the model's, on each rank."""
+        heads = None if self.config.latent is None else self.config.num_heads
+        own = find_targets(self, self._head_parameter if self.stage.last else None, self.vocabulary, heads)
+        if self.stage.whole:
+            return own
+        with torch.device("meta"):
+            every = Model(self.config).adapter_targets()
+        return {name: own.get(name) or replace(target, weight=None) for name, target in every.items()}
 
     def logits(self, hidden: Tensor, adapters: AdapterSlots | None = None) -> Tensor:
         """Logits [T, V] float32 of hidden states [T, D]; `adapters` as for `hidden`. Of tensor-parallel ranks, each has
         those of its own tokens of the vocabulary, as `output` takes them."""
         if not self.stage.last:
             return hidden.new_empty(len(hidden), 0, dtype=torch.float32)
-        return (self.ops if adapters is None else self.ops.with_adapters(adapters)).logits(hidden, self.head)
+        ops = self.ops if adapters is None else self.ops.with_adapters(adapters)
+        return ops.logits(hidden, self.head, self._head_parameter)
 
     def check_adapts(self) -> None:
-        """Raises `ConfigError` where adapters cannot be computed under this profile or layout."""
-        check_adapts(self.profile, self.context.layout)
+        """Raises `ConfigError` where adapters cannot be computed under this profile."""
+        check_adapts(self.profile)
 
     def check_profile(self, profile: NumericsProfile) -> None:
         """Raises `ConfigError` for settings that this model does not support on its device or in its type."""
@@ -358,6 +376,9 @@ class Model(nn.Module):
             )
         if self.stage.first:
             delta, stream = embedding(tokens, self._embedding), None
+            layout = self.context.layout
+            if self.adapter is not None and torch.is_grad_enabled() and (layout.pp > 1 or layout.expert_leaves > 1):
+                delta.requires_grad_()  # ranks meet in the backward of every layer, also below the first adapted one
         else:
             delta, stream = self.stage.begin(len(tokens), self.dtype, step)
         for layer, module in zip(self.stage.layers, self.model.layers.values(), strict=True):

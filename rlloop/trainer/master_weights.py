@@ -62,8 +62,10 @@ class MasterWeights:
 
     def _owners(self, model: Model, name: str) -> tuple[Ranks, int]:
         """The ranks that share the rows of a parameter, and the micro-batches that it has gradients of in a round."""
-        if model.adapter is not None:
-            return self._ranks, 1
+        if model.adapter is not None:  # NAME.lora_A.weight, of a module NAME or a parameter NAME of experts
+            name = name.removesuffix(".weight").rpartition(".")[0]
+            if name not in model.adapter.targets or model.adapter.targets[name].experts is None:
+                return self._ranks, 1
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, Experts) and module.leaves > 1:
             return self._context.ranks("expert_shard"), module.leaves
@@ -141,7 +143,8 @@ class MasterWeights:
                 squares[name] = division.ordered(rows, 0).flatten()
         if not self.stage.first:
             squares.pop(EMBEDDING, None)  # a tied weight counts on the first stage
-        return float(tree_sum(self.stage.joined(torch.cat(list(squares.values())))).sqrt())
+        own = torch.cat([torch.zeros(0, dtype=torch.float64, device=self.device), *squares.values()])
+        return float(tree_sum(self.stage.joined(own)).sqrt())
 
     def clip_gradient(self, limit: float, norm: float) -> None:
         """Scale a gradient of norm `norm` down to `limit`."""
