@@ -164,14 +164,11 @@ class _CutLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, entropies, *terms = ctx.saved_tensors
-        z, up, slots, _ = terms
         division, grad_logprobs, grad_entropies = ctx.division, *grads[:2]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         whole = division.gather(weight, 0) if needs_hidden else weight
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        adapts = z is not None and up is not None and slots is not None
-        grad_z, grad_up = (torch.zeros_like(x if adapts else hidden[:0], dtype=torch.float32) for x in (z, up))
-        whole_up = division.gather(up, 1) if adapts else None
+        adapter = _OfAdapter(terms, division) if terms[0] is not None else None
         kernels = kernels_for(hidden.device)
         for begin, rows, own in _chunks(hidden, division):
             chunk = slice(begin, begin + sum(rows))
@@ -182,15 +179,29 @@ class _CutLogprob(torch.autograd.Function):
             if needs_hidden:
                 made = product(gradient, True, whole, False, hidden.dtype)
                 grad_hidden[chunk] = division.ranks.gather(made, 0, rows)
-            columns = exchanged_rows(gradient, rows, division) if needs_weight or adapts else gradient
+            columns = exchanged_rows(gradient, rows, division) if needs_weight or adapter else gradient
             if needs_weight:
                 grad_weight += product(columns, False, hidden[chunk], False, torch.float32)
-            if adapts:
-                of_z = terms_gradients(PRODUCTS, gradient, z[own], whole_up, True, slots[own], torch.float32)[0]
-                grad_z[chunk] = division.ranks.gather(of_z, 0, rows)
-                grad_up += terms_gradients(PRODUCTS, columns, z[chunk], up, True, slots[chunk], torch.float32)[1]
-        of_terms = (grad_z.to(hidden.dtype), grad_up.to(weight.dtype)) if adapts else (None, None)
+            if adapter is not None:
+                adapter.add(gradient, columns, chunk, rows, own)
+        of_terms = (None, None) if adapter is None else (adapter.z.to(hidden.dtype), adapter.up.to(weight.dtype))
         return grad_hidden, grad_weight.to(weight.dtype), *[None] * 6, *of_terms, None, None
+
+
+class _OfAdapter:
+    """Gradients of an adapter's z [T, r] and own rows of B', float32: z's whole on every rank."""
+
+    def __init__(self, terms: Sequence[Tensor], division: Division) -> None:
+        self._z, self._up, self._slots, _ = terms
+        self._whole, self._ranks = division.gather(self._up, 1), division.ranks
+        self.z, self.up = (torch.zeros_like(x, dtype=torch.float32) for x in (self._z, self._up))
+
+    def add(self, gradient: Tensor, columns: Tensor, chunk: slice, rows: list[int], own: slice) -> None:
+        """Of a chunk, from the logits' gradient: own rows of the whole vocabulary, and own columns of all rows."""
+        z, slots = self._z, self._slots
+        of_z, _ = terms_gradients(PRODUCTS, gradient, z[own], self._whole, True, slots[own], torch.float32)
+        self.z[chunk] = self._ranks.gather(of_z, 0, rows)
+        self.up += terms_gradients(PRODUCTS, columns, z[chunk], self._up, True, slots[chunk], torch.float32)[1]
 
 
 def _logits(

@@ -98,8 +98,9 @@ class Model(nn.Module):
         self.model, self.lm_head = parts.model, parts.lm_head
         self._take_parts(weights_of)
         if weights_of.adapter is not None:
-            self.adapter = weights_of.adapter.attached(self.adapter_targets())
-            source, own = weights_of.adapter.entries(), self.adapter.entries()
+            theirs = weights_of.adapter
+            self.adapter = Adapter(theirs.exact, self.adapter_targets(), theirs.name)
+            source, own = theirs.entries(), self.adapter.entries()
             self._copies += [(entry.live, entry, source[name]) for name, entry in own.items()]
             self.ops = self._with_own_adapter(self.ops)
         self.refresh()
@@ -376,8 +377,8 @@ class Model(nn.Module):
             )
         if self.stage.first:
             delta, stream = embedding(tokens, self._embedding), None
-            layout = self.context.layout
-            if self.adapter is not None and torch.is_grad_enabled() and (layout.pp > 1 or layout.expert_leaves > 1):
+            degrees = self.context.layout
+            if self.adapter is not None and torch.is_grad_enabled() and (degrees.pp > 1 or degrees.expert_leaves > 1):
                 delta.requires_grad_()  # ranks meet in the backward of every layer, also below the first adapted one
         else:
             delta, stream = self.stage.begin(len(tokens), self.dtype, step)

@@ -131,7 +131,7 @@ class AdapterSlots:
     def __init__(
         self, factors: Mapping[int, Factors | Callable[[], Factors]], slots: torch.Tensor | None = None
     ) -> None:
-        """`factors`, or what makes them, by the id of the weight that they adapt. `slots` [T] int64; None: all rows have
+        """`factors`, or what makes them, by the id of the weight. `slots` [T] int64; None: all have
         the first slot."""
         self._factors, self._slots = factors, slots
 

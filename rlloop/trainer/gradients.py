@@ -86,7 +86,7 @@ class GradientSum:
         reached. Ends the sums. Collective along dp."""
         reached = [use in self._present for use in self._uses]
         flags = torch.tensor(reached, dtype=torch.bool, device=self._model.context.device)
-        reached = self._ranks.gather(flags).view(-1, len(flags)).any(0).tolist()
+        reached = self._ranks.gather(flags).view(self._ranks.size, len(flags)).any(0).tolist()
         sums = {use: self._trees[use].total() if one else None for use, one in zip(self._uses, reached, strict=True)}
         if self._ties:
             looked_up, head = self._stage.swapped(sums.pop(EMBEDDING, None), sums.pop(HEAD, None))
