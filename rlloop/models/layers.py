@@ -13,6 +13,7 @@ from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.tensor_parallel import cut_linear
 from rlloop.numerics.layout import AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
+from rlloop.numerics.packed import is_packed
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.division import Division, gathered, in_tiles
@@ -91,7 +92,7 @@ class Linear(nn.Module):
             own = cut_linear(ops, x, self.weight, self.bias, self.rows, self.across, columns)
             return gathered(own, self.rows)
         peers = peers_of(self.rows)
-        plain = ops.adapted(self.weight) is None
+        plain = ops.adapted(self.weight) is None and not is_packed(self.weight)
         if plain and peers is not None and ops.fuses and peers.takes(x, columns, self.rows):
             return peers.product(x if columns is None else peers.gather(x, columns), self.weight, self.bias, self.rows)
         return gathered(ops.linear(gathered(x, columns), self.weight, self.bias, self.across), self.rows)
@@ -146,7 +147,8 @@ class Mlp(nn.Module):
         gate, up = self.gate_proj, self.up_proj
         if gate.bias is None and ops.fuses:
             peers = peers_of(self.inner)
-            plain = ops.adapted(gate.weight) is None and ops.adapted(up.weight) is None
+            both = gate.weight, up.weight
+            plain = not (is_packed(*both) or any(map(ops.adapted, both)))
             if plain and self.inner is not None and peers is not None and peers.takes(x, self.inner):
                 return self.down_proj.whole(peers.gated(x, gate.weight, up.weight, self.inner), ops)
             made = ops.gated_linear(x, gate.weight, up.weight)

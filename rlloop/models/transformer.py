@@ -38,6 +38,7 @@ from rlloop.numerics.kernels import SETTINGS, backend_of
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
+from rlloop.numerics.packed import is_packed
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.cut import share
@@ -97,13 +98,13 @@ class Model(nn.Module):
             parts = Model(config, profile, self.context)
         self.model, self.lm_head = parts.model, parts.lm_head
         self._take_parts(weights_of)
-        if weights_of.adapter is not None:
-            theirs = weights_of.adapter
+        self.refresh()
+        if (theirs := weights_of.adapter) is not None:  # the base is frozen
             self.adapter = Adapter(theirs.exact, self.adapter_targets(), theirs.name)
             source, own = theirs.entries(), self.adapter.entries()
-            self._copies += [(entry.live, entry, source[name]) for name, entry in own.items()]
+            self._copies = [(entry.live, entry, source[name]) for name, entry in own.items()]
             self.ops = self._with_own_adapter(self.ops)
-        self.refresh()
+            self.refresh()
 
     def _take_parts(self, whole: Model) -> None:
         """Share what is one piece of a whole parameter; allocate the rest, and note where it comes from."""
@@ -114,6 +115,8 @@ class Model(nn.Module):
                 state[name] = live
             elif is_whole and entry.division is not None and entry.dim == 0 and len(entry.division.own) == 1:
                 state[name] = nn.Parameter(entry.part(live.detach()), requires_grad=False)
+            elif is_packed(live):  # frozen
+                state[name] = nn.Parameter(entry.part(source[name].whole()), requires_grad=False)
             else:
                 shape = list(entry.shape)
                 if entry.division is not None:

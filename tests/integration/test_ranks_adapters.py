@@ -1,5 +1,5 @@
-"""Adapters under every layout have one rank's bytes: what is trained, saved and resumed, sampled by request, and what
-an engine of another layout than its trainer's reads. One launch of ranks runs all cases."""
+"""Adapters and packed bases under every layout have one rank's bytes: what is trained, saved and resumed, sampled by
+request, and what an engine of another layout than its trainer's reads. One launch of ranks runs all cases."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from rlloop import Engine
+from rlloop import Engine, load_model
 from rlloop.errors import ConfigError
 from rlloop.models import Model
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
-from tests.support.checkpoints import make_checkpoint
+from tests.support.packed_models import make_packed
 from tests.support.rank_adapters import over_ranks, results
 from tests.support.rank_cases import CPU, PROMPTS, SAMPLING
 from tests.support.rank_updates import DENSE, MIXTURE, Case, digests_of, go, live, ranked, save
@@ -32,7 +31,7 @@ TRAINED = [
     ("unembedding", {"pp": 2}), ("unembedding", {"dp_shard": 2, "ep": 2}),
 ]  # fmt: skip
 LAYOUTS = [{"tp": 2}, {"pp": 2}]
-FAMILY, DTYPE = "qwen3_moe", "bfloat16"  # whose unembedding is tied
+PACKED, DTYPE = "int4", "bfloat16"
 
 
 def trained(folder: Path, name: str, layout: dict[str, int]) -> tuple[Any, ...]:
@@ -66,6 +65,15 @@ def sampled_elsewhere(trains: dict[str, int], samples: dict[str, int]) -> list[A
     return found
 
 
+def packed_elsewhere(folder: Path, reads: dict[str, int], samples: dict[str, int]) -> list[Any]:
+    """What an engine draws over a packed base that was loaded in another layout."""
+    model = load_model(folder, dtype=DTYPE, context=join(CPU, Layout(**reads)))
+    if reads != samples:
+        model = Model(model.config, model.profile, join(CPU, Layout(**samples)), weights_of=model)
+    made = Engine(model, max_batch_tokens=32).generate(PROMPTS, SAMPLING)
+    return [(each.token_ids, each.raw_logprobs.tobytes()) for each in made]
+
+
 def refused() -> str:
     """Adapters by request, where each rank has requests of its own."""
     model = ranked(CASES["experts"], {"dp_shard": 2, "ep": 2}).model
@@ -79,14 +87,15 @@ def everything(folder: Path, folders: dict[tuple[str, str], Path]) -> dict[str, 
     found["resumed"] = resumed(folder, "dense", {"tp": 2}, {"pp": 2})
     found["another layout"] = sampled_elsewhere({"dp_shard": 2, "ep": 2}, {"tp": 2})
     found["by request"] = over_ranks(folders, *LAYOUTS)
+    whole, cut = {"dp_shard": 2}, {"tp": 2}
+    found["packed"] = [packed_elsewhere(folders[PACKED, DTYPE], *each) for each in ((whole, cut), (cut, whole))]
     return {**found, "refused": refused()}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    folder = tmp_path_factory.mktemp(FAMILY)
-    make_checkpoint(folder, FAMILY, dtype=getattr(torch, DTYPE), tie_word_embeddings=True)
-    return {(FAMILY, DTYPE): folder}
+    """A base with packed weights, experts among them."""
+    return {(PACKED, DTYPE): make_packed(tmp_path_factory.mktemp(PACKED), PACKED)[0]}
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +130,12 @@ def test_requests_with_several_adapters_get_one_ranks_bits(of_ranks, folders) ->
     for found in of_ranks:
         for layout, by_name in zip(LAYOUTS, found["by request"], strict=True):
             assert [name for name, value in by_name.items() if value != wanted[name]] == [], layout
+
+
+def test_packed_weights_are_cut_and_gathered_as_they_are_stored(of_ranks, folders) -> None:
+    wanted = packed_elsewhere(folders[PACKED, DTYPE], {}, {})
+    for found in of_ranks:
+        assert found["packed"] == [wanted, wanted]
 
 
 def test_ranks_with_requests_of_their_own_refuse_adapters_by_request(of_ranks) -> None:
