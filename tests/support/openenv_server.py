@@ -1,5 +1,7 @@
-"""An OpenEnv server on loopback, made of the library itself. `python -m tests.support.openenv_server` prints its address
-and serves until it is interrupted."""
+"""An OpenEnv server on loopback, made of the library itself.
+
+`python -m tests.support.openenv_server` prints its address and serves until it is interrupted.
+"""
 
 from __future__ import annotations
 
