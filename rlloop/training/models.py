@@ -61,7 +61,7 @@ class Models:
 
     def create(
         self, lora: LoraConfig | None, model_id: str | None, parity: Parity, user_metadata: Mapping[str, str] | None,
-        load: Callable[[TrainedModel], None],
+        owner: str | None, load: Callable[[TrainedModel], None],
     ) -> Future[GetInfoResponse]:  # fmt: skip
         """Queue the making of a model, which `load` gives other weights."""
         if parity not in ("require", "observe"):
@@ -78,7 +78,7 @@ class Models:
                 lora = replace(lora, seed=derived_seed(name))
             rank, noted = None if lora is None else lora.rank, dict(user_metadata or {})
             info = GetInfoResponse(name, data, lora is not None, rank, lora, parity, noted)
-            lane = self._lanes[name] = ModelLane(name)
+            lane = self._lanes[name] = ModelLane(name, owner)
             self.worker.lanes.append(lane)
             made = lane.first(Action(lambda: self._create(lane, info, load)))
             self.worker.changed.notify_all()
