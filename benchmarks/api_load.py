@@ -6,7 +6,7 @@
 
 Each client samples from its own weights, trains on its samples and updates, again and again. The server is a process of
 its own; clients are threads of a few more. A client's rate is that of its whole rounds, from the moment when all have
-their models; fairness is the lowest rate over the highest.
+their models and have made a first one; fairness is the lowest rate over the highest.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,11 @@ class Client(threading.Thread):
     def run(self) -> None:
         try:
             self.api.start("model", rank=8)
+            self._round(0)
             self.start_.wait()
             self.start_.wait()  # now `until` and `steps` are set
             while time.monotonic() < self.until and len(self.rounds) < self.steps:
-                self.rounds.append(self._round(len(self.rounds)))
+                self.rounds.append(self._round(1 + len(self.rounds)))
         except Exception as error:
             self.start_.abort()
             self.errors.append(f"client {self.number}: {type(error).__name__}: {error}")
@@ -75,7 +77,7 @@ class Client(threading.Thread):
 
 
 def clients(url: str, numbers: range) -> None:
-    """Sessions of these numbers, in this process: says when all have their models, then reads how long and how many."""
+    """Sessions of these numbers, in this process: says when all have made a round, then reads how long and how many."""
     start = threading.Barrier(len(numbers) + 1)
     all_ = [Client(url, number, start) for number in numbers]
     for client in all_:
@@ -104,13 +106,13 @@ class Clients:
                 [sys.executable, __file__, "--url", url, "--numbers", str(begin), str(end)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             )
-            for begin, end in zip(bounds, bounds[1:], strict=False)
+            for begin, end in pairwise(bounds)
         ]  # fmt: skip
 
     def begin(self, seconds: float, steps: float) -> None:
-        """Once all have their models."""
+        """Once all have made their first rounds."""
         lines = [self._read(each) for each in self._processes]
-        assert lines == ["ready\n"] * len(lines), "a client could not make its model; see above"
+        assert lines == ["ready\n"] * len(lines), "a client failed in its first round; see above"
         self.began = time.monotonic()
         for each in self._processes:
             assert each.stdin is not None

@@ -7,6 +7,7 @@ as much as the others, so it neither waits nor catches up.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -37,17 +38,22 @@ class Action:
 
 Call = LossCall | Action
 T = TypeVar("T")
+HORIZON = 30.0  # seconds of the thread
 
 
 class Turns(Generic[T]):
-    """Turns by time used: of those that are busy, the one that has used the least is next."""
+    """Turns by time used: of those that are busy, the one that has used the least is next.
+
+    Use fades: after `HORIZON` seconds of everybody's, a second counts 1/e. So one long unit, such as the first of its
+    shape, for which kernels are compiled, holds its owner up for seconds, and not until all others have had as much.
+    """
 
     def __init__(self) -> None:
         self._used = dict[T, float]()  # seconds, by weight: of the busy, and of the idle that are ahead of the clock
         self._busy, self._clock = set[T](), 0.0  # the clock: what the last one had used before its turn
 
     def next(self, busy: Collection[T]) -> T:
-        """One of `busy`, the first of equals."""
+        """One of `busy`, the first of equals. One that was not busy begins where the others are."""
         for each in busy:
             if each not in self._busy:
                 self._used[each] = max(self._used.get(each, 0.0), self._clock)
@@ -57,8 +63,11 @@ class Turns(Generic[T]):
         self._clock = self._used[chosen]
         return chosen
 
-    def charge(self, one: T, seconds: float) -> None:
-        self._used[one] += seconds
+    def charge(self, one: T, seconds: float, weight: int) -> None:
+        fade = math.exp(-seconds / HORIZON)
+        self._used = {each: used * fade for each, used in self._used.items()}
+        self._used[one] += seconds / weight
+        self._clock *= fade
 
 
 class Lane:
@@ -242,7 +251,7 @@ class Worker:
     def __init__(
         self, name: str, after: Callable[[Lane], None], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`after`: called in the thread after each unit. `clock`: seconds."""
+        """`after`: called in the thread after each unit. `clock`: of the seconds that a unit is charged."""
         self.changed = threading.Condition()
         self.lanes: list[Lane] = []
         self.error: BaseException | None = None  # why nothing is taken any more
@@ -289,6 +298,6 @@ class Worker:
             except Exception as error:
                 lane.broken(error)
             self._after(lane)
-            seconds = (self._clock() - began) / lane.weight
-            self._owners.charge(owner, seconds)
-            self._own[owner].charge(lane, seconds)
+            seconds = self._clock() - began
+            self._owners.charge(owner, seconds, lane.weight)
+            self._own[owner].charge(lane, seconds, lane.weight)

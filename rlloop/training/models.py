@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -37,7 +38,9 @@ class Models:
         self.losses: dict[str, CustomLoss] = {}  # by id
         self._lanes: dict[str, ModelLane] = {}
         self._made = 0
-        self.worker = Worker(f"rlloop-training-{self.name}", self._after)
+        # On a busy machine the thread itself waits; nobody owes that time.
+        clock = time.thread_time if self.base.context.device.type == "cpu" else time.perf_counter
+        self.worker = Worker(f"rlloop-training-{self.name}", self._after, clock)
 
     def load_whole(self, folder: Path) -> Model:
         """A model of a folder with weights of its own."""
