@@ -7,6 +7,7 @@ Shapes, meaning and signatures are those of `rlloop.numerics.ops.Ops`; the kerne
 from rlloop.numerics.operators.adapted import adapted_experts, adapted_head_linear, adapted_linear
 from rlloop.numerics.operators.distribution import logits, sample, score_logits, token_logprob, token_redraw
 from rlloop.numerics.operators.elementwise import rms_norm, rope, sigmoid_mul, silu_mul
+from rlloop.numerics.operators.fp8 import fp8_experts, fp8_linear, fp8_linears
 from rlloop.numerics.operators.masked_attention import (
     attention,
     index_weights,
@@ -26,6 +27,9 @@ __all__ = [
     "causal_conv",
     "combine",
     "experts",
+    "fp8_experts",
+    "fp8_linear",
+    "fp8_linears",
     "head_linear",
     "index_weights",
     "layer_norm",
