@@ -141,8 +141,9 @@ def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
             )
             return Trainer(model, config.trainer, reference=model.with_adapter(start), redraws=config.redraws)
         home = replace(model.context, device=torch.device("cpu")) if settings.reference_swapped else model.context
-        kind = {"dtype": settings.dtype, "quantize": settings.quantize}
-        reference = load_model(source, **kind, profile=model.profile, context=home)
+        reference = load_model(
+            source, dtype=settings.dtype, profile=model.profile, context=home, quantize=settings.quantize
+        )
     return Trainer(model, config.trainer, reference=reference, redraws=config.redraws)
 
 

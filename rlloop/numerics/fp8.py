@@ -128,12 +128,20 @@ class Fp8Weight(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Fp8Weight({list(self.shape)}, {self.dtype})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Weight:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         twin = self.detach().clone()
         if isinstance(self, torch.nn.Parameter):
             twin = torch.nn.Parameter(twin, self.requires_grad)
         memo[id(self)] = twin
         return twin
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """For `Module.to`, which then moves the stored tensors."""
+        return ["codes", "scales"], (self.span, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Fp8Weight:
+        return Fp8Weight(inner["codes"], inner["scales"], *context)
 
     @classmethod
     def __torch_dispatch__(
@@ -154,6 +162,7 @@ class Fp8Weight(torch.Tensor):
                 to.scales.copy_(values.scales)
             else:
                 to.write(values)
+            torch.autograd.graph.increment_version(to.codes)  # which is not counted in here
             return to
 
         def opened(x: Any) -> Any:

@@ -115,7 +115,7 @@ class Ops:
         """`linear` of one input by three weights, without biases. Only if `fuses`. [T, K], [N, K] -> [T, N] each."""
         weights = (q_weight, k_weight, v_weight)
         if all(isinstance(weight, Fp8Weight) for weight in weights):
-            q, k, v = operators.fp8_linears(x, *weights)
+            q, k, v = operators.fp8_linears(x, weights)
             return q, k, v
         if is_packed(*weights) or any(map(self._adapted, weights)):
             q, k, v = (self.linear(x, weight) for weight in weights)
@@ -125,7 +125,7 @@ class Ops:
     def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """`silu_mul` of two linears of one input, without biases. Only if `fuses`. [T, K], [F, K], [F, K] -> [T, F]."""
         if isinstance(gate, Fp8Weight) and isinstance(up, Fp8Weight):
-            return self.silu_mul(*operators.fp8_linears(x, gate, up))
+            return self.silu_mul(*operators.fp8_linears(x, (gate, up)))
         if is_packed(gate, up) or self._adapted(gate) or self._adapted(up):
             return self.silu_mul(self.linear(x, gate), self.linear(x, up))
         return kernels_for(x.device).gated_linear(x, gate, up)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from rlloop.errors import ModelError
+from rlloop.errors import ConfigError, ModelError
 from rlloop.models import Model, read_state
 from rlloop.models.checkpoint_names import EMBEDDING
 from rlloop.models.experts import Experts
@@ -42,6 +42,8 @@ class MasterWeights:
     def __init__(self, model: Model, *, shard_layers: bool = False, hosted: bool = False) -> None:
         """`shard_layers`: the layers' compute copy has memory only while they compute; see `ShardedLayers`. `hosted`:
         masters of another type than the compute copy's lie in host memory."""
+        if shard_layers and is_quantised(model):
+            raise ConfigError("trainer.shard=parameters is not for quantize=fp8, whose blocks are whole; use optimizer")
         self.parameters = ParameterStore(model)
         self.stage, self.device = model.stage, model.context.device
         self._context, self._ranks = model.context, model.context.ranks("dp_shard")

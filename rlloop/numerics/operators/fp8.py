@@ -6,6 +6,7 @@ the operators that every other product differentiates with.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,11 +63,13 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     return _Linear.apply(x, weight, bias)
 
 
-def fp8_linears(x: Tensor, *weights: Fp8Weight) -> tuple[Tensor, ...]:
+def fp8_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """`fp8_linear` of one input by several weights, which is quantised once. Without gradients."""
     kernels = kernels_for(x.device)
     codes, scales = kernels.fp8_rows(x.contiguous())
-    return tuple(kernels.fp8_product(codes, scales, each, None, x.dtype) for each in weights)
+    return tuple(
+        kernels.fp8_product(codes, scales, each, None, x.dtype) for each in weights if isinstance(each, Fp8Weight)
+    )
 
 
 def fp8_experts(x: Tensor, up: Fp8Weight, down: Fp8Weight, chosen: Tensor, gated: bool) -> Tensor:
