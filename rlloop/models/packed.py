@@ -12,7 +12,7 @@ Codes are the checkpoint's bytes. Inputs are not quantized: scales for them in t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,15 +94,24 @@ class PackedReader:
         """Names and shapes as they would be of plain weights; `plain` are the stored tensors'."""
         return {**{name: shape for name, shape in plain.items() if name not in self.parts}, **self._shapes}
 
-    def read(self, where: str, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, PackedWeight]]:
-        """Each packed weight by its plain name. Raises `ModelError` for parts that are missing or misshapen."""
-        tensors = self._stored.tensors
+    def read(
+        self, where: str, dtype: torch.dtype, device: torch.device, held: Container[str]
+    ) -> Iterator[tuple[str, PackedWeight]]:
+        """Each packed weight in `held` by its plain name. Raises `ModelError` for parts that are missing or misshapen."""
+        tensors, weight_of = self._stored.tensors, dict[str, tuple[str, str]]()
         for name, parts in self.names.items():
             if missing := [part for part in parts.values() if part not in tensors]:
                 raise ModelError(f"{where} lacks {', '.join(missing)}, without which {name} cannot be read")
-            loaded = {key: tensor for part in parts.values() for key, tensor in self._stored.read({part})}
-            by_part = {part: loaded[stored].to(device, copy=True) for part, stored in parts.items()}
-            made = self._made(name, by_part, where)
+            if name in held:
+                weight_of |= {stored: (name, part) for part, stored in parts.items()}
+        begun: dict[str, dict[str, Tensor]] = {}  # weights some of whose parts have been read
+        for stored, tensor in self._stored.read(weight_of):
+            name, part = weight_of[stored]
+            parts = begun.setdefault(name, {})
+            parts[part] = tensor.to(device, copy=True)
+            if len(parts) < len(self.names[name]):
+                continue
+            made = self._made(name, begun.pop(name), where)
             if made.shape != self._shapes[name]:
                 raise ModelError(
                     f"{where}: {name} has shape {list(made.shape)}; config.json says {list(self._shapes[name])}"

@@ -255,11 +255,9 @@ def _read(
             raise ModelError(f"{folder}: {name} holds NaN or infinity (as {kept.dtype}); such a model scores NaN")
     if packed is not None:
         aside: dict[str, dict[int, dict[int, PackedWeight]]] = {}
-        for name, weight in packed.read(str(folder), dtype or torch.bfloat16, context.device):
+        for name, weight in packed.read(str(folder), dtype or torch.bfloat16, context.device, held):
             tick()
-            if name not in held:
-                continue
-            if not _finite(weight.dequantised()):
+            if not weight.is_finite():
                 raise ModelError(f"{folder}: {name} holds NaN or infinity; such a model scores NaN")
             place(state, aside, slices.get(name), name, weight)
         state.update(finished(aside, state, str(folder)))

@@ -125,6 +125,13 @@ class PackedWeight(torch.Tensor):
         made = (values * scales).to(torch.bfloat16).to(self.dtype)
         return made.mT if self.transposed else made
 
+    def is_finite(self) -> bool:
+        """True if no weight is NaN or infinite; weights themselves are made only where the largest codes would be."""
+        largest = 448 if self.packing is FP8 else 8 if self.packing.integer else 6
+        bound = (self.group_scales().abs() * largest).to(torch.bfloat16).to(self.dtype)
+        nan = self.packing is FP8 and bool((self.codes.view(torch.uint8) & 0x7F == 0x7F).any())
+        return not nan and (bool(bound.isfinite().all()) or bool(self.dequantised().isfinite().all()))
+
     def matrix(self, index: int) -> PackedWeight:
         """One of a stack: [N, K]."""
         return self.like(lambda x: x[index])

@@ -1,0 +1,201 @@
+"""Packed int4 experts beside bfloat16 on a GPU: decoding, a LoRA step, and memory of trainer and engine together.
+
+    python benchmarks/gpu_packed.py [--layers 8] [--memory 48]
+
+Widths of Qwen3-30B-A3B (128 experts of 768, 8 a token, hidden 2,048); experts in groups of 32 as Kimi K2 is released, all
+else bfloat16, an adapter of rank 32 over all linear layers. Both models decode in turns, 1 to 128 requests (so that at
+most 8 rows meet at an expert on average), 64 tokens in and 128 out, logprobs on; then each takes forward, backward and
+AdamW of its adapter over 16 x 1,024 tokens. Medians of three rounds after one. `--memory N`: one model of N layers at a
+time, an engine and a trainer above it, peak of the device after sampling and a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import rlloop  # before torch, as `rlloop train` does  # isort: skip
+import numpy as np
+import torch
+from ranks_experts import MIXTURE, TINY
+from results_schema import Figure, report, table
+from safetensors.torch import load_file, save_file
+
+from rlloop import SamplingParams
+from rlloop.algorithms import get_loss
+from rlloop.config.run import LoraSection, TrainerConfig
+from rlloop.launch.workers import with_lora
+from rlloop.models import Model, new_model, save_model
+from rlloop.trainer import Trainer, TrainSequence
+
+GROUP, GIB, ROUNDS = 32, 1 << 30, 3
+INT4 = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+        "num_bits": 4, "type": "int", "group_size": GROUP, "symmetric": True, "strategy": "group"}}},
+}  # fmt: skip
+
+
+def packed_folder(place: Path, shape: dict[str, Any], layers: int) -> Path:
+    """A checkpoint whose experts are random int4 codes: those of one layer, in a file for each layer."""
+    one = place / "one"
+    save_model(new_model({**shape, "num_hidden_layers": 1}, seed=0, dtype="bfloat16"), one)
+    stored = {name: tensor for file in one.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    folder, generator = place / "packed", torch.Generator().manual_seed(0)
+    folder.mkdir()
+    layer: dict[str, torch.Tensor] = {}
+    for name in [each for each in stored if ".experts." in each]:
+        rows, width = stored.pop(name).shape
+        parts = {
+            ".weight_packed": torch.randint(-(2**31), 2**31 - 1, (rows, width // 8), generator=generator).int(),
+            ".weight_scale": (0.5 + torch.rand(rows, width // GROUP, generator=generator)).mul(0.005).bfloat16(),
+            ".weight_shape": torch.tensor([rows, width]),
+        }
+        layer |= {name.removesuffix(".weight") + ending: part for ending, part in parts.items()}
+    for name in [each for each in stored if ".layers.0." in each]:
+        layer[name] = stored.pop(name)
+    places: dict[str, str] = dict.fromkeys(stored, "ends.safetensors")
+    save_file(stored, folder / "ends.safetensors")
+    for index in range(layers):
+        named = {name.replace(".layers.0.", f".layers.{index}."): tensor for name, tensor in layer.items()}
+        save_file(named, folder / f"layer-{index}.safetensors")
+        places |= dict.fromkeys(named, f"layer-{index}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    config = json.loads((one / "config.json").read_text())
+    changed = {"num_hidden_layers": layers, "quantization_config": INT4}
+    (folder / "config.json").write_text(json.dumps({**config, **changed}))
+    return folder
+
+
+def sequences(count: int, length: int, vocab: int) -> list[TrainSequence]:
+    rng = np.random.default_rng(0)
+    return [
+        TrainSequence(
+            token_ids=rng.integers(3, vocab, length).tolist(), predict=range(1, length),
+            advantages=np.full(length - 1, rng.normal(), np.float32),
+            rollout_logprobs=np.full(length - 1, -np.log(vocab), np.float32),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def decoding(engine: rlloop.Engine, rows: int, new: int, vocab: int) -> Callable[[], object]:
+    prompts = np.random.default_rng(rows).integers(3, vocab, (rows, 64)).tolist()
+    sampling = [SamplingParams(max_tokens=new, seed=seed, ignore_eos=True) for seed in range(rows)]
+    return lambda: engine.generate(prompts, sampling)
+
+
+def speeds(models: dict[str, Model], rows: list[int], new: int, batch: tuple[int, int]) -> list[Figure]:
+    vocab, device = models["packed"].config.vocab_size, next(models["packed"].parameters()).device
+    works: dict[tuple[str, str], Callable[[], object]] = {}
+    for kind, model in models.items():
+        engine = rlloop.Engine(model, max_cache_tokens=max(rows) * (128 + new), max_running=max(rows))
+        for count in rows:
+            works[f"decode, {count} requests", kind] = decoding(engine, count, new, vocab)
+        trainer, data = Trainer(model, TrainerConfig(lr=1e-5, max_batch_tokens=4 * batch[1])), sequences(*batch, vocab)
+
+        def step(trainer: Trainer = trainer, data: list[TrainSequence] = data) -> None:
+            trainer.forward_backward(data, get_loss("grpo"))
+            trainer.optim_step()
+
+        works[f"LoRA step of {batch[0]} x {batch[1]} tokens", kind] = step
+    taken: dict[tuple[str, str], list[float]] = {work: [] for work in works}
+    for index in range(ROUNDS + 1):
+        for name, work in works.items():
+            seconds = timed(work, device)
+            if index:
+                taken[name].append(seconds)
+    figures = []
+    for name in dict.fromkeys(name for name, _ in works):
+        for kind in models:
+            print(name, kind, *(f"{each:.4f}" for each in sorted(taken[name, kind])), "s", file=sys.stderr)
+        own, plain = (statistics.median(taken[name, kind]) for kind in ("packed", "bfloat16"))
+        figures.append(
+            Figure(
+                name=f"{name}, int4 experts", unit="s", value=own, peer="bfloat16", peer_value=plain,
+                lower_is_better=True, aim=1.5 if name.startswith("decode") else 0.9,
+            )
+        )  # fmt: skip
+    return figures
+
+
+def peak(model: Model, batch: tuple[int, int]) -> float:
+    """Bytes of the device that an engine and a trainer over the model have taken, after sampling and a step."""
+    vocab = model.config.vocab_size
+    engine = rlloop.Engine(model, max_cache_tokens=16384, max_running=64)
+    trainer = Trainer(model, TrainerConfig(lr=1e-5, max_batch_tokens=4 * batch[1], checkpoint_layers="all"))
+    decoding(engine, 64, 32, vocab)()
+    trainer.forward_backward(sequences(*batch, vocab), get_loss("grpo"))
+    trainer.optim_step()
+    return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--memory", type=int, default=0, metavar="LAYERS")
+    parser.add_argument("--tiny", action="store_true", help="a toy on a CPU, nothing recorded")
+    given = parser.parse_args()
+    shape = {**TINY, "moe_intermediate_size": 64} if given.tiny else MIXTURE
+    batch = (2, 20) if given.tiny else (16, 1024)
+    device = "cpu" if given.tiny else "cuda"
+    figures, section = list[Figure](), LoraSection(rank=32)
+    with tempfile.TemporaryDirectory() as place:
+        folder = packed_folder(Path(place), shape, given.layers)
+
+        def plain(layers: int) -> Model:
+            from rlloop.parallel.context import join
+            from rlloop.parallel.layout import Layout
+
+            on = join(torch.device(device), Layout())
+            return new_model({**shape, "num_hidden_layers": layers}, seed=0, dtype="bfloat16", context=on)
+
+        def packed(folder: Path) -> Model:
+            began = time.perf_counter()
+            model = rlloop.load_model(folder, dtype="bfloat16", device=device)
+            print(f"packed model loaded in {time.perf_counter() - began:.1f} s", file=sys.stderr)
+            return model
+
+        models = {"packed": with_lora(packed(folder), section, 0), "bfloat16": with_lora(plain(given.layers), section, 0)}
+        figures += speeds(models, [1, 8, 32, 128] if not given.tiny else [1, 2], 128 if not given.tiny else 4, batch)
+        del models
+    if given.memory:
+        found = {}
+        with tempfile.TemporaryDirectory() as place:
+            for kind in ("packed", "bfloat16"):
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+                made = packed(packed_folder(Path(place), shape, given.memory)) if kind == "packed" else plain(given.memory)
+                found[kind] = peak(with_lora(made, section, 0), batch)
+                del made
+        figures.append(
+            Figure(
+                name=f"memory, {given.memory} layers, trainer and engine, int4 experts", unit="GiB",
+                value=found["packed"] / GIB, peer="bfloat16", peer_value=found["bfloat16"] / GIB,
+                lower_is_better=True, aim=1 / 0.4,
+            )
+        )  # fmt: skip
+    if given.tiny:
+        print(table(figures))
+    else:
+        report("gpu-packed", figures, packages=("triton",))
+
+
+if __name__ == "__main__":
+    main()
