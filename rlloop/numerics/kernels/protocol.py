@@ -212,6 +212,11 @@ class Kernels(Protocol):
         ...
 
     @property
+    def fp8_gated_experts(self) -> Callable[[Tensor, Fp8Weight, Fp8Weight, Tensor], Tensor] | None:
+        """The same by weights in 8 bits."""
+        ...
+
+    @property
     def head_linear(self) -> Callable[[Tensor, Tensor, bool], Tensor] | None:
         """`Ops.head_linear(x, weight, by_row)`, differentiable."""
         ...

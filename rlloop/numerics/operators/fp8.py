@@ -74,6 +74,9 @@ def fp8_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def fp8_experts(x: Tensor, up: Fp8Weight, down: Fp8Weight, chosen: Tensor, gated: bool) -> Tensor:
     """`Ops.experts`, each expert's row being what `fp8_linear` by its weights gives."""
+    whole = kernels_for(x.device).fp8_gated_experts
+    if whole is not None and gated:
+        return whole(x, up, down, chosen)
     tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -47,7 +47,7 @@ from rlloop.numerics.kernels.cpu.products import (
 )
 from rlloop.numerics.kernels.cpu.recurrence import causal_conv, recurrent_gates, scan, scan_backward
 
-gated_experts = head_linear = dequantised = None
+gated_experts = fp8_gated_experts = head_linear = dequantised = None
 READS_PACKED = frozenset({"grouped_linear", "adapted_grouped_linear", "grouped_rows_gradient"})
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "dequantised",
     "embedding_backward",
     "fp8_dequantised",
+    "fp8_gated_experts",
     "fp8_product",
     "fp8_rows",
     "gated_experts",
