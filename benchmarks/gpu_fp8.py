@@ -5,8 +5,8 @@
 `products`: a linear layer and the quantisation of its inputs, CUDA graphs, weights in turn so that none is in a cache.
 `experts`: 128 of 768, 8 a token, hidden 2,048; forward in graphs, forward and backward by the clock, in turns.
 `kl`: a model of 4 layers with the widths of Qwen3-8B, and one with those of Qwen3-30B-A3B, trained for `--steps` steps
-on a Markov chain of 4,096 tokens with four successors each (entropy 1.2 nats); then its masters as bfloat16 and as 8 bits
-read new sequences of the chain. Both directions of the KL divergence are added, in nats a token, and averaged.
+on a Markov chain of 4,096 tokens with four successors each (entropy 1.2 nats); then its masters as bfloat16 and as 8
+bits read new sequences of the chain. Both directions of the KL divergence are added, in nats a token, and averaged.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-TILES = {16: Tiles(64, 4, 6), 32: Tiles(64, 4, 5), 64: Tiles(128, 4, 4), 128: Tiles(128, 8, 4)}  # by rows of tokens
+TILES = {16: Tiles(64, 4, 6), 32: Tiles(64, 4, 5), 64: Tiles(128, 4, 4), 128: Tiles(64, 4, 4)}  # by rows of tokens
 
 
 @triton.jit
@@ -96,8 +96,9 @@ def fp8_dequantised(codes: Tensor, scales: Tensor, span: int, dtype: torch.dtype
 def _product(
     codes, scales, weight, w_scales, out, order, offsets, table, rows, tasks, outputs, width, span, blocks, copies,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, WHOLE: tl.constexpr,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr, BAND: tl.constexpr,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, ONE: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
+    """`ONE`: a tile's weights lie in one block of each 128 inputs."""
     output_tiles = tl.cdiv(outputs, OUTPUTS)
     task, band = tl.program_id(0), BAND * output_tiles
     first = task // band * BAND
@@ -120,7 +121,11 @@ def _product(
         known = group.to(tl.int64) * outputs + output % outputs  # of the rows of all matrices, end to end
         w_at = weight + known[:, None] * width + k[None, :]
         x_at = codes + source[:, None] * width + k[None, :]
-        of_w = w_scales + (known // span * tl.cdiv(span, BLOCK) + known % span // BLOCK) * blocks
+        if ONE:
+            at = group.to(tl.int64) * outputs + column
+        else:
+            at = known
+        of_w = w_scales + (at // span * tl.cdiv(span, BLOCK) + at % span // BLOCK) * blocks
         of_x = scales + source * blocks
         sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
         for block in range(blocks):
@@ -130,7 +135,10 @@ def _product(
                 left = (k < width - block * BLOCK)[None, :]
                 ws, xs = tl.load(w_at, left, 0.0), tl.load(x_at, valid[:, None] & left, 0.0)
             part = tl.dot(ws, xs.T)
-            sums += part * (tl.load(of_w + block)[:, None] * tl.load(of_x + block)[None, :])
+            if ONE:
+                sums += part * (tl.load(of_w + block) * tl.load(of_x + block))[None, :]
+            else:
+                sums += part * (tl.load(of_w + block)[:, None] * tl.load(of_x + block)[None, :])
             w_at += BLOCK
             x_at += BLOCK
         to = out + (place if SCATTER else row).to(tl.int64)[None, :] * outputs + output[:, None]
@@ -153,8 +161,8 @@ def product(
         codes, scales, weight.codes, weight.scales, out, table if order is None else order,
         table if groups is None else groups.offsets, table, rows, tasks, outputs, width, weight.span, blocks,
         max(gather, 1), ROWS=height.rows, OUTPUTS=tiles.outputs, BLOCK=BLOCK, GROUPED=groups is not None,
-        WHOLE=width % BLOCK == 0, GATHER=gather > 0, SCATTER=scatter, BAND=BAND, num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        WHOLE=width % BLOCK == 0, GATHER=gather > 0, SCATTER=scatter, ONE=weight.span % tiles.outputs == 0,
+        BAND=BAND, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
 
