@@ -21,7 +21,7 @@ from rlloop.numerics.tree import tree_sum
 from rlloop.parallel.collectives import Ranks
 from rlloop.trainer.gradients import GradientSum
 from rlloop.trainer.offload import HostMemory
-from rlloop.trainer.shard import Shard, hosted_bytes, make_shard, padded
+from rlloop.trainer.shard import Shard, hosted_bytes, make_shard, padded, share_rows
 from rlloop.trainer.sharded_layers import ShardedLayers
 
 
@@ -169,8 +169,8 @@ class MasterWeights:
                 continue
             if not shard.shares_memory and name not in rounded:
                 self._published(shard).copy_(shard.scaled)
-            if self.layers is None or self.layers.rows(name) is None:
-                shard.ranks.share_rows(shard.live.detach(), shard.sizes)
+        whole = (each for each in self.shards.values() if self.layers is None or self.layers.rows(each.name) is None)
+        share_rows((shard, shard.live.detach()) for shard in whole)
 
     def _published(self, shard: Shard) -> Tensor:
         """This rank's rows of the compute copy, to write into."""
