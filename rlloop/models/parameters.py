@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,10 +27,7 @@ class ParameterStore:
 
     def __init__(self, model: Model) -> None:
         adapter = model.adapter
-        named = model.named_parameters() if adapter is None else adapter.named_parameters().items()
-        self.entries = entries_of(model, named)
-        if adapter is not None:
-            self.entries = {name: replace(entry, scale=adapter.scale_of(name)) for name, entry in self.entries.items()}
+        self.entries = entries_of(model) if adapter is None else adapter.entries()
         self.aliases: dict[str, str] = {HEAD: EMBEDDING} if model.config.tied and EMBEDDING in self.entries else {}
         self._stage = model.stage
         self._architecture = model.config.architecture if adapter is None else None

@@ -224,7 +224,7 @@ def _read(
     left_out = _left_out(config, stored)
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
     expected = stored_shapes(shapes, config.architecture)
-    packed = _packed_reader(config, stored, expected, context)
+    packed = _packed_reader(config, stored, expected)
     if packed is not None:
         found = packed.found(found)
     if (heads := [name for name in left_out if math.prod(stored.tensors[name].shape)]) and dtype is not None:
@@ -259,7 +259,12 @@ def _read(
             tick()
             if not weight.is_finite():
                 raise ModelError(f"{folder}: {name} holds NaN or infinity; such a model scores NaN")
-            place(state, aside, slices.get(name), name, weight)
+            rows = slices.get(name)
+            if rows is not None and rows.expert is None and entries[rows.parameter].division is not None:
+                part = entries[rows.parameter].part(weight)
+                assert isinstance(part, PackedWeight)
+                weight = part.like(torch.clone)  # a view would keep the whole
+            place(state, aside, rows, name, weight)
         state.update(finished(aside, state, str(folder)))
     if config.tied and HEAD in state and not torch.equal(state.pop(HEAD), state[EMBEDDING]):
         raise ModelError(
@@ -270,13 +275,11 @@ def _read(
 
 
 def _packed_reader(
-    config: ModelConfig, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]], context: ParallelContext
+    config: ModelConfig, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]
 ) -> PackedReader | None:
     quantized = config.raw.get("quantization_config")
     if quantized is None:
         return None
-    if context.tp.size > 1 or context.layout.ep > 1:
-        raise ConfigError("packed weights are whole on each rank: the layout's tp and ep must be 1")
     return PackedReader(read_scheme(quantized), stored, shapes)
 
 

@@ -21,7 +21,7 @@ from rlloop.numerics.tree import tree_sum
 from rlloop.parallel.collectives import Ranks
 from rlloop.trainer.gradients import GradientSum
 from rlloop.trainer.offload import HostMemory
-from rlloop.trainer.shard import Shard, hosted_bytes, make_shard, padded
+from rlloop.trainer.shard import Shard, hosted_bytes, make_shard, padded, share_rows
 from rlloop.trainer.sharded_layers import ShardedLayers
 
 
@@ -67,8 +67,10 @@ class MasterWeights:
 
     def _owners(self, model: Model, name: str) -> tuple[Ranks, int]:
         """The ranks that share the rows of a parameter, and the micro-batches that it has gradients of in a round."""
-        if model.adapter is not None:
-            return self._ranks, 1
+        if model.adapter is not None:  # NAME.lora_A.weight, of a module NAME or a parameter NAME of experts
+            name = name.removesuffix(".weight").rpartition(".")[0]
+            if name not in model.adapter.targets or model.adapter.targets[name].experts is None:
+                return self._ranks, 1
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, Experts) and module.leaves > 1:
             return self._context.ranks("expert_shard"), module.leaves
@@ -146,7 +148,8 @@ class MasterWeights:
                 squares[name] = division.ordered(rows, 0).flatten()
         if not self.stage.first:
             squares.pop(EMBEDDING, None)  # a tied weight counts on the first stage
-        return float(tree_sum(self.stage.joined(torch.cat(list(squares.values())))).sqrt())
+        own = torch.cat([torch.zeros(0, dtype=torch.float64, device=self.device), *squares.values()])
+        return float(tree_sum(self.stage.joined(own)).sqrt())
 
     def clip_gradient(self, limit: float, norm: float) -> None:
         """Scale a gradient of norm `norm` down to `limit`."""
@@ -166,8 +169,8 @@ class MasterWeights:
                 continue
             if not shard.shares_memory and name not in rounded:
                 self._published(shard).copy_(shard.scaled)
-            if self.layers is None or self.layers.rows(name) is None:
-                shard.ranks.share_rows(shard.live.detach(), shard.sizes)
+        whole = (each for each in self.shards.values() if self.layers is None or self.layers.rows(each.name) is None)
+        share_rows((shard, shard.live.detach()) for shard in whole)
 
     def _published(self, shard: Shard) -> Tensor:
         """This rank's rows of the compute copy, to write into."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +84,15 @@ def make_shard(
         assert home is not None
         rows = home.zeros_like(rows).copy_(rows)
     return Shard(name, live, ranks, sizes, leaves, begin, end, rows, in_place, hosted, scale)
+
+
+def share_rows(wholes: Iterable[tuple[Shard, Tensor]]) -> None:
+    """Fill whole tensors, of which each rank has written its own rows of the shard beside them. Collective."""
+    by_ranks: dict[Ranks, list[tuple[Tensor, tuple[int, ...]]]] = {}
+    for shard, whole in wholes:
+        by_ranks.setdefault(shard.ranks, []).append((whole, shard.sizes))
+    for ranks, shared in by_ranks.items():
+        ranks.share_all_rows(shared)
 
 
 def hosted_bytes(live: nn.Parameter, ranks: Ranks) -> int:
