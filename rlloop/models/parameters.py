@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from rlloop.models import fp8
 from rlloop.models.checkpoint_names import EMBEDDING, HEAD, stored_state
 from rlloop.models.stored_parameter import entries_of
 from rlloop.models.transformer import Model
@@ -37,11 +38,12 @@ class ParameterStore:
 
     def as_stored(self) -> dict[str, Tensor]:
         """The live parameters as checkpoints name them: experts one by one, as views into the tensor that holds all of
-        them; tied weights under each of their names."""
+        them; tied weights under each of their names; weights in 8 bits as codes and scales."""
         live = self.tensors()
         if self._architecture is None:
             return live
-        return {**stored_state(live, self._architecture), **{alias: live[name] for alias, name in self.aliases.items()}}
+        named = {**stored_state(live, self._architecture), **{alias: live[of] for alias, of in self.aliases.items()}}
+        return {part: x for name, tensor in named.items() for part, x in fp8.as_stored(name, tensor).items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self.entries.items()}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from rlloop.errors import ConfigError
-from rlloop.models import attention, latent
+from rlloop.models import attention, fp8, latent
 from rlloop.models.adapter_slots import AdapterRegistry
 from rlloop.models.adapter_weights import Adapter, Target, check_adapts, find_targets
 from rlloop.models.architecture import ModelConfig
@@ -297,10 +297,14 @@ class Model(nn.Module):
 
     def check_adapts(self) -> None:
         """Raises `ConfigError` where adapters cannot be computed under this profile."""
+        if fp8.is_quantised(self):
+            raise ConfigError("weights of quantize=fp8 train themselves, so no adapters go over them; leave it out")
         check_adapts(self.profile)
 
     def check_profile(self, profile: NumericsProfile) -> None:
         """Raises `ConfigError` for settings that this model does not support on its device or in its type."""
+        if fp8.is_quantised(self):
+            fp8.check_profile(profile)
         narrow = [op for op in profile.operations() if getattr(profile, op) == "rlloop"]
         if self.dtype == torch.float64 and narrow:
             raise ConfigError(
@@ -326,6 +330,7 @@ class Model(nn.Module):
             "architecture": self.config.architecture,
             "dtype": str(self.dtype).removeprefix("torch."),
             "profile": self.profile.as_dict(),
+            **({"quantize": "fp8"} if fp8.is_quantised(self) else {}),
             "device": kind if kind == "cpu" else torch.get_device_module(kind).get_device_name(self.device),
             "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
             "versions": {name: version(name) for name in ("rlloop", "torch", "numba", "llvmlite")},

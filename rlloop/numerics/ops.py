@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics import operators, reference, stock
+from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.implementations import OPERATIONS, implementation
 from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.layout import (
@@ -81,6 +82,8 @@ class Ops:
         `across`: tensor-parallel ranks share the K terms. `profile.tp_segments` says how many, `all_reduce` how their
         sums are added.
         """
+        if isinstance(weight, Fp8Weight):
+            return operators.fp8_linear(x, weight, bias)
         if adapted := self.adapted(weight):
             return operators.adapted_linear(x, weight, bias, *adapted, x.dtype)
         if not across or self._ranks == 1:
@@ -120,6 +123,9 @@ class Ops:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`linear` of one input by three weights, without biases. Only if `fuses`. [T, K], [N, K] -> [T, N] each."""
         weights = (q_weight, k_weight, v_weight)
+        if all(isinstance(weight, Fp8Weight) for weight in weights):
+            q, k, v = operators.fp8_linears(x, weights)
+            return q, k, v
         if is_packed(*weights) or any(map(self.adapted, weights)):
             q, k, v = (self.linear(x, weight) for weight in weights)
             return q, k, v
@@ -127,6 +133,8 @@ class Ops:
 
     def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """`silu_mul` of two linears of one input, without biases. Only if `fuses`. [T, K], [F, K], [F, K] -> [T, F]."""
+        if isinstance(gate, Fp8Weight) and isinstance(up, Fp8Weight):
+            return self.silu_mul(*operators.fp8_linears(x, (gate, up)))
         if is_packed(gate, up) or self.adapted(gate) or self.adapted(up):
             return self.silu_mul(self.linear(x, gate), self.linear(x, up))
         return kernels_for(x.device).gated_linear(x, gate, up)
@@ -207,6 +215,8 @@ class Ops:
         `clamped` experts have other shapes and another activation. A choice of E is nobody's: what comes out for it is
         not defined (operations of rlloop's own, in forwards without a gradient).
         """
+        if isinstance(up, Fp8Weight) and isinstance(down, Fp8Weight):
+            return operators.fp8_experts(x, up, down, chosen, gated)
         of_up, of_down = self.adapted(up), self.adapted(down)
         if self._adapters is not None and (of_up or of_down):
             factors = (of_up and of_up[0], of_down and of_down[0])

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from rlloop.parallel.progress import meets
 
+SMALL = 1 << 20  # bytes of a tensor that travels with others: a message costs about as much as copying so many
+BUCKET = 16 * SMALL  # bytes of tensors that travel together, at most
+
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
@@ -81,6 +84,22 @@ class Ranks:
                 dist.broadcast(_bytes(part), group=self.group, group_src=source)
         return x
 
+    def share_all_rows(self, shared: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
+        """`share_rows` of several tensors, each with its `sizes`; small ones travel together."""
+        if self.size == 1:
+            return
+        for together in buckets([x.nbytes for x, _ in shared]):
+            if len(together) == 1:
+                self.share_rows(*shared[together[0]])
+                continue
+            pieces = [_bytes(x).split([x[:1].nbytes * n for n in sizes]) for x, sizes in (shared[i] for i in together)]
+            by_rank = list(zip(*pieces, strict=True))
+            sizes = [sum(map(len, each)) for each in by_rank]
+            got = self.gather(torch.cat(by_rank[self.rank]), 0, sizes)
+            every = [piece for each in by_rank for piece in each]
+            for piece, part in zip(every, got.split([len(piece) for piece in every]), strict=True):
+                piece.copy_(part)
+
     @meets
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Rank `source`'s tensor, into x, which must be contiguous."""
@@ -124,6 +143,25 @@ class Ranks:
         items = [item]
         dist.broadcast_object_list(items, group=self.group, group_src=source, device=torch.device("cpu"))
         return items[0]
+
+
+def buckets(sizes: Sequence[int], kinds: Sequence[object] | None = None) -> list[list[int]]:
+    """Which of a sequence of tensors, of so many bytes each, travel together: their indices, in the order in which the
+    last of each bucket comes. Large ones go alone, and small ones only with others of their kind.
+
+    A function of its arguments alone, so that ranks agree on it.
+    """
+    found: list[list[int]] = []
+    waiting: dict[object, list[int]] = {}
+    for index, (size, kind) in enumerate(zip(sizes, kinds or [None] * len(sizes), strict=True)):
+        if size > SMALL:
+            found.append([index])
+            continue
+        bucket = waiting.setdefault(kind, [])
+        bucket.append(index)
+        if sum(sizes[each] for each in bucket) + SMALL > BUCKET:
+            found.append(waiting.pop(kind))
+    return found + list(waiting.values())
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
 """Gradients of micro-batches, summed in an order that no number of ranks changes.
 
 A round is one micro-batch on each data-parallel rank; round t has micro-batches t R up to (t + 1) R of R ranks. While
-the backward goes through the layers, each parameter's gradient is sent as bits, in its own type, to the ranks that own
-its rows; they widen it to float32 and add it to a binary tree over the micro-batches' index (`TreeSum`). So at most
-log2(n) + 1 float32 shards and a few layers' gradients lie in memory, and one rank makes the same sums as many.
+the backward goes through the layers, each parameter's gradient (small ones together) is sent as bits, in its own type,
+to the ranks that own its rows; they widen it to float32 and add it to a binary tree over the micro-batches' index
+(`TreeSum`). So at most log2(n) + 1 float32 shards and a few layers' gradients lie in memory, and one rank makes the
+same sums as many.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,7 @@ from rlloop.models import Model
 from rlloop.models.checkpoint_names import EMBEDDING, HEAD
 from rlloop.models.experts import Experts
 from rlloop.numerics.tree import TreeSum
+from rlloop.parallel.collectives import BUCKET, buckets
 from rlloop.trainer.shard import Shard
 
 IN_FLIGHT = 1 << 30  # bytes of gradients that may be on their way on a GPU before the backward waits for the network
@@ -53,6 +55,7 @@ class GradientSum:
         if self._ties and not self._stage.first:
             uses.remove(EMBEDDING)  # it is looked up by the first stage of a pipeline
         self._uses = [HEAD, *uses] if self._ties and self._stage.last else uses
+        self._sends = self._together()
         overlaps = context.device.type == "cuda" and self._ranks.size > 1
         self._stream = torch.cuda.Stream(context.device) if overlaps else None
         self._in_flight: deque[tuple[Any, Tensor]] = deque()
@@ -135,50 +138,89 @@ class GradientSum:
         if not self._holds:
             self._send()
 
+    def _together(self) -> list[list[str]]:
+        """The uses whose gradients are sent at once, in order of sending: the same on all ranks along dp."""
+        shards = [self._rows(use) for use in self._uses]
+        kinds = [(rows.live.dtype, use in self._complete) for use, rows in zip(self._uses, shards, strict=True)]
+        # Leaves of experts go alone: ranks along dp may hold different numbers of experts.
+        sizes = [rows.live.nbytes if rows.leaves == 1 else BUCKET for rows in shards]
+        return [[self._uses[index] for index in each] for each in buckets(sizes, kinds)]
+
     def _send(self, *, missing: bool = False) -> None:
-        """Send what has arrived, in the order of `_uses`, which all ranks keep; `missing`: also what has not."""
-        while self._turn < len(self._uses):
-            use = self._uses[self._turn]
-            if use not in self._waiting and not missing:
+        """Send what has arrived, in the order of `_sends`, which all ranks keep; `missing`: also what has not."""
+        while self._turn < len(self._sends):
+            uses = self._sends[self._turn]
+            if not missing and any(use not in self._waiting for use in uses):
                 return
-            gradient = self._waiting.pop(use, None)
-            if gradient is None and (not self._idle or self._rows(use).leaves > 1):
-                live, leaves = self._rows(use).live, self._rows(use).leaves
-                gradient = live.new_zeros(live.shape if leaves == 1 else (leaves, *live.shape))
             self._turn += 1
+            gradients = [self._taken(use) for use in uses]
             if self._stream is None:
-                self._add(use, gradient)
+                self._add(uses, gradients)
             else:
-                self._add_beside(self._stream, use, gradient)
+                self._add_beside(self._stream, uses, gradients)
+
+    def _taken(self, use: str) -> Tensor | None:
+        """A gradient that waits to be sent; zeros where a micro-batch has none, None where there is no micro-batch."""
+        gradient, rows = self._waiting.pop(use, None), self._rows(use)
+        if gradient is None and (not self._idle or rows.leaves > 1):
+            return rows.live.new_zeros(rows.live.shape if rows.leaves == 1 else (rows.leaves, *rows.live.shape))
+        return gradient
 
     def _rows(self, use: str) -> Shard:
         return self._parameters[use if use in self._parameters else EMBEDDING]
 
-    def _add(self, use: str, gradient: Tensor | None) -> None:
-        """Give a micro-batch's gradient to its owners, and add those of this rank's rows to their tree."""
-        tree, rows = self._trees[use], self._rows(use)
-        if rows.leaves > 1:
-            self._add_leaves(tree, rows, gradient)
+    def _add(self, uses: Sequence[str], sent: Sequence[Tensor | None]) -> None:
+        """Give a micro-batch's gradients to their owners, and add those of this rank's rows to their trees. All of them
+        are None on a rank without a micro-batch."""
+        shards = [self._rows(use) for use in uses]
+        if shards[0].leaves > 1:
+            self._add_leaves(self._trees[uses[0]], shards[0], sent[0])
             return
-        if gradient is not None and self._contexts.size > 1 and use not in self._complete:
-            parts = self._contexts.gather(gradient[None])  # of each rank's tokens
-            gradient = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
-            for part in parts[1:]:
-                gradient = gradient + part
+        gradients = [each for each in sent if each is not None]
+        kind = shards[0].live.dtype
+        if self._contexts.size > 1 and uses[0] not in self._complete:
+            kind = torch.promote_types(kind, torch.float32)
+            if gradients:
+                gradients = self._of_all_tokens(gradients, kind)
         if self._ranks.size == 1:
-            assert gradient is not None, "a single rank has every micro-batch"
-            tree.push(gradient)
+            for use, gradient in zip(uses, gradients, strict=True):  # a single rank has every micro-batch
+                self._trees[use].push(gradient)
             return
-        count, mine = self._shards.size, rows.sizes[self._shards.rank]
-        leaves = [min(max(self._leaves - replica * count, 0), count) for replica in range(self._replicas.size)]
+        count, rank = self._shards.size, self._shards.rank
+        widths = [rows.live[:1].numel() for rows in shards]
+        of_rank = [[rows.sizes[r] * width for rows, width in zip(shards, widths, strict=True)] for r in range(count)]
+        mine, leaves = (
+            sum(of_rank[rank]),
+            [min(max(self._leaves - r * count, 0), count) for r in range(self._replicas.size)],
+        )
         here = leaves[self._replicas.rank]
-        sends = list(rows.sizes) if gradient is not None else [0] * count
-        if gradient is None:
-            gradient = rows.live.new_empty((0, *rows.live.shape[1:]))
-        parts = self._shards.exchange(gradient, sends, [mine] * here + [0] * (count - here))
+        sends = [sum(each) if gradients else 0 for each in of_rank]
+        if len(gradients) == 1:
+            flat = gradients[0].reshape(-1)
+        elif gradients:
+            cut = [each.reshape(-1).split([n[i] for n in of_rank]) for i, each in enumerate(gradients)]
+            flat = torch.cat([piece for pieces in zip(*cut, strict=True) for piece in pieces])
+        else:
+            flat = shards[0].live.new_empty(0, dtype=kind)
+        parts = self._shards.exchange(flat, sends, [mine] * here + [0] * (count - here))
         parts = self._replicas.gather(parts, 0, [number * mine for number in leaves])
-        for part in parts.unflatten(0, (self._leaves, mine)):
-            tree.push(part, borrowed=True)
+        for part in parts.view(self._leaves, mine):
+            for use, rows, piece in zip(uses, shards, part.split(of_rank[rank]), strict=True):
+                self._trees[use].push(piece.view(rows.sizes[rank], *rows.live.shape[1:]), borrowed=True)
+
+    def _of_all_tokens(self, gradients: Sequence[Tensor], kind: torch.dtype) -> list[Tensor]:
+        """The sums of all context-parallel ranks' gradients, each of its own tokens."""
+        flat = (
+            gradients[0].reshape(1, -1)
+            if len(gradients) == 1
+            else torch.cat([each.reshape(-1) for each in gradients])[None]
+        )
+        parts = self._contexts.gather(flat)
+        total = parts[0].to(kind)
+        for part in parts[1:]:
+            total = total + part
+        pieces = total.split([each.numel() for each in gradients])
+        return [piece.clone().view(each.shape) for piece, each in zip(pieces, gradients, strict=True)]
 
     def _add_leaves(self, tree: TreeSum, rows: Shard, gradients: Tensor | None) -> None:
         """`_add` of experts' gradients [leaves, ...]: those of the micro-batches of a whole expert group."""
@@ -190,16 +232,14 @@ class GradientSum:
         for part in parts[: self._leaves]:
             tree.push(part, borrowed=True)
 
-    def _add_beside(self, stream: torch.cuda.Stream, use: str, gradient: Tensor | None) -> None:
+    def _add_beside(self, stream: torch.cuda.Stream, uses: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """`_add` on a stream beside the backward's, which waits for it once `IN_FLIGHT` bytes are on their way."""
         current = torch.cuda.current_stream(stream.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            self._add(use, gradient)
+            self._add(uses, gradients)
             done = stream.record_event()
-        if gradient is None:
-            return
-        self._in_flight.append((done, gradient))
+        self._in_flight += [(done, gradient) for gradient in gradients if gradient is not None]
         while sum(tensor.nbytes for _, tensor in self._in_flight) > IN_FLIGHT:
             event, _ = self._in_flight.popleft()
             current.wait_event(event)

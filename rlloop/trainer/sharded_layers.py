@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from rlloop.models import Model
-from rlloop.trainer.shard import Shard
+from rlloop.trainer.shard import Shard, share_rows
 
 
 class ShardedLayers:
@@ -125,9 +125,8 @@ class _Layer:
 
     def _fill(self) -> None:
         for shard in self._shards:
-            whole = shard.live.data
-            whole[shard.begin : shard.end] = self.kept[shard.name]
-            shard.ranks.share_rows(whole, shard.sizes)
+            shard.live.data[shard.begin : shard.end] = self.kept[shard.name]
+        share_rows((shard, shard.live.data) for shard in self._shards)
 
 
 def _in_backward() -> bool:

@@ -1,8 +1,14 @@
-"""What the processes of `tests.support.command` have in common: modules of torch and of runs. Nothing is started."""
+"""State that the processes of `tests.support.command` share: modules of torch and of runs, and the kernels that earlier
+runs have compiled. Nothing is started, and no kernel runs."""
+
+import gc
+from typing import Any
 
 import hydra  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import torch._dynamo  # noqa: F401 (an optimizer imports it)
+from numba.core.dispatcher import Dispatcher
+from numba.core.registry import cpu_target
 
 import rlloop.api.server
 import rlloop.cli.main
@@ -11,3 +17,20 @@ import rlloop.launch.run
 import rlloop.numerics.kernels.cpu.backend
 import rlloop.rollout.fleet.engine_server
 import rlloop.runs.plots  # noqa: F401
+
+
+def load_kernels() -> None:
+    """Load what the cache has: a process spends half a second on numba's own library, and 10 ms on each kernel."""
+    target: Any = cpu_target  # pyright takes its properties for their descriptors
+    target.target_context.refresh()
+    target.typing_context.refresh()
+    machine = target.target_context.codegen().magic_tuple()
+    for kernel in [each for each in gc.get_objects() if issubclass(type(each), Dispatcher)]:
+        cached = getattr(kernel._cache, "_cache_file", None)
+        for signature, compiled_for, _ in cached._load_index() if cached else ():
+            if compiled_for == machine:
+                kernel.compile(signature)
+
+
+load_kernels()
+gc.freeze()  # memory that is shared stays so

@@ -15,6 +15,8 @@ from rlloop.config.run import TrainerConfig
 from rlloop.metrics import is_timing
 from rlloop.models import Model, new_model
 from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
+from rlloop.parallel import collectives
+from rlloop.parallel.collectives import SMALL
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.trainer import Trainer, TrainSequence
@@ -49,6 +51,7 @@ class Case:
     reference: bool = False
     custom: bool = False
     adapter: tuple[str, ...] = ()  # its targets
+    quantize: str = "none"
 
 
 CASES = {
@@ -60,25 +63,29 @@ CASES = {
     "experts": Case(MIXTURE, settings={"balance_coef": 0.1, "expert_bias_rate": 0.01}, steps=20),
     "experts bfloat16": Case(MIXTURE, "bfloat16", {"balance_coef": 0.1, "expert_bias_rate": 0.01}),
     "indexer": Case(INDEXED, "bfloat16", {"weight_decay": 0.1}),
+    "fp8": Case(DENSE, "bfloat16", quantize="fp8"),
     "adapter": Case(MIXTURE, adapter=("all-linear", "lm_head"), reference=True),
     "adapter bfloat16": Case(DENSE, "bfloat16", adapter=("all-linear",)),
 }
 FEW = ("dense bfloat16", "untied", "experts", "custom", "adapter bfloat16")
-LAYOUTS = {  # the last of each runs all cases, the others a few; layers: shard=parameters; offload: as far as can be
+# The last of each runs all cases, the others a few. layers: shard=parameters; offload: as far as can be; small: bytes
+# of a tensor that travels with others
+LAYOUTS = {
     1: [{}],
     2: [{"dp_replicate": 2}, {"dp_shard": 2, "offload": 1}],
-    3: [{"dp_shard": 3}, {"dp_shard": 3, "layers": 1, "offload": 1}],
-    4: [{"dp_shard": 2, "dp_replicate": 2, "layers": 1}, {"dp_shard": 2, "dp_replicate": 2}],
+    3: [{"dp_shard": 3, "small": 512}, {"dp_shard": 3, "layers": 1, "offload": 1}],
+    4: [{"dp_shard": 2, "dp_replicate": 2, "layers": 1, "small": 0}, {"dp_shard": 2, "dp_replicate": 2}],
 }
 
 
 def ranked(case: Case, layout: dict[str, int], device: str = "cpu") -> Trainer:
     """A trainer of this process's rank."""
-    degrees = {axis: degree for axis, degree in layout.items() if axis not in ("layers", "offload")}
+    degrees = {axis: degree for axis, degree in layout.items() if axis not in ("layers", "offload", "small")}
+    collectives.SMALL = layout.get("small", SMALL)
     context = join(torch.device(device), Layout(**degrees))
 
     def model() -> Model:
-        return new_model(case.model, seed=0, dtype=case.dtype, context=context)
+        return new_model(case.model, seed=0, dtype=case.dtype, context=context, quantize=case.quantize)
 
     policy = model()
     if case.adapter:
@@ -126,6 +133,8 @@ def everything(
     for name, case in ((name, CASES[name]) for name in names):
         for layout in LAYOUTS[size] if layouts is None else layouts:
             if layouts is None and layout is not LAYOUTS[size][-1] and name not in FEW:
+                continue
+            if case.quantize != "none" and "layers" in layout:
                 continue
             trainer = ranked(case, layout)
             reported = list(go(trainer, case, range(case.steps)))

@@ -13,6 +13,7 @@ from rlloop.numerics.operators.adapted import (
 )
 from rlloop.numerics.operators.distribution import logits, sample, score_logits, token_logprob, token_redraw
 from rlloop.numerics.operators.elementwise import rms_norm, rope, sigmoid_mul, silu_mul
+from rlloop.numerics.operators.fp8 import fp8_experts, fp8_linear, fp8_linears
 from rlloop.numerics.operators.masked_attention import (
     attention,
     index_weights,
@@ -32,6 +33,9 @@ __all__ = [
     "causal_conv",
     "combine",
     "experts",
+    "fp8_experts",
+    "fp8_linear",
+    "fp8_linears",
     "head_linear",
     "index_weights",
     "layer_norm",

@@ -1,12 +1,13 @@
 """Copies between ranks, and the groups of a layout."""
 
+from itertools import product
 from pathlib import Path
 
 import torch
 
 import rlloop
 from rlloop.numerics.tree import TreeSum
-from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.collectives import SMALL, Ranks, buckets
 from rlloop.parallel.context import join
 from rlloop.parallel.cut import share, shares
 from rlloop.parallel.layout import Layout
@@ -35,6 +36,14 @@ def copies():
         part.copy_(rows[tp.rank][:1].expand_as(part))
         expected = torch.cat([each[:1].expand(size, 3) for each, size in zip(rows, sizes, strict=True)])
         found[f"share_rows {sizes}"] = tp.share_rows(shared, sizes).equal(expected)
+    shared = []
+    for at, (kind, sizes) in enumerate(product(KINDS, ([2, 3, 4], [2, 2, 2], [0, 4, 1], [0, 0, 0]))):
+        whole = torch.arange(3 * sum(sizes)).view(-1, 3).mul(at + 1).to(kind)
+        filled = torch.zeros_like(whole)
+        filled.split(sizes)[tp.rank].copy_(whole.split(sizes)[tp.rank])
+        shared.append((filled, whole, sizes))
+    tp.share_all_rows([(filled, sizes) for filled, _, sizes in shared])
+    found["share_all_rows"] = all(filled.equal(whole) for filled, whole, _ in shared)
     found["broadcast"] = tp.broadcast(rows[tp.rank][:2].clone(), 1).equal(rows[1][:2])
     found["objects"] = tp.gather_objects({"rank": tp.rank}) == [{"rank": r} for r in range(3)]
     found["object"] = tp.broadcast_object(tp.rank, 2) == 2
@@ -73,6 +82,12 @@ def test_one_rank_needs_no_network():
     assert Ranks().gather(x, 1) is x
     assert Ranks().exchange(x, [2], [2]) is x
     assert Ranks().gather_objects(5) == [5]
+
+
+def test_small_tensors_travel_with_others_of_their_kind():
+    assert buckets([1, SMALL + 1, 2, 3, 2 * SMALL], "aabba") == [[1], [4], [0], [2, 3]]
+    assert buckets([SMALL] * 20) == [list(range(16)), [16, 17, 18, 19]]
+    assert buckets([]) == []
 
 
 def test_shares_cover_all():
