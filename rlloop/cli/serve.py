@@ -80,7 +80,7 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     source = _source(given, listen.token)
     store = None if source is None else source.open()
     layout = layout_of(given.layout)
-    lora, adapters = _followed_adapter(given, layout), _named_adapters(given, layout)
+    lora, adapters = _followed_adapter(given, layout), _named_adapters(given)
     if given.quantize != "none" and (given.engine is not EngineKind.embedded or layout.world_size > 1 or lora):
         raise ConfigError(
             "--quantize is for --engine embedded on one rank; leave --engine, --layout and --lora-rank out"
@@ -109,8 +109,7 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
         model = load_model(given.model, dtype=given.dtype, device=given.device, quantize=given.quantize)
         model = model if lora is None else with_lora(model, lora, seed=0)
         if given.engine is EngineKind.embedded:
-            room = {"adapter_slots": given.adapter_slots, "adapter_rank": given.adapter_rank}
-            engine = Engine(model, **settings_of(given), **room)
+            engine = Engine(model, **settings_of(given))
         else:
             engine = vllm.build(given.engine, model, **settings_of(given))
     service = EngineService(engine, max_waiting=given.max_waiting)
@@ -139,7 +138,7 @@ def _followed_adapter(given: argparse.Namespace, layout: Layout) -> LoraSection 
     return LoraSection(rank=given.lora_rank, targets=given.lora_targets)
 
 
-def _named_adapters(given: argparse.Namespace, layout: Layout) -> dict[str, Path]:
+def _named_adapters(given: argparse.Namespace) -> dict[str, Path]:
     """The folders of `--adapter` by name."""
     folders: dict[str, Path] = {}
     for text in given.adapter:
@@ -147,8 +146,8 @@ def _named_adapters(given: argparse.Namespace, layout: Layout) -> dict[str, Path
         if not name or not folder or name == given.model_name:
             raise ConfigError(f"--adapter is {text!r}; it must be NAME=FOLDER, of another name than the base's")
         folders[name] = Path(folder)
-    if folders and (given.engine is not EngineKind.embedded or layout.world_size > 1):
-        raise ConfigError("--adapter is for --engine embedded on one rank; leave --engine and --layout out")
+    if folders and given.engine is EngineKind.vllm_stock:
+        raise ConfigError("--adapter is for rlloop's own model: set --engine embedded or vllm")
     if given.adapter_root is not None and not given.adapter_root.is_dir():
         raise ConfigError(f"--adapter-root {given.adapter_root} is no folder")
     return folders

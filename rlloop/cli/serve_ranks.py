@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rlloop.rollout import Engine
 
 AXES = ("tp",)
+SETTINGS = ("page_size", "max_batch_tokens", "max_cache_tokens", "adapter_slots", "adapter_rank")
 
 
 def layout_of(texts: list[str]) -> Layout:
@@ -33,7 +34,8 @@ def layout_of(texts: list[str]) -> Layout:
 
 
 def settings_of(given: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(given, name) for name in ("page_size", "max_batch_tokens", "max_cache_tokens")}
+    """Arguments of an engine."""
+    return {name: getattr(given, name) for name in SETTINGS}
 
 
 @contextmanager

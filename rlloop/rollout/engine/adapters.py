@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,12 +28,12 @@ class EngineAdapters:
 
     def __init__(self, model: Model, slots: int, max_rank: int) -> None:
         """`slots`: adapters that may run at once, each of `max_rank` at most."""
-        self.slots, self._max_rank, self._model = slots, max_rank, model
+        self.slots, self._max_rank, self.model = slots, max_rank, model
         self.set_version(0)
 
     def set_version(self, version: int) -> None:
         """The model's own adapter, if it has one, is now that of `version`."""
-        own = self._model.adapter
+        own = self.model.adapter
         self._own = None if own is None else LoadedAdapter.live(own, version)
 
     @property
@@ -42,8 +43,8 @@ class EngineAdapters:
 
     def _check(self) -> None:
         """Raises `ConfigError` where requests cannot name adapters."""
-        self._model.check_adapts()
-        if self._model.context.layout.expert_leaves > 1:
+        self.model.check_adapts()
+        if self.model.context.layout.expert_leaves > 1:
             raise ConfigError(
                 "adapters by request need all ranks of an expert group to have the same requests, and along dp_shard "
                 "each has its own: set dp_shard=1 in the engine's layout, with ep up to tp"
@@ -52,20 +53,27 @@ class EngineAdapters:
     def read(self, folder: str | Path) -> AdapterWeights:
         """Checked against the model, which is left as it is."""
         self._check()
-        return read_adapter(self._model, folder)
+        return read_adapter(self.model, folder)
 
     def add(self, name: str, weights: AdapterWeights) -> int:
-        registry = self._model.adapters
+        registry = self.model.adapters
         if not registry.names:
             registry.configure(self.slots, self._max_rank)
-        return registry.add(name, weights, self._model.adapter_targets()).version
+        return registry.add(name, weights, self.model.adapter_targets()).version
+
+    @property
+    def versions(self) -> dict[str, int]:
+        return self.model.adapters.versions
+
+    def drop(self, name: str) -> None:
+        self.model.adapters.drop(name)
 
     def named(self, name: str | None) -> LoadedAdapter | None:
         """Raises `ConfigError` for an unknown name, and where no request can name one."""
         if name is None:
             return None
         self._check()
-        return self._model.adapters.get(name)
+        return self.model.adapters.get(name)
 
     def of_rows(self, table: RequestTable, rows: np.ndarray) -> np.ndarray | None:
         """[S] int64 the slot of each request's adapter, −1: none; None where all have the model's own, or none.
@@ -74,19 +82,69 @@ class EngineAdapters:
         """
         if not table.adapted[rows].any():
             return None
-        adapters = [table.request(row).adapter or self._own for row in rows.tolist()]
-        slots = self._model.adapters.place([each for each in adapters if each is not None])
+        return self.slots_of([table.request(row).adapter for row in rows.tolist()])
+
+    def slots_of(self, adapters: Sequence[LoadedAdapter | None]) -> np.ndarray:
+        """`of_rows` of requests with these adapters, at most `slots` different ones; None: the model's own, or none."""
+        adapters = [each or self._own for each in adapters]
+        slots = self.model.adapters.place([each for each in adapters if each is not None])
         return np.array([-1 if each is None else slots[each] for each in adapters])
 
     def on_device(self, slots: np.ndarray | None, device: torch.device) -> AdapterSlots | None:
-        return None if slots is None else self._model.adapters.rows(on_device(slots, device))
+        return None if slots is None else self.model.adapters.rows(on_device(slots, device))
 
     def counted(self, stats: EngineStats) -> EngineStats:
         """With the model's counts of swaps."""
-        made = self._model.adapters.stats
+        made = self.model.adapters.stats
         return replace(
             stats,
             adapter_swaps=made.swaps,
             adapter_swap_bytes=made.swap_bytes,
             adapter_swap_seconds=made.swap_seconds,
         )
+
+
+class AdapterVerbs:
+    """The methods by which engines load and drop adapters."""
+
+    _adapters: EngineAdapters
+    _stats: EngineStats
+
+    def stats(self) -> EngineStats:
+        return self._adapters.counted(self._stats)
+
+    def load_adapter(self, name: str, folder: str | Path) -> int:
+        """Load a PEFT folder under `name`, between steps, while requests run; returns its version, from 1 on.
+
+        A name that is loaded already gets a new version: requests that are here keep theirs, later ones have the new
+        one, and no cached block of one is the other's. The adapter is the model's: its other engines have it, too.
+
+        Raises `ConfigError` or `ModelError` as `rlloop.load_adapter`, and then nothing has changed.
+        """
+        return self.add_adapter(name, self.read_adapter(folder))
+
+    def read_adapter(self, folder: str | Path) -> AdapterWeights:
+        """The adapter of a PEFT folder, checked against the model. May be called from any thread.
+
+        Raises as `load_adapter`.
+        """
+        return self._adapters.read(folder)
+
+    def add_adapter(self, name: str, weights: AdapterWeights) -> int:
+        """`load_adapter` of weights that are in memory and were checked (`AdapterWeights.check`): no file between.
+
+        Raises `ConfigError` for a rank above `adapter_rank`.
+        """
+        return self._adapters.add(name, weights)
+
+    @property
+    def adapter_versions(self) -> dict[str, int]:
+        """The newest version of each loaded adapter, by name."""
+        return self._adapters.versions
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it are finished with it. Raises `ConfigError` for an unknown name."""
+        self._adapters.drop(name)
+
+    def _check_adapter(self, adapter: str | None) -> None:
+        self._adapters.named(adapter)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models.adapter_slots import MAX_RANK, SLOTS
-from rlloop.models.adapter_weights import AdapterWeights
 from rlloop.models.logits_processing import on_device, warp_for
 from rlloop.models.peer_gathers import open_peers
 from rlloop.models.routing_record import RoutingRecord
@@ -28,13 +26,13 @@ from rlloop.models.scoring import likeliest, score_prompt
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessing
 from rlloop.numerics.operators.distribution import check_drawn
 from rlloop.parallel.context import ALONE
-from rlloop.rollout.engine.adapters import EngineAdapters
+from rlloop.rollout.engine.adapters import AdapterVerbs, EngineAdapters
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.graphs import DecodeGraphs, packed
 from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token
 from rlloop.rollout.engine.request import Request
-from rlloop.rollout.engine.scheduler import EngineStats, ScheduledStep, Scheduler
+from rlloop.rollout.engine.scheduler import ScheduledStep, Scheduler
 from rlloop.rollout.engine.validation import Limits
 from rlloop.types import NOTHING, Alternatives, Completion, ModelInput, Part, PromptScores, SamplingParams
 
@@ -55,7 +53,7 @@ class _Flight:
     wait: Callable[[], Drawn]
 
 
-class Engine(EngineFrontEnd):
+class Engine(AdapterVerbs, EngineFrontEnd):
     """Continues prompts with `model`. One caller at a time: it is not thread-safe.
 
     - `page_size`: tokens of a cache block; prefixes are shared in whole blocks.
@@ -252,45 +250,6 @@ class Engine(EngineFrontEnd):
         return self.model.fingerprint()
 
     # ---------------------------------------------------------------------------------------------- adapters
-
-    def load_adapter(self, name: str, folder: str | Path) -> int:
-        """Load a PEFT folder under `name`, between steps, while requests run; returns its version, from 1 on.
-
-        A name that is loaded already gets a new version: requests that are here keep theirs, later ones have the new
-        one, and no cached block of one is the other's. The adapter is the model's: its other engines have it, too.
-
-        Raises `ConfigError` or `ModelError` as `rlloop.load_adapter`, and then nothing has changed.
-        """
-        return self.add_adapter(name, self.read_adapter(folder))
-
-    def read_adapter(self, folder: str | Path) -> AdapterWeights:
-        """The adapter of a PEFT folder, checked against the model. May be called from any thread.
-
-        Raises as `load_adapter`.
-        """
-        return self._adapters.read(folder)
-
-    def add_adapter(self, name: str, weights: AdapterWeights) -> int:
-        """`load_adapter` of weights that are in memory and were checked (`AdapterWeights.check`): no file between.
-
-        Raises `ConfigError` for a rank above `adapter_rank`.
-        """
-        return self._adapters.add(name, weights)
-
-    @property
-    def adapter_versions(self) -> dict[str, int]:
-        """The newest version of each loaded adapter, by name."""
-        return self.model.adapters.versions
-
-    def drop_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that have it are finished with it. Raises `ConfigError` for an unknown name."""
-        self.model.adapters.drop(name)
-
-    def stats(self) -> EngineStats:
-        return self._adapters.counted(self._stats)
-
-    def _check_adapter(self, adapter: str | None) -> None:
-        self._adapters.named(adapter)
 
     # ---------------------------------------------------------------------------------------------- one step
 

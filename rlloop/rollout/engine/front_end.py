@@ -71,7 +71,10 @@ class EngineFrontEnd(ABC):
     def _check_adapter(self, adapter: str | None) -> None:
         """Raises `ConfigError` for an adapter that is not loaded, or where the engine has none."""
         if adapter is not None:
-            raise ConfigError(f"adapter {adapter!r} was named, and only the embedded engine has adapters")
+            raise ConfigError(
+                f"adapter {adapter!r} was named, and this engine has none by request: rlloop's own model has, in the "
+                "embedded engine and inside vLLM in this process"
+            )
 
     def _check(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
         """Raises `ConfigError` for a request that this engine cannot take."""

@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 from rlloop.models import Model
+from rlloop.models.adapter_weights import AdapterWeights
 from rlloop.models.parameters import ParameterStore
 from rlloop.rollout.engine.engine import Engine
 from rlloop.types import Completion, ModelInput, PromptScores, SamplingParams
@@ -40,6 +41,14 @@ class LeadingEngine(Engine):
     ) -> None:
         self._calls.append(("_accept", (id, prompt, sampling, top_logprobs, adapter)))
         super()._accept(id, prompt, sampling, top_logprobs, adapter)
+
+    def add_adapter(self, name: str, weights: AdapterWeights) -> int:
+        self._calls.append(("add_adapter", (name, weights)))
+        return super().add_adapter(name, weights)
+
+    def drop_adapter(self, name: str) -> None:
+        self._calls.append(("drop_adapter", (name,)))
+        super().drop_adapter(name)
 
     def abort(self, request_id: int) -> Completion | None:
         self._calls.append(("abort", (request_id,)))

@@ -19,7 +19,9 @@ import numpy as np
 import torch
 
 from rlloop.errors import ConfigError, RunError
+from rlloop.models.adapter_slots import MAX_RANK, SLOTS, LoadedAdapter
 from rlloop.models.scoring import score_prompt
+from rlloop.rollout.engine.adapters import AdapterVerbs, EngineAdapters
 from rlloop.rollout.engine.choice_store import Choices
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.validation import Limits
@@ -42,6 +44,7 @@ class _Request:
     id: int
     prompt_ids: list[int]
     sampling: SamplingParams
+    adapter: LoadedAdapter | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: bytearray = field(default_factory=bytearray)  # float32: all columns of a token, then of the next
     cached: int = 0  # of the prompt's tokens
@@ -54,7 +57,7 @@ class _Request:
             self.logprobs += made.new_logprobs.logprobs.tobytes()
 
 
-class VllmEngine(EngineFrontEnd):
+class VllmEngine(AdapterVerbs, EngineFrontEnd):
     """Continues prompts with `model` inside vLLM, in this process: the parameters are shared, nothing is copied.
 
     The arguments are those of `rlloop.Engine`, and as there, none of them decides a completion's bits. One caller at a
@@ -78,6 +81,8 @@ class VllmEngine(EngineFrontEnd):
         max_running: int = 512,
         seed: int = 0,
         sleep: bool = False,
+        adapter_slots: int = SLOTS,
+        adapter_rank: int = MAX_RANK,
     ) -> None:
         """`sleep`: whenever `generate` returns, as beside a trainer in the same memory."""
         versions.require()
@@ -94,6 +99,8 @@ class VllmEngine(EngineFrontEnd):
         self._sleeps, self._asleep = sleep, False
         self._model = model
         self._requests: dict[str, _Request] = {}  # by vLLM's id
+        self._held: dict[str, _Request] = {}  # those of them that wait for an adapter's slot, and vLLM does not have
+        self._adapters = EngineAdapters(model, adapter_slots, adapter_rank)
         self._chooses = bool(model.route_shape() or model.indexed_layers())
         spec = model.cache_spec()
         token_bytes = sum(prod(shape) for layer in spec for shape in layer.values()) * model.dtype.itemsize
@@ -128,6 +135,9 @@ class VllmEngine(EngineFrontEnd):
         if finalizer := getattr(client, "_finalizer", None):
             finalizer.detach()  # it would take away what other engines of this process stand on
         self._end = weakref.finalize(self, _shut_down, client.engine_core, live)
+        if self.raw_column:
+            requests, adapters = self._requests, self._adapters
+            self._llm.collective_rpc("adapt", args=(lambda ids: _slots_of(ids, requests, adapters),))
 
     @property
     def model(self) -> Model:
@@ -138,6 +148,7 @@ class VllmEngine(EngineFrontEnd):
     def model(self, view: Model) -> None:
         self._model = view
         self._llm.collective_rpc("run", args=(view,))
+        self._adapters.model = view
 
     # ---------------------------------------------------------------------------------------------- step by step
 
@@ -159,6 +170,7 @@ class VllmEngine(EngineFrontEnd):
         if not self.has_work:
             return []
         self._stats.steps += 1
+        self._stats.adapter_waits += bool(self._held)
         ended: list[tuple[_Request, str]] = []
         try:
             for made in self._llm.engine_core.get_output().outputs:
@@ -180,20 +192,23 @@ class VllmEngine(EngineFrontEnd):
         return self._abort(list(self._requests.values()))
 
     def _abort(self, requests: list[_Request]) -> list[tuple[int, Completion]]:
-        made = self._completions([(request, "abort") for request in requests])
+        made = self._completions([(request, "abort") for request in requests], admits=False)
         self._llm.engine_core.abort_requests([str(request.id) for request in requests])
+        self._admit()
         return made
 
     def _drop(self) -> None:
         """Blocks are named when they are scheduled; after a step that did not finish, they may hold anything."""
-        ids = list(self._requests)
+        ids = [id for id in self._requests if id not in self._held]
         self._requests.clear()
+        self._held.clear()
         self._forget_begun()
         self._llm.engine_core.abort_requests(ids)
         self._forget_cached()
 
     def _forget_cached(self) -> None:
         self._model.refresh()
+        self._adapters.set_version(self.policy_version)
         if not self._llm.reset_prefix_cache():
             raise RunError("vLLM kept its prefix cache, though no request is in flight")
 
@@ -256,10 +271,28 @@ class VllmEngine(EngineFrontEnd):
         self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None
     ) -> None:
         self.wake_up()
-        llm, asked = self._llm, {"prompt_token_ids": prompt.token_ids}
-        tasks = llm.get_supported_tasks()
-        llm.engine_core.add_request(llm.input_processor.process_inputs(str(id), asked, self._params(sampling), tasks))
-        self._requests[str(id)] = _Request(id, prompt.token_ids, sampling)
+        request = _Request(id, prompt.token_ids, sampling, self._adapters.named(adapter))
+        self._requests[str(id)] = self._held[str(id)] = request
+        self._admit()
+
+    def _admit(self) -> None:
+        """Give vLLM the requests that wait for a slot, as far as there are slots for their adapters."""
+        running = {each.adapter for id, each in self._requests.items() if id not in self._held} - {None}
+        room = self._adapters.slots - self._adapters.own
+        for id, request in list(self._held.items()):
+            if request.adapter is not None and request.adapter not in running:
+                if len(running) == room:
+                    continue
+                running.add(request.adapter)
+            del self._held[id]
+            self._begin(request)
+
+    def _begin(self, request: _Request) -> None:
+        llm, asked = self._llm, {"prompt_token_ids": request.prompt_ids}
+        if request.adapter is not None:  # names its blocks
+            asked["cache_salt"] = request.adapter.key
+        params, tasks = self._params(request.sampling), llm.get_supported_tasks()
+        llm.engine_core.add_request(llm.input_processor.process_inputs(str(request.id), asked, params, tasks))
 
     def _rest(self) -> None:
         if self._sleeps:
@@ -271,7 +304,7 @@ class VllmEngine(EngineFrontEnd):
         stop = stop_ids(sampling, self.model.eos_token_ids)
         return VllmParams(**vllm_params(sampling, stop, raw=self.raw_column, columns=int(self.raw_column)))
 
-    def _completions(self, ended: list[tuple[_Request, str]]) -> list[tuple[int, Completion]]:
+    def _completions(self, ended: list[tuple[_Request, str]], *, admits: bool = True) -> list[tuple[int, Completion]]:
         """Completions of requests that just ended, with the reasons; vLLM's tables still know their pages."""
         choices: list[Choices] = [(None, None)] * len(ended)
         if self._chooses and ended:
@@ -282,12 +315,15 @@ class VllmEngine(EngineFrontEnd):
             [choices] = self._llm.collective_rpc("choices", args=(asked,))
         completions = [self._completion(*each, *chosen) for each, chosen in zip(ended, choices, strict=True)]
         self._forget_begun()
+        if admits and self._held:
+            self._admit()
         return completions
 
     def _completion(
         self, request: _Request, reason: str, experts: np.ndarray | None, selected: np.ndarray | None
     ) -> tuple[int, Completion]:
         del self._requests[str(request.id)]
+        self._held.pop(str(request.id), None)
         logprobs, raw = self._logprobs(request, 0)
         self._count(request.prompt_ids, request.token_ids, request.cached)
         reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -308,6 +344,12 @@ class VllmEngine(EngineFrontEnd):
         columns = 1 + self.raw_column
         made = np.frombuffer(request.logprobs[4 * columns * begin :], np.float32).reshape(-1, columns).T.copy()
         return made[0], made[1] if self.raw_column else raw_of_stock(request.sampling, made[0])
+
+
+def _slots_of(ids: list[str], requests: dict[str, _Request], adapters: EngineAdapters) -> np.ndarray | None:
+    """[S] int64 the adapters' slots of a step's requests; None where none names one. One that has ended has none."""
+    named = [None if (request := requests.get(id)) is None else request.adapter for id in ids]
+    return adapters.slots_of(named) if any(each is not None for each in named) else None
 
 
 class _Life:

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
 from rlloop.models import RoutingRecord
+from rlloop.models.logits_processing import on_device
 from rlloop.models.parameters import ParameterStore
+from rlloop.numerics.layout import AdapterSlots
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.vllm.attention import GpuStore, PagedStore, PagedStores, StepMetadata
 from rlloop.rollout.vllm.gpu_graphs import StepGraphs
@@ -47,7 +50,9 @@ class RlloopForCausalLM(nn.Module):
         self._most = vllm_config.scheduler_config.max_num_seqs
         self.choices: ChoiceStore | None = None  # where each token's choices go; the worker sets it
         self.rows: Callable[[], Rows]  # what this step's requests ask for; the worker sets it, too
+        self.slots: Callable[[], np.ndarray | None] | None = None  # its requests' adapters; an engine here sets it
         self.step: StepMetadata | None = None  # the last
+        self._of_requests: AdapterSlots | None = None  # in it
         self.replayed: Replayed | None = None  # what a graph made of it, if one did
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -58,20 +63,27 @@ class RlloopForCausalLM(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, *unused: Any, **also_unused: Any) -> Tensor | Replayed:
         """Last hidden states. [T] -> [T, D]"""
         steps = get_forward_context().attn_metadata
-        self.step = self.replayed = None
+        self.step = self.replayed = self._of_requests = None
         if steps is None:  # a trial run, to see how much memory is left
             return self.embed_input_ids(input_ids)
         assert isinstance(steps, dict)
         step = steps[self._any_store]
         assert isinstance(step, StepMetadata)
         self.step, count = step, step.count
-        if input_ids.is_cuda and step.decodes:
+        slots = None if self.slots is None else self.slots()
+        if input_ids.is_cuda and step.decodes and slots is None:
             replayed = self.replayed = self._graphs().replay(input_ids[:count], positions[:count], step, self.rows())
             return replayed
         cache = PagedStores(self.stores, step.slots)
         routes = None if self.choices is None else RoutingRecord()
         tokens, positions = input_ids[:count].long().clamp(min=0), positions[:count].long()  # -1: none was drawn
-        hidden = self.policy.hidden(tokens, positions, step.layout, cache, routes=routes)
+        of_tokens = None
+        if slots is not None:  # a GPU's decode steps with adapters by request are in no graph
+            on = on_device(slots, self.policy.device)
+            counts = step.layout.query_start.diff()
+            self._of_requests = self.policy.adapters.rows(on)
+            of_tokens = self.policy.adapters.rows(on.repeat_interleave(counts, output_size=count))
+        hidden = self.policy.hidden(tokens, positions, step.layout, cache, routes=routes, adapters=of_tokens)
         if self.choices is not None and routes is not None:
             self.choices.write(step.slots, routes)
         return hidden if count == len(input_ids) else nn.functional.pad(hidden, (0, 0, 0, len(input_ids) - count))
@@ -84,7 +96,7 @@ class RlloopForCausalLM(nn.Module):
         """[N, D] -> [N, V] float32"""
         if isinstance(hidden_states, Replayed):
             return hidden_states.logits
-        return self.policy.output.whole(self.policy.logits(hidden_states))
+        return self.policy.output.whole(self.policy.logits(hidden_states, self._of_requests))
 
     def load_weights(self, weights: Any) -> set[str]:
         """In place, by Hugging Face name; every name must be a live parameter's."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError, SyncError
+from rlloop.models.adapter_weights import AdapterWeights
 from rlloop.models.architecture import LatentConfig
 from rlloop.models.checkpoint_names import HEAD
+from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.vllm import names, versions
 from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.rollout.vllm.weights import Part, plain
@@ -32,6 +35,13 @@ class StockVllmEngine(VllmEngine):
 
     raw_column = False
     formats: ClassVar = {"load_format": names.STOCK_FORMAT}
+
+    def read_adapter(self, folder: str | Path) -> AdapterWeights:
+        """Raises `ConfigError`: vLLM's own model has no adapters of rlloop's."""
+        raise ConfigError(f"{folder} is an adapter, and only rlloop's own model has adapters; use the engine vllm")
+
+    def _check_adapter(self, adapter: str | None) -> None:
+        EngineFrontEnd._check_adapter(self, adapter)
 
     def live_parts(self) -> dict[str, Part]:
         """vLLM's live weights by Hugging Face name; where all are views, `rlloop.sync.live.LiveTarget` takes them."""

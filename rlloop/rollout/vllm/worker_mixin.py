@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed import parallel_state
 
@@ -52,6 +54,12 @@ class WorkerMixin:
         assert isinstance(model, RlloopForCausalLM), "vLLM's own model has no views"
         model.policy = self.model_runner.sampler.policy = policy
         model.graphs = None
+
+    def adapt(self, slots_of: Callable[[list[str]], np.ndarray | None]) -> None:
+        """`slots_of`: the adapters' slots of requests by id, of an engine in this process."""
+        model = self.model_runner.get_model()
+        assert isinstance(model, RlloopForCausalLM)
+        model.slots = lambda: slots_of(self.model_runner.input_batch.req_ids)
 
     def choices(self, asked: list[tuple[str, int]]) -> list[Choices]:
         """Discrete choices for the first tokens of requests (id, count)."""

@@ -1,4 +1,5 @@
-"""`rlloop serve engine --layout tp=2`: one engine over two processes, which follows a store as one process would."""
+"""`rlloop serve engine --layout tp=2`: one engine over two processes, which follows a store as one process would,
+and whose requests name adapters."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlloop import Engine, SamplingParams
+from rlloop import Engine, SamplingParams, load_adapter
 from rlloop.cli.serve_ranks import layout_of
 from rlloop.errors import ConfigError
 from rlloop.models import load_model
@@ -17,6 +18,7 @@ from rlloop.sync.manifest import new_key
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import FolderStore
 from rlloop.types import Completion
+from tests.support.adapters import adapter_folder
 from tests.support.fleet_run import TOKEN, Server
 from tests.support.tiny_run import make_model
 
@@ -37,9 +39,11 @@ def test_two_processes_serve_one_engine_and_follow_a_store(tmp_path: Path) -> No
     make_model(tmp_path)
     private = new_key(tmp_path / "key")
     model, publisher = load_model(tmp_path / "model"), Publisher(FolderStore(tmp_path / "weights"), private, "run")
+    load_adapter(model, adapter_folder(tmp_path / "poet", model, 1, targets=("all-linear", "lm_head")), "poet")
+    named = ["poet", None, "poet"]
     server = Server(
         tmp_path, "engine", "--model", "model", "--layout", "tp=2", "--threads", "1", "--store", "weights",
-        "--public-key", "key.pub", "--interval", "0.2",
+        "--public-key", "key.pub", "--interval", "0.2", "--adapter", "poet=poet",
     )  # fmt: skip
     try:
         with RemoteEngine(server.url, token=TOKEN, timeout=60) as remote:
@@ -53,6 +57,8 @@ def test_two_processes_serve_one_engine_and_follow_a_store(tmp_path: Path) -> No
                 expected = bits(Engine(model).generate(PROMPTS, SAMPLING))
                 assert bits(remote.generate(PROMPTS, SAMPLING)) == expected
                 assert bits(remote.generate(PROMPTS[1:], SAMPLING[1:])) == expected[1:]  # from the prefix cache
+                adapted = bits(Engine(model).generate(PROMPTS, SAMPLING, adapters=named))
+                assert bits(remote.generate(PROMPTS, SAMPLING, adapters=named)) == adapted != expected
     finally:
         server.kill()
 
