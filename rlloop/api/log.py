@@ -16,6 +16,7 @@ import shutil
 import struct
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -150,6 +151,7 @@ class Committer:
             SimpleQueue()
         )
         self.commits = 0
+        self.later = set[CommandLog]()  # with records that wait for their next commit
         self._thread = threading.Thread(target=self._run, name="command log", daemon=True)
         self._thread.start()
 
@@ -168,6 +170,9 @@ class Committer:
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
+        for log in self.later:
+            with suppress(OSError):
+                log.flush()
 
     def _run(self) -> None:
         ends = False
@@ -194,6 +199,7 @@ class Committer:
     def _write(self, batch: dict[CommandLog, list[tuple[Record, Future[None]]]]) -> None:
         for log, pairs in batch.items():
             error: BaseException | None = None
+            self.later.discard(log)
             try:
                 log.write([record for record, _ in pairs])
             except Exception as problem:
@@ -222,6 +228,7 @@ class CommandLog:
     def __init__(self, folder: Path, committer: Committer) -> None:
         """Opens the log, or begins one. Raises `RunError` for a damaged one."""
         self.folder, self._committer = folder, committer
+        self._later = deque[Record]()
         folder.mkdir(parents=True, exist_ok=True)
         paths = segments(folder)
         if paths:
@@ -238,9 +245,20 @@ class CommandLog:
     def append(self, record: Record) -> Future[None]:
         return self._committer.append(self, record)
 
+    def append_later(self, record: Record) -> None:
+        """Have the next commit, or the end, write a record that nobody waits for; a crash before may lose it."""
+        self._later.append(record)
+        self._committer.later.add(self)
+
+    def flush(self) -> None:
+        """Called by the committer: write what waits for the next commit."""
+        if self._later:
+            self.write([])
+
     def write(self, records: Sequence[Record]) -> None:
         """Called by the committer. A frame that could not be written whole is taken back."""
-        frame = _framed(records)
+        later = [self._later.popleft() for _ in range(len(self._later))]
+        frame = _framed([*later, *records])
         before = os.fstat(self._file).st_size
         try:
             written = 0
@@ -283,6 +301,7 @@ class CommandLog:
         return os.fstat(self._file).st_size
 
     def _rotate(self, first: int, carried: Sequence[Record], keep_bytes: int) -> None:
+        self.flush()  # what is of commands before the new segment
         state = self.folder / f"{first:06d}"
         new = state.with_suffix(".new")
         for path in new.rglob("*"):
@@ -333,7 +352,12 @@ class CommandLog:
 
     def close(self) -> None:
         """To be called when nothing more is appended."""
-        self._committer.between(lambda: os.close(self._file)).result()
+
+        def work() -> None:
+            self.flush()
+            os.close(self._file)
+
+        self._committer.between(work).result()
 
 
 def _framed(records: Sequence[Record]) -> bytes:

@@ -289,7 +289,7 @@ class Trained:
             if service.info(self.model_id).is_lora:
                 digest = service.weights_digest(self.model_id)
                 digest.add_done_callback(
-                    lambda done: None if done.exception() else self.log.append(Weights(seq_id, done.result()))
+                    lambda done: None if done.exception() else self.log.append_later(Weights(seq_id, done.result()))
                 )
 
     async def _write_state(

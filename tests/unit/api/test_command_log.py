@@ -46,6 +46,21 @@ def test_a_record_is_in_the_file_once_its_future_is_done(tmp_path, committer):
     assert CommandLog(copy, committer).replay.commands == [command(0, b"first")]
 
 
+def test_a_record_that_can_wait_is_written_with_the_next_or_at_the_end(tmp_path):
+    committer = Committer()
+    log = CommandLog(tmp_path, committer)
+    appended(log, command(0))
+    before = committer.commits
+    log.append_later(Weights(0, b"first"))
+    assert read_segment(segments(tmp_path)[0]).digests == {}
+    appended(log, command(1))
+    assert read_segment(segments(tmp_path)[0]).digests == {0: b"first"}
+    assert committer.commits == before + 1
+    log.append_later(Weights(1, b"last"))
+    committer.close()
+    assert read_segment(segments(tmp_path)[0]).digests == {0: b"first", 1: b"last"}
+
+
 @pytest.mark.parametrize("cut", [1, 5, 9, 20])
 def test_a_torn_tail_is_dropped_and_the_log_goes_on(tmp_path, committer, cut):
     log = CommandLog(tmp_path, committer)
