@@ -68,6 +68,8 @@ def test_a_harness_that_needs_a_container_is_refused_before_anything_starts(plac
     assert "needs a container" in capsys.readouterr().err
     assert train("task.name=nothing_here") == 2
     assert "verifiers cannot load it" in capsys.readouterr().err
+    assert train("task.name=talk_twice", "rollout.partial.prompts=1", "algorithm.anchor=rollout") == 2
+    assert "has no environment of rlloop's" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(find_spec("openenv") is None, reason="needs openenv")
