@@ -1,5 +1,8 @@
 """Conversations with slow tools: the engine's busy time by the time in which some conversation waited for it.
 
+`busy_share` is of wall time, in which the driving thread also waits: for environments, for Python's lock, for a core.
+`busy_share_cpu` is of that thread's processor time, which other processes do not stretch.
+
     python benchmarks/conversations.py [CONVERSATIONS] [TURNS]
     python benchmarks/conversations.py run [STEPS]
 
@@ -41,21 +44,32 @@ class Watched(SteppedTurns):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self.busy = self.could = 0.0
-        self._since: float | None = None
+        self.busy, self.could = np.zeros(2), np.zeros(2)  # seconds: wall, processor
+        self._since: np.ndarray | None = None
 
     def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Any:
         if self._since is None:
-            self._since = time.perf_counter()
+            self._since = now()
         return super().submit(prompt_ids, sampling)
 
     def work(self) -> None:
-        began = time.perf_counter()
+        began = now()
         super().work()
-        now = time.perf_counter()
-        self.busy += now - began
+        ended = now()
+        self.busy += ended - began
         if not self.has_work and self._since is not None:
-            self.could, self._since = self.could + now - self._since, None
+            self.could, self._since = self.could + ended - self._since, None
+
+
+def now() -> np.ndarray:
+    """Seconds of the wall clock and of this thread's processor time."""
+    return np.array([time.perf_counter(), time.thread_time()])
+
+
+def shares(engines: list[Watched]) -> dict[str, float]:
+    busy, could = (sum(getattr(each, name) for each in engines) for name in ("busy", "could"))
+    wall, processor = busy / could
+    return {"busy_share": round(float(wall), 3), "busy_share_cpu": round(float(processor), 3)}
 
 
 def tool_seconds(conversation: int, turn: int) -> float:
@@ -100,9 +114,9 @@ def main(count: int = 64, turns: int = 3) -> dict[str, float]:
     return {
         "conversations": count,
         "seconds": round(seconds, 2),
-        "engine_busy": round(found.busy, 2),
-        "engine_could_be_busy": round(found.could, 2),
-        "busy_share": round(found.busy / found.could, 4),
+        "engine_busy": round(float(found.busy[0]), 2),
+        "engine_could_be_busy": round(float(found.could[0]), 2),
+        **shares(made),
         "slowest_conversation_tools": round(max(map(sum, waits)), 2),
         "rounds_tools": round(float(np.max(waits, axis=0).sum()), 2),
     }
@@ -144,15 +158,16 @@ def train(steps: int = 12) -> dict[str, dict[str, float]]:
         made.clear()
         folder = Path(tempfile.mkdtemp()) / "run"
         partial = [f"rollout.partial.prompts={prompts}", "rollout.partial.max_version_lag=4"]
-        given = ["train", "--config-name", "guess", target, *sizes, *rest, *partial, f"run.dir={folder}"]
+        where = [f"model.path={_model()}", f"run.dir={folder}"]
+        given = ["train", "--config-name", "guess", target, *where, *sizes, *rest, *partial]
         assert command(given) == 0
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][3:]
         engines = made[1:][2:steps]  # the first is an evaluation's
         rollout = sum(record["time/rollout"] for record in records)
         found[name] = {
             "seconds_of_a_step": round(rollout / len(records), 2),
-            "busy_of_rollout": round(sum(each.busy for each in engines) / rollout, 3),
-            "busy_share": round(sum(each.busy for each in engines) / sum(each.could for each in engines), 3),
+            "busy_of_rollout": round(sum(float(each.busy[0]) for each in engines) / rollout, 3),
+            **shares(engines),
             "tokens_per_s": round(sum(record["parity/tokens"] for record in records) / rollout, 1),
             "tokens_different": sum(record["parity/tokens_different"] for record in records),
             "version_lag": round(float(np.mean([record["rollout/version_lag"] for record in records])), 2),

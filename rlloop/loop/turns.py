@@ -53,8 +53,10 @@ class SteppedBatchEngine(Engine, SteppedEngine, Protocol):
 
 
 class SteppedTurns:
-    """A prompt joins the batch at the engine's next step. The wait before a step is at most a twentieth of the last one,
-    so that it cannot cost more than that of the engine's time."""
+    """A prompt joins the batch at the engine's next step.
+
+    The wait before a step is at most a twentieth of the last one, so that it costs no more of the engine's time.
+    """
 
     def __init__(self, engine: SteppedBatchEngine) -> None:
         assert not engine.has_work, "another caller's requests are in flight"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -133,7 +134,14 @@ class AdapterSlots:
     ) -> None:
         """`factors`, or what makes them, by the id of the weight. `slots` [T] int64; None: all have
         the first slot."""
-        self._factors, self._slots = factors, slots
+        self._factors, self._slots, self._kept = factors, slots, dict[tuple[Any, ...], Any]()
+
+    def kept(self, make: Callable[[torch.Tensor], Any], *key: Any) -> Any:
+        """`make(slots)`, made once for a key: rows of a forward are sorted once for all of its products."""
+        assert self._slots is not None
+        if key not in self._kept:
+            self._kept[key] = make(self._slots)
+        return self._kept[key]
 
     @property
     def uniform(self) -> bool:

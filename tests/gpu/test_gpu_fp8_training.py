@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlloop import Engine, load_model, token_logprobs
+from rlloop import Engine, SamplingParams, load_model, token_logprobs
 from rlloop.algorithms import get_loss
 from rlloop.config.run import TrainerConfig
-from rlloop.models import save_model
+from rlloop.models import new_model, save_model
 from rlloop.numerics import fp8
 from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.kernels import kernels_for
@@ -147,12 +147,10 @@ def test_engine_and_trainer_have_the_same_bits_through_updates(tmp_path, family,
 
 
 def test_a_model_moves_to_the_device():
-    from rlloop.models import new_model
-
     config = {**SIZES, "model_type": "qwen3", **DENSE}
     moved = new_model(config, seed=0, dtype="bfloat16", quantize="fp8").to("cuda")
-    weight = moved.model.layers[0].self_attn.q_proj.weight
+    weight = moved.get_parameter("model.layers.0.self_attn.q_proj.weight")
     assert isinstance(weight, Fp8Weight)
     assert weight.codes.is_cuda
     assert weight.requires_grad
-    assert Engine(moved).generate([[3, 4]])
+    assert Engine(moved).generate([[3, 4]], SamplingParams(max_tokens=4, seed=0))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.fp8 import Fp8Weight
-from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.layout import AdapterSlots, AttentionLayout, Factors
 from rlloop.numerics.packed import PackedWeight
 
 
@@ -205,6 +205,13 @@ class Kernels(Protocol):
         ...
 
     # Whole operations with gradients of their own, or None: operators make them of the functions above.
+
+    @property
+    def adapted_rows(
+        self,
+    ) -> Callable[[Tensor, Tensor, Tensor | None, torch.dtype, Factors, AdapterSlots], Tensor] | None:
+        """`operators.adapted_linear` of rows with slots of their own, in forwards without a gradient."""
+        ...
 
     @property
     def gated_experts(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:

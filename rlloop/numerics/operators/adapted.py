@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.kernels.terms import Products, terms_gradients
 from rlloop.numerics.layout import AdapterSlots, Factors, offsets_of
 from rlloop.numerics.operators.elementwise import silu_mul
@@ -97,6 +98,9 @@ def adapted_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors, which: AdapterSlots, dtype: torch.dtype
 ) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, with each row's adapter."""
+    rows = None if which.uniform or torch.is_grad_enabled() else kernels_for(x.device).adapted_rows
+    if rows is not None:
+        return rows(x, weight, bias, dtype, factors, which)
     z = reduced(x, factors.down, which)
     return linear_with_terms(x, weight, bias, dtype, z, factors.up, True, which.slots(x), factors.ranks)
 

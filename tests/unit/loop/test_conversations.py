@@ -7,6 +7,7 @@ import threading
 import time
 from _thread import interrupt_main
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 from rlloop.loop.conversations import Conversations
 from rlloop.loop.environments import Reply
-from rlloop.loop.turns import CALLS, GeneratedTurns, OverlappedTurns, SteppedTurns, turns_of
+from rlloop.loop.turns import CALLS, LINGER, GeneratedTurns, OverlappedTurns, SteppedTurns, turns_of
 from rlloop.parity.asked import Vocabulary
 from rlloop.rollout import Engine
 from rlloop.rollout.engine.service import EngineService
@@ -208,6 +209,16 @@ def test_a_turn_joins_the_batch_while_others_are_being_sampled():
     assert quick.completion.turns is not None
     assert len(quick.completion.turns) == 3
     assert slow.broken is quick.broken is None
+
+
+@pytest.mark.parametrize(("seconds", "linger"), [(0.004, 0.0002), (1.0, LINGER)])
+def test_the_wait_before_a_step_is_a_small_share_of_the_last_one(seconds, linger, monkeypatch):
+    clock = SimpleNamespace(monotonic=iter([10.0, 10.0 + seconds]).__next__)
+    monkeypatch.setattr("rlloop.loop.turns.time", clock)
+    turns = SteppedTurns(SimpleNamespace(has_work=False, step=list))  # pyright: ignore[reportArgumentType]
+    assert turns.linger == 0.0
+    turns.work()
+    assert turns.linger == pytest.approx(linger)
 
 
 class Elsewhere(FakeEngine):

@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlloop import Engine, SamplingParams, load_model, token_logprobs
 from rlloop.algorithms import get_loss
 from rlloop.config.run import TrainerConfig
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, ModelError
 from rlloop.models import new_model, read_state, save_model
 from rlloop.models.fp8 import quantised_names
+from rlloop.models.fp8_files import save_fp8
 from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
@@ -126,6 +128,22 @@ def test_a_saved_model_has_the_weights_that_it_computes_with(tmp_path):
     (plain,) = token_logprobs(load_model(tmp_path / "saved", dtype="bfloat16"), pairs)
     assert 0 < (ours - plain).abs().max() < 0.5  # inputs are rounded in one of them
     assert model.fingerprint() == {**load_model(tmp_path / "saved", dtype="bfloat16").fingerprint(), "quantize": "fp8"}
+
+
+@pytest.mark.parametrize("kind", ["experts", "latent"])
+def test_a_folder_for_other_engines_has_the_very_bytes(tmp_path, kind):
+    model = load_model(folder_of(tmp_path / "base", MODELS[kind]), dtype="bfloat16", quantize="fp8")
+    save_fp8(model, tmp_path / "saved")
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    live = {name: each for name, each in named_weights(model).items() if name in stored}
+    assert sum(each.dtype == torch.float8_e4m3fn for each in stored.values()) > 10
+    assert all(torch.equal(stored[name].view(torch.uint8), each.view(torch.uint8)) for name, each in live.items())
+    packed = dict(load_model(tmp_path / "saved", dtype="bfloat16").named_parameters())
+    for name, each in model.named_parameters():
+        if isinstance(each, Fp8Weight):
+            assert torch.equal(packed[name].dequantised(), each.dequantised()), name
+    with pytest.raises(ModelError, match="no weights in 8 bits"):
+        save_fp8(load_model(tmp_path / "base"), tmp_path / "other")
 
 
 def test_what_cannot_be_quantised_is_refused_by_name(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 
 from rlloop.errors import ConfigError
 from rlloop.rewards import CodeReward, HttpReward, MathReward, Weighted
-from rlloop.rewards.event_loop import OnThisLoop
+from rlloop.rewards.event_loop import POLL, EventLoop, OnThisLoop
 from rlloop.rewards.runner import HOPELESS, RewardFailure, RewardRunner
 from rlloop.types import Example, RewardResult
 from tests.support.rewards_gone_wild import RAISED, released, requests, wild
@@ -50,6 +50,16 @@ def test_outcomes_are_explicit_and_in_order(reward):
     assert kinds == [0.25, "error", "timeout", "invalid", "invalid", "invalid", 0.25]
     assert "RuntimeError: no such luck" in outcomes[1].message
     assert "'std', which is a metric's name" in outcomes[5].message
+
+
+def test_the_loop_is_asked_whether_it_answers_ten_times_a_second_at_most(monkeypatch):
+    asked, loop = [], EventLoop()
+    monkeypatch.setattr(loop, "_ask", lambda: asked.append(EventLoop._ask(loop)))
+    began = time.monotonic()
+    while time.monotonic() < began + 0.15:  # an engine's step in between takes a millisecond
+        loop.check(patience=5.0)
+    assert len(asked) <= (time.monotonic() - began) / POLL
+    loop.stop()
 
 
 def test_a_reward_that_always_hangs_is_given_up_before_the_batch_has_taken_hours():

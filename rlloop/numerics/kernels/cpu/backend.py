@@ -47,13 +47,14 @@ from rlloop.numerics.kernels.cpu.products import (
 )
 from rlloop.numerics.kernels.cpu.recurrence import causal_conv, recurrent_gates, scan, scan_backward
 
-gated_experts = fp8_gated_experts = head_linear = dequantised = None
+gated_experts = fp8_gated_experts = head_linear = dequantised = adapted_rows = None
 READS_PACKED = frozenset({"grouped_linear", "adapted_grouped_linear", "grouped_rows_gradient"})
 
 __all__ = [
     "READS_PACKED",
     "adapted_grouped_linear",
     "adapted_linear",
+    "adapted_rows",
     "attention",
     "attention_backward",
     "causal_conv",

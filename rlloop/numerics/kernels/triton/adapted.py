@@ -3,6 +3,8 @@
 The product leaves its float32 sums, by whichever kernel suits its shape, and one more kernel continues them: z B' a
 further 16 terms of K at a time, for each of a tile's adapters in turn. Rows of another adapter get zeros there, which
 leave a sum as it is, so a row's bits do not depend on its neighbours. Its tiles are one constant shape.
+
+Where nothing has a gradient, rows are sorted by adapter once a forward (`adapted_rows`): a tile has one adapter then.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from rlloop.numerics.kernels.triton import grouped
 from rlloop.numerics.kernels.triton import linear as products
 from rlloop.numerics.kernels.triton.launch import aligned
 from rlloop.numerics.kernels.triton.packed import sums
+from rlloop.numerics.kernels.triton.sorting import sorted_by_group
+from rlloop.numerics.layout import AdapterSlots, Factors
 
 ROWS, OUTPUTS, TERMS = 64, 64, 16
 
@@ -67,6 +71,55 @@ def continued(
         _continue[grid](
             made, z, up, slots.contiguous(), ranks, made if bias is None else aligned(bias), out, rows, outputs,
             z.shape[1], up_slot, up_output, up_term, ROWS=ROWS, OUTPUTS=OUTPUTS, TERMS=TERMS,
+            HAS_BIAS=bias is not None, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def _continue_sorted(
+    sums, z, up, order, offsets, table, ranks, bias, out, tasks, outputs, width, up_slot, up_output, up_term,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, TERMS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """As `_continue`, a tile's rows being of one slot: those from the table's row on in the order."""
+    tile, output = tl.program_id(0) % tasks, tl.program_id(0) // tasks * OUTPUTS + tl.arange(0, OUTPUTS)
+    slot, begin = tl.load(table + tile * 2), tl.load(table + tile * 2 + 1)
+    if slot >= 0:
+        row = begin + tl.arange(0, ROWS)
+        valid = row < tl.load(offsets + slot + 1)
+        row = tl.load(order + row, valid, 0).to(tl.int64)
+        inside = valid[:, None] & (output < outputs)[None, :]
+        at = row[:, None] * outputs + output[None, :]
+        total = tl.load(sums + at, inside, 0.0)
+        matrix = up + slot.to(tl.int64) * up_slot
+        for first in range(0, tl.load(ranks + slot).to(tl.int32), TERMS):
+            k = first + tl.arange(0, TERMS)
+            zs = tl.load(z + row[:, None] * width + k[None, :], valid[:, None] & (k < width)[None, :], 0.0)
+            us = tl.load(
+                matrix + output.to(tl.int64)[None, :] * up_output + k.to(tl.int64)[:, None] * up_term,
+                (output < outputs)[None, :] & (k < width)[:, None], 0.0,
+            )  # fmt: skip
+            total = tl.dot(zs, us, total, input_precision="ieee")
+        if HAS_BIAS:
+            total += tl.load(bias + output, output < outputs, 0.0).to(tl.float32)[None, :]
+        tl.store(out + at, total.to(out.dtype.element_ty), inside)
+
+
+def adapted_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, factors: Factors, which: AdapterSlots
+) -> Tensor:
+    """x [T, K] times weight [N, K], each row with its slot's adapter -> [T, N] in `dtype`; for forwards alone."""
+    order, groups = which.kept(
+        lambda slots: sorted_by_group(slots, len(factors.ranks), x.dtype), len(factors.ranks), x.dtype
+    )
+    z = grouped.product(x, factors.down, groups, len(x), order=order, gather=1, scatter=True)
+    made = sums(x, weight, True, None, torch.float32)
+    out = made if dtype == torch.float32 else made.new_empty(made.shape, dtype=dtype)
+    if out.numel():
+        tasks, outputs, up = len(groups.table), made.shape[1], factors.up.to(z.dtype)
+        _continue_sorted[(tasks * triton.cdiv(outputs, OUTPUTS),)](
+            made, z, up, order, groups.offsets, groups.table, factors.ranks, made if bias is None else aligned(bias),
+            out, tasks, outputs, z.shape[1], *up.stride(), ROWS=groups.height.rows, OUTPUTS=OUTPUTS, TERMS=TERMS,
             HAS_BIAS=bias is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
     return out

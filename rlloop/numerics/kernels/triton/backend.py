@@ -13,7 +13,7 @@ from rlloop.numerics.kernels.triton import attention as dense
 from rlloop.numerics.kernels.triton import attention_backward as dense_backward
 from rlloop.numerics.kernels.triton import linear as products
 from rlloop.numerics.kernels.triton import sparse
-from rlloop.numerics.kernels.triton.adapted import adapted_grouped_linear, adapted_linear, grouped_linear
+from rlloop.numerics.kernels.triton.adapted import adapted_grouped_linear, adapted_linear, adapted_rows, grouped_linear
 from rlloop.numerics.kernels.triton.elementwise import (
     layer_norm,
     rms_norm,
@@ -48,6 +48,7 @@ __all__ = [
     "READS_PACKED",
     "adapted_grouped_linear",
     "adapted_linear",
+    "adapted_rows",
     "attention",
     "attention_backward",
     "combine",
