@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ pytestmark = [  # processes of Ray's own, which it ends by itself
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-SETTINGS = {"leaf_tokens": 64}
+SETTINGS: dict[str, Any] = {"leaf_tokens": 64}
 
 
 @pytest.fixture(scope="module")
