@@ -105,7 +105,9 @@ def measure(shape: str, vllm: bool, place: Path) -> list[Figure]:
                 speeds[name, rows, adapters].append(rows * NEW / (time.perf_counter() - began))
     for (name, rows, adapters), each in speeds.items():
         least, middle, most = min(each), statistics.median(each), max(each)
-        print(f"{shape} {name}, {rows} rows, {adapters} adapters: {least:,.0f} {middle:,.0f} {most:,.0f}", file=sys.stderr)
+        print(
+            f"{shape} {name}, {rows} rows, {adapters} adapters: {least:,.0f} {middle:,.0f} {most:,.0f}", file=sys.stderr
+        )
     figures = []
     for rows, adapters in kinds:
         own, name = statistics.median(speeds["rlloop", rows, adapters]), f"{shape}, {rows} rows, {adapters} adapters"

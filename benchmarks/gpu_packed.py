@@ -171,7 +171,10 @@ def main() -> None:
             print(f"packed model loaded in {time.perf_counter() - began:.1f} s", file=sys.stderr)
             return model
 
-        models = {"packed": with_lora(packed(folder), section, 0), "bfloat16": with_lora(plain(given.layers), section, 0)}
+        models = {
+            "packed": with_lora(packed(folder), section, 0),
+            "bfloat16": with_lora(plain(given.layers), section, 0),
+        }
         figures += speeds(models, [1, 8, 32, 128] if not given.tiny else [1, 2], 128 if not given.tiny else 4, batch)
         del models
     if given.memory:
@@ -181,7 +184,9 @@ def main() -> None:
                 if device == "cuda":
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
-                made = packed(packed_folder(Path(place), shape, given.memory)) if kind == "packed" else plain(given.memory)
+                made = (
+                    packed(packed_folder(Path(place), shape, given.memory)) if kind == "packed" else plain(given.memory)
+                )
                 found[kind] = peak(with_lora(made, section, 0), batch)
                 del made
         figures.append(

@@ -29,6 +29,7 @@ class Context:
     base_models: tuple[str, ...]  # names under which the base may be asked for
     parity: Parity = "require"  # unless the model's metadata ask for another
     check_path: Callable[[str, str | None], str] = lambda path, token: path  # raises for a path of another client
+    client: str | None = None  # whose models share turns
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def _create_model(service: TrainingService, context: Context, command: Command, 
         model_id=context.model_id,
         parity=_parity(body.user_metadata, context),
         user_metadata=texts(body.user_metadata),
+        owner=context.client,
     )
     return Call(made, lambda _: result(type="create_model", model_id=context.model_id))
 
@@ -117,6 +119,7 @@ def _load_weights(service: TrainingService, context: Context, command: Command, 
             model_id=context.model_id,
             parity=_parity(body.user_metadata, context),
             user_metadata=texts(body.user_metadata),
+            owner=context.client,
         )
     return Call(loaded, lambda _: result(type="load_weights", path=body.path, model_id=context.model_id))
 

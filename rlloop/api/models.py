@@ -108,6 +108,7 @@ class Trained:
         arrival.durable.set_result(None)
         self._ready[seq_id] = command
         self._wake.set()
+        await asyncio.sleep(0)  # the work begins before the answer is written
         return request_id
 
     def replay(self) -> int:
@@ -142,7 +143,9 @@ class Trained:
 
     def _restore(self, state: State) -> None:
         service = self.core.service
-        made = service.create_model_from(state.path, optimizer=True, model_id=self.model_id, parity=self.context.parity)
+        made = service.create_model_from(
+            state.path, optimizer=True, model_id=self.model_id, parity=self.context.parity, owner=self.client
+        )
         made.add_done_callback(lambda done: self._created(done.exception()))
         self._restored = set(state.samplers)
         for sampler in state.samplers:

@@ -73,6 +73,7 @@ class Session:
             self.core.settings.base_models,
             "observe" if parity == "observe" else "require",
             partial(self._all.path_for, self.card.client),
+            self.card.client,
         )
         folder = self.folder / "models" / str(number)
         return Trained(self.core, self.card.client, folder, context, self._sampler_made)

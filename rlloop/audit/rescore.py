@@ -87,7 +87,10 @@ class Rescored:
                     adapter, base = folder, self.weights.get(0)
                 if base is None:
                     raise ValueError("it is an adapter, and its base is not here")
-                model = load_model(base, dtype=config.model.dtype, device=config.device, profile=profile)
+                model = load_model(
+                    base, dtype=config.model.dtype, device=config.device, profile=profile,
+                    quantize=config.model.quantize,
+                )  # fmt: skip
                 if adapter is not None:
                     model = with_stored_adapter(model, adapter)
             except (RlloopError, OSError, ValueError) as error:

@@ -81,6 +81,10 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     store = None if source is None else source.open()
     layout = layout_of(given.layout)
     lora, adapters = _followed_adapter(given, layout), _named_adapters(given, layout)
+    if given.quantize != "none" and (given.engine is not EngineKind.embedded or layout.world_size > 1 or lora):
+        raise ConfigError(
+            "--quantize is for --engine embedded on one rank; leave --engine, --layout and --lora-rank out"
+        )
     if not (given.model / "config.json").is_file():
         raise ConfigError(f"--model {given.model} has no config.json; it must be a Hugging Face checkpoint folder")
 
@@ -102,7 +106,7 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
             raise ConfigError(f"--layout is for --engine embedded; vLLM has ranks of its own, not {given.layout}")
         engine, model = stack.enter_context(engine_over(layout, given))
     else:
-        model = load_model(given.model, dtype=given.dtype, device=given.device)
+        model = load_model(given.model, dtype=given.dtype, device=given.device, quantize=given.quantize)
         model = model if lora is None else with_lora(model, lora, seed=0)
         if given.engine is EngineKind.embedded:
             room = {"adapter_slots": given.adapter_slots, "adapter_rank": given.adapter_rank}

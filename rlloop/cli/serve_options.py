@@ -111,6 +111,9 @@ def _listen_options(options: argparse.ArgumentParser) -> None:
 def _engine_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--model", type=Path, required=True, help="Hugging Face folder with weights and tokenizer")
     options.add_argument("--dtype", default="float32", help="dtype of the model; must be the trainer's model.dtype")
+    options.add_argument(
+        "--quantize", choices=["none", "fp8"], default="none", help="the trainer's model.quantize; default: none"
+    )
     options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     options.add_argument("--threads", type=int, help="CPU threads; default: all")
     options.add_argument(

@@ -87,6 +87,7 @@ class ModelSection:
     reference_path: str | None = None  # for losses with kl_coef > 0; None: the weights that the run starts from
     reference_swapped: bool = False  # on a GPU: keep the reference in host memory between its uses
     dtype: str = limited("float32", one_of("float32", "bfloat16", "float16"))  # of computation; masters are float32
+    quantize: str = limited("none", one_of("none", "fp8"))  # fp8: linear weights train and serve in 8 bits, by one rule
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     lora: LoraSection = field(default_factory=LoraSection)
 
@@ -254,6 +255,7 @@ class RunConfig:
         self._check_reference()
         self._check_critic()
         self._check_lora()
+        self._check_quantize()
         self._check_parity()
         self._check_fleet()
         self._check_partial()
@@ -322,6 +324,37 @@ class RunConfig:
             "trainer.expert_bias_rate", self.trainer.expert_bias_rate, self.trainer.expert_bias_rate == 0,
             f"0 {with_rank}: the base is frozen",
         )  # fmt: skip
+
+    def _check_quantize(self) -> None:
+        """Raises `ConfigError` for what cannot go with weights in 8 bits that train."""
+        if self.model.quantize == "none":
+            return
+        with_quantize = f"with model.quantize={self.model.quantize}"
+        require("model.lora.rank", self.model.lora.rank, self.model.lora.rank == 0, f"0 {with_quantize}")
+        require("model.dtype", self.model.dtype, self.model.dtype != "float16", f"bfloat16 or float32 {with_quantize}")
+        require(
+            "rollout.engine", self.rollout.engine_name, self.rollout.engine is EngineKind.embedded,
+            f"embedded {with_quantize}",
+        )  # fmt: skip
+        require("trainer.shard", self.trainer.shard, self.trainer.shard == "optimizer", f"optimizer {with_quantize}")
+        if self.rollout.drift.declared:
+            raise ConfigError(
+                f"rollout.drift changes weights or products, which {with_quantize} have one rule; drop it"
+            )
+        for key, profile in (
+            ("model.profile", self.model.profile),
+            ("rollout.profile", self.rollout.profile.over(self.model.profile)),
+        ):
+            for knob, needed in (("linear", "rlloop"), ("experts", "rlloop"), ("tp_segments", "1")):
+                require(
+                    f"{key}.{knob}",
+                    getattr(profile, knob),
+                    getattr(profile, knob) == needed,
+                    f"{needed} {with_quantize}",
+                )
+        for key, layout in zip(("trainer.layout", "rollout.layout"), self.layouts, strict=True):
+            for axis in ("tp", "pp", "ep", "cp"):
+                require(f"{key}.{axis}", getattr(layout, axis), getattr(layout, axis) == 1, f"1 {with_quantize}")
 
     def _check_fleet(self) -> None:
         if self.fleet.kind is not FleetKind.regions:

@@ -58,7 +58,9 @@ class Stored:
     def load(self, base: Path, dtype: str, device: str) -> Model:
         """The model. `base`: the one that an adapter's folder changes."""
         if not is_adapter(self.folder):
-            return load_model(self.folder, dtype=dtype, device=device)
+            config = self.config()
+            quantize = "none" if config is None else config.model.quantize
+            return load_model(self.folder, dtype=dtype, device=device, quantize=quantize)
         return with_stored_adapter(load_model(base, dtype=dtype, device=device), self.folder)
 
 

@@ -61,7 +61,10 @@ def load(config: RunConfig, source: str | Path, context: ParallelContext | None 
     Raises ConfigError where `parity.mode=require` meets a machine that fails the start-up probe.
     """
     profile = NumericsProfile(**vars(config.model.profile))
-    model = load_model(source, dtype=config.model.dtype, device=config.device, profile=profile, context=context)
+    model = load_model(
+        source, dtype=config.model.dtype, device=config.device, profile=profile, context=context,
+        quantize=config.model.quantize,
+    )  # fmt: skip
     if config.parity.mode is ParityMode.require:
         broken = probe(model.ops, model.dtype, model.device)
         if broken:
@@ -138,7 +141,9 @@ def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
             )
             return Trainer(model, config.trainer, reference=model.with_adapter(start), redraws=config.redraws)
         home = replace(model.context, device=torch.device("cpu")) if settings.reference_swapped else model.context
-        reference = load_model(source, dtype=settings.dtype, profile=model.profile, context=home)
+        reference = load_model(
+            source, dtype=settings.dtype, profile=model.profile, context=home, quantize=settings.quantize
+        )
     return Trainer(model, config.trainer, reference=reference, redraws=config.redraws)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -9,13 +10,17 @@ from typing import Protocol, runtime_checkable
 from rlloop.protocols import Engine, OverlappingEngine, SteppedEngine
 from rlloop.types import Completion, SamplingParams
 
+LINGER = 0.001  # seconds at most before a step
 CALLS = 4  # in flight at a time, of an engine whose calls overlap
 
 
 class Turns(Protocol):
     """Takes single prompts to an engine. One thread submits them, and calls `work` while there is some."""
 
-    linger: float  # seconds to wait before `work`, since something happened, for environments that are about to reply
+    @property
+    def linger(self) -> float:
+        """Seconds to wait before `work`, since something happened, for environments that are about to reply."""
+        ...
 
     def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]: ...
 
@@ -48,14 +53,14 @@ class SteppedBatchEngine(Engine, SteppedEngine, Protocol):
 
 
 class SteppedTurns:
-    """A prompt joins the batch at the engine's next step."""
-
-    linger = 0.001
+    """A prompt joins the batch at the engine's next step. The wait before a step is at most a twentieth of the last one,
+    so that it cannot cost more than that of the engine's time."""
 
     def __init__(self, engine: SteppedBatchEngine) -> None:
         assert not engine.has_work, "another caller's requests are in flight"
         self._engine = engine
         self._futures: dict[int, Future[Completion]] = {}  # by request id
+        self.linger = 0.0
 
     def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]:
         future: Future[Completion] = Future()
@@ -67,7 +72,10 @@ class SteppedTurns:
         return self._engine.has_work
 
     def work(self) -> None:
-        for request, completion in self._engine.step():
+        began = time.monotonic()
+        ended = self._engine.step()
+        self.linger = min(LINGER, (time.monotonic() - began) / 20)
+        for request, completion in ended:
             self._futures.pop(request).set_result(completion)
 
     def close(self) -> None:

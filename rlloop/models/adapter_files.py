@@ -233,8 +233,17 @@ def _joined(
 
 
 def save_adapter(model: Model, weights: AdapterWeights, folder: str | Path) -> None:
-    """Write a PEFT folder, with the digest of the base's weights. Raises `ModelError` where there is one already."""
-    folder, targets = Path(folder), model.adapter_targets()
+    """Write a PEFT folder, with the digest of the base's weights. Collective: the first rank writes, whose `weights`
+    count.
+
+    Raises `ModelError` where there is one already.
+    """
+    writes = model.context.rank == 0
+    if not writes and model.source_path is not None:
+        return  # the digest is of stored weights
+    folder, targets, digest = Path(folder), model.adapter_targets(), base_digest(model)
+    if not writes:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / WEIGHTS).exists():
         raise ModelError(f"{folder} already holds an adapter; save to another folder")
@@ -250,7 +259,7 @@ def save_adapter(model: Model, weights: AdapterWeights, folder: str | Path) -> N
         tensors[f"{PREFIX}{module}.lora_A.weight"] = down.contiguous()
         tensors[f"{PREFIX}{module}.lora_B.weight"] = up.contiguous()
     # One entry of metadata: safetensors writes several in any order, and equal adapters shall be equal files.
-    save_file(tensors, folder / WEIGHTS, metadata={BASE: base_digest(model)})
+    save_file(tensors, folder / WEIGHTS, metadata={BASE: digest})
     text = json.dumps(_written_config(model, weights, targets), indent=2, sort_keys=True)
     (folder / CONFIG).write_text(text + "\n")
 
@@ -282,7 +291,8 @@ def _written_config(model: Model, weights: AdapterWeights, targets: Mapping[str,
 
 
 def base_digest(model: Model) -> str:
-    """BLAKE3 of the base's stored tensors by name, type, shape and bytes; of live weights where it has no folder."""
+    """BLAKE3 of the base's stored tensors by name, type, shape and bytes; of live weights, which ranks gather, where it
+    has no folder."""
     if model.adapters.base_digest is not None:
         return model.adapters.base_digest
     digest = blake3(max_threads=blake3.AUTO)
@@ -293,8 +303,8 @@ def base_digest(model: Model) -> str:
         digest.update(plain.flatten().view(torch.uint8).numpy().data)
 
     if model.source_path is None:
-        store = ParameterStore(model.with_adapter(None))
-        for name, tensor in sorted(stored_state(store.tensors(), model.config.architecture).items()):
+        wholes = dict(ParameterStore(model.with_adapter(None)).wholes())
+        for name, tensor in sorted(stored_state(wholes, model.config.architecture).items()):
             add(name, tensor)
     else:
         stored = StoredWeights.open(model.source_path)

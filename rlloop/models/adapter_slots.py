@@ -99,8 +99,10 @@ class AdapterRegistry:
                 f"{self.max_rank}; raise Engine's adapter_rank"
             )
         factors = {}
-        for each, (down, up) in weights.factors.items():
-            weight = targets[each].weight
+        for each, pair in weights.factors.items():
+            if (weight := targets[each].weight) is None:
+                continue
+            down, up = targets[each].own(pair)
             pair = down.to(weight.dtype), scaled(up, weights.scales[each], weight.dtype)
             factors[each] = tuple(x.pin_memory() if weight.is_cuda else x.contiguous() for x in pair)
         self._versions[name] = version = self._versions.get(name, 0) + 1
@@ -203,8 +205,9 @@ class _Store:
 
     def _widen(self, rank: int) -> None:
         target, count, like = self.target, self._slots + 1, self.target.weight
-        a, b = target.shapes(rank)
-        one = target.factors(torch.empty(a, device="meta"), torch.empty(b, device="meta"), torch.zeros(1))
+        assert like is not None
+        a, b = target.own(tuple(torch.empty(shape, device="meta") for shape in target.shapes(rank)))  # type: ignore
+        one = target.factors(a, b, torch.zeros(1))
         down, up = (
             torch.zeros(
                 [count if at == axis else size for at, size in enumerate(each.shape)],

@@ -8,8 +8,9 @@ float32, rounded to the compute type.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from rlloop.errors import ConfigError
 from rlloop.models.experts import Experts
 from rlloop.models.layers import Linear
+from rlloop.models.stored_parameter import StoredParameter
 from rlloop.numerics.layout import Factors
 from rlloop.numerics.profile import NumericsProfile
-from rlloop.parallel.layout import Layout
+from rlloop.parallel.division import Division
 
 ALL, EXPERTS, HEAD = "all-linear", "experts", "lm_head"
 A, B = "lora_A", "lora_B"
@@ -28,21 +30,35 @@ MOST_NAMES = 5  # in messages
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A weight that adapters can adapt: a matrix [N, K], or one for each expert."""
+    """A weight that adapters can adapt: a matrix [N, K], or one for each expert. Counts are the whole weight's.
+
+    Over ranks, B is cut as the weight's rows are, and A is whole on each; of experts each rank has both of its own.
+    """
 
     name: str  # of the module, or of the experts' parameter: model.layers.0.mlp.experts.gate_up_proj
-    weight: Tensor
+    weight: Tensor | None  # as this rank holds it; None: another stage of the pipeline has it
     inputs: int
     outputs: int
     experts: int | None = None
     transposed: bool = False  # the weight is stored [K, N]
     heads: int | None = None  # whose rows are multiplied apart: kv_b_proj of absorbed latent attention
+    division: Division | None = None  # of the outputs (or experts, or heads) over ranks
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of A and B: [r, K] and [N, r], with a first dimension of experts; B by head [H, N / H, r]."""
         groups = () if self.experts is None else (self.experts,)
         outputs = (self.outputs,) if self.heads is None else (self.heads, self.outputs // self.heads)
         return (*groups, rank, self.inputs), (*groups, *outputs, rank)
+
+    @property
+    def divisions(self) -> tuple[Division | None, Division | None]:
+        """How ranks divide the first dimension of A and of B."""
+        return None if self.experts is None else self.division, self.division
+
+    def own(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """This rank's parts of A and B."""
+        down, up = (x if cut is None else cut.take(x, 0) for x, cut in zip(pair, self.divisions, strict=True))
+        return down, up
 
     def factors(self, down: Tensor, up: Tensor, ranks: Tensor) -> Factors:
         """Those of one adapter as those of one slot."""
@@ -53,20 +69,31 @@ class Target:
         )
 
 
-def find_targets(model: nn.Module, head: Tensor, heads: int | None) -> dict[str, Target]:
-    """The targets of a model by name. `head`: its output projection; `heads`: of latent attention, else None."""
+def find_targets(
+    model: nn.Module, head: Tensor | None, vocabulary: Division | None, heads: int | None
+) -> dict[str, Target]:
+    """The targets of a model by name, those that this rank has. `head`: its output projection or the parameter that has
+    it, of which ranks have parts (`vocabulary`); None: another rank's. `heads`: of latent attention, else None."""
     found: list[Target] = []
     for name, module in model.named_modules():
         if isinstance(module, Linear) and ".indexer." not in name:
-            outputs, inputs = module.weight.shape
-            found.append(Target(name, module.weight, inputs, outputs, heads=heads if "kv_b_proj" in name else None))
+            (held, inputs), division = module.weight.shape, module.rows
+            target = Target(name, module.weight, inputs, division.count if division else held, division=division)
+            if heads is not None and "kv_b_proj" in name:
+                of_heads = None if division is None else division.groups(target.outputs // heads)
+                target = replace(target, heads=heads, division=of_heads)
+            found.append(target)
         elif isinstance(module, Experts):
             for kind in ("gate_up_proj" if module.gated else "up_proj", "down_proj"):
                 weight: nn.Parameter = getattr(module, kind)
-                count, outputs, inputs = weight.shape if module.clamp is None else weight.mT.shape
-                found.append(Target(f"{name}.{kind}", weight, inputs, outputs, count, module.clamp is not None))
-    outputs, inputs = head.shape
-    found.append(Target(HEAD, head, inputs, outputs))
+                _, outputs, inputs = weight.shape if module.clamp is None else weight.mT.shape
+                swapped = module.clamp is not None
+                found.append(
+                    Target(f"{name}.{kind}", weight, inputs, outputs, module.count, swapped, division=module.division)
+                )
+    if head is not None:
+        outputs, inputs = head.shape
+        found.append(Target(HEAD, head, inputs, vocabulary.count if vocabulary else outputs, division=vocabulary))
     return {target.name: target for target in found}
 
 
@@ -95,21 +122,18 @@ def _matches(wanted: str, name: str, target: Target) -> bool:
     return wanted == name or name.endswith(f".{wanted}")
 
 
-def check_adapts(profile: NumericsProfile, layout: Layout) -> None:
-    """Raises `ConfigError` where adapters cannot be computed under this profile or layout."""
+def check_adapts(profile: NumericsProfile) -> None:
+    """Raises `ConfigError` where adapters cannot be computed under this profile."""
     if others := [op for op in ("linear", "experts", "token_logprob") if getattr(profile, op) != "rlloop"]:
         raise ConfigError(f"adapters need the profile's {', '.join(others)} to be rlloop; leave it at the default")
     for name, value, needed in (("tp_segments", profile.tp_segments, "1"), ("latent", profile.latent, "absorbed")):
         if value != needed:
             raise ConfigError(f"adapters need profile.{name}={needed}, and it is {value}")
-    for axis in ("tp", "ep", "pp"):
-        if (size := getattr(layout, axis)) > 1:
-            raise ConfigError(f"adapters need whole weights on each rank: the layout's {axis} is {size}; set it to 1")
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterWeights:
-    """The factors of one adapter: float32, on the host, B unscaled; shapes as `Target.shapes`."""
+    """The factors of one adapter, whole on every rank: float32, on the host, B unscaled; shapes as `Target.shapes`."""
 
     factors: Mapping[str, tuple[Tensor, Tensor]]  # A and B by the target's name
     scales: Mapping[str, float]  # alpha / rank, by the target's name
@@ -157,21 +181,27 @@ def fresh_weights(targets: Mapping[str, Target], rank: int, alpha: float, seed: 
 
 
 class Adapter:
-    """An adapter whose factors lie where the model is, in its type: A and B' as parameters that can train."""
+    """An adapter whose factors lie where the model is, in its type: A and B' as parameters that can train.
+
+    Each rank has the parts that go with its weights.
+    """
 
     def __init__(self, weights: AdapterWeights, targets: Mapping[str, Target], name: str = "policy") -> None:
         self.name, self.scales, self.rank, self.alpha = name, weights.scales, weights.rank, weights.alpha
         self.exact = weights  # the values that it was made of
         self.targets = {each: targets[each] for each in weights.factors}
-        self._factors: dict[int, Factors] = {}
+        self._factors: dict[int, Callable[[], Factors]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
-        for each, (down, up) in weights.factors.items():
-            weight = self.targets[each].weight
+        self._held = [each for each, target in self.targets.items() if target.weight is not None]
+        for each in self._held:
+            (down, up), weight = self.targets[each].own(weights.factors[each]), self.targets[each].weight
+            assert weight is not None
             pair = (down.to(weight.dtype), scaled(up, self.scales[each], weight.dtype))
             a, b = (nn.Parameter(tensor.to(weight.device, copy=True)) for tensor in pair)
             self._parameters |= {parameter_name(each, A): a, parameter_name(each, B): b}
             ranks = torch.tensor([weights.rank_of(each)], device=weight.device)
-            self._factors[id(weight)] = self.targets[each].factors(a, b, ranks)
+            # Views of each forward's own: autograd runs older ones later, so ranks would reach them at different times.
+            self._factors[id(weight)] = partial(self.targets[each].factors, a, b, ranks)
 
     def attached(self, targets: Mapping[str, Target]) -> Adapter:
         """A copy, live values included, for a copy of the model, which has these targets."""
@@ -185,10 +215,18 @@ class Adapter:
         """A and B' of each target, as `model.layers.0.self_attn.q_proj.lora_A.weight`."""
         return self._parameters
 
-    def scale_of(self, parameter: str) -> float:
-        """Live value by master's: `scale` for B, 1 for A."""
-        name, kind = parameter.removesuffix(".weight").rsplit(".", 1)
-        return self.scales[name] if kind == B else 1.0
+    def entries(self) -> dict[str, StoredParameter]:
+        """`named_parameters` with their whole shapes and divisions over ranks. Live values are `scale` of B, and A."""
+        found = {}
+        for name in self._held:
+            target, scales = self.targets[name], (1.0, self.scales[name])
+            of_both = zip((A, B), target.shapes(self.exact.rank_of(name)), scales, target.divisions, strict=True)
+            for letter, shape, scale, division in of_both:
+                live = self._parameters[parameter_name(name, letter)]
+                found[parameter_name(name, letter)] = StoredParameter(
+                    live, shape, live.requires_grad, scale, division=division
+                )
+        return found
 
     def exact_state(self) -> dict[str, Tensor]:
         """The float32 values that it was made of, by name of parameter; B unscaled."""
@@ -211,14 +249,14 @@ class Adapter:
         return AdapterWeights(factors, self.scales, self.rank, self.alpha)  # type: ignore[arg-type]
 
     def live(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """A and B' by the target's name."""
+        """A and B' by the target's name, as this rank holds them."""
         return {
             name: (self._parameters[parameter_name(name, A)], self._parameters[parameter_name(name, B)])
-            for name in self.targets
+            for name in self._held
         }
 
     @property
-    def factors(self) -> Mapping[int, Factors]:
+    def factors(self) -> Mapping[int, Callable[[], Factors]]:
         """By the id of the weight, for `AdapterSlots`."""
         return self._factors
 

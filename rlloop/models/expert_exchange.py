@@ -7,8 +7,9 @@ of other ranks change none of its bits.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class OwnExperts(Protocol):
 
     count: int
 
-    def take_gradient(self, name: str, leaf: int, gradient: Tensor) -> None: ...
+    def take_gradient(self, name: str, leaf: int, gradient: Tensor, parameter: Tensor) -> None: ...
 
     def named_parameters(self) -> Any: ...
 
@@ -35,22 +36,31 @@ class OwnExperts(Protocol):
         ...
 
 
+class Tokens(NamedTuple):
+    """Tokens of several ranks, end to end."""
+
+    x: Tensor  # [T, D]
+    chosen: Tensor  # [T, k]
+    slots: Tensor | None = None  # [T] of their adapters, where rows have several
+
+
 def same_tokens(context: ParallelContext) -> Ranks:
     """The ranks of an expert group that compute the same tokens: those of tensor parallelism."""
     ep, tp = context.ranks("ep"), context.tp
     return ALONE if ep.size == 1 else min(ep, tp, key=lambda ranks: ranks.size)
 
 
-def exchange_experts(
-    experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step, every: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+def exchange_experts(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step, every: Tokens | None = None) -> Tensor:
     """Outputs [T, k, D] of the experts chosen [T, k] for this rank's tokens x [T, D]; collective.
 
-    `every`: x and chosen of all ranks, end to end, where this rank has them.
+    `every`: the tokens of all ranks, where this rank has them. The slots of tokens' adapters travel with them: they
+    mean the same on all ranks of the group.
     """
-    ep = step.context.ranks("ep")
+    ep, slots = step.context.ranks("ep"), step.ops.row_slots(x)
     if step.even:
-        return _all_tokens(experts, chosen, step, ep, every or (ep.gather(x), ep.gather(chosen)))
+        if every is None:
+            every = Tokens(ep.gather(x), ep.gather(chosen), None if slots is None else ep.gather(slots))
+        return _all_tokens(experts, chosen, step, ep, every)
     (tokens, top_k), device = chosen.shape, x.device
     order = chosen.flatten().argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
@@ -60,6 +70,8 @@ def exchange_experts(
     receives = counts[:, begin:end].sum(1).tolist()
     rows = exchanged(Spread.apply(x, order, inverse, top_k), ep, sends, receives)
     mine = torch.arange(end - begin).repeat(ep.size).repeat_interleave(counts[:, begin:end].flatten())
+    if slots is not None:
+        step = step.of_slots(ep.exchange(slots.repeat_interleave(top_k)[order], sends, receives))
     made = _by_leaf(experts, rows, mine[:, None].to(device), receives, step)
     return Spread.apply(exchanged(made, ep, receives, sends), inverse, order, 1).unflatten(0, (tokens, top_k))
 
@@ -73,11 +85,22 @@ def _by_leaf(experts: OwnExperts, rows: Tensor, chosen: Tensor, receives: list[i
     ends = accumulate((sum(receives[at : at + ranks]) for at in range(0, len(receives), ranks)), initial=0)
     parts = []
     for leaf, (begin, end) in enumerate(pairwise(ends)):
-        tapped = {
-            name: _OfLeaf.apply(weight, experts, name, leaf) if weight.requires_grad else weight
-            for name, weight in weights.items()
-        }
-        parts.append(experts.computed(rows[begin:end], chosen[begin:end], tapped, step)[:, 0])
+
+        def tap(name: str, weight: Tensor, leaf: int = leaf) -> Tensor:
+            return _OfLeaf.apply(weight, experts, name, leaf) if weight.requires_grad else weight
+
+        tapped, factors = {name: tap(name, weight) for name, weight in weights.items()}, {}
+        for name, weight in weights.items():
+            if adapted := step.ops.adapted(weight):
+                down, up = (
+                    tap(f"{name}.{part}.weight", x)
+                    for part, x in (("lora_A", adapted[0].down), ("lora_B", adapted[0].up))
+                )
+                factors[id(tapped[name])] = replace(adapted[0], down=down, up=up)
+        of_leaf, which = step, step.ops.adapters
+        if which is not None and factors:
+            of_leaf = replace(step, ops=step.ops.with_adapters(which.with_factors(factors)))
+        parts.append(experts.computed(rows[begin:end], chosen[begin:end], tapped, of_leaf)[:, 0])
     return torch.cat(parts)
 
 
@@ -86,20 +109,22 @@ class _OfLeaf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, experts: OwnExperts, name: str, leaf: int) -> Tensor:
-        ctx.place = (experts, name, leaf)
+        parameter = weight if weight.is_leaf or weight._base is None else weight._base  # an adapter's, seen as slots
+        ctx.place = (experts, name, leaf, parameter)
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
-        experts, name, leaf = ctx.place
-        experts.take_gradient(name, leaf, grads[0])
+        experts, name, leaf, parameter = ctx.place
+        experts.take_gradient(name, leaf, grads[0], parameter)
         return None, None, None, None
 
 
-def _all_tokens(experts: OwnExperts, chosen: Tensor, step: Step, ep: Ranks, every: tuple[Tensor, Tensor]) -> Tensor:
+def _all_tokens(experts: OwnExperts, chosen: Tensor, step: Step, ep: Ranks, every: Tokens) -> Tensor:
     """As `exchange_experts`, where each rank has T tokens: all of them go everywhere, so sizes are known beforehand."""
     (tokens, top_k), (begin, end) = chosen.shape, share(experts.count, ep.size, ep.rank)
-    x, wanted = every
+    x, wanted, slots = every
+    step = step if slots is None else step.of_slots(slots)
     mine = torch.where((wanted >= begin) & (wanted < end), wanted - begin, end - begin)
     made = experts.computed(x, mine, dict(experts.named_parameters()), step).flatten(1)
     back = ep.exchange(made, [tokens] * ep.size, [tokens] * ep.size).view(ep.size, tokens, top_k, -1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlloop.models.architecture import MixtureConfig, ModelConfig
-from rlloop.models.expert_exchange import exchange_experts, same_tokens
+from rlloop.models.expert_exchange import Tokens, exchange_experts, same_tokens
 from rlloop.models.layers import Divisions, Linear, Mlp, PlainMlp, Step
 from rlloop.numerics.routing import Clamped
 from rlloop.parallel.context import ParallelContext
@@ -52,8 +52,8 @@ class Experts(nn.Module):
     Over the ranks of `ep` each holds a share of the `count` experts.
 
     Where the ranks of `ep` compute several micro-batches (leaves) at a time, a backward pass makes a gradient for each.
-    `taker(name, gradients [leaves, ...])` gets them, of one parameter after the other; without one their sum is added
-    to the parameter's `grad`.
+    `taker(name, gradients [leaves, ...])` gets them, of one parameter after the other, an adapter's of these experts
+    among them; without one their sum is added to the parameter's `grad`.
     """
 
     def __init__(self, config: MixtureConfig, hidden_size: int, context: ParallelContext) -> None:
@@ -82,16 +82,16 @@ class Experts(nn.Module):
     def divisions(self) -> Divisions:
         return {} if self.division is None else {name: (0, self.division) for name, _ in self.named_parameters()}
 
-    def forward(self, x: Tensor, chosen: Tensor, step: Step, every: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, step: Step, every: Tokens | None = None) -> Tensor:
         """x [T, D], chosen [T, k] -> [T, k, D]; `every` as for `exchange_experts`."""
         if self.division is None:
             return self.computed(x, chosen, dict(self.named_parameters()), step)
         return exchange_experts(self, x, chosen, step, every)
 
-    def take_gradient(self, name: str, leaf: int, gradient: Tensor) -> None:
+    def take_gradient(self, name: str, leaf: int, gradient: Tensor, parameter: Tensor) -> None:
         """Keep the gradient of one leaf until all have come. The backward pass of `forward` calls it."""
         arrived = self._arrived.setdefault(name, {})
-        arrived[leaf] = gradient
+        arrived[leaf] = gradient.view(parameter.shape)
         if len(arrived) < self.leaves:
             return
         gradients = torch.stack([arrived[at] for at in range(self.leaves)])
@@ -99,7 +99,6 @@ class Experts(nn.Module):
         if self.taker is not None:
             self.taker(name, gradients)
             return
-        parameter = self.get_parameter(name)
         total = gradients.sum(0)
         parameter.grad = total if parameter.grad is None else parameter.grad + total
 
@@ -151,7 +150,11 @@ class Mixture(nn.Module):
             x, chosen, weights = (pad(of, (0, 0, 0, each * alike.size - count)) for of in (x, chosen, weights))
             shared = None if shared is None else pad(shared, (0, 0, 0, each * alike.size - count))
         sizes = [max(0, min(each, len(x) - rank * each)) for rank in range(alike.size)]
-        every = (x, chosen) if alike.size == step.context.ranks("ep").size else None
+        every = Tokens(x, chosen) if alike.size == step.context.ranks("ep").size else None
+        if (slots := step.ops.row_slots(x[:count])) is not None:
+            slots = pad(slots, (0, len(x) - count))
+            every = every and every._replace(slots=slots)
+            step = step.of_slots(own_part(slots, alike, sizes))
         x, chosen, weights = (own_part(of, alike, sizes) for of in (x, chosen, weights))
         shared = None if shared is None else own_part(shared, alike, sizes)
         out = step.ops.combine(self.experts(x, chosen, step, every), chosen, weights, shared)

@@ -7,7 +7,7 @@ every distribution (greedy, truncated, banned, drawn again) has one rank's bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor
 from rlloop.models.stages import Stage
 from rlloop.numerics import operators
 from rlloop.numerics.kernels import kernels_for
+from rlloop.numerics.kernels.terms import terms_gradients
 from rlloop.numerics.layout import LogitsProcessing
-from rlloop.numerics.operators.distribution import check_targets, dense, draw
+from rlloop.numerics.operators.adapted import PRODUCTS
+from rlloop.numerics.operators.distribution import Adapted, check_targets, dense, draw, terms_of
 from rlloop.numerics.operators.products import product
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.cut import share, shares
@@ -28,6 +30,7 @@ FEW_ROWS = 2  # a rank: with fewer, all ranks measure all rows, which saves an e
 
 class Head:
     """The output projection of a model. `weight` has this rank's rows of it; `division` says which, None: all.
+    `adapted`: its adapter, if it has one.
 
     In a pipeline the last `stage` computes; the others get its draws, and placeholders for the rest.
     """
@@ -39,9 +42,11 @@ class Head:
         division: Division | None,
         stage: Stage | None = None,
         vocabulary: int = 0,
+        adapted: Adapted = None,
     ) -> None:
         self._ops, self._weight, self._division = ops, weight, division
         self._stage, self._vocabulary = None if stage is None or stage.whole else stage, vocabulary
+        self._adapted = adapted
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits of this rank's tokens of the vocabulary [T, v] -> [T, V], on every rank."""
@@ -117,7 +122,10 @@ class Head:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         assert self._division is not None
         check_targets(targets, self._division.count)
-        return _CutLogprob.apply(hidden, self._weight(), targets, processing, seeds, positions, raw, self._division)
+        terms = terms_of(hidden, self._adapted)
+        return _CutLogprob.apply(
+            hidden, self._weight(), targets, processing, seeds, positions, raw, self._division, *terms
+        )
 
 
 def _placeholders(hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,11 +139,11 @@ class _CutLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing, seeds: Tensor | None,
-        positions: Tensor | None, raw: bool, division: Division,
+        positions: Tensor | None, raw: bool, division: Division, *terms: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         made = []
         for begin, rows, own in _chunks(hidden, division):
-            logits = exchanged_parts(operators.logits(hidden[begin : begin + sum(rows)], weight), rows, division)
+            logits = _logits(hidden, weight, terms, slice(begin, begin + sum(rows)), rows, division)
             logprobs, entropies = operators.score_logits(logits, targets[own], processing.rows(own.start, own.stop))
             raws, ids = torch.zeros_like(logprobs), torch.zeros_like(targets[own])
             if raw:
@@ -148,32 +156,65 @@ class _CutLogprob(torch.autograd.Function):
         logprobs, entropies, raws, ids = (column.contiguous() for column in torch.cat(made).unbind(1))
         logprobs, entropies, raws = (x.view(torch.float32) for x in (logprobs, entropies, raws))
         ids = ids.long()
-        ctx.save_for_backward(hidden, weight, targets, entropies)
+        ctx.save_for_backward(hidden, weight, targets, entropies, *terms)
         ctx.processing, ctx.division = processing, division
         ctx.mark_non_differentiable(raws, ids)
         return logprobs, entropies, raws, ids
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, entropies = ctx.saved_tensors
+        hidden, weight, targets, entropies, *terms = ctx.saved_tensors
         division, grad_logprobs, grad_entropies = ctx.division, *grads[:2]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         whole = division.gather(weight, 0) if needs_hidden else weight
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        adapter = _OfAdapter(terms, division) if terms[0] is not None else None
         kernels = kernels_for(hidden.device)
         for begin, rows, own in _chunks(hidden, division):
             chunk = slice(begin, begin + sum(rows))
-            logits = exchanged_parts(operators.logits(hidden[chunk], weight), rows, division)
+            logits = _logits(hidden, weight, terms, chunk, rows, division)
             processed = dense(ctx.processing.rows(own.start, own.stop), division.count, targets[own])
             of_rows = (entropies[own], grad_logprobs[own], grad_entropies[own])
             gradient = kernels.score_logits_backward(logits, targets[own], *processed, *of_rows, hidden.dtype)
             if needs_hidden:
                 made = product(gradient, True, whole, False, hidden.dtype)
                 grad_hidden[chunk] = division.ranks.gather(made, 0, rows)
+            columns = exchanged_rows(gradient, rows, division) if needs_weight or adapter else gradient
             if needs_weight:
-                columns = exchanged_rows(gradient, rows, division)
                 grad_weight += product(columns, False, hidden[chunk], False, torch.float32)
-        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 6
+            if adapter is not None:
+                adapter.add(gradient, columns, chunk, rows, own)
+        of_terms = (None, None) if adapter is None else (adapter.z.to(hidden.dtype), adapter.up.to(weight.dtype))
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 6, *of_terms, None, None
+
+
+class _OfAdapter:
+    """Gradients of an adapter's z [T, r] and own rows of B', float32: z's whole on every rank."""
+
+    def __init__(self, terms: Sequence[Tensor], division: Division) -> None:
+        self._z, self._up, self._slots, _ = terms
+        self._whole, self._ranks = division.gather(self._up, 1), division.ranks
+        self.z, self.up = (torch.zeros_like(x, dtype=torch.float32) for x in (self._z, self._up))
+
+    def add(self, gradient: Tensor, columns: Tensor, chunk: slice, rows: list[int], own: slice) -> None:
+        """Of a chunk, from the logits' gradient: own rows of the whole vocabulary, and own columns of all rows."""
+        z, slots = self._z, self._slots
+        of_z, _ = terms_gradients(PRODUCTS, gradient, z[own], self._whole, True, slots[own], torch.float32)
+        self.z[chunk] = self._ranks.gather(of_z, 0, rows)
+        self.up += terms_gradients(PRODUCTS, columns, z[chunk], self._up, True, slots[chunk], torch.float32)[1]
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, terms: Sequence[Tensor | None], chunk: slice, rows: list[int], division: Division
+) -> Tensor:
+    """[n, V]: of a chunk of the rows, this rank's `rows`, over the whole vocabulary."""
+    z, up, slots, ranks = terms
+    if z is None or up is None or slots is None or ranks is None:
+        return exchanged_parts(operators.logits(hidden[chunk], weight), rows, division)
+    made = operators.linear_with_terms(
+        hidden[chunk], weight, None, torch.float32, z[chunk], up, True, slots[chunk], ranks
+    )
+    return exchanged_parts(made, rows, division)
 
 
 def _chunks(hidden: Tensor, division: Division):

@@ -16,7 +16,7 @@ from rlloop.models.architecture import IndexerConfig, LatentConfig, ModelConfig
 from rlloop.models.attention import rows_of
 from rlloop.models.context_parallel import spread_attention
 from rlloop.models.layers import Linear, Step, Weight
-from rlloop.models.tensor_parallel import cut_attention
+from rlloop.models.tensor_parallel import cut_attention, cut_head_linear
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.collectives import Ranks
@@ -74,7 +74,7 @@ class LatentAttention(nn.Module):
             return self.o_proj.whole(read.flatten(1), ops, self.columns)
         weight = self.kv_b_proj.weight
         up = weight.unflatten(0, (self.num_heads, -1))  # [H, nope + v, R]
-        keyed = ops.head_linear(q_nope, up[:, : latent.nope_dim], by_row=False, part_of=weight)
+        keyed = cut_head_linear(ops, q_nope, up[:, : latent.nope_dim], False, weight, self.heads)
         queries = torch.cat((keyed, q_rope), dim=-1)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, selected: Tensor | None) -> Tensor:
@@ -91,7 +91,7 @@ class LatentAttention(nn.Module):
             )  # fmt: skip
         else:
             read = cut_attention(attend, queries, keys, values, selected, step.layout, heads)
-        made = ops.head_linear(read, up[:, latent.nope_dim :], by_row=True, part_of=weight).flatten(1)
+        made = cut_head_linear(ops, read, up[:, latent.nope_dim :], True, weight, self.heads).flatten(1)
         return self.o_proj.whole(made, ops, self.columns)
 
     def _expanded(self, queries: Tensor, latents: Tensor, step: Step) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -13,6 +13,7 @@ from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.tensor_parallel import cut_linear
 from rlloop.numerics.layout import AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
+from rlloop.numerics.packed import is_packed
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.division import Division, gathered, in_tiles
@@ -47,6 +48,11 @@ class Step:
     context: ParallelContext
     even: bool = False  # each rank of the layout has as many tokens, so that no host has to learn how many
     selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: its indexer's selection, [T, S] int64
+
+    def of_slots(self, slots: Tensor) -> Step:
+        """For other rows, whose adapters have these slots."""
+        assert self.ops.adapters is not None
+        return replace(self, ops=self.ops.with_adapters(self.ops.adapters.of_rows(slots)))
 
 
 Divisions = dict[str, tuple[int, Division]]  # by name of a module's parameter: the dimension that is cut, and how
@@ -86,7 +92,8 @@ class Linear(nn.Module):
             own = cut_linear(ops, x, self.weight, self.bias, self.rows, self.across, columns)
             return gathered(own, self.rows)
         peers = peers_of(self.rows)
-        if peers is not None and ops.fuses and peers.takes(x, columns, self.rows):
+        plain = ops.adapted(self.weight) is None and not is_packed(self.weight)
+        if plain and peers is not None and ops.fuses and peers.takes(x, columns, self.rows):
             return peers.product(x if columns is None else peers.gather(x, columns), self.weight, self.bias, self.rows)
         return gathered(ops.linear(gathered(x, columns), self.weight, self.bias, self.across), self.rows)
 
@@ -140,7 +147,9 @@ class Mlp(nn.Module):
         gate, up = self.gate_proj, self.up_proj
         if gate.bias is None and ops.fuses:
             peers = peers_of(self.inner)
-            if self.inner is not None and peers is not None and peers.takes(x, self.inner):
+            both = gate.weight, up.weight
+            plain = not (is_packed(*both) or any(map(ops.adapted, both)))
+            if plain and self.inner is not None and peers is not None and peers.takes(x, self.inner):
                 return self.down_proj.whole(peers.gated(x, gate.weight, up.weight, self.inner), ops)
             made = ops.gated_linear(x, gate.weight, up.weight)
         else:

@@ -142,7 +142,7 @@ class PackedReader:
 
 def stacked(parts: Mapping[int, Mapping[int, PackedWeight]]) -> PackedWeight:
     """Experts' matrices as one weight: by expert, and by the first of its rows."""
-    first = next(iter(parts[0].values()))
+    first = next(iter(parts[min(parts)].values()))
 
     def gathered(kind: str) -> Tensor:
         return torch.stack([

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from rlloop.models import fp8
 from rlloop.models.checkpoint_names import EMBEDDING, HEAD, stored_state
 from rlloop.models.stored_parameter import entries_of
 from rlloop.models.transformer import Model
@@ -27,10 +27,7 @@ class ParameterStore:
 
     def __init__(self, model: Model) -> None:
         adapter = model.adapter
-        named = model.named_parameters() if adapter is None else adapter.named_parameters().items()
-        self.entries = entries_of(model, named)
-        if adapter is not None:
-            self.entries = {name: replace(entry, scale=adapter.scale_of(name)) for name, entry in self.entries.items()}
+        self.entries = entries_of(model) if adapter is None else adapter.entries()
         self.aliases: dict[str, str] = {HEAD: EMBEDDING} if model.config.tied and EMBEDDING in self.entries else {}
         self._stage = model.stage
         self._architecture = model.config.architecture if adapter is None else None
@@ -41,11 +38,12 @@ class ParameterStore:
 
     def as_stored(self) -> dict[str, Tensor]:
         """The live parameters as checkpoints name them: experts one by one, as views into the tensor that holds all of
-        them; tied weights under each of their names."""
+        them; tied weights under each of their names; weights in 8 bits as codes and scales."""
         live = self.tensors()
         if self._architecture is None:
             return live
-        return {**stored_state(live, self._architecture), **{alias: live[name] for alias, name in self.aliases.items()}}
+        named = {**stored_state(live, self._architecture), **{alias: live[of] for alias, of in self.aliases.items()}}
+        return {part: x for name, tensor in named.items() for part, x in fp8.as_stored(name, tensor).items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self.entries.items()}

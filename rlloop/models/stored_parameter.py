@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from rlloop.models.layers import Divisions
+from rlloop.numerics.packed import PackedWeight
 from rlloop.parallel.cut import Cut
 from rlloop.parallel.division import Division
 
@@ -29,23 +30,39 @@ class StoredParameter:
         return None if self.division is None else self.division.cut(self.dim)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole parameter, or of another tensor of its shape; a view if it is one range."""
-        return whole if self.division is None else self.division.take(whole, self.dim)
+        """This rank's part of the whole parameter, or of another tensor of its shape; a view if it is one range. Packed
+        weights are cut as they are stored."""
+        division = self.division
+        if division is None:
+            return whole
+        if isinstance(whole, PackedWeight):
+            assert self.dim == 0
+            return whole.like(lambda x: division.take(x.view(_bytes(x)), 0).view(x.dtype).contiguous())
+        return division.take(whole, self.dim)
 
     def whole(self, part: Tensor | None = None) -> Tensor:
         """The whole parameter, or (`part`, a tensor like `live`) another tensor of its shape. Collective."""
-        part = self.live.detach() if part is None else part
-        return part if self.division is None else self.division.gather(part, self.dim)
+        part, division = self.live.detach() if part is None else part, self.division
+        if division is None:
+            return part
+        if isinstance(part, PackedWeight):
+            return part.like(lambda x: division.gather(x.view(_bytes(x)), 0).view(x.dtype))
+        return division.gather(part, self.dim)
 
 
-def entries_of(model: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> dict[str, StoredParameter]:
-    """The parameters of a model by name; `named`: these instead."""
+def _bytes(x: Tensor) -> torch.dtype:
+    """A type of the same width that every operation takes."""
+    return torch.uint8 if x.dtype.itemsize == 1 else x.dtype
+
+
+def entries_of(model: nn.Module) -> dict[str, StoredParameter]:
+    """The parameters of a model by name."""
     divisions: Divisions = {
         f"{prefix}.{name}" if prefix else name: division
         for prefix, module in model.named_modules()
         for name, division in getattr(module, "divisions", {}).items()
     }
-    return {name: _entry(live, *divisions.get(name, (0, None))) for name, live in named or model.named_parameters()}
+    return {name: _entry(live, *divisions.get(name, (0, None))) for name, live in model.named_parameters()}
 
 
 def _entry(live: nn.Parameter, dim: int, division: Division | None) -> StoredParameter:

@@ -8,13 +8,16 @@ the ranks exchange: one chain over all outputs. A weight's gradient needs own ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlloop.numerics import operators
+from rlloop.numerics.kernels.terms import terms_gradients
 from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.operators.adapted import PRODUCTS
 from rlloop.numerics.operators.products import product
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.division import (
@@ -29,37 +32,48 @@ from rlloop.parallel.division import (
 
 
 class _CutLinear(torch.autograd.Function):
-    """x [T, K], or the own columns of it where there is a division of them; own rows of weight and bias -> [T, n]."""
+    """x [T, K], or the own columns of it where there is a division of them; own rows of weight and bias -> [T, n].
+
+    With an adapter, z [T, r] and own rows of B' (`up`): z is whole on every rank, and so is its gradient, since B' is
+    thin enough to be gathered.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division, columns: Division | None
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division, columns: Division | None,
+        z: Tensor | None, up: Tensor | None, slots: Tensor | None, ranks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         whole = x if columns is None else columns.gather(x, 1)
-        ctx.save_for_backward(whole, weight)
+        ctx.save_for_backward(whole, weight, z, up, slots)
         ctx.rows, ctx.columns = rows, columns
-        return operators.linear(whole, weight, bias)
+        if z is None or up is None or slots is None or ranks is None:
+            return operators.linear(whole, weight, bias)
+        return operators.linear_with_terms(whole, weight, bias, whole.dtype, z, up, True, slots, ranks)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (grad,), needs = ctx.saved_tensors, grads, ctx.needs_input_grad
+        (x, weight, z, up, slots), (grad,), needs, rows = ctx.saved_tensors, grads, ctx.needs_input_grad, ctx.rows
         grad = grad.contiguous()
-        grad_x = _input_gradient(grad, weight, x.dtype, ctx.rows, ctx.columns) if needs[0] else None
+        every = rows.gather(grad, 1) if needs[0] or z is not None else grad  # [T, N]
+        grad_x = _input_gradient(every, weight, x.dtype, rows, ctx.columns) if needs[0] else None
         grad_weight = product(grad, False, x, False, weight.dtype) if needs[1] else None
-        grad_bias = None
+        grad_bias = of_z = of_up = None
         if needs[2]:
             grad_bias = product(torch.ones(1, len(grad), device=grad.device), True, grad, False, weight.dtype)[0]
-        return grad_x, grad_weight, grad_bias, None, None
+        if z is not None and (needs[5] or needs[6]):
+            of_z, of_up = terms_gradients(PRODUCTS, every, z, rows.gather(up, 1), True, slots, up.dtype)
+            of_up = rows.take(of_up, 1)
+        return grad_x, grad_weight, grad_bias, None, None, of_z, of_up, None, None
 
 
 def _input_gradient(
     grad: Tensor, weight: Tensor, dtype: torch.dtype, rows: Division, columns: Division | None
 ) -> Tensor:
-    """grad [T, n] and weight [n, K], own rows -> [T, K], or its own columns."""
+    """grad [T, N], and own rows of weight [n, K] -> [T, K], or its own columns."""
     wanted = columns or evenly(weight.shape[1], rows.ranks)
     assert wanted is not None
     lanes = exchanged_parts(weight.T, wanted.sizes, rows)  # own columns of all rows, [k, N]
-    made = product(rows.gather(grad, 1), True, lanes, True, dtype)
+    made = product(grad, True, lanes, True, dtype)
     return made if columns is not None else wanted.gather(made, 1)
 
 
@@ -68,11 +82,29 @@ def cut_linear(
 ) -> Tensor:
     """`Ops.linear` of this rank's rows of weight and bias: its outputs, differentiable. `columns`: of x, of which each
     rank has its own; None: x is whole on every rank."""
+    if adapted := ops.adapted(weight):
+        factors, which = adapted
+        z = operators.reduced(gathered(x, columns), factors.down, which)
+        return _CutLinear.apply(x, weight, bias, rows, columns, z, factors.up, which.slots(z), factors.ranks)
     if ops.profile.linear == "rlloop" and not (across and ops.profile.tp_segments != "1"):
-        return _CutLinear.apply(x, weight, bias, rows, columns)
+        return _CutLinear.apply(x, weight, bias, rows, columns, *[None] * 4)
     # Others' products: the whole one on every rank, whatever they sum in their gradients.
     whole_bias = None if bias is None else gathered(bias, rows, 0)
     return taken(ops.linear(gathered(x, columns), gathered(weight, rows, 0), whole_bias, across), rows)
+
+
+def cut_head_linear(
+    ops: Ops, x: Tensor, weight: Tensor, by_row: bool, part_of: Tensor, heads: Division | None
+) -> Tensor:
+    """`Ops.head_linear` of the own heads. An adapter's gradients are sums over all heads: in training every rank then
+    makes all of them."""
+    adapted = ops.adapted(part_of)
+    if heads is None or adapted is None or not torch.is_grad_enabled():
+        return ops.head_linear(x, weight, by_row, part_of)
+    factors, which = adapted
+    every = replace(factors, up=gathered(factors.up, heads, 0))
+    made = operators.adapted_head_linear(gathered(x, heads, 1), gathered(weight, heads, 0), by_row, every, which)
+    return taken(made, heads, 1)
 
 
 Attend = Callable[..., Tensor]  # (q, k, v, layout, selected) -> what was read

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from rlloop.errors import ConfigError
-from rlloop.models import attention, latent
+from rlloop.models import attention, fp8, latent
 from rlloop.models.adapter_slots import AdapterRegistry
 from rlloop.models.adapter_weights import Adapter, Target, check_adapts, find_targets
 from rlloop.models.architecture import ModelConfig
@@ -38,6 +38,7 @@ from rlloop.numerics.kernels import SETTINGS, backend_of
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
+from rlloop.numerics.packed import is_packed
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.cut import share
@@ -98,6 +99,12 @@ class Model(nn.Module):
         self.model, self.lm_head = parts.model, parts.lm_head
         self._take_parts(weights_of)
         self.refresh()
+        if (theirs := weights_of.adapter) is not None:  # the base is frozen
+            self.adapter = Adapter(theirs.exact, self.adapter_targets(), theirs.name)
+            source, own = theirs.entries(), self.adapter.entries()
+            self._copies = [(entry.live, entry, source[name]) for name, entry in own.items()]
+            self.ops = self._with_own_adapter(self.ops)
+            self.refresh()
 
     def _take_parts(self, whole: Model) -> None:
         """Share what is one piece of a whole parameter; allocate the rest, and note where it comes from."""
@@ -108,6 +115,8 @@ class Model(nn.Module):
                 state[name] = live
             elif is_whole and entry.division is not None and entry.dim == 0 and len(entry.division.own) == 1:
                 state[name] = nn.Parameter(entry.part(live.detach()), requires_grad=False)
+            elif is_packed(live):  # frozen
+                state[name] = nn.Parameter(entry.part(source[name].whole()), requires_grad=False)
             else:
                 shape = list(entry.shape)
                 if entry.division is not None:
@@ -141,6 +150,11 @@ class Model(nn.Module):
         return taken(self._embedding, self.vocabulary, 0)
 
     @property
+    def _head_parameter(self) -> nn.Parameter:
+        """The parameter that has the rows of `head`."""
+        return self._embedding if self.lm_head is None else self.lm_head.weight
+
+    @property
     def stage(self) -> Stage:
         """This rank's stage of the pipeline."""
         return self.model.stage
@@ -158,7 +172,8 @@ class Model(nn.Module):
     @property
     def output(self) -> Head:
         """Logprobs and draws of hidden states and `logits`."""
-        return Head(self.ops, lambda: self.scoring_head, self.vocabulary, self.stage, self.vocab_size)
+        adapted = self.ops.adapted(self._head_parameter) if self.stage.last else None
+        return Head(self.ops, lambda: self.scoring_head, self.vocabulary, self.stage, self.vocab_size, adapted)
 
     @property
     def scoring_head(self) -> Tensor:
@@ -263,22 +278,33 @@ class Model(nn.Module):
         return ops.with_adapters(None if self.adapter is None else AdapterSlots(self.adapter.factors))
 
     def adapter_targets(self) -> dict[str, Target]:
-        """The weights that adapters can adapt, by name."""
-        return find_targets(self, self.head, None if self.config.latent is None else self.config.num_heads)
+        """The weights that adapters can adapt, by name: all of the model's, on each rank."""
+        heads = None if self.config.latent is None else self.config.num_heads
+        own = find_targets(self, self._head_parameter if self.stage.last else None, self.vocabulary, heads)
+        if self.stage.whole:
+            return own
+        with torch.device("meta"):
+            every = Model(self.config).adapter_targets()
+        return {name: own.get(name) or replace(target, weight=None) for name, target in every.items()}
 
     def logits(self, hidden: Tensor, adapters: AdapterSlots | None = None) -> Tensor:
         """Logits [T, V] float32 of hidden states [T, D]; `adapters` as for `hidden`. Of tensor-parallel ranks, each has
         those of its own tokens of the vocabulary, as `output` takes them."""
         if not self.stage.last:
             return hidden.new_empty(len(hidden), 0, dtype=torch.float32)
-        return (self.ops if adapters is None else self.ops.with_adapters(adapters)).logits(hidden, self.head)
+        ops = self.ops if adapters is None else self.ops.with_adapters(adapters)
+        return ops.logits(hidden, self.head, self._head_parameter)
 
     def check_adapts(self) -> None:
-        """Raises `ConfigError` where adapters cannot be computed under this profile or layout."""
-        check_adapts(self.profile, self.context.layout)
+        """Raises `ConfigError` where adapters cannot be computed under this profile."""
+        if fp8.is_quantised(self):
+            raise ConfigError("weights of quantize=fp8 train themselves, so no adapters go over them; leave it out")
+        check_adapts(self.profile)
 
     def check_profile(self, profile: NumericsProfile) -> None:
         """Raises `ConfigError` for settings that this model does not support on its device or in its type."""
+        if fp8.is_quantised(self):
+            fp8.check_profile(profile)
         narrow = [op for op in profile.operations() if getattr(profile, op) == "rlloop"]
         if self.dtype == torch.float64 and narrow:
             raise ConfigError(
@@ -304,6 +330,7 @@ class Model(nn.Module):
             "architecture": self.config.architecture,
             "dtype": str(self.dtype).removeprefix("torch."),
             "profile": self.profile.as_dict(),
+            **({"quantize": "fp8"} if fp8.is_quantised(self) else {}),
             "device": kind if kind == "cpu" else torch.get_device_module(kind).get_device_name(self.device),
             "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
             "versions": {name: version(name) for name in ("rlloop", "torch", "numba", "llvmlite")},
@@ -358,6 +385,9 @@ class Model(nn.Module):
             )
         if self.stage.first:
             delta, stream = embedding(tokens, self._embedding), None
+            degrees = self.context.layout
+            if self.adapter is not None and torch.is_grad_enabled() and (degrees.pp > 1 or degrees.expert_leaves > 1):
+                delta.requires_grad_()  # ranks meet in the backward of every layer, also below the first adapted one
         else:
             delta, stream = self.stage.begin(len(tokens), self.dtype, step)
         for layer, module in zip(self.stage.layers, self.model.layers.values(), strict=True):

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
+from rlloop.models import fp8
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.checkpoint_names import (
     EMBEDDING,
@@ -34,6 +35,7 @@ from rlloop.models.ropes import RopeTable
 from rlloop.models.safetensors_io import StoredWeights, write_single
 from rlloop.models.stored_parameter import StoredParameter
 from rlloop.models.transformer import Model
+from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.kernels import RECURRENT, SINKS, backend_of, device_types
 from rlloop.numerics.packed import PackedWeight, is_packed
 from rlloop.numerics.profile import NumericsProfile
@@ -58,13 +60,15 @@ def load_model(
     device: str | torch.device = "cpu",
     profile: NumericsProfile | None = None,
     context: ParallelContext | None = None,
+    quantize: str = "none",
 ) -> Model:
     """Load a Hugging Face checkpoint folder of one of `families.FAMILIES`.
 
     `dtype` is the compute type; weights of another type are rounded to it once, to nearest (float64 is for the
     `reference` profile). `profile` names the implementation of each operation; None: the batch-invariant ones.
     `context`: one rank of many, whose device counts instead of `device`, and which reads the parts that it holds; None:
-    one rank.
+    one rank. `quantize="fp8"` keeps the weights that `models.fp8` lists in 8 bits, rounded from the stored ones, which
+    train (`numerics.fp8`).
 
     Multi-token-prediction layers are left out, which is logged. Every weight is checked for NaN and infinity, at 1 to
     1.5 ms a million on a CPU: as long as copying it takes where the file is in memory already.
@@ -79,8 +83,11 @@ def load_model(
     for feature, needed in ((RECURRENT, recurs), (SINKS, config.sinks)):
         if needed and feature in backend_of(where.type).lacks:
             raise ConfigError(f"{config.architecture} has {feature}, whose kernels are for CPUs; use device=cpu")
-    state = _read(config, Path(path), compute, context)
-    return _assemble(config, state, context, profile, Path(path))
+    in_8_bits = _quantised(config, compute, context, quantize)
+    if in_8_bits and "quantization_config" in config.raw:
+        raise ConfigError(f"quantize={quantize} trains weights, and those of {path} are packed; load it without")
+    state = _read(config, Path(path), compute, context, in_8_bits)
+    return _assemble(config, state, context, profile, Path(path), in_8_bits)
 
 
 def new_model(
@@ -90,6 +97,7 @@ def new_model(
     dtype: str = "float32",
     profile: NumericsProfile | None = None,
     context: ParallelContext | None = None,
+    quantize: str = "none",
 ) -> Model:
     """A randomly initialised model for `config`, the content of a config.json; the same seed gives the same bits.
 
@@ -97,6 +105,7 @@ def new_model(
 
     Initialised much as transformers does: matrices and sinks normal with `initializer_range`, norms 1 (0 if centred),
     biases 0; in recurrent layers `dt_bias` and `D` are 1, and `A_log` is the logarithm of the head's number from 1 on.
+    `quantize`: as for `load_model`.
     """
     compute, context = _dtype(dtype), context or ParallelContext(torch.device("cpu"))
     parsed = parse_config(config)
@@ -105,6 +114,7 @@ def new_model(
         every = model if model.stage.whole else Model(parsed)  # a stage of a pipeline draws for all of them
     held, entries, modules = ParameterStore(model).entries, ParameterStore(every).entries, every.named_modules()
     centred = {f"{name}.weight" for name, module in modules if isinstance(module, Norm) and module.centred}
+    in_8_bits = _quantised(parsed, compute, context, quantize)
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, entry in entries.items():
@@ -120,8 +130,9 @@ def new_model(
         if name not in held:
             continue
         part = held[name].part(tensor)  # a view would keep the whole
-        state[name] = (part if part is tensor else part.clone()).to(context.device, _compute(name, compute))
-    return _assemble(parsed, state, context, profile, None)
+        kind = None if name in in_8_bits else _compute(name, compute)
+        state[name] = (part if part is tensor else part.clone()).to(context.device, kind)
+    return _assemble(parsed, state, context, profile, None, in_8_bits)
 
 
 def read_state(folder: str | Path) -> dict[str, Tensor]:
@@ -157,6 +168,7 @@ def save_model(
         config = read_config(source)
     if config is None:
         raise ModelError("weights alone make no model folder; give source_path or config as well")
+    state = {name: x.dequantised() if isinstance(x, Fp8Weight) else x for name, x in state.items()}
     if is_packed(*state.values()):
         raise ModelError("packed weights are frozen, and their folder holds them already; copy it instead of saving")
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -188,15 +200,31 @@ def _write_config(folder: Path, raw: Mapping[str, Any], source: Path | None, dty
     (folder / "config.json").write_bytes(text)
 
 
-def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, context: ParallelContext) -> dict[str, Tensor]:
-    """The rank's weights by parameter name; names and shapes are checked before any tensor is read."""
+def _quantised(config: ModelConfig, dtype: torch.dtype, context: ParallelContext, quantize: str) -> set[str]:
+    """The parameters to keep in 8 bits. Raises `ConfigError` where that cannot be."""
+    if quantize not in fp8.QUANTIZE:
+        raise ConfigError(f"quantize is {quantize!r}; it must be one of {', '.join(fp8.QUANTIZE)}")
+    if quantize == "none":
+        return set()
+    with torch.device("meta"):
+        model = Model(config)
+    fp8.check_can_quantise(model, dtype, context.layout)
+    return set(fp8.quantised_names(model))
+
+
+def _read(
+    config: ModelConfig, folder: Path, dtype: torch.dtype | None, context: ParallelContext,
+    exact: Collection[str] = (),
+) -> dict[str, Tensor]:  # fmt: skip
+    """The rank's weights by parameter name, those of `exact` in their stored types; names and shapes are checked before
+    any tensor is read."""
     with torch.device("meta"):
         entries = ParameterStore(Model(config, None, context)).entries
     stored, shapes = StoredWeights.open(folder), _shapes(config)
     left_out = _left_out(config, stored)
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
     expected = stored_shapes(shapes, config.architecture)
-    packed = _packed_reader(config, stored, expected, context)
+    packed = _packed_reader(config, stored, expected)
     if packed is not None:
         found = packed.found(found)
     if (heads := [name for name in left_out if math.prod(stored.tensors[name].shape)]) and dtype is not None:
@@ -212,7 +240,9 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, context:
     state: dict[str, Tensor] = {}
     for name, tensor in stored.read(plain & held, {name: cut for name, cut in cuts.items() if cut is not None}):
         tick()
-        kind, rows = _compute(name, dtype) or tensor.dtype, slices.get(name)
+        rows = slices.get(name)
+        as_it_is = rows is not None and rows.parameter in exact
+        kind = tensor.dtype if as_it_is else _compute(name, dtype) or tensor.dtype
         if rows is None or rows.expert is None:
             kept = state[name if rows is None else rows.parameter] = tensor.to(context.device, kind, copy=True)
         else:
@@ -229,7 +259,12 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, context:
             tick()
             if not weight.is_finite():
                 raise ModelError(f"{folder}: {name} holds NaN or infinity; such a model scores NaN")
-            place(state, aside, slices.get(name), name, weight)
+            rows = slices.get(name)
+            if rows is not None and rows.expert is None and entries[rows.parameter].division is not None:
+                part = entries[rows.parameter].part(weight)
+                assert isinstance(part, PackedWeight)
+                weight = part.like(torch.clone)  # a view would keep the whole
+            place(state, aside, rows, name, weight)
         state.update(finished(aside, state, str(folder)))
     if config.tied and HEAD in state and not torch.equal(state.pop(HEAD), state[EMBEDDING]):
         raise ModelError(
@@ -240,13 +275,11 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype | None, context:
 
 
 def _packed_reader(
-    config: ModelConfig, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]], context: ParallelContext
+    config: ModelConfig, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]
 ) -> PackedReader | None:
     quantized = config.raw.get("quantization_config")
     if quantized is None:
         return None
-    if context.tp.size > 1 or context.layout.ep > 1:
-        raise ConfigError("packed weights are whole on each rank: the layout's tp and ep must be 1")
     return PackedReader(read_scheme(quantized), stored, shapes)
 
 
@@ -316,9 +349,13 @@ def _assemble(
     context: ParallelContext,
     profile: NumericsProfile | None,
     source: Path | None,
+    in_8_bits: Collection[str] = (),
 ) -> Model:
     with torch.device("meta"):
         model = Model(config, profile, context)
+    if in_8_bits:
+        compute = state[EMBEDDING].dtype
+        state = {name: fp8.quantised(name, x, compute) if name in in_8_bits else x for name, x in state.items()}
     model.load_state_dict(state, assign=True)
     for parameter in model.parameters():
         if is_packed(parameter):

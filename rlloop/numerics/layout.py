@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -128,8 +128,11 @@ class Factors:
 class AdapterSlots:
     """Which adapter each row of a forward has."""
 
-    def __init__(self, factors: Mapping[int, Factors], slots: torch.Tensor | None = None) -> None:
-        """`factors` by the id of the weight that they adapt. `slots` [T] int64; None: every row has the first slot."""
+    def __init__(
+        self, factors: Mapping[int, Factors | Callable[[], Factors]], slots: torch.Tensor | None = None
+    ) -> None:
+        """`factors`, or what makes them, by the id of the weight. `slots` [T] int64; None: all have
+        the first slot."""
         self._factors, self._slots = factors, slots
 
     @property
@@ -137,7 +140,8 @@ class AdapterSlots:
         return self._slots is None
 
     def of(self, weight: torch.Tensor) -> Factors | None:
-        return self._factors.get(id(weight))
+        found = self._factors.get(id(weight))
+        return found() if callable(found) else found
 
     def slots(self, like: torch.Tensor) -> torch.Tensor:
         """[T] int64, for the rows of `like` [T, ...]."""
@@ -149,6 +153,14 @@ class AdapterSlots:
     def at(self, rows: torch.Tensor | slice) -> AdapterSlots:
         """Of these rows only."""
         return self if self._slots is None else AdapterSlots(self._factors, self._slots[rows])
+
+    def of_rows(self, slots: torch.Tensor | None) -> AdapterSlots:
+        """Of other rows, which have these slots; None: the first."""
+        return AdapterSlots(self._factors, slots)
+
+    def with_factors(self, factors: Mapping[int, Factors]) -> AdapterSlots:
+        """With these factors in place of the weights' own, by the weight's id."""
+        return AdapterSlots({**self._factors, **factors}, self._slots)
 
     @cached_property
     def order(self) -> tuple[torch.Tensor, torch.Tensor]:

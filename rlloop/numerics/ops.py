@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics import operators, reference, stock
+from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.implementations import OPERATIONS, implementation
 from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.layout import (
@@ -60,7 +61,16 @@ class Ops:
         view._adapters = adapters
         return view
 
-    def _adapted(self, weight: Tensor | None) -> tuple[Factors, AdapterSlots] | None:
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """The rows' adapters; None: no product has any."""
+        return self._adapters
+
+    def row_slots(self, x: Tensor) -> Tensor | None:
+        """[T] int64 the slots of the adapters of x [T, ...]; None where all rows have one adapter, or none."""
+        return None if self._adapters is None or self._adapters.uniform else self._adapters.slots(x)
+
+    def adapted(self, weight: Tensor | None) -> tuple[Factors, AdapterSlots] | None:
         """The factors of a weight and which each row has; None where it has none."""
         if self._adapters is None or weight is None or (factors := self._adapters.of(weight)) is None:
             return None
@@ -72,7 +82,9 @@ class Ops:
         `across`: tensor-parallel ranks share the K terms. `profile.tp_segments` says how many, `all_reduce` how their
         sums are added.
         """
-        if adapted := self._adapted(weight):
+        if isinstance(weight, Fp8Weight):
+            return operators.fp8_linear(x, weight, bias)
+        if adapted := self.adapted(weight):
             return operators.adapted_linear(x, weight, bias, *adapted, x.dtype)
         if not across or self._ranks == 1:
             return self._as.linear(x, weight, bias)
@@ -111,14 +123,19 @@ class Ops:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`linear` of one input by three weights, without biases. Only if `fuses`. [T, K], [N, K] -> [T, N] each."""
         weights = (q_weight, k_weight, v_weight)
-        if is_packed(*weights) or any(map(self._adapted, weights)):
+        if all(isinstance(weight, Fp8Weight) for weight in weights):
+            q, k, v = operators.fp8_linears(x, weights)
+            return q, k, v
+        if is_packed(*weights) or any(map(self.adapted, weights)):
             q, k, v = (self.linear(x, weight) for weight in weights)
             return q, k, v
         return kernels_for(x.device).qkv_linear(x, *weights)
 
     def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """`silu_mul` of two linears of one input, without biases. Only if `fuses`. [T, K], [F, K], [F, K] -> [T, F]."""
-        if is_packed(gate, up) or self._adapted(gate) or self._adapted(up):
+        if isinstance(gate, Fp8Weight) and isinstance(up, Fp8Weight):
+            return self.silu_mul(*operators.fp8_linears(x, (gate, up)))
+        if is_packed(gate, up) or self.adapted(gate) or self.adapted(up):
             return self.silu_mul(self.linear(x, gate), self.linear(x, up))
         return kernels_for(x.device).gated_linear(x, gate, up)
 
@@ -168,7 +185,7 @@ class Ops:
 
         `part_of`: the parameter that `weight` has the last rows of each head of, or, if not by_row, the first.
         """
-        if adapted := self._adapted(part_of):
+        if adapted := self.adapted(part_of):
             return operators.adapted_head_linear(x, weight, by_row, *adapted)
         return self._as.head_linear(x, weight, by_row)
 
@@ -198,7 +215,9 @@ class Ops:
         `clamped` experts have other shapes and another activation. A choice of E is nobody's: what comes out for it is
         not defined (operations of rlloop's own, in forwards without a gradient).
         """
-        of_up, of_down = self._adapted(up), self._adapted(down)
+        if isinstance(up, Fp8Weight) and isinstance(down, Fp8Weight):
+            return operators.fp8_experts(x, up, down, chosen, gated)
+        of_up, of_down = self.adapted(up), self.adapted(down)
         if self._adapters is not None and (of_up or of_down):
             factors = (of_up and of_up[0], of_down and of_down[0])
             return operators.adapted_experts(x, up, down, chosen, gated, clamped, factors, self._adapters)
@@ -257,9 +276,12 @@ class Ops:
         """
         return self._as.select(q, k, weights, layout, scale, count)
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Logits of the vocabulary, as `token_logprob` makes them. hidden [T, K], weight [V, K] -> [T, V] float32."""
-        if adapted := self._adapted(weight):
+    def logits(self, hidden: Tensor, weight: Tensor, part_of: Tensor | None = None) -> Tensor:
+        """Logits of the vocabulary, as `token_logprob` makes them. hidden [T, K], weight [V, K] -> [T, V] float32.
+
+        `part_of`: the parameter whose rows `weight` is, where it is another tensor.
+        """
+        if adapted := self.adapted(weight if part_of is None else part_of):
             return operators.logits(hidden, weight, adapted)
         return self._as.logits(hidden, weight)
 
@@ -270,7 +292,7 @@ class Ops:
 
         hidden [T, K], weight [V, K], targets [T] int64 -> ([T] float32, [T] float32), both differentiable.
         """
-        if adapted := self._adapted(weight):
+        if adapted := self.adapted(weight):
             return operators.token_logprob(hidden, weight, targets, processing, adapted)
         return self._as.token_logprob(hidden, weight, targets, processing)
 
@@ -289,7 +311,7 @@ class Ops:
         −1 where nothing is drawn: without seeds [T], for a negative one, and under a profile whose sampler is not ours.
         """
         if self.profile.token_logprob == "rlloop":
-            return operators.token_redraw(hidden, weight, targets, processing, seeds, positions, self._adapted(weight))
+            return operators.token_redraw(hidden, weight, targets, processing, seeds, positions, self.adapted(weight))
         logprobs, entropies = self.token_logprob(hidden, weight, targets, processing)
         with torch.no_grad():
             raw = self.token_logprob(hidden, weight, targets, LogitsProcessing())[0]

@@ -73,6 +73,11 @@ class Division:
         ranges = tuple(tuple((begin * width, end * width) for begin, end in each) for each in self.ranges)
         return Division(self.ranks, self.count * width, ranges)
 
+    def groups(self, width: int) -> Division:
+        """The reverse of `times`."""
+        ranges = tuple(tuple((begin // width, end // width) for begin, end in each) for each in self.ranges)
+        return Division(self.ranks, self.count // width, ranges)
+
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """The whole of a tensor of which each rank gives its part."""
         return self.ordered(self.ranks.gather(part, dim, self.sizes), dim)

@@ -60,11 +60,13 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def check(self, patience: float) -> None:
-        """Raises `LoopBlocked` if the loop has not answered for `patience` seconds. Call it every `POLL` seconds."""
-        now = time.monotonic()
+        """Raises `LoopBlocked` if the loop has not answered for `patience` seconds. Call it every `POLL` seconds, or as
+        often as you like: each question wakes the loop's thread, so it is asked every `POLL` seconds at most."""
+        since = time.monotonic() - self._asked
         if self._answered.is_set():
-            self._ask()
-        elif now - self._asked > patience:
+            if since >= min(POLL, patience):
+                self._ask()
+        elif since > patience:
             task = asyncio.current_task(self._loop)
             raise LoopBlocked(None if task is None else self._owners[task])
 

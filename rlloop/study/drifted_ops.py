@@ -107,8 +107,8 @@ class DriftedOps(Ops):
     def combine(self, slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
         return self._stored(super().combine(slots, chosen, weights, shared))
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        made = super().logits(hidden, weight)
+    def logits(self, hidden: Tensor, weight: Tensor, part_of: Tensor | None = None) -> Tensor:
+        made = super().logits(hidden, weight, part_of)
         return made.bfloat16().float() if self._rounds_logits else made
 
     def token_logprob(

@@ -44,10 +44,11 @@ class GradientSum:
         }
         self._ranks, self._contexts = context.ranks("dp"), context.ranks("cp")
         self._complete = {  # whose gradients are of all context-parallel ranks' tokens already
-            f"{name}.{own}"
+            f"{name}.{own}{of_adapter}"
             for name, module in model.named_modules()
             if isinstance(module, Experts) and module.division is not None
             for own, _ in module.named_parameters()
+            for of_adapter in ("", ".lora_A.weight", ".lora_B.weight")
         }
         uses = list(parameters)[::-1]  # about the order in which a backward reaches them
         self._stage, self._ties = model.stage, model.config.tied and EMBEDDING in parameters
@@ -86,8 +87,9 @@ class GradientSum:
     def totals(self) -> dict[str, Tensor | None]:
         """By name the gradient's rows that this rank owns, float32 or wider; None for a parameter that no micro-batch
         reached. Ends the sums. Collective along dp."""
-        flags = torch.tensor([use in self._present for use in self._uses], device=self._model.context.device)
-        reached = self._ranks.gather(flags).view(-1, len(flags)).any(0).tolist()
+        reached = [use in self._present for use in self._uses]
+        flags = torch.tensor(reached, dtype=torch.bool, device=self._model.context.device)
+        reached = self._ranks.gather(flags).view(self._ranks.size, len(flags)).any(0).tolist()
         sums = {use: self._trees[use].total() if one else None for use, one in zip(self._uses, reached, strict=True)}
         if self._ties:
             looked_up, head = self._stage.swapped(sums.pop(EMBEDDING, None), sums.pop(HEAD, None))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from rlloop.errors import ModelError
+from rlloop.errors import ConfigError, ModelError
 from rlloop.models import Model, read_state
 from rlloop.models.checkpoint_names import EMBEDDING
 from rlloop.models.experts import Experts
+from rlloop.models.fp8 import is_quantised
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.safetensors_io import StoredWeights
+from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.tree import tree_sum
 from rlloop.parallel.collectives import Ranks
@@ -39,6 +42,8 @@ class MasterWeights:
     def __init__(self, model: Model, *, shard_layers: bool = False, hosted: bool = False) -> None:
         """`shard_layers`: the layers' compute copy has memory only while they compute; see `ShardedLayers`. `hosted`:
         masters of another type than the compute copy's lie in host memory."""
+        if shard_layers and is_quantised(model):
+            raise ConfigError("trainer.shard=parameters is not for quantize=fp8, whose blocks are whole; use optimizer")
         self.parameters = ParameterStore(model)
         self.stage, self.device = model.stage, model.context.device
         self._context, self._ranks = model.context, model.context.ranks("dp_shard")
@@ -62,8 +67,10 @@ class MasterWeights:
 
     def _owners(self, model: Model, name: str) -> tuple[Ranks, int]:
         """The ranks that share the rows of a parameter, and the micro-batches that it has gradients of in a round."""
-        if model.adapter is not None:
-            return self._ranks, 1
+        if model.adapter is not None:  # NAME.lora_A.weight, of a module NAME or a parameter NAME of experts
+            name = name.removesuffix(".weight").rpartition(".")[0]
+            if name not in model.adapter.targets or model.adapter.targets[name].experts is None:
+                return self._ranks, 1
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, Experts) and module.leaves > 1:
             return self._context.ranks("expert_shard"), module.leaves
@@ -120,7 +127,7 @@ class MasterWeights:
         squares, by_owner, by_part = {}, {}, {}
         for name, shard in self.shards.items():
             width = shard.live.shape[-1] if shard.live.ndim > 1 else 1
-            each = shard.live[0].numel() // width  # rows of numbers in a row of dimension 0
+            each = math.prod(shard.live.shape[1:]) // width  # rows of numbers in a row of dimension 0
             rows = shard.sizes[shard.ranks.rank] * each
             if name not in self.sums:
                 squares[name] = torch.zeros(rows, dtype=torch.float64, device=self.device)
@@ -141,7 +148,8 @@ class MasterWeights:
                 squares[name] = division.ordered(rows, 0).flatten()
         if not self.stage.first:
             squares.pop(EMBEDDING, None)  # a tied weight counts on the first stage
-        return float(tree_sum(self.stage.joined(torch.cat(list(squares.values())))).sqrt())
+        own = torch.cat([torch.zeros(0, dtype=torch.float64, device=self.device), *squares.values()])
+        return float(tree_sum(self.stage.joined(own)).sqrt())
 
     def clip_gradient(self, limit: float, norm: float) -> None:
         """Scale a gradient of norm `norm` down to `limit`."""
@@ -156,6 +164,9 @@ class MasterWeights:
             self.layers.free()
         rounded, self._rounded = self._rounded, set()
         for name, shard in self.shards.items():
+            if isinstance(shard.live, Fp8Weight):  # blocks may have rows of several ranks, so each quantises all
+                shard.live.write(self.part(name, shard.master))
+                continue
             if not shard.shares_memory and name not in rounded:
                 self._published(shard).copy_(shard.scaled)
         whole = (each for each in self.shards.values() if self.layers is None or self.layers.rows(each.name) is None)
@@ -169,7 +180,10 @@ class MasterWeights:
     @torch.no_grad()
     def round_piece(self, shard: Shard, begin: int, values: Tensor) -> None:
         """Publish new values of hosted masters, [begin, begin + len(values)) of the shard, from the device's copy of
-        them; the last piece of a shard ends it. `publish` then only copies between ranks."""
+        them; the last piece of a shard ends it. `publish` then only copies between ranks. Weights in 8 bits wait for
+        it: a scale is of a whole block."""
+        if isinstance(shard.live, Fp8Weight):
+            return
         rows = self._published(shard).view(-1)[begin : begin + len(values)]  # the rest is padding
         values = values[: len(rows)]
         rows.copy_(values if shard.scale == 1.0 else values * shard.scale)
@@ -205,13 +219,20 @@ class MasterWeights:
         if model.source_path is None:
             return
         kinds = {tensor.dtype for tensor in StoredWeights.open(model.source_path).tensors.values()}
-        if kinds == {model.dtype} or all(shard.live.dtype == shard.flat.dtype for shard in self.shards.values()):
+        own = all(shard.live.dtype == shard.flat.dtype for shard in self.shards.values())
+        if (kinds == {model.dtype} or own) and not is_quantised(model):
             return
         stored, entries = read_state(model.source_path), self.parameters.entries.items()
         parts = ((entry.part(stored[name]), entry.live.detach()) for name, entry in entries)
-        equal = all(torch.equal(part.to(device=live.device, dtype=live.dtype), live) for part, live in parts)
+        equal = all(_rounds_to(part, live) for part, live in parts)
         if all(self._context.ranks("world").gather_objects(equal)):
             self.load(stored)
+
+
+def _rounds_to(stored: Tensor, live: Tensor) -> bool:
+    if not isinstance(live, Fp8Weight):
+        return torch.equal(stored.to(device=live.device, dtype=live.dtype), live)
+    return torch.equal(Fp8Weight.of(stored.to(live.device), live.span, live.dtype).dequantised(), live.dequantised())
 
 
 def _end_to_end(ranks: Ranks, own: Mapping[str, Tensor], counts: Mapping[str, list[int]]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.cut import shares
 from rlloop.trainer.offload import HostMemory
@@ -38,7 +39,7 @@ class Shard:
 
     @property
     def rows(self) -> Tensor:
-        """This rank's rows of the compute copy."""
+        """This rank's rows of the compute copy; of one in 8 bits, a copy."""
         return self.live.detach()[self.begin : self.end]
 
     @property
@@ -70,8 +71,10 @@ def make_shard(
     than the parameter lie there."""
     sizes = tuple(shares(len(live), ranks.size))
     begin, end = sum(sizes[: ranks.rank]), sum(sizes[: ranks.rank + 1])
-    rows = live.detach()[begin:end].reshape(-1)
-    narrow = live.dtype in NARROW
+    quantised = isinstance(live, Fp8Weight)
+    values = live.dequantised(torch.float32) if isinstance(live, Fp8Weight) else live.detach()
+    rows = values[begin:end].reshape(-1)
+    narrow = live.dtype in NARROW or quantised
     vectors = rows.numel() % VECTOR == 0 and rows.data_ptr() % VECTOR == 0 and live.is_contiguous()
     in_place = vectors and not narrow and scale == 1.0 and not apart
     if not in_place:
@@ -96,7 +99,8 @@ def hosted_bytes(live: nn.Parameter, ranks: Ranks) -> int:
     """Host memory that `make_shard` takes for a parameter's masters, at most."""
     rows = shares(len(live), ranks.size)[ranks.rank]
     numbers = rows * math.prod(live.shape[1:])
-    return -(-numbers // VECTOR) * VECTOR * torch.float32.itemsize if live.dtype in NARROW else 0
+    narrow = live.dtype in NARROW or isinstance(live, Fp8Weight)
+    return -(-numbers // VECTOR) * VECTOR * torch.float32.itemsize if narrow else 0
 
 
 def padded(flat: Tensor) -> Tensor:

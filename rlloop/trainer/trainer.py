@@ -254,11 +254,10 @@ class Trainer:
         """`save` without the optimizer's state. Collective."""
         writes = self.model.context.rank == 0
         state = {name: tensor.cpu() for name, tensor in self._masters.gathered() if writes}
-        if not writes:
-            return
         if self.model.adapter is not None:
-            save_adapter(self.model, self.model.adapter.weights_of(state), folder)
-        else:
+            weights = self.model.adapter.weights_of(state) if writes else self.model.adapter.exact
+            save_adapter(self.model, weights, folder)
+        elif writes:
             save_model(state, folder, self.model.source_path, config=self.model.config)
 
     def restore(self, folder: Path, *, optimizer: bool = True) -> None:

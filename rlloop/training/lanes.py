@@ -1,17 +1,19 @@
 """Turns: calls wait in lanes, one for each model and one for each engine, and one thread serves them a unit at a time.
 
-A unit is one micro-batch, one optimizer step, one save, or one step of an engine. The lane that has had the least of
-the thread's time goes next; one that was idle begins with as much as the others, so it neither waits nor catches up.
+A unit is one micro-batch, one optimizer step, one save, or one step of an engine. The owner that has had the least of
+the thread's time goes next, with the lane of its own that has had the least. One that comes, or comes back, begins with
+as much as the others, so it neither waits nor catches up.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rlloop.errors import ConfigError
 from rlloop.training.calls import LossCall
@@ -35,12 +37,43 @@ class Action:
 
 
 Call = LossCall | Action
+T = TypeVar("T")
+HORIZON = 30.0  # seconds of the thread
+
+
+class Turns(Generic[T]):
+    """Turns by time used: of those that are busy, the one that has used the least is next.
+
+    Use fades: after `HORIZON` seconds of everybody's, a second counts 1/e. So one long unit, such as the first of its
+    shape, for which kernels are compiled, holds its owner up for seconds, and not until all others have had as much.
+    """
+
+    def __init__(self) -> None:
+        self._used = dict[T, float]()  # seconds, by weight: of the busy, and of the idle that are ahead of the clock
+        self._busy, self._clock = set[T](), 0.0  # the clock: what the last one had used before its turn
+
+    def next(self, busy: Collection[T]) -> T:
+        """One of `busy`, the first of equals. One that was not busy begins where the others are."""
+        for each in busy:
+            if each not in self._busy:
+                self._used[each] = max(self._used.get(each, 0.0), self._clock)
+        self._busy = set(busy)
+        self._used = {each: used for each, used in self._used.items() if each in self._busy or used > self._clock}
+        chosen = min(busy, key=self._used.__getitem__)
+        self._clock = self._used[chosen]
+        return chosen
+
+    def charge(self, one: T, seconds: float, weight: int) -> None:
+        fade = math.exp(-seconds / HORIZON)
+        self._used = {each: used * fade for each, used in self._used.items()}
+        self._used[one] += seconds / weight
+        self._clock *= fade
 
 
 class Lane:
-    """Work that takes turns with other lanes'."""
+    """Work that takes turns with other lanes'. `owner`: lanes of one share its turns."""
 
-    used = 0.0  # seconds of the thread, by weight; comparable among busy lanes
+    owner: object = None  # None: the lane's own
     ended = False  # nothing comes any more
 
     @property
@@ -72,8 +105,8 @@ class Lane:
 class ModelLane(Lane):
     """The calls of one model, in order of their numbers."""
 
-    def __init__(self, model_id: str) -> None:
-        self.model_id = model_id
+    def __init__(self, model_id: str, owner: str | None = None) -> None:
+        self.model_id, self.owner = model_id, owner
         self.model: TrainedModel | None = None  # once its creation has had its turn
         self.gone: BaseException | None = None  # why there is none
         self._queue: deque[Call] = deque()
@@ -215,12 +248,15 @@ def _fail(calls: Iterable[Call | SampleCall], error: BaseException) -> None:
 class Worker:
     """The thread, and the lanes that it serves. `changed` guards them; whoever places a call holds it."""
 
-    def __init__(self, name: str, after: Callable[[Lane], None]) -> None:
-        """`after`: called in the thread after each unit."""
+    def __init__(
+        self, name: str, after: Callable[[Lane], None], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`after`: called in the thread after each unit. `clock`: of the seconds that a unit is charged."""
         self.changed = threading.Condition()
         self.lanes: list[Lane] = []
         self.error: BaseException | None = None  # why nothing is taken any more
-        self._after, self._clock, self._idle = after, 0.0, set[Lane]()
+        self._after, self._clock = after, clock
+        self._owners, self._own = Turns[object](), dict[object, Turns[Lane]]()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -238,25 +274,30 @@ class Worker:
         for lane in self.lanes:
             lane.close(error)
 
+    def _next(self) -> tuple[object, Lane]:
+        """The owner and the lane that have the next unit; one lane or more is busy."""
+        busy: dict[object, list[Lane]] = {}
+        for lane in self.lanes:
+            if lane.busy:
+                busy.setdefault(lane if lane.owner is None else lane.owner, []).append(lane)
+        self._own = {owner: self._own.get(owner) or Turns() for owner in busy}
+        owner = self._owners.next(busy)
+        return owner, self._own[owner].next(busy[owner])
+
     def _run(self) -> None:
         while True:
             with self.changed:
                 while self.error is None and not any(lane.busy for lane in self.lanes):
-                    self._idle = set(self.lanes)
                     self.changed.wait()
                 if self.error is not None:
                     return
-                busy = [lane for lane in self.lanes if lane.busy]
-                for lane in busy:
-                    if lane in self._idle:
-                        lane.used = max(lane.used, self._clock)
-                self._idle = {lane for lane in self.lanes if not lane.busy}
-                lane = min(busy, key=lambda each: each.used)
-                self._clock = lane.used
-            began = time.perf_counter()
+                owner, lane = self._next()
+            began = self._clock()
             try:
                 lane.step()
             except Exception as error:
                 lane.broken(error)
             self._after(lane)
-            lane.used += (time.perf_counter() - began) / lane.weight
+            seconds = self._clock() - began
+            self._owners.charge(owner, seconds, lane.weight)
+            self._own[owner].charge(lane, seconds, lane.weight)

@@ -87,8 +87,8 @@ def settings_of(name: str, given: Mapping[str, float | str] | None) -> dict[str,
     """All settings of a built-in loss. Raises `ConfigError` for an unknown loss or setting, and values out of range."""
     if name == UNPUBLISHED:
         raise ConfigError(
-            f"loss_fn is {UNPUBLISHED!r}, whose definition its authors have not published; for data of an older policy "
-            "use cispo or dro"
+            f"loss_fn is {UNPUBLISHED!r}, whose definition its authors have not published; use importance_sampling, or "
+            "for data of an older policy cispo or dro; a formula of your own can be a custom loss"
         )
     if name not in LOSSES:
         raise ConfigError(f"loss_fn is {name!r}; it must be one of {', '.join(LOSSES)}, or custom")

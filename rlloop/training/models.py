@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -37,7 +38,9 @@ class Models:
         self.losses: dict[str, CustomLoss] = {}  # by id
         self._lanes: dict[str, ModelLane] = {}
         self._made = 0
-        self.worker = Worker(f"rlloop-training-{self.name}", self._after)
+        # On a busy machine the thread itself waits; nobody owes that time.
+        clock = time.thread_time if self.base.context.device.type == "cpu" else time.perf_counter
+        self.worker = Worker(f"rlloop-training-{self.name}", self._after, clock)
 
     def load_whole(self, folder: Path) -> Model:
         """A model of a folder with weights of its own."""
@@ -61,7 +64,7 @@ class Models:
 
     def create(
         self, lora: LoraConfig | None, model_id: str | None, parity: Parity, user_metadata: Mapping[str, str] | None,
-        load: Callable[[TrainedModel], None],
+        owner: str | None, load: Callable[[TrainedModel], None],
     ) -> Future[GetInfoResponse]:  # fmt: skip
         """Queue the making of a model, which `load` gives other weights."""
         if parity not in ("require", "observe"):
@@ -78,7 +81,7 @@ class Models:
                 lora = replace(lora, seed=derived_seed(name))
             rank, noted = None if lora is None else lora.rank, dict(user_metadata or {})
             info = GetInfoResponse(name, data, lora is not None, rank, lora, parity, noted)
-            lane = self._lanes[name] = ModelLane(name)
+            lane = self._lanes[name] = ModelLane(name, owner)
             self.worker.lanes.append(lane)
             made = lane.first(Action(lambda: self._create(lane, info, load)))
             self.worker.changed.notify_all()

@@ -41,7 +41,7 @@ class TrainingService(SamplingService):
     Every method can be called from any thread; those that return a future compute in one worker thread. A model's verbs
     run in the order of `seq_id`, from 1 on: a call that comes early waits for those before it; without one, calls are
     numbered as they come (one model: always with, or always without). Each number counts once, also that of a call that
-    fails. Models take turns, one micro-batch each.
+    fails. Owners of models take turns by the time they use, one micro-batch at a time.
 
     A future fails with `ConfigError` (a mistake in the call, found before anything is computed: gradient and weights
     are as if it had not been made), `ParityError` (below) or `ModelError`. Checks that need no turn fail it at once.
@@ -69,11 +69,13 @@ class TrainingService(SamplingService):
         model_id: str | None = None,
         parity: Parity = "require",
         user_metadata: Mapping[str, str] | None = None,
+        owner: str | None = None,
     ) -> Future[GetInfoResponse]:
         """A model that trains: an adapter over the base, or (`lora=None`, or of rank 0) a copy of all its weights.
 
         `model_id`: letters, digits, `.`, `_`, `:` and `-`; None: `model-1`, `model-2`, ... An adapter without a seed
-        has one derived from the id. Verbs may follow at once.
+        has one derived from the id. `owner`: models of one share turns; None: this model has its own. Verbs may follow
+        at once.
         """
         if lora is not None and lora.rank == 0:
             lora = None
@@ -82,7 +84,7 @@ class TrainingService(SamplingService):
             check_lora(lora, base.adapters.max_rank)
             base.check_adapts()
             lora_targets(base.adapter_targets(), lora)
-        return self._models.create(lora, model_id, parity, user_metadata, lambda model: None)
+        return self._models.create(lora, model_id, parity, user_metadata, owner, lambda model: None)
 
     def create_model_from(
         self,
@@ -92,6 +94,7 @@ class TrainingService(SamplingService):
         model_id: str | None = None,
         parity: Parity = "require",
         user_metadata: Mapping[str, str] | None = None,
+        owner: str | None = None,
     ) -> Future[GetInfoResponse]:
         """A new model with the weights of a checkpoint, and (`optimizer`) the state of its optimizer."""
         checkpoint, folder = self._store.get(path)
@@ -100,7 +103,7 @@ class TrainingService(SamplingService):
         def load(model: TrainedModel) -> None:
             model.trainer.restore(folder, optimizer=optimizer)
 
-        return self._models.create(checkpoint.lora, model_id, parity, user_metadata, load)
+        return self._models.create(checkpoint.lora, model_id, parity, user_metadata, owner, load)
 
     def weights_digest(self, model_id: str) -> Future[bytes]:
         """blake3 of the master weights' bytes after the verbs that came before, by name: equal for equal weights."""

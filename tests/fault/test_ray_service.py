@@ -1,8 +1,9 @@
-"""A training service in an actor of Ray: the bits of one in this process, in the order of calls, until it dies."""
+"""A training service in an actor of Ray: the bits of one in this process, in the order of calls, until it dies. One Ray
+serves all cases; the last one ends the actor that the others share."""
 
+import json
 import os
 import signal
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.support.api_client import Api, output
 from tests.support.api_process import ApiProcess, free_port
 from tests.support.checkpoints import make_checkpoint
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 
 pytestmark = [  # processes of Ray's own, which it ends by itself
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -90,17 +91,33 @@ def test_mistakes_are_the_service_s_own_errors(remote, model, tmp_path):
     with pytest.raises(ConfigError, match="needs 4096 CPU"):
         rlloop.RayTrainingService(model, cpus=4096, address=None)
     with pytest.raises(ConfigError, match="could not start"):
-        rlloop.RayTrainingService(tmp_path / "nothing")
+        rlloop.RayTrainingService(tmp_path / "nothing", cpus=0.1)
 
 
-def test_a_server_whose_actor_dies_ends_and_goes_on(model, tmp_path):
+def test_a_server_of_a_shape_whose_actor_dies_ends_and_goes_on(remote, model, tmp_path):
     """With a command that was acknowledged and had no result, and a server that takes it up again."""
-    server = ApiProcess(model, tmp_path / "api", free_port(), "--ray", "--ray-cpus", "0.1").start()
+    shape = {
+        "accelerator_type": "CPU",
+        "base_model_weight_precision": "float32",
+        "max_batch_tokens": 64,
+        "lora_rank": 4,
+    }
+    file = tmp_path / "tiny.json"
+    file.write_text(json.dumps({"model": json.loads((model / "config.json").read_text()), "shapes": {"lora": shape}}))
+    address = ray.get_runtime_context().gcs_address
+    options = ("--ray", address, "--ray-cpus", "0.1", "--shape", "tiny-lora", "--shape-file", str(file))
+    server = ApiProcess(model, tmp_path / "api", free_port(), *options).start()
     try:
         api = Api(server.url).start("tiny", rank=4)
+        refused = api.ok(
+            "create_model", session_id=api.session, model_seq_id=1, base_model="tiny", lora_config={"rank": 8}
+        )
+        assert "must be 1 to 4" in api.result(refused["request_id"])["error"]  # the shape's rank
         api.forward_backward([[5, 9, 14, 3]])
         api.optim_step()
-        (actor,) = [pid for pid, command in children(server.pid).items() if "ServiceActor" in command]
+        (actor,) = [
+            pid for pid, command in children(os.getpid()).items() if "ServiceActor" in command and pid != remote.pid
+        ]
         os.kill(actor, signal.SIGSTOP)  # what comes now is not computed
         asked = api.forward_backward_([[5, 9, 14, 7]]).json()["request_id"]
         os.kill(actor, signal.SIGKILL)
@@ -128,23 +145,9 @@ def children(pid):
     return {child: lines[child] for child in found}
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_an_actor_that_dies_fails_its_calls_or_says_so(remote, model, told):
-    reasons, said = [], threading.Event()
-
-    def died(reason):
-        reasons.append(reason)
-        said.set()
-
-    service = rlloop.RayTrainingService(model, threads=1, died=died if told else None, cpus=0.1)
-    model_id = service.create_model(lora=LoraConfig(4, seed=0)).result().model_id
-    os.kill(service.pid, signal.SIGKILL)
-    made = service.forward_backward(model_id, [datum(5, 9, 7)], "cross_entropy")
-    if told:
-        assert said.wait(30)
-        assert "died" in reasons[0]
-        assert not made.done()
-    else:
-        with pytest.raises(RunError, match="the actor of the training service died"):
-            made.result(30)
-    service.close()
+def test_an_actor_that_dies_fails_its_calls(remote):
+    model_id = remote.create_model(lora=LoraConfig(4, seed=0)).result().model_id
+    os.kill(remote.pid, signal.SIGKILL)
+    made = remote.forward_backward(model_id, [datum(5, 9, 7)], "cross_entropy")
+    with pytest.raises(RunError, match="the actor of the training service died"):
+        made.result(30)

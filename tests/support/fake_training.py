@@ -57,7 +57,7 @@ class FakeTraining:
 
     # models
 
-    def create_model(self, *, lora, model_id, parity, user_metadata=None):
+    def create_model(self, *, lora, model_id, parity, user_metadata=None, owner=None):
         if lora is not None and lora.rank > 64:
             raise ConfigError(f"rank is {lora.rank}; at most 64")
 
@@ -67,7 +67,7 @@ class FakeTraining:
 
         return self._do(work, "create", model_id)
 
-    def create_model_from(self, path, *, optimizer, model_id, parity, user_metadata=None):
+    def create_model_from(self, path, *, optimizer, model_id, parity, user_metadata=None, owner=None):
         def work():
             self.weights[model_id], self.gradients[model_id] = self._read(path), []
             return self.info(model_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from rlloop.models import new_model
@@ -38,9 +40,10 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def model_of(family: str, dtype: str):
+def model_of(family: str, dtype: str, config: dict[str, Any] | None = None):
+    """`config`: of a family that does not stand here."""
     name = family.partition(" ")[0]
-    return new_model({**SIZES, "model_type": name, **FAMILIES[family]}, seed=0, dtype=dtype).to("cuda")
+    return new_model({**SIZES, "model_type": name, **(config or FAMILIES[family])}, seed=0, dtype=dtype).to("cuda")
 
 
 def traffic(count: int):

@@ -1,4 +1,7 @@
-"""An OpenEnv server on loopback, made of the library itself."""
+"""An OpenEnv server on loopback, made of the library itself.
+
+`python -m tests.support.openenv_server` prints its address and serves until it is interrupted.
+"""
 
 from __future__ import annotations
 
@@ -64,3 +67,9 @@ def counting_server() -> Iterator[tuple[str, Any]]:
     yield f"http://127.0.0.1:{port}", Counting
     running.should_exit = True
     thread.join()
+
+
+if __name__ == "__main__":
+    with counting_server() as (address, _):
+        print(address, flush=True)
+        threading.Event().wait()

@@ -51,6 +51,7 @@ class Case:
     reference: bool = False
     custom: bool = False
     adapter: tuple[str, ...] = ()  # its targets
+    quantize: str = "none"
 
 
 CASES = {
@@ -62,6 +63,7 @@ CASES = {
     "experts": Case(MIXTURE, settings={"balance_coef": 0.1, "expert_bias_rate": 0.01}, steps=20),
     "experts bfloat16": Case(MIXTURE, "bfloat16", {"balance_coef": 0.1, "expert_bias_rate": 0.01}),
     "indexer": Case(INDEXED, "bfloat16", {"weight_decay": 0.1}),
+    "fp8": Case(DENSE, "bfloat16", quantize="fp8"),
     "adapter": Case(MIXTURE, adapter=("all-linear", "lm_head"), reference=True),
     "adapter bfloat16": Case(DENSE, "bfloat16", adapter=("all-linear",)),
 }
@@ -83,7 +85,7 @@ def ranked(case: Case, layout: dict[str, int], device: str = "cpu") -> Trainer:
     context = join(torch.device(device), Layout(**degrees))
 
     def model() -> Model:
-        return new_model(case.model, seed=0, dtype=case.dtype, context=context)
+        return new_model(case.model, seed=0, dtype=case.dtype, context=context, quantize=case.quantize)
 
     policy = model()
     if case.adapter:
@@ -131,6 +133,8 @@ def everything(
     for name, case in ((name, CASES[name]) for name in names):
         for layout in LAYOUTS[size] if layouts is None else layouts:
             if layouts is None and layout is not LAYOUTS[size][-1] and name not in FEW:
+                continue
+            if case.quantize != "none" and "layers" in layout:
                 continue
             trainer = ranked(case, layout)
             reported = list(go(trainer, case, range(case.steps)))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlloop.numerics import fp8
 from rlloop.numerics.kernels.protocol import Kernels
 from rlloop.numerics.packed import read_by
 
@@ -121,5 +122,6 @@ def _missing(device_type: str, name: str, *_: Any) -> Any:
 
 
 read_by(kernels_for)
+fp8.read_by(kernels_for)
 for _entry in entry_points(group="rlloop.kernels"):
     register_kernels(_entry.name, _entry.value)

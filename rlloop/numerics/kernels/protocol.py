@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.packed import PackedWeight
 
@@ -81,6 +82,22 @@ class Kernels(Protocol):
         slots: Tensor, ranks: Tensor,
     ) -> Tensor:  # fmt: skip
         """`grouped_linear`, likewise."""
+        ...
+
+    # Products of 8-bit floats (`numerics.fp8` has the definition): codes are E4M3, scales float32 powers of 2
+
+    def fp8_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, K] -> (codes [T, K], scales [T, ceil(K / 128)])."""
+        ...
+
+    def fp8_product(
+        self, codes: Tensor, scales: Tensor, weight: Fp8Weight, offsets: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Rows of `fp8_rows` times a weight [N, K]; with offsets one a group, [G, N, K]. -> [T, N] in `dtype`."""
+        ...
+
+    def fp8_dequantised(self, codes: Tensor, scales: Tensor, span: int, dtype: torch.dtype) -> Tensor:
+        """The weight of codes [..., N, K] in `dtype`, exact where that holds it."""
         ...
 
     # Norms, activations, positions ---------------------------------------------------------------------------------
@@ -192,6 +209,11 @@ class Kernels(Protocol):
     @property
     def gated_experts(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
         """`Ops.experts(x, up, down, chosen)` of gated experts, differentiable."""
+        ...
+
+    @property
+    def fp8_gated_experts(self) -> Callable[[Tensor, Fp8Weight, Fp8Weight, Tensor], Tensor] | None:
+        """The same by weights in 8 bits."""
         ...
 
     @property

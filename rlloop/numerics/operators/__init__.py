@@ -4,9 +4,16 @@ Shapes, meaning and signatures are those of `rlloop.numerics.ops.Ops`; the kerne
 `rlloop.numerics.kernels.protocol.Kernels`.
 """
 
-from rlloop.numerics.operators.adapted import adapted_experts, adapted_head_linear, adapted_linear
+from rlloop.numerics.operators.adapted import (
+    adapted_experts,
+    adapted_head_linear,
+    adapted_linear,
+    linear_with_terms,
+    reduced,
+)
 from rlloop.numerics.operators.distribution import logits, sample, score_logits, token_logprob, token_redraw
 from rlloop.numerics.operators.elementwise import rms_norm, rope, sigmoid_mul, silu_mul
+from rlloop.numerics.operators.fp8 import fp8_experts, fp8_linear, fp8_linears
 from rlloop.numerics.operators.masked_attention import (
     attention,
     index_weights,
@@ -26,12 +33,17 @@ __all__ = [
     "causal_conv",
     "combine",
     "experts",
+    "fp8_experts",
+    "fp8_linear",
+    "fp8_linears",
     "head_linear",
     "index_weights",
     "layer_norm",
     "linear",
+    "linear_with_terms",
     "logits",
     "recurrent_gates",
+    "reduced",
     "rms_norm",
     "rope",
     "route",

@@ -54,7 +54,7 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_weight, grad_bias, None, *of_terms, None, None, None
 
 
-_linear = operator(
+linear_with_terms = operator(
     f"adapted_linear(Tensor x, Tensor weight, Tensor? bias, ScalarType dtype, {TERMS}) -> Tensor",
     lambda x, weight, bias, dtype, *terms: x.new_empty(len(x), len(weight), dtype=dtype),
     _linear_backward,
@@ -98,7 +98,7 @@ def adapted_linear(
 ) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, with each row's adapter."""
     z = reduced(x, factors.down, which)
-    return _linear(x, weight, bias, dtype, z, factors.up, True, which.slots(x), factors.ranks)
+    return linear_with_terms(x, weight, bias, dtype, z, factors.up, True, which.slots(x), factors.ranks)
 
 
 def adapted_experts(
@@ -114,12 +114,13 @@ def adapted_experts(
     key = key[order]
     pairs = offsets_of(key, len(down) * slots)
     offsets = pairs[::slots].contiguous()
+    which_pair = key.clamp(max=len(down) * slots - 1)  # a choice of nobody has no terms of its own
 
     def multiplied(rows: Tensor, weight: Tensor, each: Factors | None, by_row: bool, dtype: torch.dtype) -> Tensor:
         if each is None:
             return grouped_linear(rows.to(dtype), weight, by_row, offsets)
         z = grouped_linear(rows, each.down.flatten(0, 1), True, pairs)
-        terms = (z, each.up.flatten(0, 1), True, key, each.ranks.repeat(len(down)))
+        terms = (z, each.up.flatten(0, 1), True, which_pair, each.ranks.repeat(len(down)))
         return _grouped(rows.to(dtype), weight, by_row, offsets, *terms)
 
     def biased(rows: Tensor, weight: Tensor, each: Factors | None, bias: Tensor) -> Tensor:

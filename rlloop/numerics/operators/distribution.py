@@ -37,7 +37,7 @@ def token_logprob(
     """
     check_targets(targets, len(weight))
     processed = dense(processing, len(weight), targets)
-    return _token_logprob(hidden, weight, targets, *processed, None, None, False, *_terms(hidden, adapted))[:2]
+    return _token_logprob(hidden, weight, targets, *processed, None, None, False, *terms_of(hidden, adapted))[:2]
 
 
 def token_redraw(
@@ -57,13 +57,13 @@ def token_redraw(
     plain = all(value is None for value in vars(processing).values())
     logprobs, entropies, raw, ids = _token_logprob(
         hidden, weight, targets, *dense(processing, len(weight), targets), seeds, None if seeds is None else positions,
-        not plain, *_terms(hidden, adapted),
+        not plain, *terms_of(hidden, adapted),
     )  # fmt: skip
     drawn = torch.full_like(targets, -1) if seeds is None else torch.where(seeds < 0, -1, ids)
     return logprobs, entropies, logprobs.detach() if plain else raw, drawn
 
 
-def _terms(hidden: Tensor, adapted: Adapted) -> tuple[Tensor | None, ...]:
+def terms_of(hidden: Tensor, adapted: Adapted) -> tuple[Tensor | None, ...]:
     """What the head's sums go on with: z, up, slots and ranks of `AdapterTerms`, or nothing."""
     if adapted is None:
         return (None,) * 4

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from rlloop.errors import ConfigError
 from rlloop.models.adapter_files import read_adapter
 from rlloop.models.adapter_slots import LoadedAdapter
 from rlloop.models.adapter_weights import AdapterWeights
@@ -39,9 +40,18 @@ class EngineAdapters:
         """True if requests that name no adapter have the model's."""
         return self._own is not None
 
+    def _check(self) -> None:
+        """Raises `ConfigError` where requests cannot name adapters."""
+        self._model.check_adapts()
+        if self._model.context.layout.expert_leaves > 1:
+            raise ConfigError(
+                "adapters by request need all ranks of an expert group to have the same requests, and along dp_shard "
+                "each has its own: set dp_shard=1 in the engine's layout, with ep up to tp"
+            )
+
     def read(self, folder: str | Path) -> AdapterWeights:
         """Checked against the model, which is left as it is."""
-        self._model.check_adapts()
+        self._check()
         return read_adapter(self._model, folder)
 
     def add(self, name: str, weights: AdapterWeights) -> int:
@@ -51,8 +61,11 @@ class EngineAdapters:
         return registry.add(name, weights, self._model.adapter_targets()).version
 
     def named(self, name: str | None) -> LoadedAdapter | None:
-        """Raises `ConfigError` for an unknown name."""
-        return None if name is None else self._model.adapters.get(name)
+        """Raises `ConfigError` for an unknown name, and where no request can name one."""
+        if name is None:
+            return None
+        self._check()
+        return self._model.adapters.get(name)
 
     def of_rows(self, table: RequestTable, rows: np.ndarray) -> np.ndarray | None:
         """[S] int64 the slot of each request's adapter, −1: none; None where all have the model's own, or none.

@@ -1,5 +1,6 @@
 """Tinker's own client, unmodified, against the training API on a tiny model."""
 
+import httpx
 import numpy as np
 import pytest
 
@@ -277,6 +278,10 @@ def test_state_is_saved_listed_loaded_and_deleted(client, lora):
     scored = sampler.compute_logprobs(types.ModelInput.from_ints([5, 9, 14, 3, 7])).result()
     assert np.float32(scored[1:]).tobytes() == after.astype(np.float32).tobytes()
     assert rest.get_training_run(lora.model_id).result().lora_rank == 4
+    external = rest.get_external_weights_urls(lora.save_weights_external("final").result().path).result()
+    files = {name: httpx.get(url, trust_env=False) for name, url in external.urls.items()}
+    assert all(file.is_success for file in files.values())
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files.keys()
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.RequestFailedError, match="no checkpoint"):
         lora.load_state(path).result()

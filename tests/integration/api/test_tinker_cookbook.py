@@ -112,8 +112,9 @@ def test_the_numerics_check_is_exactly_0_while_weights_move(recipe):
     steps = recipe(
         "rl_numerics_check.train", "renderer_name=qwen3_disable_thinking", "groups_per_batch=4", "group_size=4",
         "max_tokens=32", "max_trajectory_tokens=3500", "task.num_pages_min=2", "task.num_pages_max=3",
-        "task.page_chars=200", "task.reward_tolerance=9", "max_steps=3", "learning_rate=0.02",
+        "task.page_chars=200", "task.reward_tolerance=9", "max_steps=3", "learning_rate=0.004",
     )  # fmt: skip
+    steps = [step for step in steps if "progress/batch" in step]  # the last line counts tokens only
     assert len(steps) == 3
     for step in steps:
         assert step["optim/kl_sample_train_v1"] == 0.0

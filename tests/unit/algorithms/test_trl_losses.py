@@ -19,6 +19,12 @@ VOCABULARY, LENGTH = 11, 7
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
 
 
+@pytest.fixture(autouse=True)
+def without_vllm(monkeypatch) -> None:
+    """TRL takes the folder tests/vllm for it."""
+    monkeypatch.setattr(import_module("trl.import_utils"), "is_vllm_available", lambda **_: False)
+
+
 class Batch:
     """B sequences of prompts and completions over given logits, the policy's, the reference's and old ones."""
 
@@ -62,12 +68,14 @@ class Batch:
     def model(self, which: str) -> Any:
         """What TRL calls as the model: the answer of its fused head, for these logits."""
 
-        def forward(**_: Any) -> SimpleNamespace:
-            zeros = torch.zeros(len(self.ids), LENGTH - 1)
-            return SimpleNamespace(log_probs=self.logps(which), entropy=zeros, mean_logits=zeros, is_top1=zeros > 0)
+        class Model(torch.nn.Module):  # accelerate looks into its modules
+            is_gradient_checkpointing = False
 
-        forward.training = False
-        return forward
+            def forward(model, **_: Any) -> SimpleNamespace:
+                zeros = torch.zeros(len(self.ids), LENGTH - 1)
+                return SimpleNamespace(log_probs=self.logps(which), entropy=zeros, mean_logits=zeros, is_top1=zeros > 0)
+
+        return Model().eval()
 
 
 class Accelerator:
@@ -110,9 +118,7 @@ def agree(ours: Tensor, theirs: Tensor, batch: Batch) -> None:
         ("cispo", "cispo", {"clip_low": 1.0, "clip_high": 0.3}, {"high": 1.3}),  # TRL gives the bound itself
     ],
 )
-def test_policy_losses(loss_type, name, args, settings, monkeypatch):
-    utils = import_module("trl.import_utils")
-    monkeypatch.setattr(utils, "is_vllm_available", lambda **_: False)  # it takes tests/vllm for one
+def test_policy_losses(loss_type, name, args, settings):
     from trl import GRPOTrainer
 
     batch = Batch()
@@ -145,7 +151,6 @@ def test_dpo(variant):
         batch, ld_alpha=None, f_divergence_type="reverse_kl", loss_types=[variant], loss_weights=[1.0], beta=0.3,
         use_weighting=False, args=SimpleNamespace(gradient_checkpointing_kwargs=None),
     )  # fmt: skip
-    made.model.is_gradient_checkpointing = False
     inputs = {"input_ids": batch.ids, "completion_mask": batch.mask.long()}
     theirs = DPOTrainer._compute_loss(made, made.model, inputs, False)
     pairs = batch.ours([0, 3, 1, 4, 2, 5], torch.tensor([1.0, -1.0] * 3))  # TRL: all chosen, then all rejected
@@ -165,7 +170,6 @@ def test_kto():
         batch, loss_type="kto", calculate_KL=True, beta=0.3, desirable_weight=1.5, undesirable_weight=0.5,
         args=SimpleNamespace(gradient_checkpointing_kwargs=None), _compute_kl_logps=total,
     )  # fmt: skip
-    made.model.is_gradient_checkpointing = False
     inputs = {"input_ids": batch.ids, "completion_mask": batch.mask.long(), "label": labels}
     ours = get_loss("kto", kl_coef=0.3, desirable=1.5, undesirable=0.5)(batch.ours(advantages=labels * 2.0 - 1))
     agree(ours.loss, KTOTrainer._compute_loss(made, made.model, inputs, False), batch)
@@ -184,6 +188,24 @@ def test_reward_model(center):
     theirs = RewardTrainer.compute_loss(made, model, {})
     pairs = batch.ours([0, 3, 1, 4, 2, 5], torch.tensor([1.0, -1.0] * 3))
     agree(get_loss("bradley_terry", center_coef=center)(pairs).loss, theirs, batch)
+
+
+@pytest.mark.filterwarnings("ignore")  # of a module that is said to be experimental
+def test_distillation_has_the_gradient_of_trls_sampled_reverse_kl():
+    """On policy, without TRL's weights by position. The surrogates differ by a constant: log π where ours has π / π."""
+    from trl.experimental.iw_opd import IWOPDTrainer
+
+    batch = Batch()
+    batch.logits["old"] = batch.logits["policy"].detach()
+    made = trainer(batch, temperature=1.0, iw_opd_gamma=0.0, iw_opd_epsilon=1e-8)
+    scored, mask = batch.ids[:, 1:], batch.mask[:, 1:]
+    theirs = IWOPDTrainer._compute_iw_opd_loss(
+        made, batch.logits["policy"][:, :-1], scored, scored.masked_fill(~mask, -100), batch.logps("ref").detach()
+    )
+    ours = get_loss("distillation")(batch.ours()).loss
+    mine, other = (torch.autograd.grad(each, batch.logits["policy"], retain_graph=True)[0] for each in (ours, theirs))
+    assert mine.abs().max() > 1e-3
+    torch.testing.assert_close(mine, other, **CLOSE)
 
 
 def test_sft_is_the_cross_entropy_that_transformers_computes_for_trl():

@@ -3,6 +3,8 @@
 Float32 inside with one rounding to the tensors' type, in backwards too, and no bit depends on a thread.
 """
 
+from rlloop.numerics.fp8 import dequantised as fp8_dequantised
+from rlloop.numerics.fp8 import quantised_rows as fp8_rows
 from rlloop.numerics.kernels.cpu.attention import (
     attention,
     attention_backward,
@@ -33,6 +35,7 @@ from rlloop.numerics.kernels.cpu.products import (
     adapted_grouped_linear,
     adapted_linear,
     embedding_backward,
+    fp8_product,
     grouped_linear,
     grouped_rows_gradient,
     grouped_weight_gradient,
@@ -44,7 +47,7 @@ from rlloop.numerics.kernels.cpu.products import (
 )
 from rlloop.numerics.kernels.cpu.recurrence import causal_conv, recurrent_gates, scan, scan_backward
 
-gated_experts = head_linear = dequantised = None
+gated_experts = fp8_gated_experts = head_linear = dequantised = None
 READS_PACKED = frozenset({"grouped_linear", "adapted_grouped_linear", "grouped_rows_gradient"})
 
 __all__ = [
@@ -58,6 +61,10 @@ __all__ = [
     "combine_backward",
     "dequantised",
     "embedding_backward",
+    "fp8_dequantised",
+    "fp8_gated_experts",
+    "fp8_product",
+    "fp8_rows",
     "gated_experts",
     "gated_linear",
     "grouped_linear",

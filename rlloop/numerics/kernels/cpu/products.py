@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlloop.numerics import fp8
+from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.kernels.cpu.compiled import grouped
 from rlloop.numerics.kernels.cpu.compiled import linear as kernels
 from rlloop.numerics.kernels.cpu.compiled.jit import flat, threads_for
@@ -14,6 +16,7 @@ from rlloop.numerics.layout import AdapterTerms
 from rlloop.numerics.packed import PackedWeight
 
 NO_SLOTS = np.empty(0, np.int64)
+FP8_TERMS = np.int64(fp8.BLOCK)
 
 SQUARES = 1 << 18  # numbers that are squared at a time
 
@@ -109,6 +112,15 @@ def grouped_linear(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) 
 
 def grouped_rows_gradient(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
     return _multiply_groups(rows, weight, by_row, flat(offsets), GRADIENT)
+
+
+def fp8_product(codes: Tensor, scales: Tensor, weight: Fp8Weight, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Chains of 128 terms, joined as every product's are. Scales are powers of 2, so a chain of the dequantised numbers
+    has the bits of one of the codes, scaled."""
+    rows = fp8.dequantised(codes, scales, 1, torch.float32)
+    if offsets is None:
+        return _multiply(rows, True, weight.widened(), True, dtype, None, FP8_TERMS)
+    return _multiply_groups(rows, weight.widened(), True, flat(offsets), FP8_TERMS).to(dtype)
 
 
 def _multiply_groups(

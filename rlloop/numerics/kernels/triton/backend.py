@@ -24,7 +24,8 @@ from rlloop.numerics.kernels.triton.elementwise import (
     squares_of_rows,
 )
 from rlloop.numerics.kernels.triton.experts import experts as gated_experts
-from rlloop.numerics.kernels.triton.experts import head_linear
+from rlloop.numerics.kernels.triton.experts import fp8_gated_experts, head_linear
+from rlloop.numerics.kernels.triton.fp8 import fp8_dequantised, fp8_product, fp8_rows
 from rlloop.numerics.kernels.triton.grouped import weight_gradient as grouped_weight_gradient
 from rlloop.numerics.kernels.triton.launch import strict_products
 from rlloop.numerics.kernels.triton.linear import gradient as product
@@ -52,6 +53,10 @@ __all__ = [
     "combine",
     "combine_backward",
     "dequantised",
+    "fp8_dequantised",
+    "fp8_gated_experts",
+    "fp8_product",
+    "fp8_rows",
     "gated_experts",
     "gated_linear",
     "grouped_linear",

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton import grouped, sorting
+from rlloop.numerics.fp8 import Fp8Weight
+from rlloop.numerics.kernels.triton import fp8, grouped, sorting
 from rlloop.numerics.kernels.triton.launch import EXACT
 
 ROWS, COLUMNS = 4, 256  # of a program of the activation
@@ -79,17 +80,18 @@ class _Experts(torch.autograd.Function):
         x, gate_up, down, order, offsets, table, both, made = ctx.saved_tensors
         groups, top_k, grad = sorting.Groups(offsets, table, ctx.height), ctx.top_k, grads[0].flatten(0, 1)
         rows, needs = len(order), ctx.needs_input_grad
+        plain_up, plain_down = (each.dequantised() if isinstance(each, Fp8Weight) else each for each in (gate_up, down))
         grad_down = grad_gate_up = grad_x = None
         if needs[2]:
             grad_down = grouped.weight_gradient(grad, made, offsets, down.dtype, order=order, gather_left=True)
-        grad_made = grouped.product(grad, down, groups, rows, by_row=False, order=order, gather=1)
+        grad_made = grouped.product(grad, plain_down, groups, rows, by_row=False, order=order, gather=1)
         grad_both = _activated_backward(both, grad_made)
         if needs[1]:
             grad_gate_up = grouped.weight_gradient(
                 grad_both, x, offsets, gate_up.dtype, order=order, gather_right=top_k
             )
         if needs[0]:
-            each = grouped.product(grad_both, gate_up, groups, rows, by_row=False, order=order, scatter=True)
+            each = grouped.product(grad_both, plain_up, groups, rows, by_row=False, order=order, scatter=True)
             grad_x = each.view(-1, top_k, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
         return grad_x, grad_gate_up, grad_down, None
 
@@ -106,6 +108,27 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
         order, groups = sorting.sorted_by_group(chosen.flatten(), len(down), x.dtype)
     made = grouped.product(x, gate_up, groups, rows, order=order, gather=top_k, activate=True)
     return grouped.product(made, down, groups, rows, order=order, scatter=True).view(tokens, top_k, -1)
+
+
+class _Fp8Experts(_Experts):
+    """Products of 8-bit floats; each token is quantised once, and gradients are those of the dequantised weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate_up: Fp8Weight, down: Fp8Weight, chosen: Tensor) -> Tensor:  # type: ignore[override]
+        (tokens, top_k), rows = chosen.shape, chosen.numel()
+        order, groups = sorting.sorted_by_group(chosen.flatten(), len(down), x.dtype)
+        both = fp8.product(*fp8.fp8_rows(x), gate_up, rows, x.dtype, groups, order=order, gather=top_k)
+        made = _activated(both)
+        ctx.save_for_backward(x, gate_up, down, order, groups.offsets, groups.table, both, made)
+        ctx.height, ctx.top_k = groups.height, top_k
+        out = fp8.product(*fp8.fp8_rows(made), down, rows, x.dtype, groups, order=order, scatter=True)
+        return out.view(tokens, top_k, -1)
+
+
+def fp8_gated_experts(x: Tensor, gate_up: Fp8Weight, down: Fp8Weight, chosen: Tensor) -> Tensor:
+    if chosen.numel() == 0:
+        return x.new_empty(*chosen.shape, down.shape[1])
+    return _Fp8Experts.apply(x, gate_up, down, chosen)
 
 
 class _HeadLinear(torch.autograd.Function):
