@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from rlloop.runs.folder import SIGNATURES, is_own_loop, read_config, rollout_fil
 
 Id = Annotated[int, Meta(ge=0, lt=2**31)]
 Step = Annotated[int, Meta(ge=0, lt=2**53)]
+
+_CHECKED: dict[str, RunConfig] = {}
 
 
 @dataclass(frozen=True)
@@ -273,9 +276,18 @@ def _built(config: dict[str, Any]) -> RunConfig | str:
     if is_own_loop(config):
         return "the loop is not rlloop's, so its configuration does not say how to repeat it"
     try:
-        return build(cast(DictConfig, OmegaConf.merge(OmegaConf.structured(RunConfig), config)))
+        return _checked(config)
     except (RlloopError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError) as error:
         return f"this version cannot take config.yaml: {' '.join(str(error).split()) or type(error).__name__}"
+
+
+def _checked(config: dict[str, Any]) -> RunConfig:
+    """Checking a configuration takes most of an audit's time, and many audits are of one: it is checked once."""
+    if (key := repr(config)) not in _CHECKED:
+        if len(_CHECKED) >= 16:
+            _CHECKED.clear()
+        _CHECKED[key] = build(cast(DictConfig, OmegaConf.merge(OmegaConf.structured(RunConfig), config)))
+    return copy.deepcopy(_CHECKED[key])
 
 
 def _step_in(line: bytes) -> int:

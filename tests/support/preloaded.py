@@ -7,6 +7,7 @@ from typing import Any
 import hydra  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import torch._dynamo  # noqa: F401 (an optimizer imports it)
+import transformers.models.auto.tokenization_auto  # noqa: F401
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
 
