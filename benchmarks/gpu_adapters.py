@@ -4,8 +4,8 @@
 
 Adapters of rank 32 over all linear layers lie above a random dense model. Requests have 64 tokens and make 128. An
 engine of the base alone, one with adapters and vLLM's (`--vllm`: multi-LoRA with 64 slots, the same PEFT folder) take
-turns; medians of three rounds count, after one to warm up. The 64 adapters have the same numbers under names of their own:
-what is read from memory is as much as if they differed.
+turns; medians of three rounds count, after one to warm up. The 64 adapters have the same numbers under names of their
+own: what is read from memory is as much as if they differed.
 """
 
 from __future__ import annotations

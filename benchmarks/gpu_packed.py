@@ -3,10 +3,10 @@
     python benchmarks/gpu_packed.py [--layers 8] [--memory 48]
 
 Widths of Qwen3-30B-A3B (128 experts of 768, 8 a token, hidden 2,048); experts in groups of 32 as Kimi K2 is released,
-all else bfloat16, an adapter of rank 32 over all linear layers. Both models decode in turns, 1 to 128 requests (so that at
-most 8 rows meet at an expert on average), 64 tokens in and 128 out, logprobs on; then each takes forward, backward and
-AdamW of its adapter over 16 x 1,024 tokens. Medians of three rounds after one. `--memory N`: one model of N layers at a
-time, an engine and a trainer above it, peak of the device after sampling and a step.
+all else bfloat16, an adapter of rank 32 over all linear layers. Both models decode in turns, 1 to 128 requests (so that
+at most 8 rows meet at an expert on average), 64 tokens in and 128 out, logprobs on; then each takes forward, backward
+and AdamW of its adapter over 16 x 1,024 tokens. Medians of three rounds after one. `--memory N`: one model of N layers
+at a time, an engine and a trainer above it, peak of the device after sampling and a step.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class PackedReader:
     def read(
         self, where: str, dtype: torch.dtype, device: torch.device, held: Container[str]
     ) -> Iterator[tuple[str, PackedWeight]]:
-        """Packed weights in `held` by their plain names. Raises `ModelError` for parts that are missing or misshapen."""
+        """Packed weights in `held` by plain name. Raises `ModelError` for parts that are missing or misshapen."""
         tensors, weight_of = self._stored.tensors, dict[str, tuple[str, str]]()
         for name, parts in self.names.items():
             if missing := [part for part in parts.values() if part not in tensors]:

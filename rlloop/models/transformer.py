@@ -10,7 +10,7 @@ import platform
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
@@ -333,7 +333,7 @@ class Model(nn.Module):
             **({"quantize": "fp8"} if fp8.is_quantised(self) else {}),
             "device": kind if kind == "cpu" else torch.get_device_module(kind).get_device_name(self.device),
             "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-            "versions": {name: version(name) for name in ("rlloop", "torch", "numba", "llvmlite")},
+            "versions": {name: _version(name) for name in ("rlloop", "torch", "numba", "llvmlite")},
         }
         facts["versions"] |= {package: version(package) for package in backend_of(kind).packages}
         if kind == "cuda":
@@ -421,3 +421,11 @@ class Model(nn.Module):
         # Early stops would leave out the end of a layer, where ranks may meet.
         with set_checkpoint_early_stop(self.context.layout.world_size == 1):
             return checkpoint(layer, *args, use_reentrant=False)
+
+
+def _version(package: str) -> str | None:
+    """None: not installed, such as rlloop itself in a checkout on the path, or a CPU's compiler on a GPU machine."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
