@@ -288,7 +288,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
             self._begin(request)
 
     def _begin(self, request: _Request) -> None:
-        llm, asked = self._llm, {"prompt_token_ids": request.prompt_ids}
+        llm, asked = self._llm, dict[str, Any](prompt_token_ids=request.prompt_ids)
         if request.adapter is not None:  # names its blocks
             asked["cache_salt"] = request.adapter.key
         params, tasks = self._params(request.sampling), llm.get_supported_tasks()
