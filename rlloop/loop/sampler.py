@@ -43,10 +43,14 @@ class Sampler:
         )
         samples = []
         for (p, g), each in zip(coordinates, played, strict=True):
-            sampled, fault = each.completion.policy_version, each.fault
+            completion, fault = each.completion, each.fault
+            if each.broken and not completion.token_ids:  # ended before its first token: of no weights
+                completion = dataclasses.replace(completion, policy_version=version)
+            sampled = completion.policy_version
             if not max(0, version - self.engine_lag) <= sampled <= version:
                 fault = f"its weights are of version {sampled}, and it was asked for of version {version}"
-            samples.append(dataclasses.replace(new_sample(f"{step}/{p}/{g}", each, group=p), fault=fault))
+            sample = new_sample(f"{step}/{p}/{g}", each, group=p)
+            samples.append(dataclasses.replace(sample, completion=completion, fault=fault))
         return samples
 
     def held_out(self, engine: Engine) -> list[Sample]:

@@ -170,16 +170,16 @@ class VerifiersPlayer:
             return self._broken(example, params, f"verifiers: its episode failed: {why} {played}"[:400])
         traces = [trace for trace in played.traces if trace.agent.trainable]
         if len(traces) != 1:
-            return self._broken(
-                example, params, f"verifiers: its episode has {len(traces)} trainable traces, and a sample is one"
-            )
+            why = f"verifiers: its episode has {len(traces)} trainable traces, and a sample is one"
+            why += f" ({_failure(played, *traces)})" if not played.ok else ""
+            return self._broken(example, params, why[:400])
         [trace] = traces
         turns = server.turns(trace.id)
         if not turns:
             errors = [*trace.errors, *played.errors]
             why = f"{errors[0].type}: {errors[0].message}" if errors else "the harness asked for no turn"
             return self._broken(example, params, f"verifiers: {why}"[:400])
-        broken = None if played.ok else _failure(trace, played)
+        broken = None if played.ok else _failure(played, trace)
         broken = broken or not_a_chain(turns) or _other_tokens(trace, turns)
         if broken is not None:
             return self._broken(example, params, f"verifiers: trace {trace.id}: {broken}", turns[0])
@@ -229,8 +229,8 @@ def _other_tokens(trace: Any, turns: Sequence[Completion]) -> str | None:
     return None if trace.branches[0].token_ids == ids else "its tokens are not those that the engine read and sampled"
 
 
-def _failure(trace: Any, episode: Any) -> str:
-    errors = [*trace.errors, *episode.errors]
+def _failure(episode: Any, *traces: Any) -> str:
+    errors = [error for each in (*traces, episode) for error in each.errors]
     return f"{errors[0].type}: {errors[0].message}"[:300] if errors else "it did not complete"
 
 
