@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 
 from rlloop.config.run import AlgorithmConfig, RolloutConfig, RunConfig
-from rlloop.loop.conversations import Played
 from rlloop.loop.sampler import Sampler
 from rlloop.testing import fake_parts
 from rlloop.types import Completion
