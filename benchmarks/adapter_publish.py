@@ -21,7 +21,8 @@ from offload import SHAPES, config
 from results_schema import Figure, report, table
 
 from rlloop.algorithms import get_loss
-from rlloop.config.run import LoraSection, TrainerConfig
+from rlloop.config.model import LoraSection
+from rlloop.config.trainer import TrainerConfig
 from rlloop.launch.workers import with_lora
 from rlloop.models import Model, new_model
 from rlloop.parallel.context import join

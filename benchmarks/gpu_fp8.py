@@ -28,7 +28,7 @@ from results_schema import Figure, report, table
 from torch import Tensor
 
 from rlloop.algorithms import get_loss
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.models import Model, load_model, new_model
 from rlloop.models.scoring import ScoreRow, hidden_states
 from rlloop.numerics.fp8 import Fp8Weight

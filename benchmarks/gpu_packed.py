@@ -30,7 +30,8 @@ from safetensors.torch import load_file, save_file
 
 from rlloop import SamplingParams
 from rlloop.algorithms import get_loss
-from rlloop.config.run import LoraSection, TrainerConfig
+from rlloop.config.model import LoraSection
+from rlloop.config.trainer import TrainerConfig
 from rlloop.launch.workers import with_lora
 from rlloop.models import Model, new_model, save_model
 from rlloop.trainer import Trainer, TrainSequence

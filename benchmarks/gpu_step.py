@@ -45,7 +45,7 @@ def apart(mine: np.ndarray, theirs: np.ndarray) -> tuple[float, int]:
 def ours(folder: Path) -> Step:
     import rlloop
     from rlloop.algorithms import get_loss
-    from rlloop.config.run import TrainerConfig
+    from rlloop.config.trainer import TrainerConfig
     from rlloop.trainer import Trainer, TrainSequence
 
     model = rlloop.load_model(folder, dtype="bfloat16", device="cuda")

@@ -43,7 +43,7 @@ def advantages() -> np.ndarray:
 def ours(folder: Path) -> Callable[[], object]:
     import rlloop
     from rlloop.algorithms import get_loss
-    from rlloop.config.run import TrainerConfig
+    from rlloop.config.trainer import TrainerConfig
     from rlloop.trainer import Trainer, TrainSequence
 
     model = rlloop.load_model(folder, dtype="bfloat16", device="cuda")

@@ -83,7 +83,7 @@ def run(shape: str, tokens: int, setting: str, steps: int) -> Run:
     import torch
 
     from rlloop.algorithms import get_loss
-    from rlloop.config.run import TrainerConfig
+    from rlloop.config.trainer import TrainerConfig
     from rlloop.models import new_model
     from rlloop.parallel.context import join
     from rlloop.parallel.layout import Layout

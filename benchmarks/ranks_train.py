@@ -79,7 +79,7 @@ class Setting:
 def ours(setting: Setting) -> tuple[Callable[[], None], Callable[[], None]]:
     """(a step, the same without the network)."""
     from rlloop.algorithms import get_loss
-    from rlloop.config.run import TrainerConfig
+    from rlloop.config.trainer import TrainerConfig
     from rlloop.models import Model
     from rlloop.models.config import parse_config
     from rlloop.models.parameters import ParameterStore

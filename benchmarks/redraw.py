@@ -32,7 +32,7 @@ def main() -> None:
     import torch
 
     from rlloop.algorithms import get_loss
-    from rlloop.config.run import TrainerConfig
+    from rlloop.config.trainer import TrainerConfig
     from rlloop.models import RedrawRecord, new_model
     from rlloop.trainer import Trainer, TrainSequence
     from rlloop.trainer.batching import StepBatch

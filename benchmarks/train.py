@@ -68,7 +68,7 @@ def make_rows(ragged: bool) -> list[Row]:
 def rlloop_steps(folder: Path, budget: int) -> dict[str, Step]:
     import rlloop  # before torch, as `rlloop train` does  # isort: skip
     from rlloop.algorithms import get_loss
-    from rlloop.config.run import TrainerConfig
+    from rlloop.config.trainer import TrainerConfig
     from rlloop.trainer import Trainer, TrainSequence
 
     trainer = Trainer(rlloop.load_model(folder), TrainerConfig(lr=LR, max_batch_tokens=budget))

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 import rlloop
 from rlloop.algorithms import LossBatch, LossOutput, get_advantage
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.metrics import Mean
 from rlloop.recipes.custom.tiny import write_tiny
 from rlloop.trainer import Trainer

@@ -10,7 +10,7 @@ import numpy as np
 from rlloop.algorithms import get_loss
 from rlloop.cache import cache_root
 from rlloop.chat import ChatTokenizer
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.models import load_model
 from rlloop.models.config import read_config
 from rlloop.trainer import Trainer, TrainSequence

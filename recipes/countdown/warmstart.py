@@ -24,7 +24,7 @@ from rich.console import Console
 
 from rlloop.algorithms import get_loss
 from rlloop.cache import cache_root
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.loop.step_data import completion_seed
 from rlloop.models import load_model, new_model, save_model
 from rlloop.rewards.countdown import countdown_reward

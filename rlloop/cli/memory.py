@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rlloop.cli.machine_check import Line
-from rlloop.config.run import MASTERS_STAY
+from rlloop.config.trainer import MASTERS_STAY
 from rlloop.errors import ConfigError
 from rlloop.models.config import read_config
 from rlloop.training.memory import DTYPES, GIB, PCIE, layout_keys, layouts, predict, preference

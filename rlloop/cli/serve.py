@@ -27,7 +27,7 @@ from rlloop.web.server import Listen, is_loopback, read_token, serve
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
-    from rlloop.config.run import LoraSection
+    from rlloop.config.model import LoraSection
     from rlloop.parallel.layout import Layout
     from rlloop.rollout.engine.service import EngineService
     from rlloop.rollout.fleet.engine_server import EngineServer, Follower
@@ -133,7 +133,7 @@ def _followed_adapter(given: argparse.Namespace, layout: Layout) -> LoraSection 
         raise ConfigError(f"--lora-rank {given.lora_rank} follows an adapter that trains, so it needs --store")
     if given.engine is not EngineKind.embedded or layout.world_size > 1:
         raise ConfigError("--lora-rank is for --engine embedded on one rank; leave --engine and --layout out")
-    from rlloop.config.run import LoraSection
+    from rlloop.config.model import LoraSection
 
     return LoraSection(rank=given.lora_rank, targets=given.lora_targets)
 

@@ -14,33 +14,29 @@ from omegaconf import MISSING
 
 from rlloop.config.algorithm import AlgorithmConfig, Anchor
 from rlloop.config.fleet import FleetConfig, FleetKind
-from rlloop.config.layout import LayoutConfig, World
+from rlloop.config.layout import World
 from rlloop.config.limits import (
     ABOVE_ZERO_TO_ONE,
     BELOW_ONE,
     POSITIVE,
     SECONDS,
-    ZERO_OR_MORE,
     Limit,
     at_least,
     check_limits,
     limited,
-    one_of,
     or_null,
     require,
     zero_or_more,
 )
-from rlloop.config.numerics import ProfileConfig, RolloutProfile
+from rlloop.config.model import ModelSection
+from rlloop.config.numerics import RolloutProfile
 from rlloop.config.rollout import EngineKind, RolloutConfig
+from rlloop.config.trainer import MASTERS_STAY, TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.numerics.implementations import is_outside
 from rlloop.numerics.profile import SETTINGS
 from rlloop.parallel.layout import Layout
 
-MASTERS_STAY = (
-    "trainer.offload=masters: a model that computes in {} has no masters apart from the weights it computes with; set "
-    "trainer.offload=moments, or model.dtype=bfloat16"
-)
 GPU_SHARE = Limit(ABOVE_ZERO_TO_ONE.holds, "above 0 and at most 1: a rank lies on one GPU")
 
 
@@ -55,83 +51,9 @@ class ParityMode(StrEnum):
     observe = "observe"
 
 
-class Schedule(StrEnum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
 @dataclass
 class RunSection:
     dir: str | None = None  # None: runs/<recipe>/<time>. In a multirun: the folder of the jobs' folders
-
-
-@dataclass
-class LoraSection:
-    """A low-rank adapter that trains over the frozen model: docs/adapters.md."""
-
-    rank: int = limited(0, zero_or_more("off: all weights train"))  # of A and B of each weight
-    alpha: float = limited(32.0, POSITIVE)  # scale = alpha / rank
-    targets: list[str] = field(default_factory=lambda: ["all-linear"])  # all-linear, experts, lm_head, names of modules
-    path: str | None = None  # a PEFT folder to start from, of this rank; None: an adapter that changes nothing yet
-
-    def __post_init__(self) -> None:
-        check_limits("model.lora", self)
-        self.targets = list(self.targets)
-        require("model.lora.targets", self.targets, len(self.targets) > 0, "a list of one name or more")
-
-
-@dataclass
-class ModelSection:
-    path: str | None = None  # a Hugging Face folder; None: the recipe makes its own
-    reference_path: str | None = None  # for losses with kl_coef > 0; None: the weights that the run starts from
-    reference_swapped: bool = False  # on a GPU: keep the reference in host memory between its uses
-    dtype: str = limited("float32", one_of("float32", "bfloat16", "float16"))  # of computation; masters are float32
-    quantize: str = limited("none", one_of("none", "fp8"))  # fp8: linear weights train and serve in 8 bits, by one rule
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    lora: LoraSection = field(default_factory=LoraSection)
-
-    def __post_init__(self) -> None:
-        check_limits("model", self)
-
-
-@dataclass
-class TrainerConfig:
-    num_steps: int = limited(100, at_least(1))  # rollout batches, each with its update
-    lr: float = limited(1e-5, ZERO_OR_MORE)  # peak learning rate of AdamW
-    schedule: Schedule = Schedule.constant  # of the learning rate, after the warm-up
-    warmup_steps: int = limited(0, zero_or_more("off"))  # optimizer steps
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
-    eps: float = limited(1e-8, POSITIVE)  # AdamW's
-    weight_decay: float = limited(0.0, ZERO_OR_MORE)  # decoupled, as in AdamW
-    grad_clip: float = limited(1.0, zero_or_more("off"))  # global norm
-    max_batch_tokens: int = limited(16384, at_least(2))  # tokens of one micro-batch (one forward and backward)
-    num_minibatches: int = limited(1, at_least(1))  # optimizer steps a rollout batch is split into, by whole groups
-    balance_coef: float = limited(0.0, zero_or_more("off"))  # of the experts' load-balancing loss
-    expert_bias_rate: float = limited(0.0, BELOW_ONE)  # step of the experts' biases towards even loads; 0: off
-    shard: str = limited("optimizer", one_of("optimizer", "parameters"))  # split over layout.dp_shard: docs/ranks.md
-    # Kept in host memory and brought to the GPU in blocks, with the same bits: AdamW's moments, or masters as well.
-    offload: str = limited("none", one_of("none", "moments", "masters"))
-    checkpoint_layers: str = "none"  # recomputed in the backward pass, which saves memory: none, all, every n-th
-    layout: LayoutConfig = field(default_factory=LayoutConfig)
-
-    def __post_init__(self) -> None:
-        require(
-            "trainer.betas", self.betas, len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            "two numbers, from 0 to below 1",
-        )  # fmt: skip
-        self.betas = (self.betas[0], self.betas[1])  # OmegaConf hands over a list
-        self.checkpoint_layers = str(self.checkpoint_layers)
-        good = self.checkpoint_layers in ("none", "all") or self.checkpoint_every > 0
-        require("trainer.checkpoint_layers", self.checkpoint_layers, good, "none, all, or a whole number n from 1 on")
-        check_limits("trainer", self)
-        self.layout.checked("trainer")
-
-    @property
-    def checkpoint_every(self) -> int:
-        """`checkpoint_layers` as a number: every n-th layer; 0: none."""
-        text = {"none": "0", "all": "1"}.get(self.checkpoint_layers, self.checkpoint_layers)
-        return int(text) if text.isdecimal() else 0
 
 
 @dataclass

@@ -70,7 +70,7 @@ def _sample(dtype: str) -> None:
 
 def _train(dtype: str) -> None:
     from rlloop.algorithms import get_loss
-    from rlloop.config.run import TrainerConfig
+    from rlloop.config.trainer import TrainerConfig
     from rlloop.trainer import Trainer
     from rlloop.trainer.batching import TrainSequence
 

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from rlloop.config.instantiate import bind, lacking
+from rlloop.config.model import LoraSection
 from rlloop.config.numerics import ProfileConfig
 from rlloop.config.rollout import EngineKind, RolloutConfig
-from rlloop.config.run import LoraSection, ParityMode, RunConfig
+from rlloop.config.run import ParityMode, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model
 from rlloop.models.adapter_files import read_adapter

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlloop.algorithms.values import explained_variance, gae, value_loss
 from rlloop.config.algorithm import CriticConfig
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.models import Model
 from rlloop.models.scoring import hidden_states
 from rlloop.trainer.batching import MicroBatch, StepBatch, make_step_batch

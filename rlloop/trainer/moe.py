@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.models import ChoiceCounts, Model, RoutingRecord, ScoreRow
 from rlloop.models.experts import Router

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.models.safetensors_io import write_tensors
 from rlloop.trainer.master_weights import MasterWeights
 from rlloop.trainer.offload import BlockStream, HostMemory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rlloop.config.run import Schedule, TrainerConfig
+from rlloop.config.trainer import Schedule, TrainerConfig
 
 
 def learning_rate(update: int, config: TrainerConfig) -> float:

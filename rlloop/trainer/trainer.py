@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlloop.algorithms import Loss, LossOutput
 from rlloop.algorithms.kl import sequence_kl
-from rlloop.config.run import MASTERS_STAY, TrainerConfig
+from rlloop.config.trainer import MASTERS_STAY, TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Mean, Reduction, Sum, merge
 from rlloop.models import Model, ScoreRow, read_state, save_model, score

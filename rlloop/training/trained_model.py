@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.models import Model, score
 from rlloop.models.adapter_weights import HEAD, Target

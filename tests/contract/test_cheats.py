@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from rlloop.algorithms import loss_for
+from rlloop.config.model import ModelSection
 from rlloop.config.numerics import ProfileConfig
 from rlloop.config.rollout import EngineKind
 from rlloop.config.run import (
     AlgorithmConfig,
     CheckpointConfig,
     EvalConfig,
-    ModelSection,
     ParityConfig,
     ParityMode,
     RolloutConfig,
     RunConfig,
-    TrainerConfig,
 )
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ParityError
 from rlloop.loop.loop import Loop
 from rlloop.models import Model, token_logprobs

@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlloop import Engine, NumericsProfile, SamplingParams, load_model
 from rlloop.algorithms import get_loss
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.trainer import Trainer
 from rlloop.types import Sample
 from tests.support.samples import as_sample, different

@@ -9,7 +9,7 @@ import torch
 
 from rlloop import load_model, token_logprobs
 from rlloop.algorithms import LossOutput
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError, ParityError
 from rlloop.models import save_model
 from rlloop.trainer import Trainer, TrainSequence

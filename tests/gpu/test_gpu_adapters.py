@@ -6,7 +6,7 @@ import torch
 
 from rlloop import Engine, SamplingParams, load_adapter, load_model, token_logprobs
 from rlloop.algorithms import get_loss
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.models import save_model
 from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.numerics.layout import AdapterSlots, Factors, LogitsProcessing

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlloop.algorithms import get_loss
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.models import ScoreRow, redraw, token_logprobs
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.rollout.engine.engine import Engine

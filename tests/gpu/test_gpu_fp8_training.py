@@ -6,7 +6,7 @@ import torch
 
 from rlloop import Engine, SamplingParams, load_model, token_logprobs
 from rlloop.algorithms import get_loss
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.models import new_model, save_model
 from rlloop.numerics import fp8
 from rlloop.numerics.fp8 import Fp8Weight

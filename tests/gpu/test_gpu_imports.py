@@ -7,7 +7,7 @@ GENERATE_AND_TRAIN = """
 import sys
 import rlloop
 from rlloop.algorithms import get_loss
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.trainer import Trainer
 from rlloop.types import SamplingParams
 from tests.support.gpu_models import dense_model

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlloop.algorithms import get_loss
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.models import token_logprobs
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlloop.algorithms import get_loss
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.models import new_model
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout

@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-from rlloop.config.run import AlgorithmConfig, CheckpointConfig, EvalConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlloop.config.run import AlgorithmConfig, CheckpointConfig, EvalConfig, RolloutConfig, RunConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.loop.loop import Loop
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.monitor import ParityMonitor

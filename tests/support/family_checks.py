@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from rlloop import SamplingParams, load_model, token_logprobs
 from rlloop.algorithms import loss_for
-from rlloop.config.run import AlgorithmConfig, Schedule, TrainerConfig
+from rlloop.config.run import AlgorithmConfig
+from rlloop.config.trainer import Schedule, TrainerConfig
 from rlloop.trainer import Trainer
 from rlloop.trainer.batching import TrainSequence
 from tests.support.checkpoints import (

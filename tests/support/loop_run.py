@@ -6,14 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from rlloop.config.run import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    EvalConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainerConfig,
-)
+from rlloop.config.run import AlgorithmConfig, CheckpointConfig, EvalConfig, RolloutConfig, RunConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.loop.loop import Loop
 from rlloop.loop.parts import Parts
 from rlloop.metrics import is_timing

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlloop.algorithms import LossBatch, LossOutput, get_loss
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.metrics import is_timing
 from rlloop.models import Model, new_model
 from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights

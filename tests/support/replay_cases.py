@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.models import Model, load_model
 from rlloop.numerics.profile import Drift
 from rlloop.parity.monitor import compare

@@ -6,7 +6,8 @@ import pytest
 
 from rlloop import Engine, load_model
 from rlloop.algorithms import get_loss
-from rlloop.config.run import LoraSection, TrainerConfig
+from rlloop.config.model import LoraSection
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.workers import with_lora
 from rlloop.models import save_model

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlloop.cli.main import main
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.models import load_model
 from rlloop.models.config import read_config
 from rlloop.parallel.context import join

@@ -9,12 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 from rlloop import recipes
 from rlloop.config.numerics import DriftConfig, ProfileConfig, RolloutProfile
 from rlloop.config.resume import refuse_other_run
-from rlloop.config.run import (
-    AlgorithmConfig,
-    ParityMode,
-    RunConfig,
-    TrainerConfig,
-)
+from rlloop.config.run import AlgorithmConfig, ParityMode, RunConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.launch.compose import as_container, build, compose_recipe, expand_sweep
 from rlloop.numerics.profile import SETTINGS, Drift, NumericsProfile

@@ -2,9 +2,11 @@
 
 import pytest
 
+from rlloop.config.model import LoraSection, ModelSection
 from rlloop.config.numerics import DriftConfig, ProfileConfig
 from rlloop.config.rollout import EngineKind, RolloutConfig
-from rlloop.config.run import AlgorithmConfig, LoraSection, ModelSection, ParityConfig, RunConfig, TrainerConfig
+from rlloop.config.run import AlgorithmConfig, ParityConfig, RunConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.compose import build, compose_recipe
 

@@ -5,7 +5,8 @@ import pytest
 from rlloop.config.layout import LayoutConfig, World, shrunk
 from rlloop.config.resume import refuse_other_run
 from rlloop.config.rollout import RolloutConfig
-from rlloop.config.run import AlgorithmConfig, Launch, RayConfig, RunConfig, TrainerConfig
+from rlloop.config.run import AlgorithmConfig, Launch, RayConfig, RunConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.layouts import check_launch
 from rlloop.parallel.layout import Layout

@@ -6,7 +6,8 @@ import pytest
 from torch.distributed import HashStore
 
 from rlloop.config.layout import LayoutConfig
-from rlloop.config.run import AlgorithmConfig, Launch, RayConfig, RunConfig, TrainerConfig
+from rlloop.config.run import AlgorithmConfig, Launch, RayConfig, RunConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.ranks import RankFailed, error_of, remaining
 from rlloop.launch.ray_pool import EngineDied

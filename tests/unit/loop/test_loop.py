@@ -17,8 +17,8 @@ from rlloop.config.run import (
     ParityMode,
     RolloutConfig,
     RunConfig,
-    TrainerConfig,
 )
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ParityError, RunError
 from rlloop.loop.loop import RewardsFailed
 from rlloop.loop.step_data import completion_seed

@@ -14,16 +14,8 @@ import pytest
 from rlloop.audit import verify
 from rlloop.config.fleet import FleetConfig, FleetKind
 from rlloop.config.rollout import PartialConfig
-from rlloop.config.run import (
-    AlgorithmConfig,
-    Anchor,
-    CheckpointConfig,
-    EvalConfig,
-    Launch,
-    RolloutConfig,
-    RunConfig,
-    TrainerConfig,
-)
+from rlloop.config.run import AlgorithmConfig, Anchor, CheckpointConfig, EvalConfig, Launch, RolloutConfig, RunConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError, ParityError
 from rlloop.loop.environments import Reply
 from rlloop.loop.partial import Partial

@@ -10,15 +10,8 @@ import pytest
 
 from rlloop.audit import verify
 from rlloop.config.fleet import FleetConfig, FleetKind
-from rlloop.config.run import (
-    AlgorithmConfig,
-    Anchor,
-    CheckpointConfig,
-    EvalConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainerConfig,
-)
+from rlloop.config.run import AlgorithmConfig, Anchor, CheckpointConfig, EvalConfig, RolloutConfig, RunConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.loop.loop import Loop
 from rlloop.loop.schedule import InStep, Pipelined

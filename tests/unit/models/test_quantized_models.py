@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from rlloop import Engine, SamplingParams, load_model, token_logprobs
 from rlloop.algorithms import get_loss
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError, ModelError
 from rlloop.models import new_model, read_state, save_model
 from rlloop.models.fp8 import quantised_names

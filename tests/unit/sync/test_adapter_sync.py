@@ -4,7 +4,8 @@ import numpy as np
 
 from rlloop import Engine, load_model
 from rlloop.algorithms import get_loss
-from rlloop.config.run import LoraSection, TrainerConfig
+from rlloop.config.model import LoraSection
+from rlloop.config.trainer import TrainerConfig
 from rlloop.launch.workers import with_lora
 from rlloop.models import save_model
 from rlloop.sync.bundle import BundlePublisher, BundleReplica

@@ -8,7 +8,7 @@ import torch
 
 from rlloop import Engine, SamplingParams, load_model
 from rlloop.algorithms import get_loss
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.models import save_model
 from rlloop.models.adapter_files import WEIGHTS, read_adapter, with_stored_adapter
 from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights

@@ -10,7 +10,8 @@ import torch
 
 from rlloop.config.algorithm import AlgorithmConfig, CriticConfig
 from rlloop.config.layout import LayoutConfig
-from rlloop.config.run import Launch, RunConfig, TrainerConfig
+from rlloop.config.run import Launch, RunConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.models import load_model
 from rlloop.recipes.custom.tiny import write_tiny

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.models import load_model
 from rlloop.rollout import Engine
 from rlloop.trainer import Trainer

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rlloop.algorithms import loss_for
-from rlloop.config.run import AlgorithmConfig, TrainerConfig
+from rlloop.config.run import AlgorithmConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.models import Model, RoutingRecord, new_model
 from rlloop.trainer import Trainer

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rlloop.algorithms import LossBatch, LossOutput, get_loss
 from rlloop.config.algorithm import AlgorithmConfig
-from rlloop.config.run import MASTERS_STAY, RunConfig, TrainerConfig
+from rlloop.config.run import RunConfig
+from rlloop.config.trainer import MASTERS_STAY, TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.metrics import is_timing
 from rlloop.models import new_model

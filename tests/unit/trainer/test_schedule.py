@@ -1,6 +1,6 @@
 import pytest
 
-from rlloop.config.run import Schedule, TrainerConfig
+from rlloop.config.trainer import Schedule, TrainerConfig
 from rlloop.trainer.schedule import learning_rate
 
 

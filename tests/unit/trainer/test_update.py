@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlloop.algorithms import LossBatch, LossOutput, get_loss
-from rlloop.config.run import Schedule, TrainerConfig
+from rlloop.config.trainer import Schedule, TrainerConfig
 from rlloop.errors import ConfigError, ModelError
 from rlloop.metrics import Mean, merge
 from rlloop.models import load_model, new_model

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlloop.algorithms import get_loss
-from rlloop.config.run import TrainerConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.metrics import Mean
 from rlloop.models import load_model, new_model
 from rlloop.trainer import Trainer

@@ -1,0 +1,69 @@
+"""The section `trainer`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rlloop.config.layout import LayoutConfig
+from rlloop.config.limits import (
+    BELOW_ONE,
+    POSITIVE,
+    ZERO_OR_MORE,
+    at_least,
+    check_limits,
+    limited,
+    one_of,
+    require,
+    zero_or_more,
+)
+
+MASTERS_STAY = (
+    "trainer.offload=masters: a model that computes in {} has no masters apart from the weights it computes with; set "
+    "trainer.offload=moments, or model.dtype=bfloat16"
+)
+
+
+class Schedule(StrEnum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclass
+class TrainerConfig:
+    num_steps: int = limited(100, at_least(1))  # rollout batches, each with its update
+    lr: float = limited(1e-5, ZERO_OR_MORE)  # peak learning rate of AdamW
+    schedule: Schedule = Schedule.constant  # of the learning rate, after the warm-up
+    warmup_steps: int = limited(0, zero_or_more("off"))  # optimizer steps
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
+    eps: float = limited(1e-8, POSITIVE)  # AdamW's
+    weight_decay: float = limited(0.0, ZERO_OR_MORE)  # decoupled, as in AdamW
+    grad_clip: float = limited(1.0, zero_or_more("off"))  # global norm
+    max_batch_tokens: int = limited(16384, at_least(2))  # tokens of one micro-batch (one forward and backward)
+    num_minibatches: int = limited(1, at_least(1))  # optimizer steps a rollout batch is split into, by whole groups
+    balance_coef: float = limited(0.0, zero_or_more("off"))  # of the experts' load-balancing loss
+    expert_bias_rate: float = limited(0.0, BELOW_ONE)  # step of the experts' biases towards even loads; 0: off
+    shard: str = limited("optimizer", one_of("optimizer", "parameters"))  # split over layout.dp_shard: docs/ranks.md
+    # Kept in host memory and brought to the GPU in blocks, with the same bits: AdamW's moments, or masters as well.
+    offload: str = limited("none", one_of("none", "moments", "masters"))
+    checkpoint_layers: str = "none"  # recomputed in the backward pass, which saves memory: none, all, every n-th
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            "trainer.betas", self.betas, len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            "two numbers, from 0 to below 1",
+        )  # fmt: skip
+        self.betas = (self.betas[0], self.betas[1])  # OmegaConf hands over a list
+        self.checkpoint_layers = str(self.checkpoint_layers)
+        good = self.checkpoint_layers in ("none", "all") or self.checkpoint_every > 0
+        require("trainer.checkpoint_layers", self.checkpoint_layers, good, "none, all, or a whole number n from 1 on")
+        check_limits("trainer", self)
+        self.layout.checked("trainer")
+
+    @property
+    def checkpoint_every(self) -> int:
+        """`checkpoint_layers` as a number: every n-th layer; 0: none."""
+        text = {"none": "0", "all": "1"}.get(self.checkpoint_layers, self.checkpoint_layers)
+        return int(text) if text.isdecimal() else 0
