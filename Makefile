@@ -63,7 +63,9 @@ study study-full: $(VENV)/.ready
 		>$(STUDY)/{}.log 2>&1 && echo "finished: {}" || { echo "failed: {}, see $(STUDY)/{}.log"; exit 255; }'
 	$(BIN)/rlloop compare $(STUDY) -o $(STUDY)/report.html
 
+# In a new checkout kernels are compiled first, on all cores: tests that count seconds do not wait for a compiler.
 test: $(VENV)/.ready-dev
+	$(BIN)/rlloop doctor --compile
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # The edit loop: tests of single modules, without those that take long.
