@@ -7,7 +7,7 @@ against a cache. Both are traced, and results are compared in the order of compu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -80,8 +80,10 @@ class Trace:
         self._layer = ""
         self.calls: list[Call] = []
 
-    def __getattr__(self, op: str) -> Callable[..., Any]:
+    def __getattr__(self, op: str) -> Any:
         function = getattr(self._ops, op)
+        if not callable(function):  # such as `adapters`
+            return function
 
         def call(*args: Any, **options: Any) -> Any:
             result = function(*args, **options)
@@ -93,9 +95,8 @@ class Trace:
             elif op == "route":
                 self.calls += [Call(where, "expert choice", result[1]), Call(where, op, result[0])]
             else:
-                self.calls += [
-                    Call(where, op, output) for output in (result if isinstance(result, tuple) else (result,))
-                ]
+                outputs = result if isinstance(result, tuple) else (result,)
+                self.calls += [Call(where, op, output) for output in outputs if isinstance(output, Tensor)]
             return result
 
         return call

@@ -44,7 +44,7 @@ FAULTS = {
     "silu_mul": (DENSE, "silu_mul", "model.layers.0"),
     "logits": (DENSE, "logits", "lm_head"),
     "sample": (DENSE, "token_logprob", "lm_head"),
-    "head_linear": (SPARSE, "head_linear", "model.layers.0"),
+    "head_linear": (SPARSE, "head_linear", "model.layers.0.self_attn.kv_b_proj"),
     "index_weights": (SPARSE, "index_weights", "model.layers.0.self_attn.indexer.weights_proj"),
     "layer_norm": (SPARSE, "layer_norm", "model.layers.0.self_attn.indexer.k_norm"),
     "select": (SPARSE, "select", "model.layers.0"),
