@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from _thread import interrupt_main
@@ -288,8 +289,16 @@ def test_prompts_beyond_the_calls_in_flight_share_the_next_one():
     assert len(engine.calls) == CALLS + 1
 
 
+@pytest.fixture
+def interrupts():
+    """Python's own handler of SIGINT, which a shell's background process begins without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("where", ["engine", "tool"])
-def test_an_interrupt_leaves_an_engine_and_environments_to_go_on_with(where, monkeypatch):
+def test_an_interrupt_leaves_an_engine_and_environments_to_go_on_with(where, monkeypatch, interrupts):
     engine, asked = Engine(tiny_qwen3(40), page_size=4), examples(3, 1, 2)
     whole = play(Countdown, engine, asked)
     release = threading.Event()
