@@ -86,7 +86,7 @@ class Trace:
             return function
 
         def call(*args: Any, **options: Any) -> Any:
-            result = function(*args, **options)
+            result: Any = function(*args, **options)
             weighted = next((self._names[id(arg)] for arg in args if id(arg) in self._names), None)
             where = weighted or self._layer
             self._layer = re.sub(r"(\.\d+)\..*", r"\1", where)  # model.layers.3.mlp.up_proj -> model.layers.3
