@@ -43,14 +43,13 @@ class Sampler:
         )
         samples = []
         for (p, g), each in zip(coordinates, played, strict=True):
-            completion, fault = each.completion, each.fault
-            if each.broken and not completion.token_ids:  # ended before its first token: of no weights
-                completion = dataclasses.replace(completion, policy_version=version)
-            sampled = completion.policy_version
+            if each.broken and not each.completion.token_ids:  # ended before its first token: of no weights
+                completion = dataclasses.replace(each.completion, policy_version=version)
+                each = dataclasses.replace(each, completion=completion)
+            sampled, fault = each.completion.policy_version, each.fault
             if not max(0, version - self.engine_lag) <= sampled <= version:
                 fault = f"its weights are of version {sampled}, and it was asked for of version {version}"
-            sample = new_sample(f"{step}/{p}/{g}", each, group=p)
-            samples.append(dataclasses.replace(sample, completion=completion, fault=fault))
+            samples.append(dataclasses.replace(new_sample(f"{step}/{p}/{g}", each, group=p), fault=fault))
         return samples
 
     def held_out(self, engine: Engine) -> list[Sample]:

@@ -52,7 +52,7 @@ class Target:
 
     @property
     def divisions(self) -> tuple[Division | None, Division | None]:
-        """How ranks divide the first dimension of A and of B."""
+        """Divisions of the first dimension of A and of B over ranks."""
         return None if self.experts is None else self.division, self.division
 
     def own(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -132,8 +132,7 @@ class AdapterSlots:
     def __init__(
         self, factors: Mapping[int, Factors | Callable[[], Factors]], slots: torch.Tensor | None = None
     ) -> None:
-        """`factors`, or what makes them, by the id of the weight. `slots` [T] int64; None: all have
-        the first slot."""
+        """`factors`, or what makes them, by the weight's id. `slots` [T] int64; None: all have the first slot."""
         self._factors, self._slots, self._kept = factors, slots, dict[tuple[Any, ...], Any]()
 
     def kept(self, make: Callable[[torch.Tensor], Any], *key: Any) -> Any:

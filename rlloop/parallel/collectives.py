@@ -146,8 +146,8 @@ class Ranks:
 
 
 def buckets(sizes: Sequence[int], kinds: Sequence[object] | None = None) -> list[list[int]]:
-    """Which of a sequence of tensors, of so many bytes each, travel together: their indices, in the order in which the
-    last of each bucket comes. Large ones go alone, and small ones only with others of their kind.
+    """Buckets of tensors, of so many bytes each, that travel together: their indices, in the order in which the last of
+    each bucket comes. Large ones go alone, and small ones only with others of their kind.
 
     A function of its arguments alone, so that ranks agree on it.
     """
