@@ -1,8 +1,13 @@
-"""What a weight sync weighs and costs, on consecutive checkpoints of RL runs, beside XOR + zstd-1.
+"""Bytes and seconds of a weight sync, on consecutive checkpoints of RL runs, beside XOR + zstd-1.
 
     python benchmarks/delta.py sizes            # runs of three models at three learning rates; their deltas
     python benchmarks/delta.py speed            # encoding and applying, one core; publication to a live replica
+    python benchmarks/delta.py shape            # publish, apply and join at size, on all processors; needs no runs
     python benchmarks/delta.py sizes --models demo --lrs 1e-5
+
+`sizes` also reports the strongest plain codec tried (gaps and steps in planes of bytes, each through zstd-1); what
+richer conditioning would gain over the old exponent alone (`richer`); masters in bfloat16 that are rounded
+stochastically (the same updates, rounded up or down by chance, so that none is lost on average); and whole versions.
 
 Models: `demo`, the countdown recipe's, warm-started; `dense` and `mixture`, a Qwen3 and a Qwen3-MoE of some million
 weights from random initialisation, whose reward (how many of a completion's tokens are numbers) has signal from the
@@ -15,10 +20,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,11 +38,13 @@ from results_schema import Figure, report
 from rlloop.cli.delta_size import Sizes, compare, describe, version_bytes
 from rlloop.models import new_model, save_model
 from rlloop.sync import codec
-from rlloop.sync.bits import Bits
+from rlloop.sync.bits import Bits, processors
+from rlloop.sync.bundle import MemoryStore
 from rlloop.sync.folder import read_folder
 from rlloop.sync.live import bits_of
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.replica import Replica
+from rlloop.sync.steps import ORDERINGS, classes_of, ordered
 from rlloop.sync.store import FolderStore
 from rlloop.sync.target import MemoryTarget
 
@@ -76,19 +85,81 @@ def train(work: Path, model: str, lr: str, steps: int, pairs: int) -> Path:
     return folder
 
 
+def masters_of(run: Path) -> list[dict[str, torch.Tensor]]:
+    """The float32 masters after each of the last steps."""
+    folders = sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    return [
+        {name: torch.from_numpy(bits.array.view(np.float32).copy()) for name, bits in read_folder(folder).items()}
+        for folder in folders
+    ]
+
+
 def checkpoints(run: Path) -> list[dict[str, Bits]]:
     """The weights that engines had after each of the last steps, in bfloat16."""
-    folders = sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-    states = []
-    for folder in folders:
-        masters = read_folder(folder)
-        states.append(
-            {
-                name: bits_of(torch.from_numpy(bits.array.view(np.float32).copy()).bfloat16())
-                for name, bits in masters.items()
-            }
-        )
-    return states
+    return [{name: bits_of(master.bfloat16()) for name, master in masters.items()} for masters in masters_of(run)]
+
+
+def stochastically_rounded(run: Path) -> list[dict[str, Bits]]:
+    """The weights of a trainer without float32 masters: the run's updates, each added to the last bfloat16 weights and
+    rounded to one of the two nearest, with the probability that makes the mean exact."""
+    masters, generator = masters_of(run), torch.Generator().manual_seed(0)
+    weights = {name: master.bfloat16() for name, master in masters[0].items()}
+    states = [weights]
+    for before, after in itertools.pairwise(masters):
+        rounded = {}
+        for name, last in weights.items():
+            exact = (last.float() + (after[name] - before[name])).view(torch.int32)
+            noise = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32, generator=generator)
+            rounded[name] = ((exact + noise) & -65536).view(torch.float32).bfloat16()
+        weights = rounded
+        states.append(weights)
+    return [{name: bits_of(tensor) for name, tensor in state.items()} for state in states]
+
+
+def gaps_and_steps(new: Bits, old: Bits) -> int:
+    """Bytes of gaps and of steps as streams of bytes, each through zstd-1; what a byte cannot say follows in words."""
+    ordering = ORDERINGS[new.dtype]
+    before, after = old.array.reshape(-1), new.array.reshape(-1)
+    places = np.flatnonzero(before != after)
+    step = ordered(after[places], ordering) - ordered(before[places], ordering)
+    size = 0
+    for values in (np.diff(places, prepend=-1) - 1, np.where(step > 0, 2 * step - 2, -2 * step - 1)):
+        streams = np.minimum(values, 255).astype(np.uint8), (values[values >= 255] - 255).astype("<u4")
+        size += sum(len(zstandard.ZstdCompressor(1).compress(stream.tobytes())) for stream in streams)
+    return size
+
+
+def richer(new: Bits, old: Bits) -> dict[str, float]:
+    """Bytes of the places of changes, coded with adaptive probabilities (Krichevsky-Trofimov) by context, learning
+    included. `class` is what the codec knows; the others know it too."""
+    ordering = ORDERINGS[new.dtype]
+    rows = new.array.reshape(-1, new.shape[-1]) if new.array.ndim > 1 else new.array.reshape(1, -1)
+    before = old.array.reshape(rows.shape)
+    changed = (rows != before).astype(np.int64)
+    class_ = classes_of(before.reshape(-1), ordering).reshape(rows.shape)
+    fine = (before >> 4).astype(np.int64) & 7  # the highest bits of the mantissa
+    left = sum(np.pad(changed, ((0, 0), (by, 0)))[:, : rows.shape[1]] for by in range(1, 5))
+    above = np.pad(changed, ((1, 0), (1, 1)))[:-1]
+    above = above[:, :-2] + above[:, 1:-1] + above[:, 2:]
+    contexts = {
+        "class": class_,
+        "class and mantissa": class_ * 8 + fine,
+        "class and sign": class_ * 2 + (before >> 15),
+        "class and changed neighbours": (class_ * 5 + left) * 4 + above,
+        "class, mantissa and changed neighbours": ((class_ * 8 + fine) * 5 + left) * 4 + above,
+    }
+    return {name: _learned(context.reshape(-1), changed.reshape(-1)) / 8 for name, context in contexts.items()}
+
+
+def _learned(context: np.ndarray, bit: np.ndarray) -> float:
+    """Bits of an adaptive code of `bit` by context."""
+    total = np.bincount(context)
+    ones = np.bincount(context, bit)
+    return sum(
+        math.lgamma(n + 1) - math.lgamma(n1 + 0.5) - math.lgamma(n - n1 + 0.5) + 2 * math.lgamma(0.5)
+        for n, n1 in zip(total, ones, strict=True)
+        if n
+    ) / math.log(2)
 
 
 def sizes(work: Path, models: list[str], lrs: list[str], steps: int, pairs: int) -> list[Figure]:
@@ -96,10 +167,13 @@ def sizes(work: Path, models: list[str], lrs: list[str], steps: int, pairs: int)
     for model in models:
         for lr in lrs:
             states = checkpoints(train(work, model, lr, steps, pairs))
-            total, stream, manifests = Sizes(), 0, 0
+            total, stream, manifests, plain = Sizes(), 0, 0, 0
+            contexts: Counter[str] = Counter()
             for old, new in itertools.pairwise(states):
-                for _, found in compare(old, new):
+                for tensor, found in compare(old, new):
                     total += found
+                    plain += gaps_and_steps(new[tensor], old[tensor])
+                    contexts.update(richer(new[tensor], old[tensor]))
                 encoded, manifest = version_bytes(old, new)
                 stream, manifests = stream + encoded, manifests + manifest
             weights = sum(bits.array.size for bits in states[0].values())
@@ -114,9 +188,92 @@ def sizes(work: Path, models: list[str], lrs: list[str], steps: int, pairs: int)
                        value=total.full / (stream + manifests), peer="index + value, 4 and 2 bytes a change",
                        peer_value=total.full / total.index_value),
                 Figure(name=f"{name}: full bytes by the encoded tensors'", unit="x", value=total.full / stream,
-                       peer="entropy, old exponent known", peer_value=total.full / total.conditional, aim=0.8),
+                       peer="entropy, old exponent known", peer_value=total.full / total.conditional,
+                       aim=0.97 if model != "demo" else 0.8),
+                Figure(name=f"{name}: full bytes by the encoded tensors', beside planes", unit="x",
+                       value=total.full / stream, peer="gap and step planes + zstd-1", peer_value=total.full / plain),
             ]  # fmt: skip
+            figures += [
+                Figure(name=f"{name}: places of changes, bytes given {context}", unit="B", value=size,
+                       lower_is_better=True, peer="given class", peer_value=contexts["class"])
+                for context, size in contexts.items() if context != "class"
+            ]  # fmt: skip
+            figures += rounded_figures(name, stochastically_rounded(work / f"{model}-lr{lr}"))
+            whole, manifest = version_bytes({}, states[-1])
+            figures.append(
+                Figure(name=f"{name}: a whole version, full bytes by wire bytes", unit="x",
+                       value=total.full / (len(states) - 1) / (whole + manifest))
+            )  # fmt: skip
     return figures
+
+
+def rounded_figures(name: str, states: list[dict[str, Bits]]) -> list[Figure]:
+    total, stream = Sizes(), 0
+    for old, new in itertools.pairwise(states):
+        total = sum((found for _, found in compare(old, new)), total)
+        stream += version_bytes(old, new)[0]
+    share = f"{100 * total.changed / total.elements:.3g}% changed"
+    return [
+        Figure(name=f"{name}, bfloat16 masters rounded stochastically, {share}: full bytes by the encoded tensors'",
+               unit="x", value=total.full / stream, peer="entropy, old exponent known",
+               peer_value=total.full / total.conditional),
+        Figure(name=f"{name}, bfloat16 masters rounded stochastically: beside XOR", unit="x",
+               value=total.full / stream, peer="XOR + zstd-1", peer_value=total.full / total.xor),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- at size
+
+
+def shape(layers: int, rounds: int = 4) -> list[Figure]:
+    """GB/s of weights by all processors, wall clock and CPU time: a model of some layers of Qwen3-0.6B's widths, normal
+    weights of 0.02, an update of lr 1e-6 by numbers such as Adam's. The store is in memory."""
+    rng, before, after = np.random.default_rng(0), {}, {}
+    for layer in range(layers):
+        for part, rows, width in (("q", 2048, 1024), ("o", 1024, 2048), ("up", 3072, 1024), ("down", 1024, 3072)):
+            master = rng.standard_normal((rows, width), np.float32) * np.float32(0.02)
+            update = np.clip(rng.standard_normal((rows, width), np.float32) * np.float32(0.35), -1, 1)
+            for state, values in ((before, master), (after, master - np.float32(1e-6) * update)):
+                state[f"{layer}.{part}"] = bits_of(torch.from_numpy(values).bfloat16())
+    states, size = [before, after], sum(bits.nbytes for bits in before.values())
+    key, store = Ed25519PrivateKey.generate(), MemoryStore()
+    publisher, target = Publisher(store, key, "run"), MemoryTarget({name: bits.copy() for name, bits in before.items()})
+    replica = Replica(store, key.public_key(), target)
+    taken: dict[str, list[tuple[float, float]]] = {}
+
+    def timed(what: str, work: Callable[[], object]) -> object:
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = work()
+        taken.setdefault(what, []).append((time.perf_counter() - wall, time.process_time() - cpu))
+        return result
+
+    whole = publisher.publish(before, 0)
+    replica.poll()
+    changed = pause = ratio = 0.0
+    for step in range(1, rounds + 1):
+        published = timed("encode and publish", lambda step=step: publisher.publish(states[step % 2], step))
+        assert timed("apply and verify", replica.poll), replica.error
+        changed, ratio = published.metrics["sync/changed"], published.metrics["sync/ratio"]  # type: ignore[attr-defined]
+        pause = replica.metrics["sync/pause_seconds"]
+    timed("encode a whole version", publisher.anchor)
+    assert timed("join by a whole version", Replica(store, key.public_key(), MemoryTarget()).poll)
+    name = f"{size / 1e6:.0f} MB of bfloat16, lr 1e-6, {100 * changed:.2g}% changed, {processors()} processors"
+    aims = {"encode and publish": 1.5, "apply and verify": 3.0}
+    figures = []
+    for what, seconds in taken.items():
+        wall, cpu = min(wall for wall, _ in seconds), min(cpu for _, cpu in seconds)
+        figures += [
+            Figure(name=f"{what}, {name}", unit="GB/s", value=size / wall / 1e9,
+                   peer="the aim" if what in aims else None, peer_value=aims.get(what),
+                   aim=1.0 if what in aims else None),
+            Figure(name=f"{what}, {name}: by CPU time of one", unit="GB/s", value=size / cpu / 1e9),
+        ]  # fmt: skip
+    return [
+        *figures,
+        Figure(name=f"pause, {name}", unit="ms", value=1000 * pause, lower_is_better=True),
+        Figure(name=f"full bytes by wire bytes, {name}", unit="x", value=ratio),
+        Figure(name=f"a whole version, full bytes by wire bytes, {name}", unit="x", value=whole.metrics["sync/ratio"]),
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- speed
@@ -205,7 +362,8 @@ def _unxor(content: bytes, old: Bits) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["sizes", "speed"])
+    parser.add_argument("what", choices=["sizes", "speed", "shape"])
+    parser.add_argument("--layers", type=int, default=24, help="of `shape`'s model, 21 MB each")
     parser.add_argument("--work", type=Path, default=Path("runs/delta"), help="folder for models and runs")
     parser.add_argument("--models", nargs="+", choices=["demo", *CONFIGS], default=["demo", *CONFIGS])
     parser.add_argument("--lrs", nargs="+", default=list(LRS))
@@ -217,6 +375,8 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     if args.what == "sizes":
         report("delta-sizes", sizes(work, args.models, args.lrs, args.steps, args.pairs), packages=("zstandard",))
+    elif args.what == "shape":
+        report("delta-shape", shape(args.layers))
     else:
         torch.set_num_threads(1)
         figures = speed(work, args.models, args.lrs, args.seconds)

@@ -192,7 +192,7 @@ def drive(world: World, faults: list[Fault], steps: int) -> list[str]:
 
 
 def check(run: Path, local: Path, steps: int) -> list[str]:
-    """What the history says against the run; empty where nothing does."""
+    """Problems found in the run's history; empty if there are none."""
     problems = [f"{found.name}: {each}" for found in verify(run, Extent(rescored=64)) for each in found.problems]
     if outcome(run) != outcome(local):
         problems.append("the run is not the one without a fleet, bit for bit")
@@ -317,7 +317,7 @@ def main() -> int:
 
 
 def events(run: Path) -> dict[str, int]:
-    """How often engines came, served, fell out, and how many completions were made again."""
+    """Counts of fleet events: engines that joined, served or dropped out, and completions sampled again."""
     counts: Counter[str] = Counter()
     for event in read_records(run / "fleet.jsonl"):
         counts[event["event"]] += event.get("completions", 1)
@@ -334,7 +334,7 @@ def record(found: dict[int, dict[str, Any]]) -> None:
 
 
 def model_folder(settings: list[str]) -> Path:
-    """Where the recipe's own model lies: engines start from the same folder."""
+    """Folder of the recipe's own model, from which engines start too."""
     from rlloop.launch.compose import build, compose_recipe
     from rlloop.launch.prepare import prepare
 

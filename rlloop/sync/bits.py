@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from blake3 import blake3
 
 from rlloop.errors import SyncError
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 # safetensors dtype -> bytes of one element
 WIDTH = {
@@ -52,9 +56,20 @@ class Bits:
     def nbytes(self) -> int:
         return self.array.nbytes
 
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.array.size
+
     def same(self, other: Bits) -> bool:
         """True if dtype, shape and every bit are the same."""
         return self.dtype == other.dtype and np.array_equal(self.array, other.array)
+
+    def copy(self) -> Bits:
+        return Bits(self.dtype, self.array.copy())
+
+    def digest(self) -> bytes:
+        return digest(self.array)
 
 
 Tensors = Mapping[str, Bits]  # by Hugging Face name
@@ -66,12 +81,17 @@ def digest(array: np.ndarray) -> bytes:
     return blake3(flat.data, max_threads=1).digest()
 
 
-def digests(names: Collection[str], array_of: Callable[[str], np.ndarray], threads: int) -> dict[str, bytes]:
-    """`digest` of each name's array, of which no more than `threads` are asked for at a time."""
+def digests(names: Collection[str], bits_of: Callable[[str], Bits], threads: int) -> dict[str, bytes]:
+    """The digest of each name's tensor, of which no more than `threads` are asked for at a time."""
+    return dict(zip(names, each(lambda name: bits_of(name).digest(), names, threads), strict=True))
+
+
+def each(work: Callable[[S], T], items: Iterable[S], threads: int) -> list[T]:
+    """`work` of each item, by no more than so many threads."""
     if threads == 1:
-        return {name: digest(array_of(name)) for name in names}
+        return [work(item) for item in items]
     with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(names, pool.map(lambda name: digest(array_of(name)), names), strict=True))
+        return list(pool.map(work, items))
 
 
 def processors() -> int:

@@ -1,51 +1,48 @@
 """Lossless coding of a tensor for receivers that have the previous version. The shortest of these is sent:
 
     unchanged   no bytes
-    steps       8- and 16-bit types: gaps and steps, grouped by the old value's exponent (`rlloop.sync.steps`)
-    adaptive    the same types, small tensors: each element with a learned probability (`rlloop.sync.adaptive`)
-    planes      any type: differences in the order of values, zigzag, one plane per byte of the width, each through zstd
-    full        the bit patterns themselves, in planes likewise; needs no previous version
+    changes     floats up to 32 bits, integers up to 16: gaps and steps, grouped by the old value's exponent
+                (`rlloop.sync.steps`), through an entropy coder (`rlloop.sync.entropy`)
+    adaptive    types of 8 and 16 bits, small tensors: each element with a learned probability (`rlloop.sync.adaptive`)
+    planes      other types: differences in the order of values, zigzag, one plane per byte of the width, through zstd
+    full        the bit patterns themselves, exponents apart from the rest; needs no previous version
 
 Chunks of `CHUNK` elements are coded independently: in parallel, and in bounded memory. Every size follows from the
 tensor's type and shape, or is checked against them before anything is allocated, so a hostile length costs nothing.
+`steps` and `plain` are `changes` and `full` of format 2, which is still read.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import zstandard
 
-from rlloop.errors import SyncError
 from rlloop.sync.bits import UNSIGNED, WIDTH, Bits, size_of
+from rlloop.sync.framing import CodecError, framed, unframed
+from rlloop.sync.legacy import changes_of
 from rlloop.sync.manifest import CodecName
-from rlloop.sync.steps import ORDERINGS, Changes, Ordering
+from rlloop.sync.planes import decode_differences, decode_planes, encode_differences, encode_planes
+from rlloop.sync.steps import ORDERINGS, Changes, Ordering, Patch
 
-CHUNK = 1 << 22  # elements; gaps are below it, so their low bits are at most 21
+CHUNK = 1 << 22  # elements
 SMALL = 1 << 19  # elements; the adaptive coder, some ten nanoseconds an element, is for no more than these
-LEVEL = 1
-BLOCK = 512  # symbols; fewer do not repay an entropy table of their own
-_LENGTH = struct.Struct("<I")
-
-
-class CodecError(SyncError):
-    """The encoded bytes are not an encoder's: damaged, or hostile."""
+WHOLE = ("full", "plain")  # codecs that need no previous version
+SPARSE = 8  # where more than one element in this many changes, copying all of them is faster than those
 
 
 class StepCoder(Protocol):
     """`rlloop.sync.steps`, or `steps_fast`, which compiles it."""
 
-    def find_changes(self, old: np.ndarray, new: np.ndarray, ordering: Ordering) -> Changes: ...
+    def find_changes(self, old: np.ndarray, new: np.ndarray, ordering: Ordering) -> tuple[Changes, np.ndarray]: ...
 
-    def apply_changes(self, old: np.ndarray, changes: Changes, ordering: Ordering, out: np.ndarray) -> bool: ...
+    def apply_changes(self, array: np.ndarray, changes: Changes, ordering: Ordering) -> Patch | None: ...
 
 
 class AdaptiveCoder(Protocol):
@@ -67,6 +64,14 @@ class Encoded:
     content: bytes
     changed: int  # elements
     diff_seconds: float = field(default=0.0, compare=False)  # time spent on finding the changes
+    places: Sequence[np.ndarray | None] = field(default=(), compare=False)  # changed elements of each chunk; None: many
+
+
+class _Chunk(NamedTuple):
+    changed: int  # elements
+    content: bytes
+    seconds: float  # spent on finding the changes
+    places: np.ndarray | None = None
 
 
 def fast() -> Coders:
@@ -76,7 +81,7 @@ def fast() -> Coders:
 
 
 def reference() -> Coders:
-    """The numpy coders, slow, whose bytes the compiled ones must equal."""
+    """The numpy coders, slow, whose results the compiled ones must equal."""
     from rlloop.sync import adaptive, steps
 
     return Coders(steps, adaptive)
@@ -89,30 +94,35 @@ def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coders:
     """
     new_flat = new.array.reshape(-1)
     if old is None:
-        return Encoded("full", _framed(_mapped(pool, _encode_planes, _chunks(new_flat))), new_flat.size)
+        return Encoded("full", _full(new, pool), new_flat.size)
     assert (old.dtype, old.shape) == (new.dtype, new.shape), "a delta is between tensors of one type and shape"
     old_flat = old.array.reshape(-1)
     kind: CodecName
     ordering = ORDERINGS.get(new.dtype)
     if ordering is not None:
         coders = coders or fast()
-        kind, work = "steps", partial(_encode_steps, ordering=ordering, coder=coders.steps)
+        kind, work = "changes", partial(_encode_changes, ordering=ordering, coder=coders.steps)
     else:
         kind, work = "planes", partial(_encode_differences, floating=new.dtype.startswith("F"))
-    chunks = list(_mapped(pool, work, _chunks(old_flat), _chunks(new_flat)))
-    changed = sum(count for count, _, _ in chunks)
-    delta = _framed(chunk for _, chunk, _ in chunks)
-    compared = sum(seconds for _, _, seconds in chunks)
+    chunks: list[_Chunk] = list(_mapped(pool, work, _chunks(old_flat), _chunks(new_flat)))
+    changed = sum(chunk.changed for chunk in chunks)
+    compared = sum(chunk.seconds for chunk in chunks)
     if changed == 0:
         return Encoded("unchanged", b"", 0, compared)
-    if ordering is not None and coders is not None and new_flat.size <= SMALL:
+    delta, places = framed(chunk.content for chunk in chunks), [chunk.places for chunk in chunks]
+    if ordering is not None and coders is not None and is_small(new_flat.size, ordering):
         shorter = coders.adaptive.encode(old_flat, new_flat, ordering, len(delta))
         kind, delta = (kind, delta) if shorter is None else ("adaptive", shorter)
     if len(delta) > new.nbytes // 3:
-        full = _framed(_mapped(pool, _encode_planes, _chunks(new_flat)))
+        full = _full(new, pool)
         if len(full) <= len(delta):
-            return Encoded("full", full, changed, compared)
-    return Encoded(kind, delta, changed, compared)
+            return Encoded("full", full, changed, compared, places)
+    return Encoded(kind, delta, changed, compared, places)
+
+
+def is_small(elements: int, ordering: Ordering) -> bool:
+    """True for a tensor that the adaptive coder may encode."""
+    return elements <= SMALL and ordering.bits <= 16
 
 
 def decode(
@@ -131,37 +141,46 @@ def decode(
     """
     kind = UNSIGNED[WIDTH[dtype]]
     count = math.prod(shape)
-    if codec != "full":
+    if codec not in WHOLE:
         if old is None or (old.dtype, old.shape) != (dtype, shape):
             raise CodecError(
-                f"a tensor of {dtype} {shape} is {codec}, and there is no predecessor of that type and shape"
+                f"a tensor of {dtype} {shape} is encoded as {codec}, which needs a predecessor of that type and shape"
             )
         if codec == "unchanged":
             return Bits(dtype, old.array.copy())
-    ordering = ORDERINGS.get(dtype)
-    if codec in ("steps", "adaptive") and ordering is None:
-        raise CodecError(f"{codec} is not for {dtype}")
+    ordering = ordering_for(codec, dtype)
     if codec == "adaptive" and old is not None and ordering is not None:
-        if count > SMALL:
-            raise CodecError(f"{count} elements are adaptive, and no more than {SMALL} may be")
+        if not is_small(count, ordering):
+            raise CodecError(f"{count} elements of {dtype} are encoded as adaptive, which is for at most {SMALL}")
         decoded = (coders or fast()).adaptive.decode(old.array.reshape(-1), content, ordering)
         if decoded is None:
-            raise CodecError("changes reach outside of the type's range, or end as no encoder's do")
+            raise CodecError("changes leave the type's range, or do not end as an encoder's")
         return Bits(dtype, decoded.reshape(shape))
-    frames = list(_unframed(memoryview(content), -(-count // CHUNK)))
+    frames = list(unframed(memoryview(content), -(-count // CHUNK)))
     array = np.empty(count, kind)
     out_chunks = list(_chunks(array))
-    if codec == "full" or old is None:
-        done = _mapped(pool, _decode_planes, frames, out_chunks)
-    elif codec == "steps" and ordering is not None:
-        work = partial(_decode_steps, ordering=ordering, coder=(coders or fast()).steps)
+    if codec in WHOLE or old is None:
+        turned = dtype if codec == "full" else ""
+        done = _mapped(pool, partial(decode_planes, dtype=turned), frames, out_chunks)
+    elif ordering is not None:
+        work = partial(_decode_changes, codec=codec, ordering=ordering, coder=(coders or fast()).steps)
         done = _mapped(pool, work, frames, _chunks(old.array.reshape(-1)), out_chunks)
     else:
-        work = partial(_decode_differences, floating=dtype.startswith("F"))
+        work = partial(decode_differences, floating=dtype.startswith("F"))
         done = _mapped(pool, work, frames, _chunks(old.array.reshape(-1)), out_chunks)
     for _ in done:
         pass  # raises what a chunk's decoder raised
     return Bits(dtype, array.reshape(shape))
+
+
+def ordering_for(codec: CodecName, dtype: str) -> Ordering | None:
+    """The order of values that a codec's steps use; None for codecs without steps. Raises `CodecError`."""
+    if codec not in ("changes", "steps", "adaptive"):
+        return None
+    ordering = ORDERINGS.get(dtype)
+    if ordering is None or (codec != "changes" and ordering.bits > 16):
+        raise CodecError(f"{codec} is not for {dtype}")
+    return ordering
 
 
 def max_encoded(dtype: str, shape: tuple[int, ...]) -> int:
@@ -170,122 +189,51 @@ def max_encoded(dtype: str, shape: tuple[int, ...]) -> int:
     return size + size // 128 + 256 * (1 + math.prod(shape) // CHUNK)
 
 
-# ---------------------------------------------------------------------------------------------------- steps
+# ---------------------------------------------------------------------------------------------------- chunks
 
 
-def _encode_steps(
-    old: np.ndarray, new: np.ndarray, *, ordering: Ordering, coder: StepCoder
-) -> tuple[int, bytes, float]:
-    """Number of changes, the encoded chunk, and the seconds that finding the changes took.
+def read_changes(codec: CodecName, content: memoryview, ordering: Ordering, elements: int) -> Changes:
+    """The changes in a chunk of `elements`. Raises `CodecError`."""
+    if codec == "steps":
+        return changes_of(content, ordering, elements)
+    from rlloop.sync import entropy
 
-    Header, of LEB128 numbers: changes; first class; number of classes less one; lengths of the four overflows; for each
-    class its changes and k; length of the frame. Then a zstd frame, with a block for each class's symbols, so that each
-    has statistics of its own; then the low bits.
-    """
+    changes = entropy.decode(content, ordering.classes, ordering.bits, elements)
+    if isinstance(changes, entropy.Damage):
+        raise CodecError(entropy.REASONS[changes])
+    return changes
+
+
+def few_places(places: np.ndarray, elements: int) -> np.ndarray | None:
+    return places if len(places) * SPARSE <= elements else None
+
+
+def _full(new: Bits, pool: Executor | None) -> bytes:
+    return framed(_mapped(pool, partial(encode_planes, dtype=new.dtype), _chunks(new.array.reshape(-1))))
+
+
+def _encode_changes(old: np.ndarray, new: np.ndarray, *, ordering: Ordering, coder: StepCoder) -> _Chunk:
+    from rlloop.sync import entropy
+
     began = time.perf_counter()
-    changes = coder.find_changes(old, new, ordering)
+    changes, places = coder.find_changes(old, new, ordering)
     compared = time.perf_counter() - began
-    present = np.flatnonzero(changes.counts)
-    if not len(present):
-        return 0, b"\0", compared
-    first, last = int(present[0]), int(present[-1])
-    overflows = (changes.far, changes.farther, changes.large, changes.larger)
-    numbers = [len(changes.symbols), first, last - first, *map(len, overflows)]
-    frame, start, waiting = zstandard.ZstdCompressor(LEVEL, write_content_size=False).compressobj(), 0, 0
-    pieces = []
-    for count, k in zip(changes.counts[first : last + 1].tolist(), changes.low_bits[first:].tolist(), strict=False):
-        numbers += [count, k] if count else [0]
-        pieces.append(frame.compress(changes.symbols[start : start + count].data))
-        start, waiting = start + count, waiting + count
-        if waiting >= BLOCK:
-            pieces.append(frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
-            waiting = 0
-    pieces += [frame.compress(overflow.tobytes()) for overflow in overflows]
-    pieces.append(frame.flush())
-    body = b"".join(pieces)
-    return len(changes.symbols), _numbers([*numbers, len(body)]) + body + changes.remainders.tobytes(), compared
+    return _Chunk(len(places), entropy.encode(changes), compared, few_places(places, len(old)))
 
 
-def _decode_steps(
-    content: memoryview, old: np.ndarray, out: np.ndarray, *, ordering: Ordering, coder: StepCoder
+def _decode_changes(
+    content: memoryview, old: np.ndarray, out: np.ndarray, *, codec: CodecName, ordering: Ordering, coder: StepCoder
 ) -> None:
-    reader = _Numbers(content)
-    n = reader.next(len(old))
-    if n == 0:
-        if reader.rest():
-            raise CodecError("bytes follow a chunk without changes")
-        np.copyto(out, old)
-        return
-    first = reader.next(ordering.classes - 1)
-    last = first + reader.next(ordering.classes - 1 - first)
-    lengths = [reader.next(n) for _ in range(4)]
-    counts, low_bits = np.zeros(ordering.classes, np.int64), np.zeros(ordering.classes, np.uint8)
-    for class_ in range(first, last + 1):
-        counts[class_] = reader.next(n)
-        if counts[class_]:
-            low_bits[class_] = reader.next(21)
-    if counts.sum() != n:
-        raise CodecError(f"the classes have {counts.sum()} changes; the chunk has {n}")
-    body = reader.bytes(reader.next(len(content)))
-    remainders = np.frombuffer(reader.rest(), np.uint8)
-    if len(remainders) != -(-int((counts * low_bits).sum()) // 8):
-        raise CodecError(f"{len(remainders)} bytes of low bits do not fit the changes")
-    sizes = (n, lengths[0], 4 * lengths[1], lengths[2], 4 * lengths[3])
-    plain = np.frombuffer(_decompressed(body, sum(sizes)), np.uint8)
-    symbols, far, farther, large, larger = np.split(plain, np.cumsum(sizes)[:-1])
-    changes = Changes(
-        counts, low_bits, symbols, remainders,
-        far, np.frombuffer(farther.tobytes(), "<u4"), large, np.frombuffer(larger.tobytes(), "<u4"),
-    )  # fmt: skip
-    if not coder.apply_changes(old, changes, ordering, out):
-        raise CodecError("changes reach outside of the tensor, or of its type")
+    np.copyto(out, old)
+    if coder.apply_changes(out, read_changes(codec, content, ordering, len(out)), ordering) is None:
+        raise CodecError("changes lie outside the tensor")
 
 
-# ---------------------------------------------------------------------------------------------------- planes
-
-
-def _encode_planes(patterns: np.ndarray) -> bytes:
-    """One zstd frame per byte of the width, each after its length."""
-    planes = patterns.view(np.uint8).reshape(len(patterns), patterns.itemsize)
-    frames = [zstandard.ZstdCompressor(LEVEL).compress(plane.tobytes()) for plane in planes.T]
-    return b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
-
-
-def _decode_planes(content: memoryview, out: np.ndarray) -> None:
-    planes = out.view(np.uint8).reshape(len(out), out.itemsize)
-    for index, frame in enumerate(_unframed(content, out.itemsize)):
-        planes[:, index] = np.frombuffer(_decompressed(frame, len(out)), np.uint8)
-
-
-def _encode_differences(old: np.ndarray, new: np.ndarray, *, floating: bool) -> tuple[int, bytes, float]:
-    """Number of changes, the encoded chunk, and the seconds that finding the changes took."""
+def _encode_differences(old: np.ndarray, new: np.ndarray, *, floating: bool) -> _Chunk:
     began = time.perf_counter()
-    width = 8 * old.itemsize
-    one, rest = old.dtype.type(1), old.dtype.type(width - 1)
-    step = _monotone(new, floating) - _monotone(old, floating)  # modulo 2^width
-    zigzag = (step << one) ^ (old.dtype.type(0) - (step >> rest))
-    changed, compared = int(np.count_nonzero(step)), time.perf_counter() - began
-    return changed, _encode_planes(zigzag), compared
-
-
-def _decode_differences(content: memoryview, old: np.ndarray, out: np.ndarray, *, floating: bool) -> None:
-    zigzag = np.empty_like(out)
-    _decode_planes(content, zigzag)
-    one = old.dtype.type(1)
-    step = (zigzag >> one) ^ (old.dtype.type(0) - (zigzag & one))
-    out[:] = _monotone(_monotone(old, floating) + step, floating)
-
-
-def _monotone(patterns: np.ndarray, floating: bool) -> np.ndarray:
-    """Bit patterns as two's complement integers in the order of the values. Its own inverse."""
-    if not floating:
-        return patterns
-    rest = patterns.dtype.type(8 * patterns.itemsize - 1)
-    sign = patterns >> rest
-    return patterns ^ ((patterns.dtype.type(0) - sign) >> patterns.dtype.type(1))
-
-
-# ---------------------------------------------------------------------------------------------------- framing
+    differences, changed = encode_differences(old, new, floating)
+    compared = time.perf_counter() - began
+    return _Chunk(changed, encode_planes(differences), compared)
 
 
 def _chunks(flat: np.ndarray) -> Iterator[np.ndarray]:
@@ -294,79 +242,3 @@ def _chunks(flat: np.ndarray) -> Iterator[np.ndarray]:
 
 def _mapped(pool: Executor | None, work: Callable[..., Any], *each: Iterable[Any]) -> Iterator[Any]:
     return map(work, *each) if pool is None else pool.map(work, *each)
-
-
-def _framed(parts: Iterable[bytes]) -> bytes:
-    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
-
-
-def _unframed(content: memoryview, count: int) -> Iterator[memoryview]:
-    """Exactly `count` parts, with nothing after them. Raises `CodecError`."""
-    offset = 0
-    for _ in range(count):
-        if offset + _LENGTH.size > len(content):
-            raise CodecError("the content ends before its parts do")
-        [length] = _LENGTH.unpack_from(content, offset)
-        offset += _LENGTH.size
-        if offset + length > len(content):
-            raise CodecError("a part is longer than what is left of the content")
-        yield content[offset : offset + length]
-        offset += length
-    if offset != len(content):
-        raise CodecError(f"{len(content) - offset} bytes are left over")
-
-
-def _decompressed(frame: memoryview, size: int) -> bytes:
-    """Exactly `size` bytes, whatever size the frame announces. Raises `CodecError`."""
-    try:
-        if zstandard.frame_content_size(frame) not in (-1, size):
-            raise CodecError(f"a frame announces {zstandard.frame_content_size(frame)} bytes, not {size}")
-        plain = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise CodecError(f"a frame cannot be read: {error}") from None
-    if len(plain) != size:
-        raise CodecError(f"a frame has {len(plain)} bytes, not {size}")
-    return plain
-
-
-def _numbers(values: Iterable[int]) -> bytes:
-    """LEB128: seven bits a byte, the low ones first."""
-    encoded = bytearray()
-    for value in values:
-        while value >= 128:
-            encoded.append(value & 127 | 128)
-            value >>= 7
-        encoded.append(value)
-    return bytes(encoded)
-
-
-class _Numbers:
-    """Reads a chunk's LEB128 numbers, then its bytes. Raises `CodecError`."""
-
-    def __init__(self, content: memoryview) -> None:
-        self._content, self._offset = content, 0
-
-    def next(self, limit: int) -> int:
-        value = shift = 0
-        while True:
-            if self._offset >= len(self._content) or shift > 28:
-                raise CodecError("a number does not end")
-            byte = self._content[self._offset]
-            self._offset += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                break
-        if value > limit:
-            raise CodecError(f"a number is {value}, above {limit}")
-        return value
-
-    def bytes(self, length: int) -> memoryview:
-        content = self._content[self._offset : self._offset + length]
-        if len(content) != length:
-            raise CodecError("the content ends early")
-        self._offset += length
-        return content
-
-    def rest(self) -> memoryview:
-        return self._content[self._offset :]

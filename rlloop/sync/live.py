@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,9 @@ from rlloop.errors import SyncError
 from rlloop.models import Model
 from rlloop.models.parameters import ParameterStore
 from rlloop.sync.bits import UNSIGNED, Bits
-from rlloop.sync.target import Layout
+from rlloop.sync.staging import patched
+from rlloop.sync.steps import Patch
+from rlloop.sync.target import Layout, patch_arrays
 
 T = TypeVar("T")
 
@@ -53,6 +56,14 @@ def tensors_of(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Bits], di
     return {name: bits_of(tensor) for name, tensor in tensors.items()}, aliases
 
 
+def device_tensors_of(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """`tensors_of` for weights that stay on a GPU; contiguous tensors are used in place."""
+    from rlloop.sync.device import DeviceBits  # Triton's
+
+    tensors, aliases = untie(dict(named))
+    return {name: DeviceBits(NAMES[tensor.dtype], tensor.contiguous()) for name, tensor in tensors.items()}, aliases
+
+
 def untie(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Each tensor once, under its first name; and aliases (other name -> first name) of those with the same memory."""
     first: dict[tuple[object, ...], str] = {}
@@ -75,7 +86,7 @@ class LiveTarget:
 
     `named`: Hugging Face name -> parameter, or a view into one; a tied weight may be listed under each of its names.
     `set_version` drops what was computed with other weights, as `Engine.set_version` does. `exclusively` runs a change
-    with no request in flight, as `EngineService.between_batches` does; None: callers see to that themselves.
+    with no request in flight, as `EngineService.change_weights` does; None: callers ensure it themselves.
     """
 
     def __init__(
@@ -97,13 +108,43 @@ class LiveTarget:
     def aliases(self) -> Mapping[str, str]:
         return self._aliases
 
-    def read(self, name: str) -> Bits:
-        return bits_of(self._live[name])
+    def read(self, name: str) -> Any:
+        """`Bits`, or `DeviceBits` over the memory of a contiguous parameter on a GPU."""
+        live = self._live[name]
+        if live.is_cuda and live.is_contiguous():
+            from rlloop.sync.device import DeviceBits  # Triton's
+
+            return DeviceBits(NAMES[live.dtype], live)
+        return bits_of(live)
 
     @torch.no_grad()
-    def write(self, name: str, bits: Bits) -> None:
+    def write(self, name: str, bits: Any) -> None:
+        """`bits`: `Bits` or `DeviceBits`."""
         assert (bits.dtype, bits.shape) == self._layout[name], name
-        _integers(self._live[name].detach()).copy_(_as_integers(bits))
+        new = _as_integers(bits) if isinstance(bits, Bits) else bits.tensor
+        live = _integers(self._live[name].detach())
+        live.copy_(new.view(live.dtype))
+
+    @torch.no_grad()
+    def patch(self, patches: Mapping[str, Patch], threads: int) -> list[str]:
+        flat, on_device, wrong = dict[str, np.ndarray](), dict[str, Tensor](), list[str]()
+        for name, patch in patches.items():
+            live = self._live.get(name)
+            if live is not None and live.is_contiguous() and live.device.type == "cpu":
+                flat[name] = bits_of(live).array.reshape(-1)
+            elif live is not None and live.is_contiguous() and live.is_cuda:
+                on_device[name] = _integers(live.detach()).view(-1)
+            else:
+                new = patched(self.read(name), patch)
+                self.write(name, new)
+                wrong += [] if self.read(name).same(new) else [name]
+        wrong += patch_arrays(flat, {name: patches[name] for name in flat}, threads)
+        if on_device:
+            from rlloop.sync import device
+
+            if not device.put([(tensor, patches[name]) for name, tensor in on_device.items()]):
+                wrong += on_device
+        return wrong
 
     def exclusively(self, change: Callable[[], T]) -> T:
         return change() if self._exclusively is None else self._exclusively(change)

@@ -27,15 +27,18 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from rlloop.errors import UNREADABLE, ConfigError, SyncError
 from rlloop.sync.bits import WIDTH, size_of
 
-FORMAT = 2
-MAGIC = b"rlloop:2"
+FORMAT = 3
+READABLE = (2, 3)  # format 2 has fewer codecs
+MAGIC = b"rlloop:3"
+MAGICS = tuple(b"rlloop:%d" % each for each in READABLE)
 PIECE = 8 << 20
 MAX_MANIFEST = 64 << 20  # bytes of a manifest or a listing, before and after decompression: some 100,000 tensors
 MAX_HEAD = 1 << 20
 MAX_TENSOR = 1 << 40
 
 # "joined": part of the encoding of the last entry before it that has one. A manifest holds indices into this list.
-CodecName = Literal["unchanged", "steps", "adaptive", "planes", "full", "joined"]
+# `steps` and `plain` are written in format 2 only.
+CodecName = Literal["unchanged", "steps", "adaptive", "planes", "plain", "joined", "changes", "full"]
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
 
 T = TypeVar("T")
@@ -150,10 +153,10 @@ class Manifest(msgspec.Struct, frozen=True):
         Raises `Refused`. Nothing is parsed before the signature has been verified.
         """
         signature, body = signed[len(MAGIC) : len(MAGIC) + 64], signed[len(MAGIC) + 64 :]
-        if not signed.startswith(MAGIC):
+        if not signed.startswith(MAGICS):
             raise Refused(f"not a manifest of format {FORMAT}: it begins with {signed[:16]!r}, not with {MAGIC!r}")
         try:
-            public_key.verify(signature, MAGIC + body)
+            public_key.verify(signature, signed[: len(MAGIC)] + body)
         except InvalidSignature:
             raise Refused("a manifest's signature is invalid: it was damaged, or another key signed it") from None
         fields = _unpacked(body, _Body, "a manifest")
@@ -212,7 +215,7 @@ def _unpacked(content: bytes, kind: type[T], what: str) -> T:
 
 
 class Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A manifest as the head lists it: enough to choose a route without fetching manifests."""
+    """A head's entry for a manifest: enough to choose a route without fetching manifests."""
 
     manifest: bytes  # hash
     sequence: int  # of the version that it leads to
@@ -251,10 +254,10 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             head = msgspec.msgpack.decode(content, type=cls)
         except UNREADABLE as error:
             raise Refused(f"the head cannot be read: {error}") from None
-        if head.format != FORMAT or not head.chain:
+        if head.format not in READABLE or not head.chain:
             raise Refused(
-                f"the head has format {head.format} and {len(head.chain)} versions; this rlloop reads format {FORMAT}: "
-                "publish into a new store, or move the old one's folder away"
+                f"the head has format {head.format} and {len(head.chain)} versions; this rlloop reads formats "
+                f"{READABLE[0]} to {FORMAT}: publish into a new store, or move the old one's folder away"
             )
         return head
 

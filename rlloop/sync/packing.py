@@ -8,21 +8,24 @@ tensors first and then the small ones by dtype.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from rlloop.sync import codec
-from rlloop.sync.bits import Bits, Tensors, digest
+from rlloop.sync.bits import Bits, Tensors, each
 from rlloop.sync.manifest import CodecName, Entry, Listing
 from rlloop.sync.store import Store
 from rlloop.sync.stream import StreamWriter
 
+AHEAD = 64  # units whose changes a device finds ahead of the entropy coder
 JOINED = 1 << 20  # elements
 _UNCHANGED: tuple[CodecName, int] = ("unchanged", 0)
 _JOINED: tuple[CodecName, int] = ("joined", 0)
@@ -38,13 +41,14 @@ class Packed:
     changed: int  # elements
     diff_seconds: float  # spent on finding the changes, summed over threads
     store_seconds: float  # spent in the store
+    places: dict[str, Sequence[np.ndarray | None]] = field(default_factory=dict)  # changed elements of each chunk
 
 
 def listing_of(tensors: Tensors, aliases: Mapping[str, str]) -> Listing:
     """The listing of a state: large tensors in the order given, then the small ones by dtype."""
-    each = [(name, bits.dtype, bits.shape) for name, bits in tensors.items()]
-    each.sort(key=lambda one: (False, "") if tensors[one[0]].array.size >= JOINED else (True, one[1]))
-    return Listing(tuple(each), dict(aliases))
+    listed = [(name, bits.dtype, bits.shape) for name, bits in tensors.items()]
+    listed.sort(key=lambda one: (False, "") if tensors[one[0]].size >= JOINED else (True, one[1]))
+    return Listing(tuple(listed), dict(aliases))
 
 
 def pack(
@@ -58,6 +62,7 @@ def pack(
     units = _units(listing, tensors, base)
     stream, changed = StreamWriter(store), 0
     encoding_of = dict[str, tuple[CodecName, int]]()  # name -> codec and size
+    places = dict[str, Sequence[np.ndarray | None]]()
     hashes = dict[str, bytes]()
     compared = time.perf_counter() - began
     for names, encoded, unit_digests in _encoded(units, tensors, base, digests, threads):
@@ -65,6 +70,8 @@ def pack(
         changed, compared = changed + encoded.changed, compared + encoded.diff_seconds
         encoding_of.update(dict.fromkeys(names, _JOINED))
         encoding_of[names[0]] = encoded.codec, len(encoded.content)
+        if len(names) == 1 and encoded.places:
+            places[names[0]] = encoded.places
         hashes |= zip(names, unit_digests, strict=True)
     stream.end()
     entries, offset = list[Entry](), 0
@@ -73,8 +80,36 @@ def pack(
         entries.append(Entry(name, dtype, shape, codec_name, offset, size))
         offset += size
         if name not in hashes:
-            hashes[name] = digests.get(name) or digest(tensors[name].array)
-    return Packed(tuple(entries), hashes, tuple(stream.pieces), changed, compared, stream.seconds)
+            hashes[name] = digests.get(name) or tensors[name].digest()
+    return Packed(tuple(entries), hashes, tuple(stream.pieces), changed, compared, stream.seconds, places)
+
+
+def adopt(base: Tensors, tensors: Tensors, packed: Packed, threads: int) -> None:
+    """Make `base` equal to `tensors`, which were packed for receivers of it."""
+
+    from rlloop.sync import steps_fast
+
+    def one(entry: Entry) -> None:
+        if not isinstance(base[entry.name], Bits):
+            on_device: Any = base[entry.name], tensors[entry.name]
+            on_device[0].tensor.copy_(on_device[1].tensor)
+            return
+        old, new = base[entry.name].array.reshape(-1), tensors[entry.name].array.reshape(-1)
+        places = packed.places.get(entry.name, ())
+        for number, start in enumerate(range(0, old.size, codec.CHUNK)):
+            into, source = (each[start : start + codec.CHUNK] for each in (old, new))
+            few = places[number] if number < len(places) else None
+            if few is None:
+                np.copyto(into, source)
+            else:
+                steps_fast.adopt(into, few, source)
+
+    each(one, [entry for entry in packed.entries if entry.codec != "unchanged"], threads)
+
+
+def copied(tensors: Tensors, threads: int) -> dict[str, Bits]:
+    """Copies of the tensors."""
+    return dict(zip(tensors, each(lambda bits: bits.copy(), tensors.values(), threads), strict=True))
 
 
 def groups(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
@@ -100,11 +135,11 @@ def unpack(group: Sequence[Entry], content: bytes, olds: Sequence[Bits | None]) 
     """The new tensors of a group, in memory of their own. Raises `CodecError`."""
     first = group[0]
     old = None
-    if first.codec != "full":
+    if first.codec not in codec.WHOLE:
         known = [bits for bits in olds if bits is not None]
         if len(known) != len(group):
             raise codec.CodecError(f"{first.name} is {first.codec}, and there is no predecessor to apply it to")
-        old = known[0] if len(known) == 1 else _joined(first.dtype, known)
+        old = known[0] if len(known) == 1 else joined(first.dtype, known)
     decoded = codec.decode(first.codec, content, first.dtype, elements(group), old)
     if len(group) == 1:
         return [decoded]
@@ -116,43 +151,86 @@ def _units(listing: Listing, tensors: Tensors, base: Tensors) -> list[list[str]]
     """Groups of names that are encoded together, in the listing's order, without small tensors that did not change."""
     units, group, size, group_dtype = list[list[str]](), list[str](), 0, ""
     for name, dtype, _ in listing.tensors:
-        array = tensors[name].array
-        if array.size >= JOINED:
+        elements = tensors[name].size
+        if elements >= JOINED:
             units.append([name])
-        elif name not in base or not np.array_equal(array, base[name].array):
-            if dtype != group_dtype or size + array.size > codec.CHUNK:
+        elif name not in base or not tensors[name].same(base[name]):
+            if dtype != group_dtype or size + elements > codec.CHUNK:
                 group, size, group_dtype = [], 0, dtype
                 units.append(group)
             group.append(name)
-            size += array.size
+            size += elements
     return units
 
 
 def _encoded(
     units: list[list[str]], tensors: Tensors, base: Tensors, digests: Mapping[str, bytes], threads: int
 ) -> Iterator[tuple[list[str], codec.Encoded, list[bytes]]]:
-    """Names, encoding and digests of each unit, in order. With several threads, units are encoded ahead of need."""
+    """Names, encoding and digests of each unit, in order. With several threads, units are encoded ahead of need.
 
-    def one(names: list[str], pool: Executor | None = None) -> tuple[list[str], codec.Encoded, list[bytes]]:
+    Deltas are small, so all of them are begun at once, the largest tensors first. Whole tensors are not: the next is
+    begun when the last has been taken, and its chunks are encoded in parallel.
+    """
+
+    if not isinstance(next(iter(tensors.values())), Bits):
+        yield from _encoded_on_device(units, tensors, base, digests, threads)
+        return
+
+    def one(names: list[str], pool: Executor | None = None) -> tuple[codec.Encoded, list[bytes]]:
         dtype = tensors[names[0]].dtype
-        new = tensors[names[0]] if len(names) == 1 else _joined(dtype, [tensors[name] for name in names])
+        new = tensors[names[0]] if len(names) == 1 else joined(dtype, [tensors[name] for name in names])
         old = None
         if base:
-            old = base[names[0]] if len(names) == 1 else _joined(dtype, [base[name] for name in names])
+            old = base[names[0]] if len(names) == 1 else joined(dtype, [base[name] for name in names])
         encoded = codec.encode(new, old, pool=pool)
         if encoded.codec == "unchanged" and names[0] in digests:
-            return names, encoded, [digests[names[0]]]
-        return names, encoded, [digest(tensors[name].array) for name in names]
+            return encoded, [digests[names[0]]]
+        return encoded, [tensors[name].digest() for name in names]
 
-    if threads == 1 or sum(tensors[name].array.size for names in units for name in names) <= codec.CHUNK:
-        yield from map(one, units)
+    if threads == 1 or sum(tensors[name].size for names in units for name in names) <= codec.CHUNK:
+        yield from ((names, *one(names)) for names in units)
         return
-    with ThreadPoolExecutor(threads) as chunks, ThreadPoolExecutor(threads) as pool:
-        yield from pool.map(partial(one, pool=chunks), units)  # two pools: a unit waits for its chunks
+    with ThreadPoolExecutor(threads) as pool:
+        if base:
+            order = sorted(units, key=lambda names: -sum(tensors[name].size for name in names))
+            begun = {names[0]: pool.submit(one, names) for names in order}
+            yield from ((names, *begun.pop(names[0]).result()) for names in units)
+            return
+        for names in units:
+            hashes = [pool.submit(tensors[name].digest) for name in names]
+            new = (
+                tensors[names[0]]
+                if len(names) == 1
+                else joined(tensors[names[0]].dtype, [tensors[name] for name in names])
+            )
+            yield names, codec.encode(new, None, pool=pool), [each.result() for each in hashes]
 
 
-def _joined(dtype: str, each: Iterable[Bits]) -> Bits:
-    return Bits(dtype, np.concatenate([bits.array.reshape(-1) for bits in each]))
+def _encoded_on_device(
+    units: list[list[str]],
+    tensors: Mapping[str, Any],  # `device.DeviceBits`
+    base: Mapping[str, Any],
+    digests: Mapping[str, bytes],
+    threads: int,
+) -> Iterator[tuple[list[str], codec.Encoded, list[bytes]]]:
+    from rlloop.sync import device  # Triton's
+
+    def whole(state: Any, names: list[str]) -> Any:
+        return state[names[0]] if len(names) == 1 else device.joined([state[name] for name in names])
+
+    with ThreadPoolExecutor(threads) as pool:
+        ahead = deque[Callable[[], codec.Encoded]]()
+        waiting = iter(units)
+        hashes = device.digests({name: tensors[name] for names in units for name in names})
+        for names in units:
+            for later in itertools.islice(waiting, max(0, (AHEAD if base else 1) - len(ahead))):
+                ahead.append(device.begin(whole(tensors, later), whole(base, later) if base else None, pool))
+            yield names, ahead.popleft()(), [hashes[name] for name in names]
+
+
+def joined(dtype: str, several: Iterable[Bits]) -> Bits:
+    """Concatenate tensors of one type into one dimension."""
+    return Bits(dtype, np.concatenate([bits.array.reshape(-1) for bits in several]))
 
 
 def _size(entry: Entry) -> int:

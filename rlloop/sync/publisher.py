@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rlloop.errors import ConfigError
 from rlloop.sync.bits import Bits, Tensors, processors
 from rlloop.sync.manifest import Head, Link, Listing, Manifest, root_hash
-from rlloop.sync.packing import listing_of, pack
+from rlloop.sync.packing import adopt, copied, listing_of, pack
 from rlloop.sync.replica import SQUASHED, Manifests, Replica
 from rlloop.sync.store import Conflict, Store
 from rlloop.sync.target import MemoryTarget
@@ -149,13 +148,12 @@ class Publisher:
             chain, shortcuts = (link,), ()
         self._move_head(Head(self.run_id, chain, shortcuts))
         self._last, self._listing, self._digests = manifest, listing, packed.digests
-        for entry in packed.entries:
-            if entry.name in base and entry.codec != "unchanged":
-                np.copyto(base[entry.name].array, tensors[entry.name].array)
-        if not base:
-            self._tensors = {name: Bits(bits.dtype, bits.array.copy()) for name, bits in tensors.items()}
+        if base:
+            adopt(base, tensors, packed, self._threads)
+        else:
+            self._tensors = copied(tensors, self._threads)
         done = time.perf_counter()
-        elements = sum(bits.array.size for bits in tensors.values())
+        elements = sum(bits.size for bits in tensors.values())
         worked = encoded_at - began - packed.store_seconds
         compared = min(packed.diff_seconds / self._threads, worked)
         metrics = {
@@ -228,8 +226,10 @@ class Publisher:
         )
         if (chain, shortcuts) != (head.chain, head.shortcuts):
             self._move_head(Head(head.run_id, chain, shortcuts))
+        links = (*chain, *shortcuts)
+        self._blobs = {link.manifest: self._blobs[link.manifest] for link in links if link.manifest in self._blobs}
         needed = set[bytes]()
-        for link in (*chain, *shortcuts):
+        for link in links:
             needed |= set(self.blobs(link))
         unneeded = [blob for blob in self.store.blobs() if blob not in needed]
         for blob in unneeded:

@@ -42,6 +42,7 @@ class CachingStore(ReadOnly):
         self._lock = threading.Lock()
         files = sorted(self._disk.path.glob("blobs/??/" + "?" * 64), key=lambda file: file.stat().st_mtime)
         self._sizes = OrderedDict((bytes.fromhex(file.name), file.stat().st_size) for file in files)
+        self._total = sum(self._sizes.values())
         self._make_room()
 
     def latest(self) -> bytes | None:
@@ -77,19 +78,21 @@ class CachingStore(ReadOnly):
         with self._lock:
             self.fetches += 1
             self.fetched_bytes += len(content)
+            self._total += len(content) - self._sizes.get(digest, 0)
             self._sizes[digest] = len(content)
         self._make_room()
         return content
 
     def _forget(self, digest: bytes) -> None:
         with self._lock:
-            self._sizes.pop(digest, None)
+            self._total -= self._sizes.pop(digest, 0)
             self._disk.delete(digest)
 
     def _make_room(self) -> None:
         with self._lock:
-            while sum(self._sizes.values()) > self.max_bytes:
-                oldest, _ = self._sizes.popitem(last=False)
+            while self._total > self.max_bytes:
+                oldest, size = self._sizes.popitem(last=False)
+                self._total -= size
                 self._disk.delete(oldest)
 
 

@@ -11,21 +11,23 @@ weights that match no version (a bit flipped in memory) are torn as well, and ar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from rlloop.errors import SyncError
-from rlloop.sync import codec
-from rlloop.sync.bits import Bits, Tensors, digests, processors
+from rlloop.sync import codec, staging
+from rlloop.sync.bits import Bits, digests, processors
 from rlloop.sync.manifest import MAX_MANIFEST, Entry, Head, Link, Listing, Manifest, Refused, root_hash
-from rlloop.sync.packing import elements, groups, unpack
-from rlloop.sync.route import match, route
+from rlloop.sync.packing import elements, groups
+from rlloop.sync.route import Cost, match, route
+from rlloop.sync.steps import Patch
 from rlloop.sync.store import Store, fetch
 from rlloop.sync.stream import StreamReader
 from rlloop.sync.target import TORN, Target, plan_writes
@@ -63,7 +65,7 @@ class Staged:
     """A version that is decoded and verified beside the live weights."""
 
     applied: Applied  # the version after the commit
-    writes: Mapping[str, Bits]  # live name -> new bits; changed tensors only
+    writes: Mapping[str, Bits | Patch]  # live name -> new bits, or what changes in them; changed tensors only
     digests: Mapping[str, bytes]  # of every live tensor after the commit
     metrics: Mapping[str, float]  # sync/*
 
@@ -114,6 +116,7 @@ class Replica:
         self.run_id, self.any_run = run_id, any_run  # the run of the live weights, or the one to follow
         self._threads, self._inject = threads or processors(), inject
         self._manifests = Manifests(store, public_key)
+        self._cost = Cost()
         self._staged: Staged | None = None  # set during a commit, and after one that failed
 
     @property
@@ -150,7 +153,10 @@ class Replica:
                 applied = self._applied_of(head.run_id)
             position = None if applied is None else (applied.sequence, applied.manifest)
             if position is None or position[0] < sequence:
-                self.commit(self.stage(self._route(head, position, sequence)))
+                links = self._route(head, position, sequence)
+                staged = self.stage(links)
+                self._cost.learn(links, staged.metrics)
+                self.commit(staged)
         except BaseException as failure:
             suspect = isinstance(failure, codec.CodecError) or self.state is State.verify
             altered = self.audit() if suspect and not self.torn else []
@@ -176,7 +182,7 @@ class Replica:
         plan = plan_writes(manifests[-1], self.target)
         fetched = time.perf_counter()
         self._enter(State.stage)
-        staged: dict[str, Bits] = {}
+        staged: dict[str, staging.Staged] = {}
         reading = 0.0
         for manifest in manifests:
             reading += self._decode(manifest, plan, staged)
@@ -189,8 +195,8 @@ class Replica:
             "sync/stage_seconds": decoded - fetched - reading,
             "sync/verify_seconds": time.perf_counter() - decoded,
         }
-        writes = {live: staged[name] for name, bits in staged.items() for live in plan[name]}
-        changed = {live: bits for live, bits in writes.items() if verified[live] != self.digests.get(live)}
+        writes = {live: new.change for name, new in staged.items() for live in plan[name]}
+        changed = {live: new for live, new in writes.items() if verified[live] != self.digests.get(live)}
         return Staged(applied, changed, verified, metrics)
 
     def commit(self, staged: Staged) -> None:
@@ -200,13 +206,9 @@ class Replica:
 
         def change() -> float:
             began = time.perf_counter()
-            self.torn = True
+            again, self.torn = self.torn, True
             self.target.set_version(TORN)
-            for name, bits in staged.writes.items():
-                self.target.write(name, bits)
-            for name, found in digests(staged.writes, self._live, self._threads_for(staged.writes)).items():
-                if found != staged.digests[name]:
-                    raise SyncError(f"{name} does not hold what was written to it")
+            self._write(staged, again)
             self.run_id = staged.applied.run_id  # before its number, which may be the former run's as well
             self.target.set_version(staged.applied.step)
             self.torn = False
@@ -240,13 +242,13 @@ class Replica:
 
     def _route(self, head: Head, position: tuple[int, bytes] | None, sequence: int) -> list[Link]:
         """The cheapest route. If it is long, the publisher is asked for a squashed delta first."""
-        links = route(head, position, sequence)
+        links = route(head, position, sequence, self._cost)
         if position is None or len(links) < SQUASHED or sequence != head.newest.sequence:
             return links
         with suppress(SyncError):  # the long route remains
             if self.store.squash(position[0]):
                 fresh = self._read_head()
-                return route(fresh, position, max(sequence, fresh.newest.sequence))
+                return route(fresh, position, max(sequence, fresh.newest.sequence), self._cost)
         return links
 
     def _join(self, head: Head) -> None:
@@ -265,13 +267,33 @@ class Replica:
             applied = Applied(manifest.run_id, manifest.step, manifest.sequence, link.manifest, manifest.root)
             self.commit(Staged(applied, {}, found, {}))
 
-    def _threads_for(self, tensors: Tensors) -> int:
-        return self._threads if sum(bits.nbytes for bits in tensors.values()) > SHARED else 1
+    def _write(self, staged: Staged, again: bool) -> None:
+        """Write a version's changes and verify them in memory: whole tensors by digest, patched ones by their changes.
 
-    def _live(self, name: str) -> np.ndarray:
+        `again`, after a commit that failed: all of them by digest, and if one is wrong, the version is fetched whole.
+        """
+        patches = {name: new for name, new in staged.writes.items() if isinstance(new, Patch)}
+        whole = {name: new for name, new in staged.writes.items() if not isinstance(new, Patch)}
+        for name, bits in whole.items():
+            self.target.write(name, bits)
+        found = digests(whole, self._live, self._threads_for(whole.values()))
+        wrong = [name for name, digest in found.items() if digest != staged.digests[name]]
+        wrong += self.target.patch(patches, self._threads_for(patch.places for patch in patches.values()))
+        if again and not wrong:
+            found = digests(patches, self._live, self._threads)
+            wrong = [name for name, digest in found.items() if digest != staged.digests[name]]
+            if wrong:
+                self.applied, self._staged, self.digests = None, None, {}
+        if wrong:
+            raise SyncError(f"{wrong[0]} does not hold what was written to it")
+
+    def _threads_for(self, each: Iterable[Bits | np.ndarray]) -> int:
+        return self._threads if sum(one.nbytes for one in each) > SHARED else 1
+
+    def _live(self, name: str) -> Bits:
         bits = self.target.read(name)
         assert bits is not None, f"{name} is in the layout and cannot be read"
-        return bits.array
+        return bits
 
     def _manifest(self, link: Link) -> Manifest:
         manifest = self._manifests.read(link.manifest)
@@ -298,7 +320,7 @@ class Replica:
         if manifest.parent is not None and (applied is None or manifest.parent != applied.manifest):
             raise Refused(f"version {manifest.version} does not continue {applied.version if applied else 'nothing'}")
         for entry in manifest.tensors:
-            if manifest.parent is None and entry.codec not in ("full", "joined"):
+            if manifest.parent is None and entry.codec not in (*codec.WHOLE, "joined"):
                 raise Refused(f"{entry.name} of anchor {manifest.version} is {entry.codec}")
         for first, *rest in groups(manifest.tensors):
             if first.size > codec.max_encoded(first.dtype, elements([first, *rest])):
@@ -306,15 +328,20 @@ class Replica:
         identity = manifest.state_of or link.manifest
         return manifest, Applied(manifest.run_id, manifest.step, manifest.sequence, identity, manifest.root)
 
-    def _decode(self, manifest: Manifest, plan: Mapping[str, list[str]], staged: dict[str, Bits]) -> float:
+    def _decode(self, manifest: Manifest, plan: Mapping[str, list[str]], staged: dict[str, staging.Staged]) -> float:
         """Decode `manifest`'s changes into `staged`. Returns the seconds spent waiting for the store."""
 
-        def one(group: list[Entry], content: bytes) -> list[Bits]:
-            olds = [None if group[0].codec == "full" else self._before(entry, plan, staged) for entry in group]
-            return unpack(group, content, olds)
+        def one(group: list[Entry], content: bytes) -> list[staging.Staged]:
+            whole = group[0].codec in codec.WHOLE
+            olds = [None if whole else self._before(entry, plan, staged) for entry in group]
+            news = staging.stage(group, content, olds)
+            return [
+                staging.on_top(new, old) if old is not None and entry.name in staged else new
+                for entry, old, new in zip(group, olds, news, strict=True)
+            ]
 
         with ThreadPoolExecutor(self._threads) as pool, StreamReader(self.store, manifest) as reader:
-            pending: list[tuple[list[Entry], Future[list[Bits]]]] = []
+            pending: list[tuple[list[Entry], Future[list[staging.Staged]]]] = []
             for group in groups(manifest.tensors):
                 content = reader.read(group[0].start, group[0].size)
                 pending.append((group, pool.submit(one, group, content)))
@@ -322,17 +349,30 @@ class Replica:
                 staged.update(zip((entry.name for entry in group), decoded.result(), strict=True))
             return reader.seconds
 
-    def _before(self, entry: Entry, plan: Mapping[str, list[str]], staged: Mapping[str, Bits]) -> Bits | None:
-        """The tensor that `entry` is a delta from: staged by an earlier link, or live."""
+    def _before(self, entry: Entry, plan: Mapping[str, list[str]], staged: Mapping[str, staging.Staged]) -> Bits | None:
+        """The tensor that `entry` is a delta from: live, or staged by an earlier link, then in memory of its own."""
         if entry.name not in plan:
             raise Refused(f"{entry.name} is not among the tensors of the version that it leads to")
-        return staged.get(entry.name) or self.target.read(plan[entry.name][0])
+        live, earlier = plan[entry.name][0], staged.get(entry.name)
+        if earlier is None:
+            return self.target.read(live)
+        return (
+            staging.patched(self._live(live), earlier.change) if isinstance(earlier.change, Patch) else earlier.change
+        )
 
     def _verify(
-        self, manifest: Manifest, plan: Mapping[str, list[str]], staged: Mapping[str, Bits]
+        self, manifest: Manifest, plan: Mapping[str, list[str]], staged: Mapping[str, staging.Staged]
     ) -> dict[str, bytes]:
         """Digests of every live tensor after the commit. Raises `Refused` if the state's root is not the manifest's."""
-        staged_digests = digests(staged, lambda name: staged[name].array, self._threads_for(staged))
+        staged_digests = {name: new.digest for name, new in staged.items() if new.digest is not None}
+        rest = {name: new.change for name, new in staged.items() if new.digest is None}
+        whole = {name: new for name, new in rest.items() if not isinstance(new, Patch)}
+        staged_digests |= digests(whole, whole.__getitem__, self._threads_for(whole.values()))
+        patches: Any = {name: (self._live(plan[name][0]), new) for name, new in rest.items() if isinstance(new, Patch)}
+        if patches:
+            from rlloop.sync import device  # Triton's
+
+            staged_digests |= device.patched_digests(patches)
         of_live: dict[str, bytes] = {}  # by live name
         of_tensors: dict[str, bytes] = {}
         for entry in manifest.tensors:

@@ -1,24 +1,16 @@
-"""The steps coder in numpy: the reference that the compiled one (`steps_fast`) equals byte for byte.
+"""Changes of a chunk as gaps and steps, in numpy: the reference that the compiled coder (`steps_fast`) equals.
 
 Bit patterns are mapped to integers in the order of their values, with −0 apart from +0; a changed element's *step* is
-the difference of its two integers. Elements are grouped into *classes* by the old value's exponent, which the receiver
-has as well: small weights change far more often than large ones. Each class lists its changes by *gaps*, the number of
-unchanged elements of the class since the last change.
-
-A change is one symbol, min(gap >> k, 15) * 16 + min(zigzag(step), 15), and the gap's k low bits, where 2^k is a third
-to a sixth of the class's mean gap: those bits are noise, and the symbols are what an entropy coder can compress. A half
-that does not fit its symbol overflows into a byte, and that into 32 bits.
+the difference of its two integers, modulo the type's width. Elements are grouped into *classes* by the old value's
+exponent, which the receiver has as well: small weights change far more often than large ones. Each class lists its
+changes by *gaps*, the number of unchanged elements of the class since the last change.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
-LIMIT = 15  # of each half of a symbol; a half at the limit has an overflow byte
-WIDE = 255  # of an overflow byte; one at the limit has an overflow word
 
 
 class Ordering(NamedTuple):
@@ -36,6 +28,7 @@ class Ordering(NamedTuple):
 ORDERINGS = {
     "BF16": Ordering(16, True, 7),
     "F16": Ordering(16, True, 10),
+    "F32": Ordering(32, True, 23),
     "F8_E4M3": Ordering(8, True, 3),
     "F8_E5M2": Ordering(8, True, 2),
     "I16": Ordering(16, False, 15),
@@ -45,18 +38,19 @@ ORDERINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Changes:
+class Changes(NamedTuple):
     """The n changes of one chunk, ordered by class and then by index."""
 
     counts: np.ndarray  # [classes] int64: changes of each class
-    low_bits: np.ndarray  # [classes] uint8: k
-    symbols: np.ndarray  # [n] uint8
-    remainders: np.ndarray  # uint8: the k low bits of each gap, packed, least significant first
-    far: np.ndarray  # uint8: (gap >> k) − 15 of each symbol at the limit; 255 if that overflows
-    farther: np.ndarray  # uint32: that minus 255
-    large: np.ndarray  # uint8: zigzag(step) − 15, likewise
-    larger: np.ndarray  # uint32
+    gaps: np.ndarray  # [n] uint32
+    zigzags: np.ndarray  # [n] uint32: 0 for a step of +1, 1 for −1, 2 for +2
+
+
+class Patch(NamedTuple):
+    """The elements of a flat array that change, and their new patterns."""
+
+    places: Any  # [n] int64, an array, or a tensor on the weights' device
+    values: Any  # [n] patterns, likewise
 
 
 def ordered(patterns: np.ndarray, ordering: Ordering) -> np.ndarray:
@@ -80,72 +74,46 @@ def classes_of(patterns: np.ndarray, ordering: Ordering) -> np.ndarray:
     return (patterns.astype(np.int64) & ((1 << (ordering.bits - 1)) - 1)) >> ordering.shift
 
 
-def find_changes(old: np.ndarray, new: np.ndarray, ordering: Ordering) -> Changes:
-    """The changes from `old` to `new`, [n] patterns each."""
-    steps = ordered(new, ordering) - ordered(old, ordering)
-    counts = np.zeros(ordering.classes, np.int64)
-    low_bits = np.zeros(ordering.classes, np.uint8)
-    quotients, zigzags, bits = [], [], []
+def find_changes(old: np.ndarray, new: np.ndarray, ordering: Ordering) -> tuple[Changes, np.ndarray]:
+    """The changes from `old` to `new`, [n] patterns each, and the changed elements' indices, ascending."""
+    steps = _within(ordered(new, ordering) - ordered(old, ordering), ordering)
+    places = np.flatnonzero(old != new)
     classes = classes_of(old, ordering)
-    for class_ in np.unique(classes):
+    counts, gaps, zigzags = np.zeros(ordering.classes, np.int64), [], []
+    for class_ in np.unique(classes[places]):
         own = steps[classes == class_]
         indices = np.flatnonzero(own)
-        if not len(indices):
-            continue
-        mean = (int(indices[-1]) + 1) // len(indices)
-        k = max(0, mean.bit_length() - 2)
-        gaps = np.diff(indices, prepend=-1) - 1
         step = own[indices]
-        counts[class_], low_bits[class_] = len(indices), k
-        quotients.append(gaps >> k)
+        counts[class_] = len(indices)
+        gaps.append(np.diff(indices, prepend=-1) - 1)
         zigzags.append(np.where(step > 0, 2 * step - 2, -2 * step - 1))
-        bits.append((gaps[:, None] >> np.arange(k) & 1).reshape(-1))
-    quotient, zigzag = _joined(quotients), _joined(zigzags)
-    symbols = np.minimum(quotient, LIMIT) * 16 + np.minimum(zigzag, LIMIT)
-    remainders = np.packbits(_joined(bits).astype(np.uint8), bitorder="little")
-    return Changes(counts, low_bits, symbols.astype(np.uint8), remainders, *_overflow(quotient), *_overflow(zigzag))
+    return Changes(counts, _joined(gaps), _joined(zigzags)), places
 
 
-def apply_changes(old: np.ndarray, changes: Changes, ordering: Ordering, out: np.ndarray) -> bool:
-    """Write `old` with the changes to `out`. Returns False if they reach outside of the tensor or the dtype's range."""
-    quotient = _refilled(changes.symbols >> 4, changes.far, changes.farther)
-    zigzag = _refilled(changes.symbols & 15, changes.large, changes.larger)
-    if quotient is None or zigzag is None:
-        return False
-    step = np.where(zigzag & 1, -(zigzag >> 1) - 1, (zigzag >> 1) + 1)
-    bits = np.unpackbits(changes.remainders, bitorder="little").astype(np.int64)
-    values, classes = ordered(old, ordering), classes_of(old, ordering)
-    first, bit = 0, 0
+def apply_changes(array: np.ndarray, changes: Changes, ordering: Ordering) -> Patch | None:
+    """Apply the changes to `array` in place. None if they lie outside it."""
+    zigzags = changes.zigzags.astype(np.int64)
+    steps = np.where(zigzags & 1, -(zigzags >> 1) - 1, (zigzags >> 1) + 1)
+    classes = classes_of(array, ordering)
+    places, first = np.empty(len(steps), np.int64), 0
     for class_ in np.flatnonzero(changes.counts):
-        n, k = int(changes.counts[class_]), int(changes.low_bits[class_])
-        low = (bits[bit : bit + n * k].reshape(n, k) << np.arange(k)).sum(1)
-        indices = np.cumsum((quotient[first : first + n] << k) + low + 1) - 1
+        n = int(changes.counts[class_])
+        indices = np.cumsum(changes.gaps[first : first + n].astype(np.int64) + 1) - 1
         own = np.flatnonzero(classes == class_)
         if indices[-1] >= len(own):
-            return False
-        values[own[indices]] += step[first : first + n]
-        first, bit = first + n, bit + n * k
+            return None
+        places[first : first + n] = own[indices]
+        first += n
+    values = patterns_of(_within(ordered(array[places], ordering) + steps, ordering), ordering)
+    array[places] = values
+    return Patch(places, values)
+
+
+def _within(values: np.ndarray, ordering: Ordering) -> np.ndarray:
+    """Modulo the type's width, around 0."""
     sign = 1 << (ordering.bits - 1)
-    if len(values) and (values.min() < -sign or values.max() >= sign):
-        return False
-    out[:] = patterns_of(values, ordering)
-    return True
+    return (values + sign) % (2 * sign) - sign
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
-def _overflow(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    rest = values[values >= LIMIT] - LIMIT
-    return np.minimum(rest, WIDE).astype(np.uint8), (rest[rest >= WIDE] - WIDE).astype("<u4")
-
-
-def _refilled(halves: np.ndarray, byte: np.ndarray, word: np.ndarray) -> np.ndarray | None:
-    """Halves of symbols with their overflows added; None if these are not as many as the halves at the limit."""
-    values, rest = halves.astype(np.int64), byte.astype(np.int64)
-    if np.count_nonzero(values == LIMIT) != len(rest) or np.count_nonzero(rest == WIDE) != len(word):
-        return None
-    rest[rest == WIDE] += word
-    values[values == LIMIT] += rest
-    return values
+    return np.concatenate(parts).astype(np.uint32) if parts else np.zeros(0, np.uint32)

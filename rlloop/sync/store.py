@@ -68,7 +68,7 @@ class Store(Protocol):
     def delete(self, digest: bytes) -> None: ...
 
     def squash(self, sequence: int) -> bool:
-        """Ask the publisher for one delta from the version of `sequence` to the newest. True if the head now has it."""
+        """Ask the publisher for one delta from version `sequence` to the newest. True if the head now lists it."""
         ...
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
-from rlloop.sync.bits import Bits
+import numpy as np
+
+from rlloop.sync.bits import Bits, each
 from rlloop.sync.manifest import Manifest, Refused
+from rlloop.sync.steps import Patch
 
 T = TypeVar("T")
 TORN = -1  # the version of weights that are being written, or were left half-written
@@ -30,6 +33,13 @@ class Target(Protocol):
 
     def write(self, name: str, bits: Bits) -> None:
         """In place. Called only inside `exclusively`."""
+        ...
+
+    def patch(self, patches: Mapping[str, Patch], threads: int) -> list[str]:
+        """Change some elements in place, then read them back. Called only inside `exclusively`.
+
+        Returns the parameters that do not hold what was written.
+        """
         ...
 
     def exclusively(self, change: Callable[[], T]) -> T:
@@ -74,6 +84,15 @@ def plan_writes(manifest: Manifest, target: Target) -> dict[str, list[str]]:
     return plan
 
 
+def patch_arrays(flat: Mapping[str, np.ndarray], patches: Mapping[str, Patch], threads: int) -> list[str]:
+    """Change flat arrays in place. Returns the names of those that do not hold what was written."""
+    from rlloop.sync import steps_fast
+
+    each(lambda name: steps_fast.put(flat[name], *patches[name]), patches, threads)
+    held = each(lambda name: steps_fast.holds(flat[name], *patches[name]), patches, threads)
+    return [name for name, right in zip(patches, held, strict=True) if not right]
+
+
 class MemoryTarget:
     """A target of tensors in memory. Those given at the start fix the layout; without any, every layout is accepted."""
 
@@ -82,6 +101,7 @@ class MemoryTarget:
         self.version = -1
         self._layout = {name: (bits.dtype, bits.shape) for name, bits in self.state.items()} or None
         self._aliases = dict(aliases or {})
+        self._own = set[str]()  # tensors in memory that no caller has
 
     def layout(self) -> Layout | None:
         return self._layout
@@ -94,6 +114,13 @@ class MemoryTarget:
 
     def write(self, name: str, bits: Bits) -> None:
         self.state[name] = bits
+        self._own.add(name)
+
+    def patch(self, patches: Mapping[str, Patch], threads: int) -> list[str]:
+        for name in patches.keys() - self._own:
+            self.state[name] = self.state[name].copy()
+        self._own |= patches.keys()
+        return patch_arrays({name: self.state[name].array.reshape(-1) for name in patches}, patches, threads)
 
     def exclusively(self, change: Callable[[], T]) -> T:
         return change()

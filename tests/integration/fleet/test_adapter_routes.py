@@ -179,7 +179,7 @@ def test_no_client_may_load_where_no_folder_was_named(running):
     [
         (["--adapter", "poet"], "--adapter is 'poet'; it must be NAME=FOLDER"),
         (["--adapter", "rlloop=x"], "of another name than the base's"),
-        (["--adapter-root", "nowhere"], "--adapter-root nowhere is no folder"),
+        (["--adapter-root", "nowhere"], "--adapter-root nowhere is not a folder"),
     ],
 )
 def test_odd_options_of_the_server(running, option, message, capsys):

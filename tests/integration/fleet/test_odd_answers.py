@@ -340,7 +340,7 @@ def test_what_no_engine_makes_is_given_up_in_a_while(expected):
     with fleet(settings=dataclasses.replace(FAST, patience=0.5)) as (router, _):
         router.join(odd.url, "r0")
         router.serve_version(0, None)
-        with pytest.raises(NoEngine, match=r"4 prompts were not made in 1\d tries; the last: .*HTTP 500"):
+        with pytest.raises(NoEngine, match=r"4 prompts failed in 1\d tries; the last: .*HTTP 500"):
             router.begin(PROMPTS, SAMPLING, 0).result(20)
     odd.close()
 

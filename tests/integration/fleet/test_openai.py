@@ -490,7 +490,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(running, name, path):
         ([], "messages is empty"),
         ([{"content": "x"}], "role None"),
         ([{"role": "user", "content": 5}], "content 5"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "it must be text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "has an image, and this engine's model reads text alone",
+        ),
         ("hello", "Expected `array`"),
     ],
 )

@@ -293,7 +293,7 @@ def test_requests_without_a_seed_are_given_one_so_that_any_engine_makes_the_same
 
 
 class Following:
-    """What a follower says of the run."""
+    """A follower's state, as the router reads it."""
 
     status, error, progress = "ready", "", None
 

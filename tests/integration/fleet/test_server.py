@@ -272,7 +272,7 @@ def test_oversize_and_malformed_requests_are_refused(running):
 def test_more_prompts_than_an_engine_may_have_waiting_are_refused_by_name_though_it_is_idle(running):
     with http(running) as client:
         for prompts, message in (
-            ([[1]] * 65, "one request has 65 prompts, and 64 may wait here"),
+            ([[1]] * 65, "one request has 65 prompts, and at most 64 may wait"),
             ([[]] * (wire.MOST_PROMPTS + 1), f"length <= {wire.MOST_PROMPTS}"),
         ):
             ask = wire.Ask(prompts, [longest(max_tokens=1)] * min(len(prompts), 65))

@@ -276,7 +276,7 @@ def test_an_answer_that_is_no_completion_ends_what_is_in_flight_and_no_more(line
     replica.poll()
     vllm.raw_id = 5
     params = SamplingParams(max_tokens=2, seed=3)
-    with pytest.raises(UpstreamError, match=r"no completion: KeyError\(-1\)"):
+    with pytest.raises(UpstreamError, match=r"not a completion: KeyError\(-1\)"):
         service.submit([[5, 6]] * 4, [params] * 4).result(20)
     id = engine.add_request([5], params)
     assert engine.abort(id) is None

@@ -50,7 +50,7 @@ def test_deltas_of_an_adapter_bring_a_replica_to_the_trainers_bits(tmp_path):
 
 
 def test_a_store_brings_an_adapter_to_engines_elsewhere(tmp_path):
-    """What `fleet=regions` does with model.lora; an engine that follows whole weights refuses it by name."""
+    """Adapters of `fleet=regions`; an engine that follows whole weights refuses them by name."""
     save_model(tiny_qwen3(dtype="bfloat16"), tmp_path / "base")
     base = load_model(tmp_path / "base", dtype="bfloat16")
     trained, served = (with_lora(load_model(tmp_path / "base", dtype="bfloat16"), LORA, seed) for seed in (0, 1))

@@ -12,6 +12,8 @@ from rlloop.cli.delta_size import sizes
 from rlloop.sync import codec
 from rlloop.sync.bits import UNSIGNED, WIDTH, Bits
 from rlloop.sync.codec import CodecError, decode, encode, max_encoded
+from rlloop.sync.framing import Numbers, framed, unframed
+from rlloop.sync.planes import monotone
 from rlloop.sync.steps import ORDERINGS, ordered, patterns_of
 
 TYPES = sorted(WIDTH)
@@ -81,7 +83,7 @@ def test_elements_behind_the_last_whole_word_are_coded(count, dtype):
         new[-back] += 1
         new[count // 2] += 1
         made = same_by_both_coders(Bits(dtype, new), Bits(dtype, old))
-        assert (made.codec, made.changed) == ("steps", 2)
+        assert (made.codec, made.changed) == ("changes", 2)
 
 
 def test_special_values_keep_every_bit():
@@ -97,13 +99,17 @@ def test_special_values_keep_every_bit():
 @pytest.mark.parametrize("name", sorted(ORDERINGS))
 def test_order_is_a_bijection_that_follows_the_values(name):
     ordering = ORDERINGS[name]
-    patterns = np.arange(1 << ordering.bits, dtype=np.dtype(f"u{ordering.bits // 8}"))
+    step = 65537 if ordering.bits == 32 else 1  # of 2^32 values, a prime number apart, 65,536
+    patterns = np.arange(0, 1 << ordering.bits, step).astype(f"u{ordering.bits // 8}")
     values = ordered(patterns, ordering)
-    assert sorted(values.tolist()) == list(range(-(1 << ordering.bits - 1), 1 << ordering.bits - 1))
+    assert len(np.unique(values)) == len(patterns)
+    assert (values >= -(1 << ordering.bits - 1)).all()
+    assert (values < 1 << ordering.bits - 1).all()
     assert (patterns_of(values, ordering) == patterns).all()
-    if name == "F16":
-        finite = patterns[(patterns & 0x7C00) != 0x7C00]
-        floats = finite.view(np.float16)[np.argsort(ordered(finite, ordering))]
+    if name in ("F16", "F32"):
+        as_floats = patterns.view(f"f{ordering.bits // 8}")
+        finite = patterns[np.isfinite(as_floats)]
+        floats = finite.view(as_floats.dtype)[np.argsort(ordered(finite, ordering))]
         assert (np.diff(floats.astype(np.float64)) >= 0).all()
 
 
@@ -158,8 +164,8 @@ def bf16_and_float_pairs() -> list[tuple[str, Bits, Bits | None, int]]:
     floats = rng.standard_normal(10_500).astype(np.float32).view(np.uint32)
     noise = Bits("BF16", rng.integers(0, 65536, 10_500, np.uint16))
     return [
-        ("steps", new, old, 1),
-        ("planes", Bits("F32", floats + np.uint32(1)), Bits("F32", floats), 1),
+        ("changes", new, old, 1),
+        ("planes", Bits("U32", floats + np.uint32(1)), Bits("U32", floats), 1),
         ("full", new, None, 1),
         ("full", new, noise, 2),  # once for the delta
     ]
@@ -197,39 +203,50 @@ def test_finding_changes_takes_a_share_of_the_time(monkeypatch, new, old):
     assert [each > 0 for each in seconds] == [old is not None, True]
 
 
+def numbers(values) -> bytes:
+    """LEB128."""
+    content = bytearray()
+    for value in values:
+        while value >= 128:
+            content.append(value & 127 | 128)
+            value >>= 7
+        content.append(value)
+    return bytes(content)
+
+
 def test_numbers_of_every_length_come_back_and_limits_are_included():
     values = [0, 1, 127, 128, 129, 1 << 14, 3 << 20, (1 << 28) + 1, (1 << 32) - 1]
-    content = codec._numbers(values)
+    content = numbers(values)
     assert content[:5] == b"\x00\x01\x7f\x80\x01"
-    reader = codec._Numbers(memoryview(content + b"rest"))
+    reader = Numbers(memoryview(content + b"rest"))
     assert [reader.next(value) for value in values] == values
     assert (bytes(reader.bytes(2)), bytes(reader.rest())) == (b"re", b"st")
     with pytest.raises(CodecError, match="the content ends early"):
         reader.bytes(3)
     with pytest.raises(CodecError, match="a number is 128, above 127"):
-        codec._Numbers(memoryview(codec._numbers([128]))).next(127)
+        Numbers(memoryview(numbers([128]))).next(127)
     for endless in (b"", b"\x80", b"\x80" * 5 + b"\x01"):
         with pytest.raises(CodecError, match="a number does not end"):
-            codec._Numbers(memoryview(endless)).next(1 << 40)
+            Numbers(memoryview(endless)).next(1 << 40)
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
 def test_planes_order_patterns_as_their_values(kind):
-    """What differences are small of follows from it, so every version of the library has to order alike."""
+    """The order of patterns decides which differences are small, so it must never change between versions."""
     values = np.array([-np.inf, -3.5, -1, -1e-7, -0.0, 0.0, 1e-7, 1, 3.5, np.inf], kind)
     patterns = values.view(f"<u{values.itemsize}")
-    order = codec._monotone(patterns, True)
+    order = monotone(patterns, True)
     assert (np.diff(order.view(f"<i{values.itemsize}")) > 0).all()
     assert (order[-5:] == patterns[-5:]).all()
-    assert (codec._monotone(order, True) == patterns).all()
-    assert codec._monotone(patterns, False) is patterns
+    assert (monotone(order, True) == patterns).all()
+    assert monotone(patterns, False) is patterns
 
 
 def test_no_change_is_no_symbol():
     same = np.arange(100, dtype=np.uint16)
     for coders in (REFERENCE, codec.fast()):
-        changes = coders.steps.find_changes(same, same, ORDERINGS["BF16"])
-        assert changes.counts.sum() == len(changes.symbols) == len(changes.far) == len(changes.remainders) == 0
+        changes, places = coders.steps.find_changes(same, same, ORDERINGS["BF16"])
+        assert changes.counts.sum() == len(changes.gaps) == len(changes.zigzags) == len(places) == 0
 
 
 @pytest.mark.parametrize("last", [1000, 0x8000])
@@ -240,11 +257,11 @@ def test_a_far_and_large_change_among_near_and_small_ones(monkeypatch, last):
     new = Bits("BF16", old.array.copy())
     new.array[:2000] = 1
     new.array[-2:] = 0x7F80, last
-    assert same_by_both_coders(new, old).codec == "steps"
+    assert same_by_both_coders(new, old).codec == "changes"
 
 
 @pytest.mark.parametrize(
-    ("numbers", "rest", "message"),
+    ("header", "rest", "message"),
     [
         ([0], b"x", "bytes follow a chunk without changes"),
         ([9], b"", "a number is 9, above 8"),
@@ -258,17 +275,17 @@ def test_a_far_and_large_change_among_near_and_small_ones(monkeypatch, last):
         ([1, 0, 0, 0, 0, 0, 0, 1, 0, 1], b"", "the content ends early"),
     ],
 )
-def test_headers_of_steps_that_no_encoder_writes(numbers, rest, message):
-    header = codec._numbers(numbers) + rest
+def test_headers_of_steps_that_no_encoder_writes(header, rest, message):
+    header = numbers(header) + rest
     old = Bits("BF16", np.zeros(8, np.uint16))
     with pytest.raises(CodecError, match=message):
-        decode("steps", codec._framed([header]), "BF16", (8,), old, coders=REFERENCE)
+        decode("steps", framed([header]), "BF16", (8,), old, coders=REFERENCE)
 
 
 def test_parts_come_back_and_are_exactly_as_many_as_asked_for():
     parts = [b"first", b"", b"x", b""]
-    content = codec._framed(parts)
-    assert [bytes(part) for part in codec._unframed(memoryview(content), 4)] == parts
+    content = framed(parts)
+    assert [bytes(part) for part in unframed(memoryview(content), 4)] == parts
     for damaged, count, message in (
         (content, 5, "the content ends before its parts do"),
         (content[:-1], 4, "the content ends before its parts do"),
@@ -276,7 +293,7 @@ def test_parts_come_back_and_are_exactly_as_many_as_asked_for():
         (content + b"abc", 4, "^3 bytes are left over"),
     ):
         with pytest.raises(CodecError, match=message):
-            list(codec._unframed(memoryview(damaged), count))
+            list(unframed(memoryview(damaged), count))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +308,7 @@ def test_frames_that_no_encoder_writes(plain, announced, after, message):
     stream = zstandard.ZstdCompressor(1, write_content_size=announced).compressobj(size=plain if announced else -1)
     frame = stream.compress(bytes(plain)) + stream.flush() + after
     with pytest.raises(CodecError, match=message):
-        decode("full", codec._framed([codec._framed([frame])]), "U8", (8,), None)
+        decode("full", framed([framed([frame])]), "U8", (8,), None)
 
 
 def test_noncontiguous_tensors():
@@ -300,7 +317,7 @@ def test_noncontiguous_tensors():
     same_both_ways(b, a)
 
 
-@pytest.mark.parametrize(("lr", "of_reference"), [(1e-6, 0.92), (1e-5, 0.94), (3e-4, 0.93)])
+@pytest.mark.parametrize(("lr", "of_reference"), [(1e-6, 0.975), (1e-5, 0.98), (3e-4, 0.98)])
 def test_sizes_beside_xor_and_the_entropy(lr, of_reference):
     old, new = trained_pair(1 << 20, lr)
     found = sizes(new, old)
@@ -329,7 +346,7 @@ def test_the_shortest_way_is_taken():
 @pytest.mark.parametrize("small", [0, codec.SMALL])
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3"])
 def test_damage_is_an_error_or_another_tensor_but_never_worse(monkeypatch, dtype, small):
-    """What the hashes let through by a miracle still cannot read or write outside of the tensor. Seeds 0 to 299."""
+    """Damaged content that passes the hashes still cannot read or write outside the tensor. Seeds 0 to 299."""
     monkeypatch.setattr(codec, "SMALL", small)
     rng = np.random.default_rng(0)
     kind = UNSIGNED[WIDTH[dtype]]
@@ -337,7 +354,7 @@ def test_damage_is_an_error_or_another_tensor_but_never_worse(monkeypatch, dtype
     old = Bits(dtype, rng.integers(0, 200, count, kind))
     new = Bits(dtype, np.where(rng.random(count) < 0.1, old.array + 3, old.array).astype(kind))
     made = encode(new, old)
-    assert (made.codec == "adaptive") == (small > 0 and dtype != "F32")
+    assert made.codec == ("adaptive" if small > 0 and dtype != "F32" else "changes")
     failed = 0
     for seed in range(300):
         rng = np.random.default_rng(seed)
@@ -372,7 +389,7 @@ def test_sizes_are_capped_before_anything_is_unpacked():
     for header in (b"\xff\xff\xff\xff\x7f", b"\xe8\x07\xff\x01\x00", b"\x80" * 20):
         with pytest.raises(CodecError):
             decode("steps", struct.pack("<I", len(header)) + header, "BF16", (1000,), old)
-    with pytest.raises(CodecError, match="no predecessor"):
+    with pytest.raises(CodecError, match="predecessor"):
         decode("steps", b"", "BF16", (1000,), None)
     with pytest.raises(CodecError, match="left over"):
         decode("full", encode(old, None).content + b"x", "BF16", (1000,), None)
@@ -388,13 +405,16 @@ def test_changes_outside_of_the_tensor_or_the_type(monkeypatch, small):
     for count in (50,) if small else (50, 99):  # 99 of 100 may be another whole tensor to the adaptive coder
         shorter = Bits("BF16", old.array[:count])
         for coders in (REFERENCE, None):
-            with pytest.raises(CodecError, match="reach outside"):
+            with pytest.raises(CodecError, match=r"lie outside|out of range|leave the type"):
                 decode(made.codec, made.content, "BF16", (count,), shorter, coders=coders)
-    for end, before in ((0x7FFF, 0x7F80), (0x7FFF, 0x7FFE), (0xFFFF, 0xFFFE)):
+    if not small:  # modulo the type's width, a step leads nowhere else
+        return
+    for end, before in ((0x7FFF, 0x7FFD), (0x7FFF, 0x7FFE), (0xFFFF, 0xFFFE)):
         last = Bits("BF16", np.full(100, end, np.uint16))  # the same class in another place of the order
         made = encode(last, Bits("BF16", np.full(100, before, np.uint16)))
+        assert made.codec == "adaptive"
         for coders in (REFERENCE, None):
-            with pytest.raises(CodecError, match="reach outside"):
+            with pytest.raises(CodecError, match="leave the type's range"):
                 decode(made.codec, made.content, "BF16", (100,), last, coders=coders)
 
 
@@ -406,11 +426,12 @@ def test_what_is_adaptive_ends_where_its_encoder_ended(monkeypatch):
     assert decode("adaptive", made.content, "BF16", (2000,), old).same(new)
     for content in (made.content + b"\0", made.content + b"x"):
         for coders in (REFERENCE, None):
-            with pytest.raises(CodecError, match="end as no encoder's do"):
+            with pytest.raises(CodecError, match="do not end as an encoder's"):
                 decode("adaptive", content, "BF16", (2000,), old, coders=coders)
     for shape, dtype in (((codec.SMALL + 1,), "U8"), ((4,), "F32")):
         odd = Bits(dtype, np.zeros(shape, UNSIGNED[WIDTH[dtype]]))
-        with pytest.raises(CodecError, match=r"no more than|is not for F32"):
+        with pytest.raises(CodecError, match=r"at most|is not for F32"):
             decode("adaptive", b"", dtype, shape, odd)
-    with pytest.raises(CodecError, match="steps is not for F32"):
-        decode("steps", encode(odd, odd).content, "F32", (4,), odd)
+    for kind, other in (("steps", odd), ("changes", Bits("I32", odd.array))):
+        with pytest.raises(CodecError, match=f"{kind} is not for {other.dtype}"):
+            decode(kind, b"", other.dtype, (4,), other)

@@ -1,5 +1,8 @@
 """Publisher and replica over a folder: chains, anchors, squashes, collection, names."""
 
+import shutil
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -62,7 +65,7 @@ def test_a_replica_follows_bit_for_bit(store, threads):
     kinds = {entry.name: entry.codec for entry in published.manifest.tensors}
     assert kinds["model.norm.weight"] == "unchanged"
     assert kinds["model.embed_tokens.weight"] == "adaptive"
-    assert kinds["model.layers.0.bias"] == "planes"
+    assert kinds["model.layers.0.bias"] == "changes"
 
 
 def test_only_changed_tensors_are_written(store):
@@ -294,7 +297,7 @@ def test_manifests_are_refused_where_anything_is_odd():
             )
     with pytest.raises(Refused, match="another key"):
         Manifest.verify(manifest.sign(Ed25519PrivateKey.generate()), PUBLIC, lambda _: listing)
-    with pytest.raises(Refused, match="not a manifest of format 2: it begins with b'rlloop-manifest1'"):
+    with pytest.raises(Refused, match="not a manifest of format 3: it begins with b'rlloop-manifest1'"):
         Manifest.verify(b"rlloop-manifest1" + signed[8:], PUBLIC, lambda _: listing)
     first, *entries = manifest.tensors
     change = msgspec.structs.replace
@@ -427,3 +430,28 @@ def test_what_a_publisher_refuses(store):
     publisher.publish(first_weights(), 0)
     with pytest.raises(ConfigError, match="sequence 0"):
         publisher.squash(0)
+
+
+def test_a_store_of_format_2_is_read_and_continued(tmp_path):
+    """Written by the last rlloop of format 2: versions 0 to 3 of `history`, as `plain`, `steps` and `planes`."""
+    shutil.unpack_archive(Path(__file__).parents[2] / "support" / "format2_store.zip", tmp_path / "store")
+    store, versions = FolderStore(tmp_path / "store"), history(5)
+    replica, target = new_replica(store, zeros(versions[0]))
+    assert Head.decode(store.latest()).format == 2
+    for sequence in (1, 2, 3):
+        assert replica.advance_to(sequence)
+        assert same(target.state, versions[sequence])
+    kinds = {entry.codec for entry in replica._manifests.read(replica.applied.manifest).tensors}
+    assert "steps" in kinds
+    publisher = Publisher(store, KEY, "run")
+    publisher.publish(versions[4], 4)
+    assert replica.poll()
+    assert same(target.state, versions[4])
+    late, late_target = new_replica(store)
+    assert late.poll(), late.error
+    assert same(late_target.state, versions[4])
+    assert publisher.head.format == 3
+    publisher.anchor()
+    publisher.publish(versions[5], 5)
+    assert replica.poll()
+    assert same(target.state, versions[5])

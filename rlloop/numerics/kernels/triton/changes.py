@@ -1,0 +1,187 @@
+"""Changed elements as (class, rank within the class, step), and back, on the device: integers only.
+
+A class is a pattern's exponent, its sign aside; a step is a difference in the order of values. A table counts each
+class's elements in every block of `BLOCK`; its running sum says how many lie before a block, so a change needs only its
+own block to find its rank, or its place.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 512  # elements
+CLASSES = 256
+_FOUND = 16  # changes of a program
+
+
+class Order(NamedTuple):
+    """The order of a type's patterns, which lie in signed integers of `bits` bits."""
+
+    bits: int
+    floating: bool  # sign and magnitude; False: two's complement
+    shift: int  # the class is (pattern without sign) >> shift
+
+    @property
+    def mask(self) -> int:
+        return (1 << (self.bits - 1)) - 1
+
+
+class Located(NamedTuple):
+    """The n changes of some chunks, by place."""
+
+    keys: Tensor  # [n] int16: chunk * 256 + class
+    ranks: Tensor  # [n] int32: elements of the class before it in its chunk
+    zigzags: Tensor  # [n] int32, unsigned
+
+
+@triton.jit
+def _class(pattern, MASK: tl.constexpr, SHIFT: tl.constexpr):
+    return (pattern.to(tl.int32) & MASK) >> SHIFT
+
+
+@triton.jit
+def _ordered(pattern, BITS: tl.constexpr, FLOATING: tl.constexpr):
+    value = pattern.to(tl.int32)  # sign-extended
+    if FLOATING:
+        value = tl.where(value < 0, ~(value & ((1 << (BITS - 1)) - 1)), value)
+    return value
+
+
+@triton.jit
+def _within(value, BITS: tl.constexpr):
+    return (value << (32 - BITS)) >> (32 - BITS)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _count(patterns, table, n, MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, CLASSES: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    found = tl.histogram(_class(tl.load(patterns + at, inside, 0), MASK, SHIFT), CLASSES, inside)
+    tl.store(table + block * CLASSES + tl.arange(0, CLASSES), found)
+
+
+def before_blocks(patterns: Tensor, order: Order, chunk: int) -> Tensor:
+    """[chunks, blocks, 256] int32: elements of each class in a chunk's earlier blocks. `patterns` is flat."""
+    assert chunk % BLOCK == 0, chunk
+    blocks, chunks = triton.cdiv(len(patterns), BLOCK), triton.cdiv(len(patterns), chunk)
+    table = torch.empty(chunks, chunk // BLOCK, CLASSES, dtype=torch.int32, device=patterns.device)
+    table.view(-1, CLASSES)[blocks:].zero_()
+    _count[(blocks,)](
+        patterns, table, len(patterns), MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, CLASSES=CLASSES, num_warps=4
+    )
+    return table.cumsum(1, dtype=torch.int32).sub_(table)
+
+
+@triton.jit(do_not_specialize=["n", "found"])
+def _locate(
+    old, new, places, before, keys, ranks, zigzags, n, found, BITS: tl.constexpr, FLOATING: tl.constexpr,
+    MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, PER_CHUNK: tl.constexpr, CLASSES: tl.constexpr,
+    FOUND: tl.constexpr,
+):  # fmt: skip
+    one = tl.program_id(0).to(tl.int64) * FOUND + tl.arange(0, FOUND)
+    inside = one < found
+    place = tl.load(places + one, inside, 0)
+    block, lane = place // BLOCK, tl.arange(0, BLOCK)
+    was = tl.load(old + place, inside, 0)
+    which = _class(was, MASK, SHIFT)
+    at = (block * BLOCK)[:, None] + lane[None, :]
+    others = _class(tl.load(old + at, (at < place[:, None]) & inside[:, None], 0), MASK, SHIFT)
+    earlier = tl.sum(((others == which[:, None]) & (at < place[:, None])).to(tl.int32), 1)
+    rank = tl.load(before + block * CLASSES + which, inside, 0) + earlier
+    step = _within(_ordered(tl.load(new + place, inside, 0), BITS, FLOATING) - _ordered(was, BITS, FLOATING), BITS)
+    tl.store(keys + one, ((block // PER_CHUNK) * CLASSES + which).to(tl.int16), inside)
+    tl.store(ranks + one, rank, inside)
+    tl.store(zigzags + one, tl.where(step > 0, 2 * step - 2, -2 * step - 1), inside)
+
+
+def locate(old: Tensor, new: Tensor, places: Tensor, before: Tensor, order: Order) -> Located:
+    """The changes at `places`, [n] int64 ascending, of flat patterns; `before` is `before_blocks` of `old`."""
+    found = len(places)
+    assert before.shape[0] * CLASSES <= 1 << 15, "keys have 16 bits"
+    keys = torch.empty(found, dtype=torch.int16, device=old.device)
+    ranks, zigzags = (torch.empty(found, dtype=torch.int32, device=old.device) for _ in range(2))
+    if found:
+        _locate[(triton.cdiv(found, _FOUND),)](
+            old, new, places, before, keys, ranks, zigzags, len(old), found, BITS=order.bits, FLOATING=order.floating,
+            MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, PER_CHUNK=before.shape[1], CLASSES=CLASSES, FOUND=_FOUND,
+            num_warps=4,
+        )  # fmt: skip
+    return Located(keys, ranks, zigzags)
+
+
+@triton.jit(do_not_specialize=["n", "found"])
+def _place(
+    old, before, keys, ranks, zigzags, places, values, n, found, BITS: tl.constexpr, FLOATING: tl.constexpr,
+    MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, PER_CHUNK: tl.constexpr, STEPS: tl.constexpr,
+    CLASSES: tl.constexpr, FOUND: tl.constexpr,
+):  # fmt: skip
+    one = tl.program_id(0).to(tl.int64) * FOUND + tl.arange(0, FOUND)
+    inside = one < found
+    key, rank = tl.load(keys + one, inside, 0).to(tl.int64), tl.load(ranks + one, inside, 0)
+    which, first = (key % CLASSES).to(tl.int32), (key // CLASSES) * PER_CHUNK
+    low, high = tl.zeros((FOUND,), tl.int64), tl.full((FOUND,), PER_CHUNK - 1, tl.int64)
+    for _ in range(STEPS):  # the last block with no more than `rank` before it
+        middle = (low + high + 1) // 2
+        reached = tl.load(before + (first + middle) * CLASSES + which, inside, 0) <= rank
+        low, high = tl.where(reached, middle, low), tl.where(reached, high, middle - 1)
+    block, lane = first + low, tl.arange(0, BLOCK)
+    rank -= tl.load(before + block * CLASSES + which, inside, 0)
+    at = (block * BLOCK)[:, None] + lane[None, :]
+    valid = (at < n) & inside[:, None]
+    own = ((_class(tl.load(old + at, valid, 0), MASK, SHIFT) == which[:, None]) & valid).to(tl.int32)
+    hit = own * (tl.cumsum(own, 1) == rank[:, None] + 1).to(tl.int32)
+    there = inside & (tl.sum(hit, 1) == 1)
+    place = block * BLOCK + tl.sum(hit * lane[None, :], 1)
+    zigzag = tl.load(zigzags + one, inside, 0)
+    half = (zigzag >> 1) & 0x7FFFFFFF
+    step = tl.where((zigzag & 1) != 0, ~half, half + 1)
+    value = _within(_ordered(tl.load(old + place, there, 0), BITS, FLOATING) + step, BITS)
+    if FLOATING:
+        value = tl.where(value < 0, ~(value & MASK), value)
+    tl.store(places + one, tl.where(there, place, -1), inside)
+    tl.store(values + one, value.to(values.dtype.element_ty), inside)
+
+
+def place(old: Tensor, before: Tensor, located: Located, order: Order) -> tuple[Tensor, Tensor]:
+    """Places [n] int64 (−1: there is no such element) and new patterns [n] of changes."""
+    found = len(located.keys)
+    places, values = torch.empty(found, dtype=torch.int64, device=old.device), old.new_empty(found)
+    if found:
+        _place[(triton.cdiv(found, _FOUND),)](
+            old, before, *located, places, values, len(old), found, BITS=order.bits, FLOATING=order.floating,
+            MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, PER_CHUNK=before.shape[1],
+            STEPS=before.shape[1].bit_length(), CLASSES=CLASSES, FOUND=_FOUND, num_warps=4,
+        )  # fmt: skip
+    return places, values
+
+
+@triton.jit(do_not_specialize=["n"])
+def _put(addresses, values, n, BLOCK: tl.constexpr):
+    one = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = one < n
+    value = tl.load(values + one, inside, 0)
+    tl.store(tl.load(addresses + one, inside, 0).to(tl.pointer_type(values.dtype.element_ty)), value, inside)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _compare(addresses, values, wrong, n, BLOCK: tl.constexpr):
+    one = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = one < n
+    held = tl.load(tl.load(addresses + one, inside, 0).to(tl.pointer_type(values.dtype.element_ty)), inside, 0)
+    count = tl.sum((inside & (held != tl.load(values + one, inside, 0))).to(tl.int32), 0)
+    tl.atomic_add(wrong, count, count > 0)
+
+
+def put(addresses: Tensor, values: Tensor) -> Tensor:
+    """Write [n] values to [n] addresses (int64) of the device. Returns how many do not hold theirs, [1] int32."""
+    wrong, n = torch.zeros(1, dtype=torch.int32, device=values.device), len(values)
+    if n:
+        for kernel, options in ((_put, ()), (_compare, (wrong,))):
+            kernel[(triton.cdiv(n, 1024),)](addresses, values, *options, n, BLOCK=1024, num_warps=4)
+    return wrong
