@@ -3,10 +3,10 @@
 Three layouts of experts' factors are read: one pair for each expert and projection (`experts.3.up_proj.lora_A`), PEFT's
 `target_parameters` (all experts in one matrix, [E r, K] and [N, r E]; this one is written), and three dimensions
 ([E or 1, r, K], as Tinker has them, where 1 is shared by all experts). A gate and an up of different A become one pair
-of twice the rank whose B has zeros where the other's terms are, which adds nothing.
+of twice the rank; zeros in B remove the terms of the other.
 
-What a file asks for and rlloop does not compute is refused by name. Folders that rlloop wrote hold the digest of their
-base's weights, and are refused for another.
+Features of a file that rlloop does not compute are refused by name. Folders written by rlloop hold the digest of their
+base's weights, and are refused for another base.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def load_adapter(model: Model, folder: str | Path, name: str) -> int:
 
 
 def read_adapter(model: Model, folder: str | Path) -> AdapterWeights:
-    """The adapter of a PEFT folder, checked against `model`. Raises as `load_adapter`."""
+    """Read the adapter of a PEFT folder and check it against `model`. Raises as `load_adapter`."""
     folder, targets = Path(folder), model.adapter_targets()
     config = _config(folder)
     try:
@@ -194,7 +194,7 @@ def _joined(
     targets: Mapping[str, Target],
     folder: Path,
 ) -> dict[str, Pair]:
-    """Pairs of single experts as those of all. Experts that have none get zeros."""
+    """Join pairs of single experts into factors of all experts; experts without a pair get zeros."""
     made: dict[str, Pair] = {}
     gated = f"{experts}.gate_up_proj" in targets
     for kind in ("gate_up_proj" if gated else "up_proj", "down_proj"):
@@ -258,7 +258,7 @@ def save_adapter(model: Model, weights: AdapterWeights, folder: str | Path) -> N
             up = up.flatten(0, 1)
         tensors[f"{PREFIX}{module}.lora_A.weight"] = down.contiguous()
         tensors[f"{PREFIX}{module}.lora_B.weight"] = up.contiguous()
-    # One entry of metadata: safetensors writes several in any order, and equal adapters shall be equal files.
+    # One entry of metadata: safetensors writes several in any order, and equal adapters must be equal files.
     save_file(tensors, folder / WEIGHTS, metadata={BASE: digest})
     text = json.dumps(_written_config(model, weights, targets), indent=2, sort_keys=True)
     (folder / CONFIG).write_text(text + "\n")

@@ -1,7 +1,7 @@
-"""The adapters of a model: all of them in host memory, those of a step in slots on the model's device.
+"""Loaded adapters of a model: all in host memory, those of the current step in slots on the model's device.
 
-A slot holds one version of one adapter. What a step needs is placed before it; the least recently used slot gives way.
-The last slot of each store is no adapter: its rank is 0.
+A slot holds one version of one adapter. A step's adapters are copied in before it, over the least recently used slots.
+The last slot of each store has rank 0 and stands for rows without an adapter.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LoadedAdapter:
 
     @classmethod
     def live(cls, adapter: Adapter, version: int) -> LoadedAdapter:
-        """An adapter that is on the device and may train, at this version of its values."""
+        """An adapter on the device, which may train, at this version of its values."""
         return cls(adapter.name, version, adapter.exact, adapter.live())
 
 
@@ -59,7 +59,7 @@ class AdapterRegistry:
     slots: int = SLOTS
     max_rank: int = MAX_RANK
     stats: AdapterStats = field(default_factory=AdapterStats)
-    base_digest: str | None = None  # of the base's stored weights, once somebody asked
+    base_digest: str | None = None  # of the base's stored weights, once computed
 
     def __post_init__(self) -> None:
         self._newest: dict[str, LoadedAdapter] = {}
@@ -82,7 +82,7 @@ class AdapterRegistry:
         return {name: each.version for name, each in sorted(self._newest.items())}
 
     def get(self, name: str) -> LoadedAdapter:
-        """Raises `ConfigError` for a name that is not here."""
+        """The newest version of an adapter. Raises `ConfigError` for an unknown name."""
         if name not in self._newest:
             known = ", ".join(self.names) or "none"
             raise ConfigError(f"no adapter is named {name!r}; loaded are {known} (load_adapter loads one)")
@@ -121,25 +121,25 @@ class AdapterRegistry:
         self._retire(name)
 
     def _retire(self, name: str) -> None:
-        # Its slot is free; requests that still have it bring it back with their next step.
+        # Its slot is freed; requests that still use it copy it back with their next step.
         self._resident.pop(self._newest.pop(name), None)
 
     # ------------------------------------------------------------------------------------------------ slots
 
     def configure(self, slots: int, max_rank: int) -> None:
-        """Room for so many adapters on the device. Raises `ConfigError` where adapters lie in fewer slots already."""
+        """Set the number and rank of slots on the device. Raises `ConfigError` if slots of other sizes are in use."""
         if (slots, max_rank) == (self.slots, self.max_rank):
             return
         if self._stores:
             raise ConfigError(
-                f"adapter_slots={slots} and adapter_rank={max_rank} differ from those that this model's adapters lie "
-                f"in ({self.slots} and {self.max_rank}); give all of its engines the same"
+                f"adapter_slots={slots} and adapter_rank={max_rank} differ from the slots that this model's adapters "
+                f"already use ({self.slots} and {self.max_rank}); give all of its engines the same"
             )
         self.slots, self.max_rank = slots, max_rank
 
     @torch.no_grad()
     def place(self, adapters: Iterable[LoadedAdapter]) -> dict[LoadedAdapter, int]:
-        """The slots of these adapters, at most `slots` of them, copied there where they are not."""
+        """The slots of these adapters, of which there are at most `slots`; absent ones are copied in."""
         wanted = list(dict.fromkeys(adapters))
         assert len(wanted) <= self.slots, (len(wanted), self.slots)
         for adapter in wanted:
@@ -154,34 +154,30 @@ class AdapterRegistry:
             )
             for name, store in self._stores.items():
                 store.write(slot, adapter.factors.get(name))
-            self._resident[adapter] = slot  # a live adapter's last version is one of those that give way
+            self._resident[adapter] = slot  # a live adapter's last version may be evicted
             self.stats.swaps += 1
             self.stats.swap_bytes += sum(x.nbytes for pair in adapter.factors.values() for x in pair)
             self.stats.swap_seconds += time.perf_counter() - began
         return {adapter: self._resident[adapter] for adapter in wanted}
 
-    def rows(self, slots: Tensor) -> AdapterSlots:
-        """Rows with these slots [T] int64; −1: none."""
+    def rows(self, slots: Tensor, single: bool = False) -> AdapterSlots:
+        """`AdapterSlots` of rows with these slots [T] int64 (−1: none). `single`: they have at most one adapter."""
         factors = {
             id(store.target.weight): store.factors for store in self._stores.values() if store.factors is not None
         }
-        return AdapterSlots(factors, torch.where(slots < 0, self.slots, slots))  # type: ignore[arg-type]
+        return AdapterSlots(factors, torch.where(slots < 0, self.slots, slots), single)  # type: ignore[arg-type]
 
-    def addresses(self) -> list[int]:
-        """Where slots lie: graphs that read others are stale."""
-        return [
-            tensor.data_ptr()
-            for store in self._stores.values()
-            if store.factors is not None
-            for tensor in (store.factors.down, store.factors.up, store.factors.ranks)
-        ]
+    @property
+    def moves(self) -> int:
+        """Number of times that slots were reallocated; CUDA graphs captured before a move read stale addresses."""
+        return sum(store.moves for store in self._stores.values())
 
 
 class _Store:
-    """The slots of one target; as wide as the largest rank that came, in whole `STEP`s."""
+    """The slots of one target, sized for the largest rank so far, rounded up to `STEP`."""
 
     def __init__(self, target: Target, slots: int) -> None:
-        self.target, self._slots = target, slots
+        self.target, self._slots, self.moves = target, slots, 0
         self.factors: Factors | None = None
 
     def write(self, slot: int, pair: tuple[Tensor, Tensor] | None) -> None:
@@ -191,6 +187,9 @@ class _Store:
         if self.factors is None:
             return
         self.factors.ranks[slot] = rank
+        if pair is None:  # kernels that ignore a row's rank read zeros
+            for each in self._of_slot(self.factors, slot):
+                each.zero_()
         if pair is not None:
             down, up = self._of_slot(self.factors, slot)
             down[..., :rank, :].copy_(pair[0], non_blocking=True)
@@ -225,4 +224,4 @@ class _Store:
             wide.down[..., :narrow, :] = self.factors.down
             wide.up[..., :narrow] = self.factors.up
             wide = replace(wide, ranks=self.factors.ranks)
-        self.factors = wide
+        self.factors, self.moves = wide, self.moves + 1

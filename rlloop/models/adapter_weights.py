@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685): what they adapt, their factors, and one of them attached to a model.
+"""Low-rank adapters (LoRA, arXiv:2106.09685): their targets and factors, and one adapter attached to a model.
 
 A weight W [N, K] has A [r, K] and B [N, r]; it acts as W + scale B A with scale = alpha / r, though nothing is merged:
 `rlloop.numerics.operators.adapted` has the definition. In memory B is kept as operations read it: B' is scale * B in
@@ -30,13 +30,13 @@ MOST_NAMES = 5  # in messages
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A weight that adapters can adapt: a matrix [N, K], or one for each expert. Counts are the whole weight's.
+    """A weight that adapters can target: a matrix [N, K], or one for each expert. Sizes are the whole weight's.
 
-    Over ranks, B is cut as the weight's rows are, and A is whole on each; of experts each rank has both of its own.
+    Over ranks, B is divided like the weight's rows, and A is whole on each; each rank has both factors of its experts.
     """
 
     name: str  # of the module, or of the experts' parameter: model.layers.0.mlp.experts.gate_up_proj
-    weight: Tensor | None  # as this rank holds it; None: another stage of the pipeline has it
+    weight: Tensor | None  # as this rank holds it; None: on another pipeline stage
     inputs: int
     outputs: int
     experts: int | None = None
@@ -61,7 +61,7 @@ class Target:
         return down, up
 
     def factors(self, down: Tensor, up: Tensor, ranks: Tensor) -> Factors:
-        """Those of one adapter as those of one slot."""
+        """One adapter's factors in the form of a slot's."""
         return Factors(
             down.unsqueeze(0 if self.experts is None else 1),
             up.unsqueeze(0 if self.experts is None and self.heads is None else 1),
@@ -76,7 +76,7 @@ def find_targets(
     it, of which ranks have parts (`vocabulary`); None: another rank's. `heads`: of latent attention, else None."""
     found: list[Target] = []
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and ".indexer." not in name:
+        if isinstance(module, Linear) and ".indexer." not in name and not name.startswith("visual."):
             (held, inputs), division = module.weight.shape, module.rows
             target = Target(name, module.weight, inputs, division.count if division else held, division=division)
             if heads is not None and "kv_b_proj" in name:
@@ -149,8 +149,8 @@ class AdapterWeights:
             raise ConfigError(f"{where} has no factors; an adapter needs A and B of one target at least")
         if unknown := sorted(self.factors.keys() - targets.keys()):
             raise ConfigError(
-                f"{where} adapts what this model does not have: {some(unknown)}; it is of another base, or of layers "
-                "that are no linear projections"
+                f"{where} has factors of layers that this model does not have: {some(unknown)}; it was made for "
+                "another base, or for layers that are not linear projections"
             )
         for name, (down, up) in self.factors.items():
             shapes = targets[name].shapes(down.shape[-2])
@@ -181,14 +181,14 @@ def fresh_weights(targets: Mapping[str, Target], rank: int, alpha: float, seed: 
 
 
 class Adapter:
-    """An adapter whose factors lie where the model is, in its type: A and B' as parameters that can train.
+    """An adapter on the model's device, in its type: A and B' as parameters that can train.
 
-    Each rank has the parts that go with its weights.
+    Each rank has the parts that match its weights.
     """
 
     def __init__(self, weights: AdapterWeights, targets: Mapping[str, Target], name: str = "policy") -> None:
         self.name, self.scales, self.rank, self.alpha = name, weights.scales, weights.rank, weights.alpha
-        self.exact = weights  # the values that it was made of
+        self.exact = weights  # the values that it was made from
         self.targets = {each: targets[each] for each in weights.factors}
         self._factors: dict[int, Callable[[], Factors]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
@@ -200,11 +200,11 @@ class Adapter:
             a, b = (nn.Parameter(tensor.to(weight.device, copy=True)) for tensor in pair)
             self._parameters |= {parameter_name(each, A): a, parameter_name(each, B): b}
             ranks = torch.tensor([weights.rank_of(each)], device=weight.device)
-            # Views of each forward's own: autograd runs older ones later, so ranks would reach them at different times.
+            # New views in each forward: autograd runs older nodes later, so ranks would reach shared ones out of step.
             self._factors[id(weight)] = partial(self.targets[each].factors, a, b, ranks)
 
     def attached(self, targets: Mapping[str, Target]) -> Adapter:
-        """A copy, live values included, for a copy of the model, which has these targets."""
+        """A copy, with the live values, for a copy of the model that has these targets."""
         twin = Adapter(self.exact, targets, self.name)
         with torch.no_grad():
             for name, parameter in twin._parameters.items():
@@ -229,7 +229,7 @@ class Adapter:
         return found
 
     def exact_state(self) -> dict[str, Tensor]:
-        """The float32 values that it was made of, by name of parameter; B unscaled."""
+        """Its original float32 values, by parameter name; B unscaled."""
         return self.state_of(self.exact)
 
     def state_of(self, weights: AdapterWeights) -> dict[str, Tensor]:
@@ -241,7 +241,7 @@ class Adapter:
         }
 
     def weights_of(self, state: Mapping[str, Tensor]) -> AdapterWeights:
-        """The adapter of other float32 values, named as `exact_state` names them."""
+        """An adapter of the same targets from float32 values, named as in `exact_state`."""
         factors = {
             name: tuple(state[parameter_name(name, letter)].detach().cpu() for letter in (A, B))
             for name in self.targets

@@ -1,4 +1,4 @@
-"""The shape of a decoder as dataclasses, under one set of names for all families."""
+"""Dataclasses that describe a decoder's shape, with one set of names for all families."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class RopeConfig:
     theta: float
     scaling: Llama3Scaling | YarnScaling | None = None
     share: float = 1.0  # fraction of a head's width, from the first number on, that is rotated; 0: no rope
+    # Of positions with three axes (time, height, width), the frequencies that turn by each; they alternate. None: one.
+    sections: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,34 @@ class MambaConfig:
     least_step: float  # lower bound of the time step
 
 
+@dataclass(frozen=True)
+class VisionConfig:
+    """A vision tower: one feature for each `merge_size` x `merge_size` patches of an image."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    channels: int
+    patch_size: int  # pixels of a patch's side
+    temporal_patch_size: int  # frames of a patch; an image is as many times the same frame
+    merge_size: int
+    out_size: int  # width of a feature
+    side: int  # of the square table of learned positions, which each image's grid interpolates
+    deepstack: tuple[int, ...]  # blocks whose output is a feature, too; layer i of the decoder adds the i-th
+    rope_theta: float
+    image_token_id: int  # the placeholder
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_width(self) -> int:
+        """Numbers of a patch."""
+        return self.channels * self.temporal_patch_size * self.patch_size**2
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder: what `transformer.Model` is built from."""
@@ -143,6 +173,7 @@ class ModelConfig:
     windowed: tuple[int, ...] = ()  # layers that have one
     output_gate: bool = False  # attention's output is gated by the hidden state
     centred_norms: bool = False  # a norm scales by 1 + weight
+    vision: VisionConfig | None = None  # of a model that reads images
     further_layers: int = field(default=0, compare=False)  # multi-token-prediction layers in the files, left out
     raw: Mapping[str, Any] = field(repr=False, compare=False)  # the content of config.json
 

@@ -33,21 +33,37 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
         ("model.", "backbone."),
     ),
     "GptOssForCausalLM": ((".mlp.gate.", ".mlp.router."),),
+    **dict.fromkeys(
+        ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        (("model.", "model.language_model."), ("visual.", "model.visual.")),
+    ),
 }
-STACKED = ("GptOssForCausalLM",)  # checkpoints hold all experts in one tensor, as memory does
+# How checkpoints hold experts, where not one by one (`split`): `stacked`, all in one tensor, as memory does, or
+# `transposed`, each matrix of it the other way round. The first form is written where there is no source.
+FORMS = {
+    "GptOssForCausalLM": ("stacked",),
+    "Qwen3VLMoeForConditionalGeneration": ("stacked", "transposed"),  # transformers' and the released files'
+    "Qwen3_5MoeForConditionalGeneration": ("split", "stacked"),
+}
 
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """The part of a parameter that one stored tensor holds: all of it, or rows `begin` to `end` of one expert."""
+    """The part of a parameter that one stored tensor holds: all of it, or rows `begin` to `end` of one expert.
+
+    `transposed`: all of it, each expert's matrix the other way round.
+    """
 
     parameter: str
     expert: int | None = None
     begin: int = 0
     end: int = 0
+    transposed: bool = False
 
     def of(self, parameter: Tensor) -> Tensor:
         """A view of it."""
+        if self.transposed:
+            return parameter.mT
         return parameter if self.expert is None else parameter[self.expert, self.begin : self.end]
 
 
@@ -59,14 +75,34 @@ def stored_name(name: str, architecture: str) -> str:
 
 
 def stored_slices(
-    shapes: Mapping[str, tuple[int, ...]], architecture: str
+    shapes: Mapping[str, tuple[int, ...]], architecture: str, form: str | None = None
 ) -> Iterator[tuple[str, StoredSlice, tuple[int, ...]]]:
-    """(stored name, slice, its shape) of every tensor that parameters of these shapes are stored as."""
-    if architecture in STACKED:
-        yield from ((stored_name(name, architecture), StoredSlice(name), shape) for name, shape in shapes.items())
-        return
-    for name, slice_, shape in _split_experts(shapes):
+    """(stored name, slice, its shape) of every stored tensor, for parameters of these shapes.
+
+    `form`: how experts are stored (`form_of`); None: as checkpoints of the architecture are written.
+    """
+    form = form or FORMS.get(architecture, ("split",))[0]
+    for name, slice_, shape in _split_experts(shapes) if form == "split" else _stacked(shapes, form == "transposed"):
         yield stored_name(name, architecture), slice_, shape
+
+
+def form_of(
+    found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], architecture: str
+) -> str | None:
+    """The form in which a checkpoint with tensors of these shapes holds its experts; None: the default."""
+    for form in FORMS.get(architecture, ()):
+        experts = {name: shape for name, shape in shapes.items() if name.endswith((GATE_UP, UP, DOWN))}
+        if stored_shapes(experts, architecture, form).items() <= {k: tuple(v) for k, v in found.items()}.items():
+            return form
+    return None
+
+
+def _stacked(
+    shapes: Mapping[str, tuple[int, ...]], transposed: bool
+) -> Iterator[tuple[str, StoredSlice, tuple[int, ...]]]:
+    for name, shape in shapes.items():
+        turned = transposed and name.endswith((GATE_UP, UP, DOWN))
+        yield name, StoredSlice(name, transposed=turned), (*shape[:-2], *shape[:-3:-1]) if turned else shape
 
 
 def _split_experts(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, StoredSlice, tuple[int, ...]]]:
@@ -84,11 +120,13 @@ def _split_experts(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str,
             yield name, StoredSlice(name), shape
 
 
-def stored_shapes(shapes: Mapping[str, tuple[int, ...]], architecture: str) -> dict[str, tuple[int, ...]]:
-    return {name: shape for name, _, shape in stored_slices(shapes, architecture)}
+def stored_shapes(
+    shapes: Mapping[str, tuple[int, ...]], architecture: str, form: str | None = None
+) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, _, shape in stored_slices(shapes, architecture, form)}
 
 
-def stored_state(state: Mapping[str, Tensor], architecture: str) -> dict[str, Tensor]:
+def stored_state(state: Mapping[str, Tensor], architecture: str, form: str | None = None) -> dict[str, Tensor]:
     """A state by parameter name under the names of checkpoints, which other engines use too; views, not copies."""
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    return {name: rows.of(state[rows.parameter]) for name, rows, _ in stored_slices(shapes, architecture)}
+    return {name: rows.of(state[rows.parameter]) for name, rows, _ in stored_slices(shapes, architecture, form)}

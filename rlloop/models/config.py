@@ -13,6 +13,7 @@ from rlloop.models.config_reader import ASKED, Keys, all_are, read_json
 from rlloop.models.families import FAMILIES, Family
 from rlloop.models.packed import read_scheme
 from rlloop.models.ropes import read_rope
+from rlloop.models.vision_config import TOWERED, split, with_tower
 
 # Supported with this value only, which is also the default.
 FIXED: dict[str, Any] = {
@@ -30,7 +31,7 @@ FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"
 
 
 def how_to_fetch(path: str | Path) -> str:
-    """Advice for a model that is not here: for a name such as Qwen/Qwen3-0.6B, the command that fetches it."""
+    """Advice for a missing model folder: for a name such as Qwen/Qwen3-0.6B, the command that downloads it."""
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not Path(path).exists():
         local = str(path).partition("/")[2]
         return (
@@ -67,6 +68,17 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
     """
     keys = Keys(raw)
     architecture, family = _family(keys)
+    if architecture not in TOWERED:
+        return _parsed(raw, keys, architecture, family, eos_token_id)
+    text, others = split(raw, architecture)
+    keys = Keys(text)
+    _family(keys)
+    return with_tower(_parsed(text, keys, architecture, family, eos_token_id), others, raw)
+
+
+def _parsed(
+    raw: Mapping[str, Any], keys: Keys, architecture: str, family: Family, eos_token_id: int | list[int] | None
+) -> ModelConfig:
     if (quantized := keys.take("quantization_config")) is not None:
         read_scheme(quantized)
     for name, allowed in FIXED.items():
@@ -106,6 +118,8 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
         keys.refuse("num_key_value_heads", config.num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
     if config.rope_dim % 2:
         keys.refuse("head_dim" if config.latent is None else "qk_rope_head_dim", config.rope_dim, "an even number")
+    if config.rope.sections is not None and max(config.rope.sections[1:]) * 3 > config.rope_dim // 2 + 2:
+        keys.refuse("rope_parameters.mrope_section", list(config.rope.sections), f"{config.rope_dim // 2} frequencies")
     if config.rope_dim == 0 != config.rope.share:
         keys.refuse("partial_rotary_factor", config.rope.share, f"2 or more of the {config.head_dim} numbers of a head")
     return config

@@ -1,13 +1,13 @@
-"""A sequence's tokens over ranks (context parallelism), with attention by heads: Ulysses (Jacobs et al. 2023,
+"""Context parallelism: a sequence's tokens divided over ranks, attention divided by heads (Ulysses; Jacobs et al. 2023,
 arXiv:2309.14509).
 
-Everything but attention is a function of single tokens, and each rank computes it for its own range of them. For
-attention ranks exchange their tokens of all heads for all tokens of their heads, and the results back, so a head reads
-its keys in one rank's order and forwards have one rank's bits. Key-value heads that several ranks' queries read travel
-to each; a latent, which all heads read, to all. No rank holds more than its tokens of all heads, or all tokens of its
-heads.
+All operations but attention work on single tokens, and each rank computes them for its own range. For attention, an
+all-to-all exchanges own tokens of all heads for all tokens of own heads, and another one returns the results. So a head
+reads its keys in the same order as on one rank, and forwards have one rank's bits. Key-value heads are sent to every
+rank whose queries read them; a latent, which all heads read, to all ranks. No rank holds more than its tokens of all
+heads, or all tokens of its heads.
 
-A weight's gradient is a sum over tokens, so a rank has a part of it; the trainer adds the parts in order of rank.
+A weight's gradient is a sum over tokens, so each rank has a partial sum; the trainer adds these in order of rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, AttentionLayout, Tensor | None], Tens
 def spread_attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor | None, step: Step) -> Tensor:
     """`attend` over all tokens, by heads: q [t, H, D], k and v [t, G, D] of this rank's tokens -> [t, H, D].
 
-    Without v, `attend` makes the values of the keys.
+    Without v, `attend` derives the values from the keys.
     """
     ranks = step.context.ranks("cp")
     divisions = heads_over(q.shape[1], k.shape[1], ranks)
@@ -42,7 +42,7 @@ def spread_attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor | None, ste
 
 
 def own_heads(x: Tensor | None, heads: int, groups: int, step: Step) -> Tensor | None:
-    """Of one number for each query head, those of the heads that this rank attends with."""
+    """Select, from one number for each query head, those of this rank's heads."""
     divisions = heads_over(heads, groups, step.context.ranks("cp"))
     if x is None or divisions is None:
         return x

@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm: Hugging Face's `model.` prefix. A stage of a pipeline has its own of them."""
+    """Embedding, layers and final norm: Hugging Face's `model.` prefix. A pipeline stage has its share of them."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Experts over ranks: a token's rows travel to the ranks that hold its experts, and each comes back as it is.
+"""Expert parallelism: a token's rows are sent to the ranks that hold its experts, and the outputs come back unsummed.
 
-Nothing is added on the way, so a token's owner combines what one rank would combine, in the same order, and the tokens
-of other ranks change none of its bits.
+A token's owner combines the same outputs in the same order as one rank would, so its bits do not depend on the tokens
+of other ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OwnExperts(Protocol):
 
 
 class Tokens(NamedTuple):
-    """Tokens of several ranks, end to end."""
+    """Tokens of several ranks, concatenated."""
 
     x: Tensor  # [T, D]
     chosen: Tensor  # [T, k]
@@ -77,7 +77,7 @@ def exchange_experts(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step,
 
 
 def _by_leaf(experts: OwnExperts, rows: Tensor, chosen: Tensor, receives: list[int], step: Step) -> Tensor:
-    """Outputs of the rows that came from each rank. Weights get one gradient for each leaf, as if it were alone."""
+    """Outputs of the rows received from each rank. Weights get a separate gradient for each leaf (micro-batch)."""
     weights, count = dict(experts.named_parameters()), step.context.layout.expert_leaves
     if count == 1 or not torch.is_grad_enabled():
         return experts.computed(rows, chosen, weights, step)[:, 0]
@@ -105,7 +105,7 @@ def _by_leaf(experts: OwnExperts, rows: Tensor, chosen: Tensor, receives: list[i
 
 
 class _OfLeaf(torch.autograd.Function):
-    """A weight whose gradient is that of one leaf, and does not go on to the weight."""
+    """A weight whose gradient, of one leaf, is kept apart from the weight's own."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, experts: OwnExperts, name: str, leaf: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: a router, experts, and perhaps a shared expert that every token goes to."""
+"""Mixture-of-experts layers: a router, experts, and optionally a shared expert for every token."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Mixture(nn.Module):
         return out if shared is None else out + shared
 
     def _combined(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, step: Step) -> Tensor:
-        """[T, D]: the experts' weighted sum. Of ranks with the same tokens, each sees to a share of them."""
+        """[T, D]: the experts' weighted sum. Ranks with the same tokens compute a share of them each."""
         alike = same_tokens(step.context)
         if alike.size == 1:
             return step.ops.combine(self.experts(x, chosen, step), chosen, weights, shared)
@@ -161,7 +161,7 @@ class Mixture(nn.Module):
         return gathered(out, alike, sizes)[:count]
 
     def without_tokens(self, x: Tensor, step: Step) -> Tensor:
-        """Takes part in the exchange of experts with no tokens: x [0, D] -> [0, D], of the experts' own width."""
+        """Take part in the expert exchange with no tokens: x [0, D] -> [0, D], of the experts' own width."""
         if self.experts.division is None:
             return x
         chosen = torch.empty(0, self.gate.config.routing.top_k, dtype=torch.int64, device=x.device)

@@ -1,4 +1,4 @@
-"""Model families: how each reads the keys of config.json that are its own, or mean something else in it."""
+"""Model families: reads each family's own keys of config.json, and keys with a family-specific meaning."""
 
 from __future__ import annotations
 
@@ -63,6 +63,8 @@ def _qwen3_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, ro
     if keys.flag("use_sliding_window", False):  # of every layer, whatever layer_types and max_window_layers say
         keys.fixed("sliding_window", None)
     keys.take("sliding_window")
+    for name, allowed in (("qkv_bias", False), ("shared_expert_intermediate_size", 0), ("use_qk_norm", True)):
+        keys.fixed(name, allowed)  # Qwen3-Coder's files have them
     step, dense = keys.count("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
     if not all_are(dense, int):
         keys.refuse("mlp_only_layers", dense, "a list of whole numbers")
@@ -72,6 +74,14 @@ def _qwen3_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, ro
     mixture = MixtureConfig(count, keys.count("moe_intermediate_size"), routing, layers)
     _check_routing(keys, mixture)
     return {**_qwen3(keys, hidden_size, num_heads, num_layers, rope), "mixture": mixture}
+
+
+def _qwen3_vl_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
+    """Qwen3-VL's text model: the weights of the chosen experts are renormalised whatever `norm_topk_prob` says."""
+    keys.take("norm_topk_prob")
+    own = _qwen3_moe(keys, hidden_size, num_heads, num_layers, rope)
+    routing = dataclasses.replace(own["mixture"].routing, normalise=True)
+    return {**own, "mixture": dataclasses.replace(own["mixture"], routing=routing)}
 
 
 def _deepseek(
@@ -119,7 +129,8 @@ def _deepseek(
     _check_routing(keys, mixture)
     nope, rotary = keys.count("qk_nope_head_dim"), keys.count("qk_rope_head_dim")
     keys.fixed("qk_head_dim", nope + rotary)
-    keys.fixed("head_dim", rotary, null=False)  # transformers' name for the part that has a rope
+    # transformers' name for the part that has a rope, whatever GLM-5.2's file says
+    keys.fixed("head_dim", rotary, *((nope,) if sparse else ()), null=False)
     scale = (nope + rotary) ** -0.5
     if isinstance(rope.scaling, YarnScaling):
         scale *= rope.scaling.score_factor
@@ -191,7 +202,7 @@ def _minimax(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
         ("shared_intermediate_size", 0), ("attn_type_list", [1] * num_layers),
     ):  # fmt: skip
         keys.fixed(name, allowed)
-    keys.take("router_jitter_noise")  # transformers adds noise in training; a noisy policy has no logprobs
+    keys.take("router_jitter_noise")  # transformers adds router noise in training, which leaves logprobs undefined
     for name in ("auto_map", "shared_moe_mode", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"):
         keys.take(name)
     head_dim, size = keys.count("head_dim", 128), keys.count("intermediate_size")
@@ -212,6 +223,7 @@ def _minimax(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
 def _qwen35_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
     """Qwen3.5: three gated delta networks to one attention layer, and a gate on the shared expert."""
     keys.fixed("attn_output_gate", True)
+    keys.fixed("mlp_only_layers", [])
     for name in ("intermediate_size", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"):
         keys.take(name)
     every = keys.count("full_attention_interval", 4)
@@ -275,6 +287,8 @@ def _nemotron(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rop
     if kinds is None:
         keys.refuse("layers_block_type", None, f"{' or '.join(BLOCKS.values())} for each layer")
     bias, inner = keys.flag("use_bias", False), keys.flag("mlp_bias", False)
+    eps = keys.number("layer_norm_epsilon", 1e-5)
+    keys.fixed("norm_eps", eps)  # released files say it twice
     mamba = MambaConfig(
         num_heads=keys.count("mamba_num_heads", 128),
         head_dim=keys.count("mamba_head_dim", 64),
@@ -312,9 +326,9 @@ def _nemotron(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rop
         "num_kv_heads": keys.count("num_key_value_heads", 8),
         "head_dim": keys.count("head_dim", 128),
         "mlp_bias": inner,
-        "rms_norm_eps": keys.number("layer_norm_epsilon", 1e-5),
+        "rms_norm_eps": eps,
         "rope": dataclasses.replace(rope, share=0.0),
-        "tied": False,  # whatever the file says, there as here
+        "tied": False,  # regardless of the file, as in transformers
         "blocks": tuple(kinds),
         "mixture": mixture if mixture.layers else None,
         "mamba": mamba,
@@ -362,6 +376,9 @@ FAMILIES: dict[str, tuple[tuple[str, ...], Family]] = {  # architecture -> (mode
     "GlmMoeDsaForCausalLM": (("glm_moe_dsa",), _glm_sparse),
     "MiniMaxM2ForCausalLM": (("minimax_m2",), _minimax),
     "Qwen3_5MoeForCausalLM": (("qwen3_5_moe_text",), _qwen35_moe),
+    "Qwen3VLForConditionalGeneration": (("qwen3_vl",), _qwen3),
+    "Qwen3VLMoeForConditionalGeneration": (("qwen3_vl_moe",), _qwen3_vl_moe),
+    "Qwen3_5MoeForConditionalGeneration": (("qwen3_5_moe",), _qwen35_moe),
     "NemotronHForCausalLM": (("nemotron_h",), _nemotron),
     "GptOssForCausalLM": (("gpt_oss",), _gpt_oss),
 }

@@ -1,4 +1,4 @@
-"""The weights of a model that are stored in 8 bits and train (`quantize="fp8"`), and what it goes with.
+"""Trainable weights in 8 bits (`quantize="fp8"`): the weights that are quantised, and the settings that allow it.
 
 Quantised are the projections of attention and of MLPs, and experts. Left in the compute type are the embedding and the
 head, norms, biases, routers, the gate of a shared expert, the indexer of sparse attention, `kv_b_proj` of latent
@@ -56,7 +56,7 @@ def as_stored(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def check_can_quantise(model: nn.Module, dtype: torch.dtype, layout: Layout) -> None:
-    """Raises `ConfigError` for a model (perhaps without weights), type or layout that is not computed in fp8."""
+    """Raises `ConfigError` for a model (which may have no weights yet), type or layout that fp8 does not support."""
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(
             f"quantize=fp8 with dtype {str(dtype).removeprefix('torch.')}: use bfloat16 or float32, which hold 8-bit "

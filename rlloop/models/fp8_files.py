@@ -1,4 +1,4 @@
-"""Folders of 8-bit weights in DeepSeek-V3's layout, for engines of others."""
+"""Folders of 8-bit weights in DeepSeek-V3's layout, for other engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlloop.numerics.fp8 import BLOCK, Fp8Weight
 
 
 def save_fp8(model: Model, path: str | Path) -> None:
-    """Write the bytes that a model of `quantize="fp8"` computes with: `X.weight` in E4M3, `X.weight_scale_inv` float32,
+    """Write the weights of a `quantize="fp8"` model as computed with: `X.weight` in E4M3, `X.weight_scale_inv` float32,
     other weights in the compute type, and a `quantization_config`, beside the source's tokenizer.
 
     `load_model` reads it as packed weights, which are frozen and whose inputs are not quantised; to go on training,

@@ -1,8 +1,8 @@
 """The output projection: logits, logprobs and draws, over a vocabulary that tensor-parallel ranks may share.
 
-A rank makes the logits of its own tokens of the vocabulary. Ranks then exchange them into rows: each measures and draws
-some rows over the whole vocabulary, as one rank does, and their results go to all. So no rank holds all logits, and
-every distribution (greedy, truncated, banned, drawn again) has one rank's bits.
+A rank computes the logits of its part of the vocabulary. An all-to-all then gives each rank some rows over the whole
+vocabulary, which it scores and samples as one rank does; all ranks get the results. So no rank holds all logits, and
+every distribution (greedy, truncated, banned, redrawn) has one rank's bits.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Head:
         if division is None:
             return self._ops.sample(logits, processing, seeds, positions)
         ranks, count = division.ranks, len(logits)
-        # A rank alone must not raise for a row without a distribution; whoever reads the ids looks for -1.
+        # One rank alone must not raise for a row without a distribution; readers of the ids check for -1.
         draws = draw if self._ops.profile.token_logprob == "rlloop" else self._ops.sample
         if count < FEW_ROWS * ranks.size:
             return draws(division.gather(logits, 1), processing, seeds, positions)
@@ -189,7 +189,7 @@ class _CutLogprob(torch.autograd.Function):
 
 
 class _OfAdapter:
-    """Gradients of an adapter's z [T, r] and own rows of B', float32: z's whole on every rank."""
+    """Gradients of an adapter's z [T, r] (whole on every rank) and of own rows of B', in float32."""
 
     def __init__(self, terms: Sequence[Tensor], division: Division) -> None:
         self._z, self._up, self._slots, _ = terms
@@ -227,7 +227,7 @@ def _chunks(hidden: Tensor, division: Division):
 
 
 class Apart(torch.autograd.Function):
-    """A tensor whose gradient goes to `take`, and not on to the tensor."""
+    """A tensor whose gradient goes to `take` instead of the tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, take: Callable[[Tensor], None]) -> Tensor:

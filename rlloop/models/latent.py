@@ -1,9 +1,9 @@
 """Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434) in its absorbed form, and the lightning indexer
 that makes it sparse (DeepSeek-V3.2-Exp).
 
-A token's keys and values of all heads are one latent c [R] and one rotated key [rope]. Queries are brought to the
-latents (q^T W_uk) and results brought back (W_uv c), so training, prefill and decode read latents alone: one head of
-keys [R + rope], of which the first R numbers are the values too.
+A token's keys and values of all heads are compressed into one latent c [R] and one rotated key [rope]. Queries are
+projected into the latent space (q^T W_uk) and results back out of it (W_uv c), so training, prefill and decode read
+latents only: a single key head [R + rope], whose first R numbers are also the values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LATENT_EPS = 1e-6  # epsilon of the latents' norms, whatever `rms_norm_eps` says
 class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, latent: LatentConfig, layer: int, tp: Ranks) -> None:
         super().__init__()
-        self.heads = evenly(config.num_heads, tp)  # latents, and what the indexer reads, are whole on every rank
+        self.heads = evenly(config.num_heads, tp)  # latents and the indexer's inputs are whole on every rank
         self.layer, self.latent = layer, latent
         self.num_heads = config.num_heads if self.heads is None else self.heads.size
         heads, width = config.num_heads, latent.nope_dim + latent.rope_dim
@@ -95,9 +95,9 @@ class LatentAttention(nn.Module):
         return self.o_proj.whole(made, ops, self.columns)
 
     def _expanded(self, queries: Tensor, latents: Tensor, step: Step) -> Tensor:
-        """Attention over the keys and values of every head, as the paper's equations have it; for comparisons.
+        """Unabsorbed attention over every head's keys and values, as in the paper's equations; for comparisons.
 
-        Over a cache it expands every slot again.
+        With a cache it expands every slot in each step.
         """
         ops, latent = step.ops, self.latent
         if latent.indexer is not None:
@@ -160,7 +160,7 @@ class Indexer(nn.Module):
 
 
 def _rotated(x: Tensor, step: Step, interleaved: bool) -> Tensor:
-    """Rope over x [T, H, rope]. Interleaved pairs are first reordered into halves and stay so: scores are the same."""
+    """Rope over x [T, H, rope]. Interleaved pairs are reordered into halves and stay so; scores do not change."""
     if interleaved:
         x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     return step.ops.rope(x, step.positions, *step.rope)

@@ -46,11 +46,11 @@ class Step:
     ops: Ops
     routes: RoutingRecord | None
     context: ParallelContext
-    even: bool = False  # each rank of the layout has as many tokens, so that no host has to learn how many
+    even: bool = False  # all ranks have the same number of tokens, so the host need not exchange sizes
     selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: its indexer's selection, [T, S] int64
 
     def of_slots(self, slots: Tensor) -> Step:
-        """For other rows, whose adapters have these slots."""
+        """The same step for other rows, whose adapters are in these slots."""
         assert self.ops.adapters is not None
         return replace(self, ops=self.ops.with_adapters(self.ops.adapters.of_rows(slots)))
 
@@ -61,7 +61,7 @@ Divisions = dict[str, tuple[int, Division]]  # by name of a module's parameter: 
 class Linear(nn.Module):
     """A weight [N, K] and perhaps a bias [N], multiplied by `Ops.linear`.
 
-    `across`: tensor parallelism as usual would split its K inputs over ranks, so `profile.tp_segments` applies.
+    `across`: usual tensor parallelism would split its K inputs over ranks, so `profile.tp_segments` applies.
     `rows`: of the N outputs, those that each rank makes; None: this rank makes all.
     """
 

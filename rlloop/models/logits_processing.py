@@ -12,7 +12,7 @@ from rlloop.types import SamplingParams, stop_ids
 
 
 def on_device(array: np.ndarray, device: str | torch.device) -> torch.Tensor:
-    """A copy on `device`, from pinned memory to a GPU: a pageable copy would wait for all work queued before it."""
+    """A copy on `device`; to a GPU from pinned memory, since a pageable copy waits for all queued work."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

@@ -28,6 +28,7 @@ SUPPORTED = (
     "compressed-tensors (pack-quantized with 4-bit integers in groups of 32, or nvfp4-pack-quantized), modelopt NVFP4, "
     "mxfp4, and fp8 in blocks of 128 x 128"
 )
+E4M3 = ("e4m3", "float8_e4m3fn")
 BESIDE = (".input_scale", ".input_global_scale")  # of activations
 
 
@@ -51,7 +52,7 @@ def read_scheme(raw: Any) -> Scheme:
     method, form = given.get("quant_method"), given.get("format")
     if method == "mxfp4":
         return Scheme(MXFP4, {"codes": "_blocks", "scales": "_scales"}, strips="")
-    if method == "fp8" and given.get("weight_block_size") == [128, 128] and given.get("fmt", "e4m3") == "e4m3":
+    if method == "fp8" and given.get("weight_block_size") == [128, 128] and given.get("fmt", "e4m3") in E4M3:
         return Scheme(FP8, {"codes": ".weight", "scales": ".weight_scale_inv"})
     if method == "modelopt" and given.get("quant_algo") == "NVFP4":
         names = {"codes": ".weight", "scales": ".weight_scale", "of_tensor": ".weight_scale_2"}
@@ -91,7 +92,7 @@ class PackedReader:
         self.parts = beside | {part for parts in self.names.values() for part in parts.values()}
 
     def found(self, plain: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Names and shapes as they would be of plain weights; `plain` are the stored tensors'."""
+        """Names and shapes of the equivalent plain weights; `plain`: those of the stored tensors."""
         return {**{name: shape for name, shape in plain.items() if name not in self.parts}, **self._shapes}
 
     def read(
@@ -155,7 +156,7 @@ def stacked(parts: Mapping[int, Mapping[int, PackedWeight]]) -> PackedWeight:
 
 
 def check_plain(where: str, name: str, tensor: StoredTensor) -> None:
-    """Raises `ModelError` for a tensor that is no float and no part of a packed weight."""
+    """Raises `ModelError` for a tensor that is neither a float nor part of a packed weight."""
     if tensor.dtype not in FLOATS.values():
         kind = next(name for name, dtype in KINDS.items() if dtype == tensor.dtype)
         raise ModelError(f"{where}: {name} has type {kind}; supported are {', '.join(FLOATS)} and {SUPPORTED}")
@@ -163,7 +164,7 @@ def check_plain(where: str, name: str, tensor: StoredTensor) -> None:
 
 def place(state: dict[str, Any], packed: dict[str, dict[int, dict[int, PackedWeight]]], rows: StoredSlice | None,
           name: str, weight: PackedWeight) -> None:  # fmt: skip
-    """Put a weight into `state` under its parameter's name, or aside until all of its experts are there."""
+    """Put a weight into `state` under its parameter's name, or aside until all of its experts have come."""
     if rows is None or rows.expert is None:
         state[name if rows is None else rows.parameter] = torch.nn.Parameter(weight, requires_grad=False)
     else:

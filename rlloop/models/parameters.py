@@ -14,10 +14,10 @@ from rlloop.models.transformer import Model
 
 
 class ParameterStore:
-    """The parameters of `model` by name, as this rank holds them. A tied weight has one entry, and its other name
-    stands in `aliases`.
+    """The parameters of `model` by name, as this rank holds them. A tied weight has one entry; its other name is in
+    `aliases`.
 
-    Of a model with an adapter they are the adapter's: its base is frozen, and known by its digest.
+    For a model with an adapter they are the adapter's; the base is frozen, and identified by its digest.
 
     A parameter trains if it requires a gradient: `parameter.requires_grad_(False)` freezes it. A store refers to the
     model's tensors; after a parameter is replaced or frozen, construct another.

@@ -1,7 +1,7 @@
-"""Gathers on GPUs of one host, by writes into one another's memory from the kernels that make the parts.
+"""All-gathers between GPUs of one host: the kernels that compute the parts write them into each other's memory.
 
-Engines open them (`open_peers`); a forward without gradients then uses them in place of the network's gathers, wherever
-parts lie in whole vectors and fit. Either way the bits are the writers'.
+Engines open them (`open_peers`); forwards without gradients then use them instead of NCCL's gathers where parts are
+whole vectors and fit. The bits are the same either way.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _opened: WeakKeyDictionary[Ranks, PeerGathers] = WeakKeyDictionary()
 
 
 class PeerGathers:
-    """Gathers of up to `numbers` bfloat16 numbers each. What one returns is valid until the third after it."""
+    """Gathers of up to `numbers` bfloat16 numbers each. A result is valid until the third gather after it."""
 
     def __init__(self, ranks: Ranks, device: torch.device, numbers: int, before: PeerGathers | None) -> None:
-        """`before`: smaller ones, whose memory recorded graphs may write into."""
+        """`before`: earlier, smaller gathers, whose memory is kept for recorded graphs that write into it."""
         from rlloop.numerics.kernels.triton import peers
         from rlloop.parallel.peers import PeerMemory
 
@@ -37,7 +37,7 @@ class PeerGathers:
         self._memory = PeerMemory(ranks, device, -(-numbers // ALIGNED) * ALIGNED)
 
     def begin(self) -> None:
-        """A forward begins: nobody reads what the one before gathered any more."""
+        """Start a forward: results of the one before are no longer read."""
         self._meet()
         self._memory.rewind()
 
@@ -72,7 +72,7 @@ class PeerGathers:
 
 
 def open_peers(model: nn.Module, ranks: Ranks, device: torch.device, rows: int) -> None:
-    """Let forwards of up to `rows` rows gather by peers. Collective; without effect where GPUs are out of reach."""
+    """Let forwards of up to `rows` rows gather by peers. Collective; no effect where GPUs have no peer access."""
     if ranks.size == 1 or device.type != "cuda":
         return
     divisions = (getattr(module, "rows", None) for module in model.modules())

@@ -1,4 +1,4 @@
-"""Layouts that a model can be laid over, checked before anything loads."""
+"""Checks that a model can be divided over a layout, before anything loads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlloop.parallel.layout import Layout
 
 
 def check_placement(config: ModelConfig, layout: Layout, key: str, *, trains: bool) -> None:
-    """Raises `ConfigError` for a layout that the model cannot have, with the nearest one that it can.
+    """Raises `ConfigError` for a layout that the model does not support, naming the nearest one that it does.
 
     `key`: the layout's in the configuration, `trainer.layout` or `rollout.layout`. `trains`: it is a trainer's, whose
     cp ranks split sequences; an engine's has cp 1.
@@ -26,7 +26,9 @@ def check_placement(config: ModelConfig, layout: Layout, key: str, *, trains: bo
 
 
 def _fault(config: ModelConfig, layout: Layout, trains: bool) -> tuple[str, Layout] | None:
-    """The first rule that a layout breaks, and a layout with smaller degrees that keeps it."""
+    """The first rule that a layout violates, and a layout of smaller degrees that satisfies it."""
+    if config.vision is not None and (layout.world_size > 1 or layout.ep > 1):
+        return f"{config.architecture} reads images, which is not proven over several ranks", Layout()
     if layout.pp > config.num_layers:
         fault = f"pp is {layout.pp}, and there are {config.num_layers} layers"
         return fault, replace(layout, pp=config.num_layers)
@@ -72,7 +74,7 @@ def _experts_fit(config: ModelConfig, layout: Layout, most: int) -> Layout:
 
 
 def _heads(config: ModelConfig) -> int:
-    """Heads of the layer that has the fewest."""
+    """The smallest number of heads in any layer."""
     recurrent = [part.num_heads for part in (config.delta, config.mamba) if part is not None]
     return min([config.num_heads, *recurrent])
 

@@ -1,8 +1,9 @@
 """Recurrent layers: gated delta networks (Yang et al. 2024, arXiv:2412.06464, as Qwen3.5 has them) and Mamba-2 (Dao and
 Gu 2024, arXiv:2405.21060, as Nemotron 3 has it).
 
-Both mix neighbouring tokens by a short causal convolution, then write each token to a decaying state. Both run token by
-token here, in training too (`rlloop.numerics.kernels.cpu.compiled.recurrence` says why).
+Both mix neighbouring tokens by a short causal convolution, then add each token to a decaying state. On a CPU they run
+token by token, also in training (reasons in `rlloop.numerics.kernels.cpu.compiled.recurrence`); on a GPU chunk by chunk
+(`rlloop.numerics.kernels.triton.recurrence`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from rlloop.models.attention import rows_of
 from rlloop.models.layers import Divisions, Linear, Step, Weight
 from rlloop.numerics.layout import RecurrentState
 from rlloop.numerics.operators.parameters import each_row
+from rlloop.numerics.ops import Ops
 from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.division import Division, end_to_end, gathered, heads_over, in_tiles, taken
 
 LENGTH_EPS = 1e-6  # epsilon of the L2 norm of queries and keys, whatever `rms_norm_eps` says
@@ -42,7 +45,7 @@ class Convolution(nn.Module):
 
 
 class _ByHead(nn.Module):
-    """A recurrent layer's parameters of each head, `dt_bias` and `A_log` among them."""
+    """A recurrent layer's per-head parameters, such as `dt_bias` and `A_log`."""
 
     def __init__(self, count: int, groups: int, tp: Ranks) -> None:
         super().__init__()
@@ -57,8 +60,8 @@ class _ByHead(nn.Module):
         return {} if self.values is None else dict.fromkeys(("dt_bias", "A_log", "D"), (0, self.values))
 
     def _scan(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, step: Step) -> Tensor:
-        """`Ops.scan` over this rank's heads. Where several ranks read a key head, its gradient is a sum over ranks: in
-        training every rank then makes all heads."""
+        """`Ops.scan` over this rank's heads. If several ranks read a key head, its gradient is a sum over ranks, so in
+        training every rank then computes all heads."""
         states = _carried(step, self.layer, "state")
         shared = self.keys is not None and self.keys.repeats and torch.is_grad_enabled()
         keys, values = (self.keys, self.values) if shared else (None, None)
@@ -150,25 +153,27 @@ def _carried(step: Step, layer: int, name: str) -> RecurrentState | None:
 
 
 def _widths(whole: tuple[int, ...], parts: tuple[Division | None, ...]) -> tuple[int, ...]:
-    """This rank's widths of what lies end to end."""
+    """This rank's widths of concatenated parts."""
     return tuple(width if part is None else part.size for width, part in zip(whole, parts, strict=True))
 
 
-def delta_states(config: DeltaConfig, tp: Ranks) -> dict[str, tuple[int, ...]]:
+def delta_states(config: DeltaConfig, context: ParallelContext, ops: Ops) -> dict[str, tuple[int, ...]]:
     """Shapes of the float32 states that one layer keeps for each sequence, by name."""
-    heads, keys = _widths((config.num_heads, config.num_key_heads), _heads(config.num_heads, config.num_key_heads, tp))
+    every = config.num_heads, config.num_key_heads
+    heads, keys = _widths(every, _heads(*every, context.tp))
     return {
         "inputs": (config.conv_width - 1, 2 * keys * config.key_dim + heads * config.value_dim),
-        "state": (heads, config.key_dim, config.value_dim),
+        "state": ops.scan_state(keys, heads, config.key_dim, config.value_dim, context.device),
     }
 
 
-def mamba_states(config: MambaConfig, tp: Ranks) -> dict[str, tuple[int, ...]]:
+def mamba_states(config: MambaConfig, context: ParallelContext, ops: Ops) -> dict[str, tuple[int, ...]]:
     """As `delta_states`."""
-    heads, groups = _widths((config.num_heads, config.num_groups), _heads(config.num_heads, config.num_groups, tp))
+    every = config.num_heads, config.num_groups
+    heads, groups = _widths(every, _heads(*every, context.tp))
     return {
         "inputs": (config.conv_width - 1, heads * config.head_dim + 2 * groups * config.state_dim),
-        "state": (heads, config.state_dim, config.head_dim),
+        "state": ops.scan_state(groups, heads, config.state_dim, config.head_dim, context.device),
     }
 
 

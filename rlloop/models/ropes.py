@@ -1,4 +1,4 @@
-"""Rotary embeddings: their keys in config.json, and the tables of cos and sin."""
+"""Rotary position embeddings (rope): their keys in config.json, and tables of cos and sin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlloop.errors import ModelError
 from rlloop.models.architecture import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
-from rlloop.models.config_reader import Keys
+from rlloop.models.config_reader import Keys, all_are
 
 ROPE_TYPES = ("default", "llama3", "yarn")
 
@@ -20,6 +20,9 @@ ROPE_TYPES = ("default", "llama3", "yarn")
 MISSING: dict[str, dict[str, Any]] = {
     "MiniMaxM2ForCausalLM": {"rope_theta": 5e6},
     "Qwen3_5MoeForCausalLM": {"partial_rotary_factor": 0.25},
+    "Qwen3_5MoeForConditionalGeneration": {"partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]},
+    "Qwen3VLForConditionalGeneration": {"rope_theta": 500000.0, "mrope_section": [24, 20, 20]},
+    "Qwen3VLMoeForConditionalGeneration": {"rope_theta": 500000.0, "mrope_section": [24, 20, 20]},
     "GptOssForCausalLM": {
         "rope_theta": 150000.0,
         "rope_parameters": {
@@ -27,13 +30,16 @@ MISSING: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-PARTIAL = ("MiniMaxM2ForCausalLM", "Qwen3_5MoeForCausalLM", "NemotronHForCausalLM")  # part of a head may be rotated
-# Keys about images, which change nothing in a text: all axes of its positions are equal.
+PARTIAL = (  # part of a head may be rotated
+    "MiniMaxM2ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration", "NemotronHForCausalLM",
+)  # fmt: skip
+# Keys about images, without effect on text: all axes of its positions are equal.
 IMAGES = {"Qwen3_5MoeForCausalLM": ("mrope_section", "mrope_interleaved")}
 
 
 def read_rope(keys: Keys, max_positions: int, architecture: str) -> RopeConfig:
-    """Reads either spelling: `rope_theta` beside `rope_scaling`, or both in `rope_parameters` (transformers 5)."""
+    """Read the rope's keys in either form: `rope_theta` beside `rope_scaling`, or both in `rope_parameters`
+    (transformers 5)."""
     missing = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **MISSING.get(architecture, {})}
     scaling, parameters = keys.take("rope_scaling"), keys.take("rope_parameters")
     for name, given in (("rope_scaling", scaling), ("rope_parameters", parameters)):
@@ -58,13 +64,23 @@ def read_rope(keys: Keys, max_positions: int, architecture: str) -> RopeConfig:
         rope.refuse("rope_type", kind, " or ".join(ROPE_TYPES))
     for name in IMAGES.get(architecture, ()):
         rope.take(name)
+    sections = _sections(rope, missing["mrope_section"]) if "mrope_section" in missing else None
     if share > 1 or (share < 1 and architecture not in PARTIAL):
         rope.refuse("partial_rotary_factor", share, "at most 1" if architecture in PARTIAL else f"1 for {architecture}")
     if kind == "yarn" and theta <= 1:
         rope.refuse("rope_theta", theta, "above 1 under yarn")
     scaled = {"llama3": _llama3, "yarn": _yarn}[kind](rope, max_positions) if kind != "default" else None
     rope.refuse_the_rest()
-    return RopeConfig(theta, scaled, share)
+    return RopeConfig(theta, scaled, share, sections)
+
+
+def _sections(rope: Keys, default: list[int]) -> tuple[int, ...]:
+    """Frequencies by axis of the position: time, height, width."""
+    rope.fixed("mrope_interleaved", True)
+    given = rope.take("mrope_section", default)
+    if not all_are(given, int) or len(given) != 3 or min(given) < 0:
+        rope.refuse("mrope_section", given, "three whole numbers, of time, height and width")
+    return tuple(given)
 
 
 def _llama3(rope: Keys, max_positions: int) -> Llama3Scaling:
@@ -125,6 +141,19 @@ class RopeTable(nn.Module):
         super()._apply(fn, recurse)
         self.table = exact.to(self.table.device)
         return self
+
+
+def turned_by_axis(table: Tensor, positions: Tensor, sections: tuple[int, ...]) -> Tensor:
+    """Rows of a table [2, P, D / 2] for positions [3, T] int64 of time, height and width -> [2, T, D / 2].
+
+    Frequencies 1, 4, 7, ... turn by the height and 2, 5, 8, ... by the width, as many as the sections say, and all
+    others by the time (interleaved MRoPE of Qwen3-VL, arXiv:2511.21631).
+    """
+    rows = table[:, positions[0]]
+    for axis in (1, 2):
+        own = slice(axis, 3 * sections[axis], 3)
+        rows[..., own] = table[:, positions[axis], own]
+    return rows
 
 
 def rope_table(rope: RopeConfig, head_dim: int, positions: int, device: str | None = None) -> tuple[Tensor, Tensor]:

@@ -32,16 +32,16 @@ class RoutingRecord:
         self.scores: dict[int, Tensor] = {}  # by layer: of all experts [T, E] float32, differentiable
 
     def replayed(self, layer: int) -> Tensor | None:
-        """[T, top_k] the experts that a layer has to use; None: its own choice."""
+        """[T, top_k]: the experts to replay in a layer; None: the layer's own choice."""
         return None if self._replayed is None else self._replayed[self._range, layer]
 
     def own(self, begin: int, end: int) -> RoutingRecord:
-        """The same record, of which one rank fills a range of the tokens; `gather` makes it whole."""
+        """A part of this record for one rank's range of tokens; `gather` makes it whole."""
         self._range = slice(begin, end)
         return self
 
     def gather(self, cp: Ranks, rows: Sequence[int]) -> None:
-        """Bring together what context-parallel ranks recorded of `rows[r]` tokens each. Collective."""
+        """Gather the records of context-parallel ranks, of `rows[r]` tokens each. Collective."""
         for layer, scores in self.scores.items():
             self._chosen[layer] = cp.gather(self._chosen[layer], 0, rows)
             self.scores[layer] = gathered(scores, cp, rows)

@@ -59,7 +59,7 @@ class StoredFile:
         return cls(path.name, length + header, metadata, tensors)
 
     def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write the file with the values of `state`; byte-equal around them where no tensor changes its type."""
+        """Write the file with the values of `state`; other bytes stay equal unless a tensor changes its type."""
         partial = folder / f"{self.name}.partial"  # the source may be this very file
         if all(state[name].dtype == stored.dtype for name, stored in self.tensors.items()):
             with partial.open("wb") as file:
@@ -103,8 +103,8 @@ class StoredWeights:
         return {name: tensor for file in self.files for name, tensor in file.tensors.items()}
 
     def read(self, names: Container[str], cuts: Mapping[str, Cut] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """These tensors, or of those in `cuts` the part alone, one at a time, memory-mapped and perhaps unaligned: copy
-        what you keep."""
+        """Yield these tensors one at a time (for names in `cuts`, only the part). They are memory-mapped and may be
+        unaligned, so copy what you keep."""
         for stored in self.files:
             with safe_open(self.folder / stored.name, framework="pt") as file:
                 for name in stored.tensors:
@@ -127,7 +127,7 @@ class StoredWeights:
 
 
 def _part(stored: Any, cut: Cut) -> Tensor:
-    """The part of a stored tensor; nothing else is read."""
+    """Read only this part of a stored tensor."""
     before = (slice(None),) * cut.dim
     parts = [stored[(*before, slice(begin, end))] for begin, end in cut.ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
@@ -161,7 +161,7 @@ def write_tensors(
 
 
 def refuse_other_weights(folder: Path, ours: set[str]) -> None:
-    """Raises `ModelError` where the folder holds weight files of other names: they would be read in place of ours."""
+    """Raises `ModelError` if the folder holds weight files of other names, which would be read in place of ours."""
     others = sorted(file.name for file in folder.glob("model*.safetensors") if file.name not in ours)
     if others:
         raise ModelError(f"{folder} already holds other weights ({', '.join(others[:3])}); save to another folder")

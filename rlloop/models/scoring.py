@@ -1,4 +1,4 @@
-"""The trainer's path: differentiable logprobs of given tokens, by the operations that sample."""
+"""The trainer's path: differentiable logprobs of given tokens, by the operations that the engine samples with."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from rlloop.errors import ConfigError
 from rlloop.models.logits_processing import warp_for
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.transformer import Model
+from rlloop.models.vision import PlacedFeatures, check_images, place_features
 from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.parallel.cut import shares
 from rlloop.parallel.differentiable import gathered
 from rlloop.parallel.progress import tick
 from rlloop.types import Alternatives, ModelInput, PromptScores, SamplingParams, as_model_input, is_ids
 
-LOGITS_AT_ONCE = 1 << 25  # most elements of logits held at a time while finding the likeliest tokens
+LOGITS_AT_ONCE = 1 << 25  # limit on elements of logits held at a time while finding the likeliest tokens
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class RedrawRecord:
     """
 
     def __init__(self, *, draws: bool = True) -> None:
-        """`draws`: whether tokens are drawn again; raw logprobs always are recorded."""
+        """`draws`: True to draw tokens again; raw logprobs are always recorded."""
         self.draws = draws
         self._raw: list[Tensor] = []
         self._ids: list[Tensor] = []
@@ -217,7 +218,8 @@ def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0)
     if count == 0:
         return PromptScores(np.zeros(0, np.float32))
     positions = torch.from_numpy(model_input.positions_at(0, count)).to(ids.device)
-    hidden = model.hidden(ids[:-1], positions, AttentionLayout.of_sequences([count], ids.device))
+    images = place_features([(model_input, 0, count, 0)], model.see)
+    hidden = model.hidden(ids[:-1], positions, AttentionLayout.of_sequences([count], ids.device), images=images)
     logprobs = model.output.token_logprob(hidden, ids[1:], LogitsProcessing())[0].cpu().numpy()
     if not top:
         return PromptScores(logprobs)
@@ -290,6 +292,7 @@ def _predicted(
         torch.from_numpy(_positions(used, lengths)).to(device),
         AttentionLayout.of_sequences(lengths, device),
         routes=routes,
+        images=_images(model, used, lengths, starts.tolist()),
     )
     warp = warp_for(
         [row.sampling for row in used],
@@ -315,11 +318,20 @@ def _predicted(
         return hidden, targets, warp, np.diff(cuts).tolist()
     assert cp.size == 1
     assert all(row.sampling is None for row in used)
-    parts = zip(hidden.split([len(at) for at in picked]), scored, strict=True)  # copies, whose gradients add in order
+    parts = zip(
+        hidden.split([len(at) for at in picked]), scored, strict=True
+    )  # copies, so that their gradients add in order
     wide = [
         part if each.ndim == 1 else part[:, None].expand(-1, each.shape[1], -1).flatten(0, 1) for part, each in parts
     ]
     return torch.cat(wide), targets, warp, [len(targets)]
+
+
+def _images(
+    model: Model, rows: Sequence[ScoreRow], lengths: Sequence[int], starts: Sequence[int]
+) -> PlacedFeatures | None:
+    parts = zip((row.model_input for row in rows), [0] * len(rows), lengths, starts, strict=True)
+    return place_features(parts, model.see)
 
 
 def _positions(rows: Sequence[ScoreRow], lengths: Sequence[int]) -> np.ndarray:
@@ -363,6 +375,8 @@ def _check(model: Model, rows: Sequence[ScoreRow]) -> None:
             raise ConfigError(f"sequence {index} is {ids!r:.60}; it must be a list of token ids")
         if len(ids) > limit:
             raise ConfigError(f"sequence {index} has {len(ids)} tokens; the model has {limit} positions")
+        if row.model_input is not None and row.model_input.contents:
+            check_images(row.model_input, model.config)
         if row.model_input is not None and (last := row.positions(len(ids)).max(initial=0)) >= limit:
             raise ConfigError(f"sequence {index} has position {last}; the model has {limit} positions, from 0 on")
         stops = row.sampling.stop_token_ids if row.sampling is not None else ()

@@ -1,8 +1,8 @@
-"""Layers over the ranks of a pipeline: what a stage gives to the next one, and the gradients that come back.
+"""Pipeline parallelism: activations sent from a stage to the next, and gradients sent back.
 
-Between two stages travel a block's output, which is still to be added, and the stream that it is added to; in sparse
-attention the selection of past tokens too, where the next stage begins with a layer that reuses it. Only bits are
-copied, so there is no number that one rank would not have.
+A stage sends its last block's output (still to be added) and the residual stream; in sparse attention also the
+selection of past tokens, if the next stage begins with a layer that reuses it. Stages only copy, so every number equals
+one rank's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlloop.parallel.cut import share
 
 
 class Stage:
-    """The layers of one rank of a pipeline: all, without one."""
+    """One pipeline rank's layers; all of them without a pipeline."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
         self._pipe, self._back = context.ranks("pp"), context.ranks("pp_back")
@@ -39,11 +39,11 @@ class Stage:
         return self._pipe.size - 1
 
     def shared(self, x: Tensor) -> Tensor:
-        """The last stage's tensor, on all of them: x has its shape and type. Collective."""
+        """Broadcast the last stage's tensor to all stages; x has its shape and type. Collective."""
         return self._pipe.broadcast(x.contiguous(), self.final)
 
     def all(self, names: Iterable[str], whole: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of all stages by name, in order, on each stage. `whole` makes this one's, `names`. Collective."""
+        """Yield all stages' tensors by name, in order, on every stage; `whole` makes its own `names`. Collective."""
         if self.whole:
             yield from ((name, whole(name)) for name in names)
             return
@@ -75,7 +75,7 @@ class Stage:
         return self.first and self.last
 
     def joined(self, x: Tensor) -> Tensor:
-        """All stages' tensors [n], end to end in order of the layers. Collective."""
+        """All stages' tensors [n], concatenated in layer order. Collective."""
         return x if self.whole else self._pipe.gather(x, 0, self._pipe.gather_objects(len(x)))
 
     def gather_objects(self, item: Any) -> list[Any]:
@@ -83,7 +83,8 @@ class Stage:
         return self._pipe.gather_objects(item)
 
     def swapped(self, of_first: Tensor | None, of_last: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Tensors of one shape that the first and the last stage have, on both; as given on one and in between."""
+        """Exchange tensors of one shape between the first and the last stage; unchanged without a pipeline and on
+        stages in between."""
         if self.first == self.last:
             return of_first, of_last
         if self.first:
@@ -108,7 +109,7 @@ class Stage:
         return _Received.apply(anchor, both, self._pipe, self._back)
 
     def end(self, delta: Tensor, stream: Tensor | None, step: Step) -> Tensor:
-        """Gives the next stage its input. Returns zeros [T, D], whose gradient is what the next stage sends back."""
+        """Send the next stage its input. Returns zeros [T, D] whose gradient is received from the next stage."""
         assert stream is not None, "a stage has a layer"
         if (reused := self._reused(self.layers[-1] + 1)) is not None:
             self._pipe.post(step.selected[reused], self._pipe.rank + 1)
@@ -118,14 +119,14 @@ class Stage:
         return delta.new_zeros(()).expand(delta.shape)
 
     def _reused(self, layer: int) -> int | None:
-        """The layer of an earlier stage whose selection `layer` reads; None where it reads none, or makes its own."""
+        """The layer of an earlier stage whose selection `layer` reads; None if it reads none or makes its own."""
         if not self._selections or layer in self._selections:
             return None
         return max(at for at in self._selections if at < layer)
 
 
 class _Received(torch.autograd.Function):
-    """What the stage before has sent; its gradient goes back there. `anchor` makes the results part of a graph."""
+    """Receive activations from the previous stage and send their gradient back; `anchor` puts them in the graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, both: Tensor, pipe: Ranks, back: Ranks) -> tuple[Tensor, ...]:
@@ -139,7 +140,7 @@ class _Received(torch.autograd.Function):
 
 
 class _Sent(torch.autograd.Function):
-    """Sends to the next stage. The backward pass waits for the gradients that it sends back."""
+    """Send activations to the next stage; the backward pass waits for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, delta: Tensor, stream: Tensor, pipe: Ranks, back: Ranks) -> Tensor:

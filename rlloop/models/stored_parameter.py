@@ -1,4 +1,4 @@
-"""One parameter as a rank holds it: all of it, or the part that tensor parallelism leaves to the rank."""
+"""One parameter as a rank holds it: all of it, or the rank's tensor-parallel part."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rlloop.parallel.division import Division
 class StoredParameter:
     """One parameter of a model, as this rank holds it."""
 
-    live: nn.Parameter  # what operations read: the compute copy
+    live: nn.Parameter  # the compute copy, which operations read
     shape: tuple[int, ...]  # of the whole parameter
-    trains: bool  # whether a gradient moves it
+    trains: bool  # True if it is trained
     scale: float = 1.0  # the live value is its master times this, rounded
     dim: int = 0  # that tensor-parallel ranks divide
     division: Division | None = None  # None: `live` is the whole
 
     @property
     def cut(self) -> Cut | None:
-        """What this rank holds of the whole parameter; None: all of it."""
+        """This rank's slice of the parameter; None: all of it."""
         return None if self.division is None else self.division.cut(self.dim)
 
     def part(self, whole: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class StoredParameter:
 
 
 def _bytes(x: Tensor) -> torch.dtype:
-    """A type of the same width that every operation takes."""
+    """View as a type of the same width that every operation supports."""
     return torch.uint8 if x.dtype.itemsize == 1 else x.dtype
 
 

@@ -1,8 +1,8 @@
-"""Tensor parallelism by output rows: products and attention whose operands are cut, with the bits of one rank.
+"""Tensor parallelism by output rows: products and attention over divided operands, with the bits of one rank.
 
-A rank holds some rows of each weight, and so makes whole outputs, each in one chain over all inputs. In the backward
-the input's gradient is such a product again, of the gathered output gradient and some *columns* of the weight, which
-the ranks exchange: one chain over all outputs. A weight's gradient needs own rows alone. Nothing is added across ranks.
+A rank holds some rows of each weight, so it computes whole outputs, each as one sum over all inputs. In the backward,
+the input's gradient is such a product too, of the gathered output gradient and some *columns* of the weight, which the
+ranks exchange: one sum over all outputs. A weight's gradient needs own rows only. Nothing is added across ranks.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def cut_linear(
         return _CutLinear.apply(x, weight, bias, rows, columns, z, factors.up, which.slots(z), factors.ranks)
     if ops.profile.linear == "rlloop" and not (across and ops.profile.tp_segments != "1"):
         return _CutLinear.apply(x, weight, bias, rows, columns, *[None] * 4)
-    # Others' products: the whole one on every rank, whatever they sum in their gradients.
+    # Other implementations: the whole product on every rank, since their gradients' sums are unknown.
     whole_bias = None if bias is None else gathered(bias, rows, 0)
     return taken(ops.linear(gathered(x, columns), gathered(weight, rows, 0), whole_bias, across), rows)
 
@@ -107,14 +107,14 @@ def cut_head_linear(
     return taken(made, heads, 1)
 
 
-Attend = Callable[..., Tensor]  # (q, k, v, layout, selected) -> what was read
+Attend = Callable[..., Tensor]  # (q, k, v, layout, selected) -> attention's output
 
 
 class _SpreadAttention(torch.autograd.Function):
     """Attention by heads, whose backward is by sequences.
 
     Query heads of several ranks read one key-value head, so its gradient is a sum over ranks. In the backward each rank
-    gets all heads of some sequences and runs the whole attention of these: the sums are those of one rank.
+    gets all heads of some sequences and computes their whole attention, so the sums are those of one rank.
     """
 
     @staticmethod

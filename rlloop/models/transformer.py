@@ -1,15 +1,16 @@
-"""The model definition that training, prefill and decode share: they differ in metadata alone.
+"""The model definition shared by training, prefill and decode, which differ only in metadata.
 
-Every number comes from an operation of `rlloop.numerics`; this module only puts them in order. Parameters have Hugging
-Face's names. Shapes: T flat tokens, D hidden width, H heads, G key-value heads, V vocabulary.
+All arithmetic is in operations of `rlloop.numerics`; this module calls them in order. Parameters have Hugging Face's
+names. Shapes: T flat tokens, D hidden width, H heads, G key-value heads, V vocabulary.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from rlloop.errors import ConfigError
+from rlloop.inputs import Image
 from rlloop.models import attention, fp8, latent
 from rlloop.models.adapter_slots import AdapterRegistry
 from rlloop.models.adapter_weights import Adapter, Target, check_adapts, find_targets
@@ -30,10 +32,11 @@ from rlloop.models.layers import Cache, Divisions, Linear, Step, Weight
 from rlloop.models.peer_gathers import peers_of
 from rlloop.models.placement import check_placement
 from rlloop.models.recurrent import delta_states, mamba_states
-from rlloop.models.ropes import RopeTable
+from rlloop.models.ropes import RopeTable, turned_by_axis
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.stages import Stage
 from rlloop.models.stored_parameter import StoredParameter, entries_of
+from rlloop.models.vision import PlacedFeatures, Tower
 from rlloop.numerics.kernels import SETTINGS, backend_of
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
@@ -65,15 +68,15 @@ class Model(nn.Module):
         """`context`: the rank, and the device of its tensors; None: one rank on the CPU.
 
         `weights_of`: a model of the same configuration whose parameters are shared; None: the model has its own. Where
-        that model is whole and this one a tensor-parallel rank, parts that are one piece of a whole are shared, and
-        others are copies; where both are cut, otherwise than each other, all are. `refresh` brings copies up to date.
+        that model is whole and this one a tensor-parallel rank, contiguous parts are shared, and other parts are
+        copies; if both are divided, in different ways, all are copies. `refresh` updates copies.
         """
         super().__init__()
         self.config = config
         self.profile = profile or NumericsProfile()
         self.context = context or ParallelContext(torch.device("cpu"))
         self.adapter: Adapter | None = None if weights_of is None else weights_of.adapter  # of all rows
-        self.adapters = AdapterRegistry() if weights_of is None else weights_of.adapters  # those that rows may name
+        self.adapters = AdapterRegistry() if weights_of is None else weights_of.adapters  # those that rows may select
         self.ops = self._with_own_adapter(ops_for(self.profile))
         self.checkpoint_layers = 0
         self.take_head_gradient: Callable[[Tensor], None] | None = None  # gets a tied weight's gradient as the head
@@ -87,8 +90,10 @@ class Model(nn.Module):
             self.lm_head = None
             if self.model.stage.last and not config.tied:
                 self.lm_head = Weight(held, config.hidden_size)
+            self.visual = None if config.vision is None else Tower(config.vision)
             self.rope = RopeTable(config)
             return
+        self.visual = weights_of.visual
         self.rope, self.source_path = weights_of.rope, weights_of.source_path
         self.checkpoint_layers = weights_of.checkpoint_layers
         if all(weights_of.context.ranks(axis).size == self.context.ranks(axis).size for axis in ("tp", "ep", "pp")):
@@ -107,7 +112,7 @@ class Model(nn.Module):
             self.refresh()
 
     def _take_parts(self, whole: Model) -> None:
-        """Share what is one piece of a whole parameter; allocate the rest, and note where it comes from."""
+        """Share parts that are contiguous in the whole parameter; allocate the others and record their sources."""
         source, state = entries_of(whole), {}
         for name, entry in entries_of(self).items():
             live, is_whole = source[name].live, source[name].division is None
@@ -139,7 +144,7 @@ class Model(nn.Module):
 
     @property
     def divisions(self) -> Divisions:
-        """How tensor-parallel ranks divide parameters that are no layer's."""
+        """Tensor-parallel division of the parameters outside layers, by name: (dimension, division)."""
         return {} if self.vocabulary is None or self.lm_head is None else {"lm_head.weight": (0, self.vocabulary)}
 
     @property
@@ -166,7 +171,7 @@ class Model(nn.Module):
 
     @property
     def _some_weight(self) -> nn.Parameter:
-        """A weight of the compute type, which each stage has."""
+        """Any weight of the compute type; every stage has one."""
         return next(self.model.parameters())
 
     @property
@@ -213,13 +218,13 @@ class Model(nn.Module):
 
     def state_spec(self) -> list[dict[str, tuple[int, ...]]]:
         """Shapes of the float32 states that each layer keeps for a sequence, by name; empty unless it is recurrent."""
-        config, layers, tp = self.config, range(self.config.num_layers), self.context.tp
+        config, layers = self.config, range(self.config.num_layers)
         own, states, recurrent = set(self.stage.layers), {}, set()
         if config.mamba is not None and config.blocks is not None:
-            states = mamba_states(config.mamba, tp)
+            states = mamba_states(config.mamba, self.context, self.ops)
             recurrent = {layer for layer in own if config.blocks[layer] == "linear_attention"}
         elif config.delta is not None:
-            states, recurrent = delta_states(config.delta, tp), own & set(config.delta.layers)
+            states, recurrent = delta_states(config.delta, self.context, self.ops), own & set(config.delta.layers)
         return [states if layer in recurrent else {} for layer in layers]
 
     @property
@@ -249,7 +254,7 @@ class Model(nn.Module):
         return view
 
     def with_adapter(self, adapter: Adapter | str | None) -> Model:
-        """A view of the model in which every token has this adapter, or the one of this name; None: the base itself.
+        """A view of the model that applies this adapter, or the adapter of this name, to every token; None: the base.
 
         Weights are shared. Raises `ConfigError` for an unknown name, and as `check_adapts`.
         """
@@ -298,7 +303,7 @@ class Model(nn.Module):
     def check_adapts(self) -> None:
         """Raises `ConfigError` where adapters cannot be computed under this profile."""
         if fp8.is_quantised(self):
-            raise ConfigError("weights of quantize=fp8 train themselves, so no adapters go over them; leave it out")
+            raise ConfigError("quantize=fp8 trains the weights themselves, so adapters cannot be added; leave it out")
         check_adapts(self.profile)
 
     def check_profile(self, profile: NumericsProfile) -> None:
@@ -351,6 +356,7 @@ class Model(nn.Module):
         routes: RoutingRecord | None = None,
         even: bool = False,
         adapters: AdapterSlots | None = None,
+        images: PlacedFeatures | None = None,
     ) -> Tensor:
         """Last hidden states of flat tokens, normed. tokens and positions [T] int64 -> [T, D].
 
@@ -362,18 +368,23 @@ class Model(nn.Module):
         Positions are for the rope alone; masks and the cache go by `layout`. Without a cache that must be the trainer's
         (`AttentionLayout.of_sequences`). `routes` records the experts of each token, or holds those to replay.
         `even`: each rank of the layout has as many tokens; then no size has to be known on the host (CUDA graphs).
-        `adapters` says which adapter each token has; None: all have the model's own, if it has one.
+        `adapters` says which adapter each token has; None: all have the model's own, if it has one. `images`: features
+        (`see`) in place of tokens; not over several ranks.
 
-        Raises `ConfigError` for positions of several axes (MRoPE), which no rope here supports.
+        Positions are [T], or [3, T] of a model whose rope has sections (MRoPE). Raises `ConfigError` for others.
         """
-        if positions.ndim != 1:
+        sections = self.config.rope.sections
+        if positions.ndim != 1 and (sections is None or len(positions) != 3):
             raise ConfigError(
-                f"positions have {positions.shape[0]} axes; the rope of {self.config.architecture} takes one position "
-                "a token (positions [T])"
+                f"positions have {positions.shape[0]} axes; the rope of {self.config.architecture} takes "
+                + ("one position a token (positions [T])" if sections is None else "one or three")
             )
         if (peers := peers_of(self.vocabulary)) is not None:
             peers.begin()
         rope = (self.rope.table[0], self.rope.table[1])
+        if positions.ndim == 2 and sections is not None:
+            cos, sin = turned_by_axis(self.rope.table, positions, sections)  # a row a token
+            rope, positions = (cos, sin), torch.arange(len(tokens), device=tokens.device)
         ops = self.ops if adapters is None else self.ops.with_adapters(adapters)
         step = Step(positions, rope, layout, cache, ops, routes, self.context, even)
         cp = self.context.ranks("cp")
@@ -385,6 +396,8 @@ class Model(nn.Module):
             )
         if self.stage.first:
             delta, stream = embedding(tokens, self._embedding), None
+            if images is not None:
+                delta = images.embedded(delta)
             degrees = self.context.layout
             if self.adapter is not None and torch.is_grad_enabled() and (degrees.pp > 1 or degrees.expert_leaves > 1):
                 delta.requires_grad_()  # ranks meet in the backward of every layer, also below the first adapted one
@@ -392,12 +405,21 @@ class Model(nn.Module):
             delta, stream = self.stage.begin(len(tokens), self.dtype, step)
         for layer, module in zip(self.stage.layers, self.model.layers.values(), strict=True):
             delta, stream = self._run(layer, module, delta, stream, step)
+            if images is not None:
+                delta, stream = images.added(layer, delta, stream)
         if self.model.norm is None:
             return self.stage.end(delta, stream, step)
         return self.ops.rms_norm(delta, self.model.norm.scale, self.config.rms_norm_eps, stream)[0]
 
+    def see(self, images: Sequence[Image]) -> list[Tensor]:
+        """Features [1 + L, F, D] of each image: embeddings, then what the first L layers add. Differentiable where the
+        tower trains."""
+        assert self.visual is not None, "check_images refuses images for a text model"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.visual.trains):
+            return self.visual(images, self.ops.with_adapters(None), self._run)
+
     def without_tokens(self) -> Tensor:
-        """`hidden` of a rank that has no tokens, while others of its expert group have: its experts work for theirs.
+        """`hidden` of a rank without tokens in an expert group whose other ranks have some: its experts compute theirs.
 
         A zero that depends on every exchange: differentiate it where the others differentiate theirs.
         """
@@ -415,14 +437,15 @@ class Model(nn.Module):
         return x.sum()
 
     def _run(self, index: int, layer: Callable[..., Any], *args: Any) -> Any:
-        """A layer's results; those of every `checkpoint_layers`-th are made again in the backward pass."""
+        """Run a layer; every `checkpoint_layers`-th is recomputed in the backward pass."""
         if not (self.checkpoint_layers and torch.is_grad_enabled()) or index % self.checkpoint_layers:
             return layer(*args)
-        # Early stops would leave out the end of a layer, where ranks may meet.
+        # No early stop: it would skip the end of a layer, where ranks may communicate.
         with set_checkpoint_early_stop(self.context.layout.world_size == 1):
             return checkpoint(layer, *args, use_reentrant=False)
 
 
+@cache
 def _version(package: str) -> str | None:
     """None: not installed, such as rlloop itself in a checkout on the path, or a CPU's compiler on a GPU machine."""
     try:

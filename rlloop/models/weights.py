@@ -21,6 +21,7 @@ from rlloop.models.checkpoint_names import (
     EMBEDDING,
     HEAD,
     StoredSlice,
+    form_of,
     stored_name,
     stored_shapes,
     stored_slices,
@@ -36,7 +37,7 @@ from rlloop.models.safetensors_io import StoredWeights, write_single
 from rlloop.models.stored_parameter import StoredParameter
 from rlloop.models.transformer import Model
 from rlloop.numerics.fp8 import Fp8Weight
-from rlloop.numerics.kernels import RECURRENT, SINKS, backend_of, device_types
+from rlloop.numerics.kernels import RECURRENT, SINKS, VISION, backend_of, device_types
 from rlloop.numerics.packed import PackedWeight, is_packed
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
@@ -50,6 +51,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 
 
@@ -80,9 +82,12 @@ def load_model(
     context = context or ParallelContext(usable_device(device))
     where, compute, config = context.device, _dtype(dtype), read_config(path)
     recurs = config.delta is not None or config.mamba is not None
-    for feature, needed in ((RECURRENT, recurs), (SINKS, config.sinks)):
+    sees = config.vision is not None
+    for feature, needed in ((RECURRENT, recurs), (SINKS, config.sinks), (VISION, sees)):
         if needed and feature in backend_of(where.type).lacks:
-            raise ConfigError(f"{config.architecture} has {feature}, whose kernels are for CPUs; use device=cpu")
+            raise ConfigError(
+                f"{config.architecture} has {feature}, which the kernels of {where.type} lack; use device=cpu"
+            )
     in_8_bits = _quantised(config, compute, context, quantize)
     if in_8_bits and "quantization_config" in config.raw:
         raise ConfigError(f"quantize={quantize} trains weights, and those of {path} are packed; load it without")
@@ -181,7 +186,8 @@ def save_model(
         left_out = _left_out(config, stored)
         if config.tied and HEAD in stored.tensors:
             state[HEAD] = state[EMBEDDING]
-        whole = {**stored_state(state, config.architecture), **dict(stored.read(left_out))}
+        form = form_of({name: x.shape for name, x in stored.tensors.items()}, _shapes(config), config.architecture)
+        whole = {**stored_state(state, config.architecture, form), **dict(stored.read(left_out))}
         stored.write(folder, _as_stored(whole, stored))
         if not folder.samefile(source):
             for name in COMPANIONS:
@@ -223,7 +229,8 @@ def _read(
     stored, shapes = StoredWeights.open(folder), _shapes(config)
     left_out = _left_out(config, stored)
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
-    expected = stored_shapes(shapes, config.architecture)
+    form = form_of(found, shapes, config.architecture)
+    expected = stored_shapes(shapes, config.architecture, form)
     packed = _packed_reader(config, stored, expected)
     if packed is not None:
         found = packed.found(found)
@@ -233,14 +240,15 @@ def _read(
     plain = found.keys() - (packed.names if packed is not None else {})
     for name in plain:
         check_plain(str(folder), name, stored.tensors[name])
-    slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture)}
-    tied = StoredSlice(EMBEDDING)  # perhaps stored under its other name as well
+    slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture, form)}
+    tied = StoredSlice(EMBEDDING)  # it may be stored under its other name as well
     held = {name for name in found if _holds(entries, slices.get(name, tied))}
     cuts = {name: entries[rows.parameter].cut for name, rows in slices.items() if name in held and rows.expert is None}
     state: dict[str, Tensor] = {}
     for name, tensor in stored.read(plain & held, {name: cut for name, cut in cuts.items() if cut is not None}):
         tick()
         rows = slices.get(name)
+        tensor = tensor.mT.contiguous() if rows is not None and rows.transposed else tensor
         as_it_is = rows is not None and rows.parameter in exact
         kind = tensor.dtype if as_it_is else _compute(name, dtype) or tensor.dtype
         if rows is None or rows.expert is None:
@@ -284,7 +292,7 @@ def _packed_reader(
 
 
 def _holds(entries: Mapping[str, StoredParameter], rows: StoredSlice) -> bool:
-    """True if a rank, whose parameters are `entries`, has a stored tensor or a part of it."""
+    """True if a rank with the parameters `entries` holds a stored tensor or a part of it."""
     entry = entries.get(rows.parameter)
     if entry is None or entry.cut is None or rows.expert is None:
         return entry is not None

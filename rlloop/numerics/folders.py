@@ -1,6 +1,6 @@
-"""Private folders for what later processes execute or trust: only this user may write into them.
+"""Private folders for files that later processes execute or trust: only this user may write into them.
 
-Compiled kernels are read with pickle. Whoever may put a file among them runs code as this user.
+Compiled kernels are read with pickle, so anyone who can add a file to them can run code as this user.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 def private(folder: Path) -> Path:
-    """Makes the folder where it is not there, with what is missing above it, for this user alone.
+    """Create the folder, with missing parents, for this user only.
 
-    Raises `OSError` where that cannot be, and where others may write into it: it is theirs, its mode lets a group or
-    everybody, or a folder above it lets everybody put another in its place. What root may, and a group that a folder
-    above belongs to, is theirs to answer for. Lists of access (ACLs) beside the mode are not looked at.
+    Raises `OSError` if that fails, or if others may write into it: it belongs to another user, its mode allows a group
+    or everybody to write, or everybody may replace it through a parent folder. Root, and groups that own a parent
+    folder, are trusted. Access control lists (ACLs) are not checked.
     """
     if not folder.parent.exists():
         private(folder.parent)
@@ -43,8 +43,8 @@ def private(folder: Path) -> Path:
 
 def kernel_folder(name: str) -> Path:
     """The folder of compiled kernels: the environment's NUMBA_CACHE_DIR, or kernels/ in its RLLOOP_CACHE or
-    ~/.cache/rlloop. Where that is not private, one of this user's among the temporary files, for which a line says why;
-    where that is not either, one that ends with the process."""
+    ~/.cache/rlloop. If that is not private, a temporary folder of this user, with a warning; if that is not private
+    either, one that is deleted with the process."""
     given, own = os.environ.get("NUMBA_CACHE_DIR"), os.environ.get("RLLOOP_CACHE")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     top = Path(given or own or home / "rlloop")

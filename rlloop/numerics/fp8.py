@@ -1,12 +1,12 @@
 """8-bit weights that train (`model.quantize=fp8`): E4M3 in blocks of 128 x 128, as DeepSeek-V3 (arXiv:2412.19437).
 
-One definition for trainer and engine. A scale is a power of 2, the least of which 448 times is not below the largest
-magnitude of its block (of 128 x 128 weights; of a token's 128 inputs), and no less than 2 ** -40. Each number times the
-scale's inverse is rounded to nearest even. A product of 128 inputs is a float32 sum of its own, times both scales; such
-sums are added in a fixed order, and the total is rounded once. Multiplying by a power of 2 is exact, so a quantised
-weight is a number that bfloat16 holds, quantising it again changes nothing, and no order of scaling alters a bit.
+One definition for trainer and engine. A scale is the smallest power of 2 such that 448 times it is at least the largest
+magnitude of its block (128 x 128 weights, or a token's 128 inputs), and at least 2 ** -40. Each number times the
+scale's inverse is rounded to nearest even. A product has a separate float32 sum for each 128 inputs, times both scales;
+these sums are added in a fixed order, and the total is rounded once. Multiplying by a power of 2 is exact, so a
+quantised weight is exact in bfloat16, quantising it again changes nothing, and the order of scaling changes no bits.
 
-A block of zeros has the least scale and codes of 0. NaN and infinity become NaN, so what reads them is NaN.
+A block of zeros has the smallest scale and codes of 0. NaN and infinity become NaN, and so do outputs that read them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 BLOCK = 128
 LARGEST = 448.0  # of E4M3
 LEAST_EXPONENT = 127 - 40  # of a scale, as float32 stores it: products with two scales stay normal numbers
-WRITTEN = 1 << 26  # weights that are quantised at a time
+WRITTEN = 1 << 26  # weights quantised at a time
 
 
 def scales_of(largest: Tensor) -> Tensor:
@@ -50,10 +50,10 @@ def _blocks(x: Tensor, size: int) -> Tensor:
 
 
 class Fp8Weight(torch.Tensor):
-    """A weight [..., N, K] that is stored in 8 bits and reads as the type that the model computes in.
+    """A weight [..., N, K] stored in 8 bits, with the dtype of the model's compute type.
 
-    Writing into it (`copy_`) quantises; of another `Fp8Weight` it copies the bytes. An operation that does not know it
-    gets the dequantised tensor. Blocks begin anew every `span` rows, those that a checkpoint has as one tensor.
+    Writing into it (`copy_`) quantises; from another `Fp8Weight` it copies the bytes. Operations without support for
+    it get the dequantised tensor. Blocks restart every `span` rows, which are one tensor in a checkpoint.
     """
 
     codes: Tensor  # [..., N, K] float8_e4m3fn
@@ -122,7 +122,7 @@ class Fp8Weight(torch.Tensor):
         return self.dequantised()[index]
 
     def like(self, change: Callable[[Tensor], Tensor]) -> Fp8Weight:
-        """Its stored tensors changed, such as moved or copied."""
+        """A copy whose stored tensors are mapped, for example moved or copied."""
         return Fp8Weight(change(self.codes), change(self.scales), self.span, self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -184,7 +184,7 @@ def dequantised(codes: Tensor, scales: Tensor, span: int, dtype: torch.dtype) ->
 
 
 def read_by(kernels: Callable[[torch.device], Any]) -> None:
-    """Let the kernels of a weight's device dequantise it."""
+    """Dequantise by the kernels of the weight's device."""
     global _kernels
     _kernels = kernels
 

@@ -14,6 +14,7 @@ from rlloop.numerics.routing import Clamped
 from rlloop.numerics.stock import (
     causal_conv,
     clamped_expert,
+    gelu,
     head_linear,
     index_weights,
     layer_norm,
@@ -38,6 +39,8 @@ __all__ = [
     "causal_conv",
     "combine",
     "experts",
+    "full_attention",
+    "gelu",
     "head_linear",
     "index_weights",
     "layer_norm",
@@ -96,6 +99,15 @@ def attention(
             scores = torch.cat((scores, sinks), dim=-1)
             weights = (scores - scores.max(-1, keepdim=True).values).softmax(-1)[..., :-1]
         outs.append(torch.matmul(weights, values)[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+    outs = []
+    for part in zip(*(x.split(layout.query_start.diff().tolist()) for x in (q, k, v)), strict=True):
+        queries, keys, values = (x.transpose(0, 1)[None] for x in part)
+        scores = torch.matmul(queries, keys.transpose(2, 3)) * scale
+        outs.append(torch.matmul(scores.softmax(-1, dtype=torch.float32).to(q.dtype), values)[0].transpose(0, 1))
     return torch.cat(outs)
 
 

@@ -1,15 +1,15 @@
-"""The implementations of each operation, found by name: rlloop's own, PyTorch's, transformers', or a module's outside.
+"""Implementations of each operation by name: rlloop's, PyTorch's, transformers', or those of an outside module.
 
 An outside module is named by its dotted path, as `model.profile.activation=their_package.kernels`. It has functions
 with the names and signatures of the knob's operations (`OPERATIONS`; shapes are those of `rlloop.numerics.ops.Ops`),
-one of them at least: those that it leaves out stay rlloop's. Gradients are its own business, by plain PyTorch or a
-`torch.autograd.Function`; so are devices. It may say
+at least one; the others stay rlloop's. It must handle gradients (by plain PyTorch or a `torch.autograd.Function`) and
+devices itself. It may declare
 
     BATCH_INVARIANT = True
 
-which promises that the bits of a row depend on that row alone. Then the profile holds the contract: the start-up probe
-checks the functions as it checks rlloop's, and `parity.mode=require` is allowed. Without it, require refuses the
-module. Fingerprints have the path and a digest of the source.
+which promises that the bits of a row depend on that row alone. Then the start-up probe checks its functions like
+rlloop's, and `parity.mode=require` is allowed. Without it, require refuses the module. Fingerprints have the path and a
+digest of the source.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ BUILT_IN = {
 OPERATIONS = {  # knob -> what it chooses the implementation of
     "linear": ("linear", "head_linear"),
     "rms_norm": ("rms_norm",),
-    "activation": ("silu_mul", "sigmoid_mul"),
+    "activation": ("silu_mul", "sigmoid_mul", "gelu"),
     "rope": ("rope",),
-    "attention": ("attention", "sparse_attention"),
+    "attention": ("attention", "full_attention", "sparse_attention"),
     "token_logprob": ("logits", "token_logprob", "sample"),
     "router": ("router_logits", "route"),
     "experts": ("experts",),
@@ -75,7 +75,7 @@ def check_outside(knob: str, path: str) -> None:
 
 
 def batch_invariant(name: str) -> bool:
-    """True if an implementation keeps the contract: rlloop's does, and an outside module's that declares it."""
+    """True for rlloop's implementation, and for an outside module that declares batch invariance."""
     return name == "rlloop" or (name not in BUILT_IN and getattr(outside(name), "BATCH_INVARIANT", False) is True)
 
 

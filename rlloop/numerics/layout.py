@@ -1,4 +1,4 @@
-"""The metadata that makes one model definition serve training, prefill and decode."""
+"""Metadata by which one model definition serves training, prefill and decode."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class AttentionLayout:
 class AttentionMask:
     """Past keys that a query attends to, and how their softmax is split."""
 
-    split: int = 0  # the softmax begins anew every so many keys, and parts join in order; 0: it is one part
-    window: int = 0  # the last so many keys, its own among them (they are one part); 0: all
+    split: int = 0  # number of keys per part of the softmax, joined in order; 0: one part
+    window: int = 0  # number of last keys, its own included (as one part); 0: all
     sinks: torch.Tensor | None = None  # [H] a score of each head that takes its share of the mass and has no value
 
 
@@ -127,16 +127,23 @@ class Factors:
 
 
 class AdapterSlots:
-    """Which adapter each row of a forward has."""
+    """Adapter slot of each row of a forward."""
 
     def __init__(
-        self, factors: Mapping[int, Factors | Callable[[], Factors]], slots: torch.Tensor | None = None
+        self,
+        factors: Mapping[int, Factors | Callable[[], Factors]],
+        slots: torch.Tensor | None = None,
+        single: bool = False,
     ) -> None:
-        """`factors`, or what makes them, by the weight's id. `slots` [T] int64; None: all have the first slot."""
+        """`factors`, or what makes them, by the weight's id. `slots` [T] int64; None: all have the first slot.
+
+        `single`: the rows are known to have at most one slot with factors, below all others that they have.
+        """
         self._factors, self._slots, self._kept = factors, slots, dict[tuple[Any, ...], Any]()
+        self.single = single or slots is None
 
     def kept(self, make: Callable[[torch.Tensor], Any], *key: Any) -> Any:
-        """`make(slots)`, made once for a key: rows of a forward are sorted once for all of its products."""
+        """`make(slots)`, computed once per key, so that a forward sorts its rows once for all products."""
         assert self._slots is not None
         if key not in self._kept:
             self._kept[key] = make(self._slots)
@@ -158,16 +165,16 @@ class AdapterSlots:
         return self._slots
 
     def at(self, rows: torch.Tensor | slice) -> AdapterSlots:
-        """Of these rows only."""
-        return self if self._slots is None else AdapterSlots(self._factors, self._slots[rows])
+        """The slots of these rows only."""
+        return self if self._slots is None else AdapterSlots(self._factors, self._slots[rows], self.single)
 
     def of_rows(self, slots: torch.Tensor | None) -> AdapterSlots:
-        """Of other rows, which have these slots; None: the first."""
+        """The slots of other rows; None: all have the first slot."""
         return AdapterSlots(self._factors, slots)
 
     def with_factors(self, factors: Mapping[int, Factors]) -> AdapterSlots:
-        """With these factors in place of the weights' own, by the weight's id."""
-        return AdapterSlots({**self._factors, **factors}, self._slots)
+        """A copy with these factors in place of the weights' own, by the weight's id."""
+        return AdapterSlots({**self._factors, **factors}, self._slots, self.single)
 
     @cached_property
     def order(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,5 +185,5 @@ class AdapterSlots:
 
 
 def offsets_of(groups: torch.Tensor, count: int) -> torch.Tensor:
-    """[count + 1] where each group begins in ascending `groups` [R] int64; no host waits for it."""
+    """[count + 1]: index where each group begins in ascending `groups` [R] int64; without host synchronisation."""
     return torch.searchsorted(groups, torch.arange(count + 1, device=groups.device))

@@ -109,13 +109,20 @@ class Ops:
         """`sigmoid(gate) * up`. Two tensors of one shape."""
         return self._as.sigmoid_mul(gate, up)
 
+    def gelu(self, x: Tensor, tanh: bool) -> Tensor:
+        """`x (1 + erf(x / sqrt 2)) / 2` (Hendrycks and Gimpel, arXiv:1606.08415), or with `tanh` their approximation.
+
+        Any shape.
+        """
+        return self._as.gelu(x, tanh)
+
     def relu_squared(self, x: Tensor) -> Tensor:
         """`max(x, 0) ** 2`, the same in every implementation: one exact choice and one rounded product a number."""
         return x.relu().square()
 
     @property
     def fuses(self) -> bool:
-        """True if consecutive operations may run as one kernel: all are rlloop's, and no gradient is needed."""
+        """True if consecutive operations may be fused: all are rlloop's, and no gradient is needed."""
         return self._fuses and not torch.is_grad_enabled()
 
     def qkv_linear(
@@ -126,6 +133,9 @@ class Ops:
         if all(isinstance(weight, Fp8Weight) for weight in weights):
             q, k, v = operators.fp8_linears(x, weights)
             return q, k, v
+        if made := self._one_adapter(x, weights, False):
+            q, k, v = made
+            return q, k, v
         if is_packed(*weights) or any(map(self.adapted, weights)):
             q, k, v = (self.linear(x, weight) for weight in weights)
             return q, k, v
@@ -135,9 +145,20 @@ class Ops:
         """`silu_mul` of two linears of one input, without biases. Only if `fuses`. [T, K], [F, K], [F, K] -> [T, F]."""
         if isinstance(gate, Fp8Weight) and isinstance(up, Fp8Weight):
             return self.silu_mul(*operators.fp8_linears(x, (gate, up)))
+        if made := self._one_adapter(x, (gate, up), True):
+            return made[0]
         if is_packed(gate, up) or self.adapted(gate) or self.adapted(up):
             return self.silu_mul(self.linear(x, gate), self.linear(x, up))
         return kernels_for(x.device).gated_linear(x, gate, up)
+
+    def _one_adapter(self, x: Tensor, weights: tuple[Tensor, ...], gated: bool) -> tuple[Tensor, ...] | None:
+        """`kernels.Kernels.one_adapter`; None where it is not for these."""
+        factors = [self.adapted(weight) for weight in weights]
+        if self._adapters is None or is_packed(*weights) or None in factors:
+            return None
+        if (work := kernels_for(x.device).one_adapter) is None:
+            return None
+        return work(x, weights, None, x.dtype, tuple(each[0] for each in factors if each), self._adapters, gated)
 
     def qkv_cache_write(
         self, q: Tensor, k: Tensor, v: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, positions: Tensor,
@@ -170,6 +191,13 @@ class Ops:
         plain = sinks is None and not window
         mask = self._mask if plain else AttentionMask(self._split, window, sinks)
         return self._as.attention(q, k, v, layout, scale, mask)
+
+    def full_attention(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+        """Attention in both directions over whole sequences (`AttentionLayout.of_sequences`): the patches of an image.
+
+        Each query reads all keys of its own sequence and no other. [T, H, D] each -> [T, H, D].
+        """
+        return self._as.full_attention(q, k, v, layout, scale)
 
     def sparse_attention(
         self, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, layout: AttentionLayout, scale: float
@@ -212,8 +240,8 @@ class Ops:
         """Outputs of each token's chosen experts: `down @ silu_mul(gate, up)`, or `down @ relu_squared(up)`.
 
         x [T, D], up [E, 2F, D] with the gate first (not gated: [E, F, D]), down [E, D, F], chosen [T, k] -> [T, k, D].
-        `clamped` experts have other shapes and another activation. A choice of E is nobody's: what comes out for it is
-        not defined (operations of rlloop's own, in forwards without a gradient).
+        `clamped` experts have other shapes and another activation. A choice of E stands for no expert, and its output
+        is undefined (rlloop's operations, in forwards without a gradient).
         """
         if isinstance(up, Fp8Weight) and isinstance(down, Fp8Weight):
             return operators.fp8_experts(x, up, down, chosen, gated)
@@ -253,16 +281,23 @@ class Ops:
         """A state [K, V] for each head, which tokens read, one after the other: S <- decay S + k (beta value)^T.
 
         The value is v, or v - S^T k where it corrects what the faded state has for that key (the delta rule); the
-        result is S^T q. q, k [T, G, K], v [T, H, V], decay and beta [T, H] -> [T, H, V] float32. `states` [R, H, K, V].
+        result is S^T q. q, k [T, G, K], v [T, H, V], decay and beta [T, H] -> [T, H, V] float32. `states` [R, ...], of
+        the shape of `scan_state`.
         """
         return self._as.scan(q, k, v, decay, beta, corrects, layout, states)
+
+    def scan_state(self, groups: int, heads: int, key_width: int, width: int, device: torch.device) -> tuple[int, ...]:
+        """Shape of the float32 numbers that `scan` keeps of a sequence; [H, K, V] but in rlloop's kernels for GPUs."""
+        if self.profile.recurrent == "rlloop":
+            return kernels_for(device).scan_state(groups, heads, key_width, width)
+        return heads, key_width, width
 
     def index_weights(self, x: Tensor, weight: Tensor) -> Tensor:
         """Weights of an indexer's heads, as float32 sums. [T, K], [H, K] -> [T, H]; without a gradient."""
         return self._as.index_weights(x, weight)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Layer norm of an indexer's keys; without a gradient. [T, D] -> [T, D]."""
+        """Layer norm. x [T, D], weight and bias [D] -> [T, D]."""
         return self._as.layer_norm(x, weight, bias, eps)
 
     def select(
@@ -305,7 +340,7 @@ class Ops:
         seeds: Tensor | None,
         positions: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`token_logprob`, and beside it, of the same logits and without a gradient, what `sample` did there.
+        """`token_logprob`, and from the same logits, without a gradient, the results of `sample`.
 
         Two results more: each target's raw logprob [T] float32, and the token [T] int64 that (seed, position) draws;
         −1 where nothing is drawn: without seeds [T], for a negative one, and under a profile whose sampler is not ours.

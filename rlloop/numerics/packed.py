@@ -1,8 +1,8 @@
 """Frozen weights that stay packed: 4-bit integers and floats, and 8-bit floats, with a scale for each group of inputs.
 
-One dequantisation, whoever reads: w = bfloat16(float32(q) * float32(scale)), one rounding, then the usual chain. So
-engine and trainer have the bits of the same weights written as bfloat16, and only the packed bytes are kept. A product
-reads them on the fly (`rlloop.numerics.kernels`), in the backward as well; nothing trains them, adapters train above.
+All readers share one dequantisation: w = bfloat16(float32(q) * float32(scale)), rounded once, then the usual chain. So
+engine and trainer have the bits of the same weights in bfloat16, and only the packed bytes are kept. Products read them
+on the fly (`rlloop.numerics.kernels`), in the backward as well. The weights are frozen; adapters train over them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FP8 = Packing("FP8 in blocks of 128 x 128", 1, 128, torch.float8_e4m3fn, torch.f
 
 
 def read_by(kernels: Callable[[torch.device], Any]) -> None:
-    """Let the kernels of a weight's device read it (`kernels.protocol.Kernels.READS_PACKED`)."""
+    """Prepare the weight for its device's kernels (`kernels.protocol.Kernels.READS_PACKED`)."""
     global _kernels
     _kernels = kernels
 
@@ -47,7 +47,7 @@ _kernels: Callable[[torch.device], Any]
 class PackedWeight(torch.Tensor):
     """A weight [..., N, K] (`transposed`: [..., K, N]) of bfloat16 values, or of a wider type, stored packed.
 
-    Any operation that does not know packed weights gets the dequantised tensor.
+    Operations without support for packed weights get the dequantised tensor.
     """
 
     codes: Tensor  # [..., N, K / each]
@@ -80,7 +80,7 @@ class PackedWeight(torch.Tensor):
         return self  # nothing changes it
 
     def like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> PackedWeight:
-        """Its stored tensors changed, such as moved or copied."""
+        """A copy whose stored tensors are mapped, for example moved or copied."""
         scale = None if self.tensor_scale is None else change(self.tensor_scale)
         return PackedWeight(
             change(self.codes), change(self.scales), self.packing, tensor_scale=scale, transposed=self.transposed,
@@ -117,7 +117,7 @@ class PackedWeight(torch.Tensor):
         by_kernel = _kernels(self.codes.device).dequantised
         if by_kernel is not None:
             return by_kernel(self)
-        if len(self.codes.shape) > 2:  # one matrix after the other, whose float32 values would take twice the memory
+        if len(self.codes.shape) > 2:  # one matrix at a time: float32 values of all would take twice the memory
             parts = [self.matrix(index).dequantised() for index in range(len(self))]
             return torch.stack(parts)
         values, scales = self.values(), self.group_scales()
@@ -126,7 +126,7 @@ class PackedWeight(torch.Tensor):
         return made.mT if self.transposed else made
 
     def is_finite(self) -> bool:
-        """True if no weight is NaN or infinite; weights themselves are made only where the largest codes would be."""
+        """True if no weight is NaN or infinite; dequantises only if the largest codes would be."""
         largest = 448 if self.packing is FP8 else 8 if self.packing.integer else 6
         bound = (self.group_scales().abs() * largest).to(torch.bfloat16).to(self.dtype)
         nan = self.packing is FP8 and bool((self.codes.view(torch.uint8) & 0x7F == 0x7F).any())

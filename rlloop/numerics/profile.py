@@ -58,15 +58,15 @@ class Drift:
     (`rlloop.study.drifted`); they are declared here so that a fingerprint says everything.
     """
 
-    weights: str = "none"  # what the linear weights (bf16: all weights) are stored as
-    granularity: str = "channel"  # of the weights' scales
-    activations: str = "none"  # bf16: every result is stored so; fp8, fp4: what enters a linear
-    products: str = "none"  # fp8: kernels that multiply fp8 numbers, on a GPU; none: the profile's, of what was rounded
-    cache: str = "none"  # fp8: keys, values or latents are kept in e4m3, without scales
-    logits: str = "float32"
-    stale_steps: int = 0  # how many steps old the engine's weights are
+    weights: str = "none"  # storage type of the linear weights (bf16: of all weights)
+    granularity: str = "channel"  # granularity of the weights' scales
+    activations: str = "none"  # bf16: type of every result; fp8, fp4: type of linears' inputs
+    products: str = "none"  # fp8: a GPU's fp8 kernels; none: the profile's products of rounded values
+    cache: str = "none"  # fp8: keys, values or latents cached in e4m3, without scales
+    logits: str = "float32"  # bfloat16: logits are rounded to it
+    stale_steps: int = 0  # age of the engine's weights in steps
     lossy_sync: bool = False  # the engine holds bf16 weights and adds bf16 differences to them
-    from_step: int = 1  # the first step that is sampled so; before it, there is no drift
+    from_step: int = 1  # first step with drift
 
     def __post_init__(self) -> None:
         for name, values in DRIFTS.items():
@@ -81,9 +81,9 @@ class NumericsProfile:
     """One knob an operation. Engine and trainer agree bit for bit when they run the same profile on the same backend.
 
     - `rlloop` keeps the contract: the bits of a row depend on nothing but that row.
-    - `stock` is what PyTorch does by default: as fast as the library gets, and it varies with batch size and phase.
+    - `stock` is PyTorch's default: as fast as the library, but its bits vary with batch size and phase.
     - `huggingface` rounds and sums as transformers' eager forward does.
-    - `reference` is slow and obvious, in any float type, float64 included: the oracle of the tests.
+    - `reference` is slow and simple, in any float type including float64: the reference of the tests.
     """
 
     linear: str = "rlloop"
@@ -97,14 +97,18 @@ class NumericsProfile:
     combine: str = "rlloop"
     indexer: str = "rlloop"
     recurrent: str = "rlloop"  # convolutions and states; stock and huggingface run the reference, token by token
-    expert_combine: str = "fp32_once"  # rounded once; or bf16_each: each product and each sum, as transformers
-    router_logits: str = "float32"  # or compute: of softmax routers, logits and weights rounded to the compute type
-    latent: str = "absorbed"  # latent attention reads latents; or expanded: the keys and values of every head
-    residual_norm: str = "rounded"  # a norm reads the residual sum as it is stored; or float32: before it is rounded
-    attention_splits: str = "default"  # keys of a part of the softmax; default: one part (on a GPU, parts of 1024)
-    tp_segments: str = "1"  # ranks among which a tensor-parallel engine shares the terms of o_proj and down_proj
-    all_reduce: str = "fp32_tree"  # of their sums; or rounded_chain: each rounded, then added in order of rank
-    drift: Drift | None = None  # of an engine from its trainer; None: there is none
+    expert_combine: str = (
+        "fp32_once"  # fp32_once: the sum is rounded once; bf16_each: each product and sum, as in transformers
+    )
+    router_logits: str = "float32"  # compute: softmax routers' logits and weights are rounded to the compute type
+    latent: str = "absorbed"  # latent attention reads latents (absorbed), or every head's keys and values (expanded)
+    residual_norm: str = "rounded"  # a norm reads the residual sum as stored (rounded), or before rounding (float32)
+    attention_splits: str = "default"  # number of keys per partial softmax; default: one part (on a GPU, parts of 1024)
+    tp_segments: str = "1"  # ranks over which a tensor-parallel engine splits the sums of o_proj and down_proj
+    all_reduce: str = (
+        "fp32_tree"  # reduction of these sums; rounded_chain: each is rounded, then added in order of rank
+    )
+    drift: Drift | None = None  # the engine's deliberate drift from its trainer; None: no drift
 
     def __post_init__(self) -> None:
         for knob in (*SETTINGS, *self.operations()):
@@ -148,7 +152,7 @@ class NumericsProfile:
         return [f"{name}={getattr(self, name)}" for name in CPU_SETTINGS if getattr(self, name) != SETTINGS[name][0]]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values. `drift` stands there only where there is one, `sources` (digests) only with outside modules."""
+        """JSON values. `drift` is present only if there is one, `sources` (digests) only with outside modules."""
         values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         sources = {path: source_digest(path) for path in sorted(set(self.outside.values()))}
         return {**values, "sources": sources} if sources else values

@@ -1,4 +1,4 @@
-"""Slow and obvious, differentiable, in any float type: the oracle of the tests.
+"""Slow and simple reference implementation, differentiable, in any float type; tests compare with it.
 
 One row, head and query at a time, as the contracts are written. bfloat16 and float16 are computed in float32 and
 rounded once; float32 and float64 are computed in themselves. Shapes are those of `rlloop.numerics.ops`.
@@ -40,6 +40,13 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 def sigmoid_mul(gate: Tensor, up: Tensor) -> Tensor:
     return (widen(up) / (1 + torch.exp(-widen(gate)))).to(up.dtype)
+
+
+def gelu(x: Tensor, tanh: bool) -> Tensor:
+    wide = widen(x)
+    if tanh:
+        return (wide / (1 + torch.exp(-((8 / torch.pi) ** 0.5) * (wide + 0.044715 * wide**3)))).to(x.dtype)
+    return (wide * (1 + torch.erf(wide / 2**0.5)) / 2).to(x.dtype)
 
 
 def causal_conv(
@@ -98,7 +105,7 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _read(scores: Tensor, values: Tensor, split: int, sink: Tensor | None = None) -> Tensor:
-    """Values [n, D] by the softmax of scores [..., n], whose parts of `split` keys (0: one part) join in order."""
+    """Values [n, D] weighted by the softmax of scores [..., n], computed in parts of `split` keys (0: one part)."""
     size = split or scores.shape[-1]
     top, total = (scores.new_tensor(number) for number in ((-torch.inf, 0.0) if sink is None else (0.0, 1.0)))
     top, read = top if sink is None else widen(sink), values.new_zeros(())
@@ -128,6 +135,16 @@ def attention(
                 heads.append(_read(scores, v_wide[slots, h // group], split, sink))
             out.append(torch.stack(heads))
     return torch.stack(out).to(q.dtype) if out else q
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+    out = []
+    for begin, end in itertools.pairwise(layout.query_start.tolist()):
+        scores = torch.einsum("thd,shd->hts", widen(q[begin:end]), widen(k[begin:end])) * scale
+        mass = torch.exp(scores - scores.amax(-1, keepdim=True))
+        weights = mass / mass.sum(-1, keepdim=True)
+        out.append(torch.einsum("hts,shd->thd", weights, widen(v[begin:end])))
+    return torch.cat(out).to(q.dtype) if out else q
 
 
 def index_weights(x: Tensor, weight: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ __all__ = [
     "clamped_expert",
     "combine",
     "experts",
+    "full_attention",
+    "gelu",
     "head_linear",
     "index_weights",
     "layer_norm",
@@ -62,6 +64,10 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 def sigmoid_mul(gate: Tensor, up: Tensor) -> Tensor:
     return up * F.sigmoid(gate)
+
+
+def gelu(x: Tensor, tanh: bool) -> Tensor:
+    return F.gelu(x, approximate="tanh" if tanh else "none")
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -184,6 +190,16 @@ def attention(
         )
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+    parts = zip(*(x.split(layout.query_start.diff().tolist()) for x in (q, k, v)), strict=True)
+    return torch.cat(
+        [
+            F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in part), scale=scale)[0].transpose(0, 1)
+            for part in parts
+        ]
+    )
 
 
 def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, window: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A product whose terms lie on several ranks, as a tensor-parallel engine sums it: the same bits on one machine.
+"""Products summed as by a tensor-parallel engine that divides the terms over ranks, reproduced on one machine.
 
 Rank r of R has the r-th of R equal segments of the terms. Two definitions:
 

@@ -1,4 +1,4 @@
-"""Sums whose order is a function of the number of terms alone: neither of ranks nor of when a term comes."""
+"""Sums in an order that depends only on the number of terms, not on ranks or arrival times."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class TreeSum:
-    """A float32 sum of n tensors in a binary tree over their index, held as a binary counter: log2(n) + 1 sums.
+    """A float32 sum of n tensors in a binary tree over their index, stored as at most log2(n) + 1 partial sums.
 
-    Terms are pushed in order of index. Every push adds what it can: two sums of 2^i terms make one of 2^(i + 1).
-    `total` adds what is left, the shortest sum first. A term of a narrower type is widened when it is first added.
+    Terms are pushed in order of index. Every push merges like a binary counter: two sums of 2^i terms become one of
+    2^(i + 1). `total` adds the remaining ones, the shortest sum first. Terms of narrower types are widened when added.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class TreeSum:
         self._sums.append(term.clone() if borrowed and self.count == 1 else term)
 
     def total(self) -> Tensor | None:
-        """The sum of all terms, which ends the counter; None without a term."""
+        """The sum of all terms, which resets the counter; None without terms."""
         total = None
         for left in self._sums:
             if left is not None:

@@ -75,6 +75,49 @@ def test_rows_of_a_product(outputs, width, dtype):
     assert same_bits(uniform[which == 1], whole[which == 1])
 
 
+@pytest.mark.parametrize("rows", [1, 5, 16, 33, 64, 130, 256, 700])
+@pytest.mark.parametrize("rank", [8, 16, 32, 64])
+def test_one_launch_for_a_single_adapter_has_the_bits_of_three(rows, rank):
+    """Queries, keys and values, a gate with what it scales, a product with a bias: rows with one adapter, or none."""
+    width, dtype, slots = 1024, torch.bfloat16, 3
+    sizes, inner = (2048, 1024, 1024), (3072, 3072)
+    weights = [randn(n, width, seed=i, dtype=dtype, scale=width**-0.5) for i, n in enumerate((*sizes, *inner, 1000))]
+    of = [
+        Factors(
+            randn(slots, rank, width, seed=20 + i, dtype=dtype, scale=width**-0.5),
+            randn(slots, len(weight), rank, seed=30 + i, dtype=dtype),
+            torch.tensor([rank, rank, 0], device="cuda"),
+        )
+        for i, weight in enumerate(weights)
+    ]
+    for each in of:
+        each.down[2], each.up[2] = 0, 0
+    x, bias = randn(rows, width, seed=40, dtype=dtype), randn(1000, seed=41, dtype=dtype)
+    table = {id(weight): each for weight, each in zip(weights, of, strict=True)}
+    first = {id(weight): Factors(e.down[:1], e.up[:1], e.ranks[:1]) for weight, e in zip(weights, of, strict=True)}
+    mixed = torch.where(torch.arange(rows, device="cuda") % 3 == 1, 2, 1)
+
+    def made(which):
+        ops = OPS.with_adapters(which)
+        return *ops.qkv_linear(x, *weights[:3]), ops.gated_linear(x, *weights[3:5]), ops.linear(x, weights[5], bias)
+
+    def separately(which):
+        ops = OPS.with_adapters(which)
+        q, k, v, gate, up = (ops.linear(x, weight) for weight in weights[:5])
+        return q, k, v, ops.silu_mul(gate, up), ops.linear(x, weights[5], bias)
+
+    several = AdapterSlots(table, mixed)
+    with torch.no_grad():
+        wanted = separately(several)
+        for _ in range(20):  # the counters are zeros again after every launch
+            for one, other in zip(made(AdapterSlots(table, mixed, True)), wanted, strict=True):
+                assert same_bits(one, other), (one != other).sum()
+        uniform = made(AdapterSlots(first))
+    with torch.enable_grad():  # as training has it
+        for one, other in zip(uniform, separately(AdapterSlots(first)), strict=True):
+            assert same_bits(one, other.detach())
+
+
 @pytest.mark.parametrize("dtype", TYPES[::2])
 def test_rows_of_experts_and_of_the_head(dtype):
     experts, width, size, tokens = 8, 256, 128, 200

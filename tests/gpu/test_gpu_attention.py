@@ -174,7 +174,7 @@ def test_kernels_of_many_queries_agree_and_read_nothing_past_an_end(shape, page,
 
 
 def test_short_caches_and_long_ones_agree():
-    """Where no context can be longer than a segment, another form of the kernel runs."""
+    """Contexts of at most one segment take another form of the kernel."""
     q, k, v = inputs("0.6B", torch.bfloat16)
     whole = OURS.attention(q, k, v, AttentionLayout.of_sequences([LENGTH], "cuda"), 0.1)
     for length in (1, 64, 700, 1024):

@@ -1,4 +1,4 @@
-"""What a GPU run imports."""
+"""Imports of a GPU run."""
 
 import subprocess
 import sys

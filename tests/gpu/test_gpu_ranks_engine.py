@@ -38,7 +38,7 @@ def model(shape: str, dtype: str, context: ParallelContext) -> Model:
 
 
 def sampled(policy: Model) -> dict[str, Any]:
-    """What an engine samples, alone and in a crowd, and the trainer's logprobs of it."""
+    """An engine's samples, alone and in a large batch, and the trainer's logprobs of them."""
     engine, (prompts, sampling) = Engine(policy, max_batch_tokens=512), traffic(48)
     made = engine.generate(prompts, sampling)
     alone = [Engine(policy).generate([prompts[i]], sampling[i])[0] for i in (0, 17)]
@@ -66,7 +66,7 @@ def gradients(policy: Model) -> dict[str, torch.Tensor]:
 
 
 def of_a_rank(sizes: tuple[int, ...]) -> list[str]:
-    """What differs from one GPU's; every rank computes that, too."""
+    """Differences from one GPU's results, which every rank computes as well."""
     device, wrong = torch.device("cuda", torch.cuda.current_device()), []
     contexts = {size: join(device, Layout(tp=size)) for size in sizes}
     for shape in SHAPES:
@@ -103,7 +103,7 @@ def of_a_rank(sizes: tuple[int, ...]) -> list[str]:
 
 
 def apart(gpus: int) -> list[str]:
-    """What differs where ranks with requests of their own share experts: idle, full and ragged ones."""
+    """Loads (idle, full, ragged) whose samples differ where ranks with requests of their own share experts."""
     device, wrong = torch.device("cuda", torch.cuda.current_device()), []
     context = join(device, Layout(dp_shard=2, tp=gpus // 2, ep=gpus))
     rank = context.coordinates["dp_shard"]

@@ -49,9 +49,10 @@ def few_rows():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_tile_of_few_rows_has_the_same_bits(few_rows, dtype):
+    from rlloop.numerics.kernels.triton import small_batch_tiles
     from rlloop.numerics.kernels.triton.linear import Tiles, chain
 
-    tried = {tiles for *_, tiles in few_rows.TABLE if tiles}
+    tried = {tiles for *_, tiles in small_batch_tiles.TABLE if tiles}
     tried |= {few_rows.Tiles(16, 16, 64, False, 3), few_rows.Tiles(32, 32, 256, False, 2)}
     for rows, (width, outputs) in product((1, 8, 9, 16, 33, 64, 200), [*SHAPES, (1000, 300), (40, 24)]):
         x, weight = draw(rows, width, outputs, dtype)
@@ -67,6 +68,7 @@ def test_every_tile_of_few_rows_has_the_same_bits(few_rows, dtype):
 
 def test_a_product_that_starts_early_waits_for_its_factors(few_rows):
     """Launches overlap: the one before may still be writing what this one reads, be it rows or weights."""
+    from rlloop.numerics.kernels.triton import small_batch_tiles
     from rlloop.numerics.kernels.triton.linear import Tiles, chain
 
     generator = torch.Generator("cuda").manual_seed(0)
@@ -76,7 +78,7 @@ def test_a_product_that_starts_early_waits_for_its_factors(few_rows):
         last, copy = x, torch.zeros_like(weights[0])
         for weight in weights:
             last = chain(last, weight, None, torch.bfloat16, Tiles(64, 64, 64, False, 4, 2))
-        rows, tiles = [torch.empty_like(x) for _ in weights], few_rows.tiles_for(16, 2048, 2048)
+        rows, tiles = [torch.empty_like(x) for _ in weights], small_batch_tiles.tiles_for(16, 2048, 2048)
         few_rows.product(x, weights[0], None, rows[0], tiles)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -101,7 +103,7 @@ def test_every_float32_tile_has_the_same_bits():
 
 
 def test_splitting_k_changes_bits():
-    """What the contract forbids is seen by these tests."""
+    """The test's inverse: a sum split over K, which the contract forbids, has other bits."""
     from rlloop.numerics.kernels.triton.linear import chain
 
     x, weight = draw(64, 4096, 512, torch.bfloat16)
@@ -139,7 +141,7 @@ def test_the_trial_tells_orders_apart_that_ordinary_numbers_hide():
 
 
 def test_an_address_leaves_the_bits_alone():
-    """What the compiler knows of an address decides how it lays out a sum."""
+    """The compiler's knowledge of an address's alignment decides how it lays out a sum."""
     from rlloop.numerics.kernels.triton.elementwise import rms_norm
 
     base = torch.randn(1 + 9 * 1001, device="cuda", generator=torch.Generator("cuda").manual_seed(0))

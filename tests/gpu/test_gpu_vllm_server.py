@@ -95,7 +95,7 @@ def vllm_of(folder: Path, options: list[str]) -> Iterator[str]:
 
 
 def _address(server: Server) -> str:
-    """What torch and vLLM say before it is skipped."""
+    """The server's address, after the lines that torch and vLLM print first."""
     assert server.process.stdout is not None
     said = []
     for line in server.process.stdout:

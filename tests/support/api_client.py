@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -102,6 +104,49 @@ class Api:
 
     def sample(self, sampler: str, seq_id: int, prompt: list[int], n: int = 1, **params: Any) -> list[list[int]]:
         return sampled(self.result(self.sample_(sampler, seq_id, prompt, n, **params)["request_id"]))
+
+
+class Patient(Api):
+    """Sends a request again until it is answered, as Tinker's client does."""
+
+    answered = 0
+    patience = 60.0  # seconds
+
+    def post(self, route: str, /, **body: Any) -> httpx.Response:
+        return self._again(lambda: super(Patient, self).post(route, **body))
+
+    def forward_backward_(self, tokens: list[list[int]], **options: Any) -> httpx.Response:
+        options.setdefault("seq_id", self.next())
+        return self._again(lambda: super(Patient, self).forward_backward_(tokens, **options))
+
+    def _again(self, send: Any) -> httpx.Response:
+        deadline = time.monotonic() + self.patience
+        while True:
+            try:
+                answer = send()
+                if answer.status_code not in (429, 503):
+                    self.answered += 1
+                    return answer
+            except httpx.TransportError:
+                assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def trained_session(url: str, key: str, steps: int = 4) -> Iterator[Any]:
+    """Results of a session that samples by seeds and trains on its samples: the same in every run."""
+    api = Patient(url, key)
+    api.http.timeout, api.patience = httpx.Timeout(3.0), 120.0
+    api.start("model", rank=4)
+    for step in range(steps):
+        tokens = api.sample(api.sampler(step), 0, [5, 9, 14, step], n=2, max_tokens=4, seed=step)
+        yield {"step": step, "sampled": tokens}
+        for ids in tokens:
+            made = api.forward_backward([[5, 9, 14, step, *ids]])
+            content = made if isinstance(made, dict) else made.SerializeToString(deterministic=True).hex()
+            yield {"step": step, "trained": ids, "result": hashlib.sha256(str(content).encode()).hexdigest()}
+        yield {"step": step, "updated": api.optim_step()}
+    last = api.forward_backward([[5, 9, 14, 3, 7, 8]])
+    yield {"last": last if isinstance(last, dict) else last.SerializeToString(deterministic=True).hex()}
 
 
 def datums(

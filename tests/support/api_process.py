@@ -16,6 +16,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def processor_seconds(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+
+
 class ApiProcess:
     def __init__(self, model: Path, folder: Path, port: int, *options: str) -> None:
         self.options = (

@@ -99,7 +99,7 @@ OURS = (
 
 
 def by_our_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers holds in memory, by the names that rlloop holds it under."""
+    """transformers' tensors in memory, by rlloop's names."""
     named = {}
     for name, tensor in tensors.items():
         for theirs, ours in OURS:

@@ -34,7 +34,7 @@ def forks() -> ForkServerContext:
 
 
 class Command:
-    """What tests use of `subprocess.Popen(..., stdout=PIPE, stderr=STDOUT, text=True)`."""
+    """The part of `subprocess.Popen(..., stdout=PIPE, stderr=STDOUT, text=True)` that tests use, in a fork."""
 
     def __init__(
         self,
@@ -61,6 +61,11 @@ class Command:
 
     def poll(self) -> int | None:
         return self._process.exitcode
+
+    def signal(self, number: int) -> None:
+        """Nothing where it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)

@@ -41,7 +41,7 @@ class Pair:
                 weight.add_(by)
 
     def differs(self) -> bool:
-        """Whether a sampled token's logprob has other bits in the trainer."""
+        """True if a sampled token's logprob has other bits in the trainer."""
         [made] = self.engine.generate([[1, 2, 3]], SamplingParams(8, seed=1, ignore_eos=True))
         [scored] = token_logprobs(self.model, [(made.prompt_ids, made.token_ids)])
         return (scored.detach().numpy() != made.logprobs).any()

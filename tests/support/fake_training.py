@@ -119,7 +119,7 @@ class FakeTraining:
 
         return self._do(work, "optim_step", model_id)
 
-    def weights_digest(self, model_id):
+    def weights_digest(self, model_id, *, adapters_only=False):
         return self._do(lambda: bytes.fromhex(self.weights[model_id]), "digest", model_id)
 
     def create_custom_loss(self, name, inputs, graph):

@@ -114,7 +114,7 @@ def events(folder: Path, event: str) -> list[dict]:
 
 
 def outcome(folder: Path) -> str:
-    """What must not depend on where the engines are: everything of a run but clocks, transport and places."""
+    """A run's records without clocks, transport and engines' origins: equal wherever the engines are."""
     metrics, certificate, _ = history(folder)
     kept = [{name: value for name, value in record.items() if not name.startswith("sync/")} for record in metrics]  # pyright: ignore
     rollouts = [

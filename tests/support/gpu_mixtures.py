@@ -39,6 +39,26 @@ FAMILIES = {
     },
 }  # fmt: skip
 
+RECURRENT = {  # and those with sinks and windows
+    "qwen3_5_moe_text": {
+        "architectures": ["Qwen3_5MoeForCausalLM"], "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8,
+        "shared_expert_intermediate_size": 96, "linear_key_head_dim": 64, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"],
+        **EXPERTS,
+    },
+    "nemotron_h": {
+        "architectures": ["NemotronHForCausalLM"], "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "ssm_state_size": 128,
+        "mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2, "n_routed_experts": 8,
+        "moe_shared_expert_intermediate_size": 96, "moe_latent_size": 128, "tie_word_embeddings": False, **EXPERTS,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 8,
+        "num_experts_per_tok": 4, "intermediate_size": 96, "sliding_window": 40, "swiglu_limit": 7.0,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}  # fmt: skip
+
 
 def model_of(family: str, dtype: str, config: dict[str, Any] | None = None):
     """`config`: of a family that does not stand here."""

@@ -66,7 +66,14 @@ class LatentModel(nn.Module):
         return 0
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, layout: AttentionLayout, cache=None, routes=None, adapters=None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: AttentionLayout,
+        cache=None,
+        routes=None,
+        adapters=None,
+        images=None,
     ):
         ops, x, rest = self.ops, self.embed[tokens], None
         for layer in range(LAYERS):

@@ -1,4 +1,4 @@
-"""How far an engine is from its trainer."""
+"""Distance between an engine's and its trainer's logprobs."""
 
 from __future__ import annotations
 

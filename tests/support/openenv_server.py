@@ -58,7 +58,7 @@ def counting_server() -> Iterator[tuple[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    app = create_fastapi_app(Counting, Say, Told, max_concurrent_envs=8)
+    app = create_fastapi_app(Counting, Say, Told, max_concurrent_envs=64)
     running = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()

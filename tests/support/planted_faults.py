@@ -106,7 +106,7 @@ def sharp_model(config: dict[str, Any]) -> Model:
 
 
 def named(planted: str) -> dict[str, Any]:
-    """What the doctor says of a fault in an operation."""
+    """The diagnosis of a fault planted in an operation."""
     model = sharp_model(FAULTS[planted][0])
     engine = Engine(model)
     view = model.with_profile(model.profile)

@@ -13,11 +13,18 @@ from numba.core.registry import cpu_target
 
 import rlloop.api.server
 import rlloop.cli.main
+import rlloop.cli.serve_api
 import rlloop.launch.compose
+import rlloop.launch.regions
 import rlloop.launch.run
 import rlloop.numerics.kernels.cpu.backend
+import rlloop.recipes.countdown.task
 import rlloop.rollout.fleet.engine_server
-import rlloop.runs.plots  # noqa: F401
+import rlloop.rollout.fleet.trainer_server
+import rlloop.rollout.fleet.weight_follower
+import rlloop.runs.plots
+import rlloop.sync.http
+import rlloop.training.service  # noqa: F401
 
 
 def load_kernels() -> None:

@@ -1,4 +1,4 @@
-"""What a model with adapters computes, as bits, on one rank or on several. Light to import."""
+"""Results, as bits, of a model with adapters on one rank or on several. Light to import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model computes, as bits, on one rank or on several: sampled, scored, differentiated. Light to import."""
+"""Samples, scores and gradients, as bits, of a model on one rank or on several. Light to import."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlloop import Engine, SamplingParams, load_model, token_logprobs
@@ -18,10 +19,10 @@ from rlloop.parallel.layout import Layout
 CPU = torch.device("cpu")
 PROMPTS = [[5], list(range(3, 20)), list(range(10, 60)), [9, 8, 7]]
 SAMPLING = [
-    SamplingParams(max_tokens=12, seed=1, ignore_eos=True),
-    SamplingParams(max_tokens=8, seed=2, temperature=0.8, top_p=0.9),
-    SamplingParams(max_tokens=8, seed=3, temperature=1.2, top_k=30, min_tokens=6),
-    SamplingParams(max_tokens=8, seed=4, temperature=0.0),
+    SamplingParams(max_tokens=6, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=4, seed=2, temperature=0.8, top_p=0.9),
+    SamplingParams(max_tokens=4, seed=3, temperature=1.2, top_k=30, min_tokens=3),
+    SamplingParams(max_tokens=4, seed=4, temperature=0.0),
 ]
 SEQUENCES = [
     ([(7 * i + length) % 90 + 3 for i in range(length)], [(11 * i + length) % 90 + 3 for i in range(completion)])
@@ -47,7 +48,7 @@ def trained(model: Model) -> dict[str, bytes]:
 def sampled(model: Model) -> dict[str, bytes]:
     """Completions of mixed requests, and the same drawn again on the trainer's path."""
     engine = Engine(model, max_batch_tokens=32, page_size=8)
-    made = engine.generate([*PROMPTS, *PROMPTS], [*SAMPLING, *([SamplingParams(max_tokens=9, min_tokens=4)] * 4)])
+    made = engine.generate([*PROMPTS, *PROMPTS], [*SAMPLING, *([SamplingParams(max_tokens=5, min_tokens=3)] * 4)])
     made += [engine.generate([prompt], params)[0] for prompt, params in zip(PROMPTS[:2], SAMPLING[:2], strict=True)]
     rows = [
         ScoreRow(ids := [*each.prompt_ids, *each.token_ids], range(len(each.prompt_ids), len(ids)), each.sampling)
@@ -80,5 +81,11 @@ def results(folders: Mapping[tuple[str, str], Path], context: ParallelContext | 
 
 
 def over_ranks(folders: Mapping[tuple[str, str], Path], *sizes: int) -> list[dict[str, bytes]]:
-    """`results` in tensor parallelism of each size."""
-    return [results(folders, join(CPU, Layout(tp=size))) for size in sizes]
+    """`results` in tensor parallelism of each size. Where a size fills the ranks several times over, each of its groups
+    takes some of the folders."""
+    found = []
+    for size in sizes:
+        context = join(CPU, Layout(tp=size))
+        groups, group = dist.get_world_size() // size, context.first // size
+        found.append(results(dict(list(folders.items())[group::groups]), context))
+    return found

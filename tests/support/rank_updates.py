@@ -56,11 +56,11 @@ class Case:
 
 CASES = {
     "dense": Case(DENSE),
-    "dense bfloat16": Case(DENSE, "bfloat16", steps=6),
+    "dense bfloat16": Case(DENSE, "bfloat16"),
     "untied": Case({**DENSE, "tie_word_embeddings": False}, "bfloat16", {"checkpoint_layers": "all"}),
     "reference": Case({**DENSE, "tie_word_embeddings": False}, reference=True),
     "custom": Case(DENSE, "bfloat16", custom=True),
-    "experts": Case(MIXTURE, settings={"balance_coef": 0.1, "expert_bias_rate": 0.01}, steps=20),
+    "experts": Case(MIXTURE, settings={"balance_coef": 0.1, "expert_bias_rate": 0.01}, steps=6),
     "experts bfloat16": Case(MIXTURE, "bfloat16", {"balance_coef": 0.1, "expert_bias_rate": 0.01}),
     "indexer": Case(INDEXED, "bfloat16", {"weight_decay": 0.1}),
     "fp8": Case(DENSE, "bfloat16", quantize="fp8"),

@@ -33,9 +33,9 @@ def finish(ranks: list[Command]) -> str:
     return output
 
 
-def same(folder: Path, other: Path) -> None:
-    """Both runs have the same records, and weights and optimizer of the same bytes."""
+def same(folder: Path, other: Path, step: int = 6) -> None:
+    """Both runs have the same records, and after `step`, their last, weights and optimizer of the same bytes."""
     assert history(folder) == history(other)
     for name in FILES:
-        files = [run / "checkpoints" / "step_6" / name for run in (folder, other)]
+        files = [run / "checkpoints" / f"step_{step}" / name for run in (folder, other)]
         assert files[0].read_bytes() == files[1].read_bytes(), name

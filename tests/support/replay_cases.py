@@ -1,4 +1,4 @@
-"""What router replay is worth, by how an engine drifts: the table of docs/parity.md.
+"""Effect of router replay for each kind of engine drift: the table of docs/parity.md.
 
     python -m tests.support.replay_cases
 

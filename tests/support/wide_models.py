@@ -21,7 +21,7 @@ PROMPT, COMPLETION = (RNG.integers(0, SIZES["vocab_size"], length).tolist() for 
 
 
 class Wide(TorchFunctionMode):
-    """What is float64 stays so: its norms, softmaxes, routers and recurrences ask for float32."""
+    """Keep float64 tensors in float64 where a model's norms, softmaxes, routers and recurrences ask for float32."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

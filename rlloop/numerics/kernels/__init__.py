@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     _conforms: Kernels = backend
 
-RECURRENT, SINKS, SETTINGS = "recurrent layers", "attention sinks", "settings"  # a backend may lack these
+# A backend may lack these.
+RECURRENT, SINKS, VISION, SETTINGS = "recurrent layers", "attention sinks", "a vision tower", "settings"
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class Backend:
 
     module: str
     packages: tuple[str, ...]  # whose versions decide the bits, and stand in fingerprints
-    lacks: frozenset[str] = frozenset()  # of RECURRENT, SINKS and SETTINGS (`NumericsProfile.for_cpus`)
+    lacks: frozenset[str] = frozenset()  # of RECURRENT, SINKS, VISION and SETTINGS (`NumericsProfile.for_cpus`)
 
 
 _backends = {
     "cpu": Backend("rlloop.numerics.kernels.cpu.backend", ("numba", "llvmlite")),
-    "cuda": Backend("rlloop.numerics.kernels.triton.backend", ("triton",), frozenset({RECURRENT, SINKS, SETTINGS})),
+    "cuda": Backend("rlloop.numerics.kernels.triton.backend", ("triton",), frozenset({SETTINGS})),
 }
 _loaded: dict[str, Kernels] = {}
 _by_device: dict[torch.device, Kernels] = {}

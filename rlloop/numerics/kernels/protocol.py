@@ -116,6 +116,16 @@ class Kernels(Protocol):
         """[T, D], [D], [D] -> [T, D]."""
         ...
 
+    def layer_norm_backward(self, x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> (of x, of weight, of bias)."""
+        ...
+
+    def gelu(self, x: Tensor, tanh: bool) -> Tensor:
+        """`Ops.gelu`."""
+        ...
+
+    def gelu_backward(self, x: Tensor, tanh: bool, grad: Tensor) -> Tensor: ...
+
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """`silu(gate) * up`. Two tensors of one shape."""
         ...
@@ -150,6 +160,19 @@ class Kernels(Protocol):
         scale: float, window: int,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Of whole sequences, whose keys and values are the flat tokens. -> (of q, of k, of v)."""
+        ...
+
+    def full_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """`attention` of whole sequences in which each query reads all keys of its own, in both directions."""
+        ...
+
+    def full_attention_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """-> (of q, of k, of v)."""
         ...
 
     def sparse_attention(
@@ -214,6 +237,22 @@ class Kernels(Protocol):
         ...
 
     @property
+    def one_adapter(
+        self,
+    ) -> (
+        Callable[
+            [Tensor, tuple[Tensor, ...], Tensor | None, torch.dtype, tuple[Factors, ...], AdapterSlots, bool],
+            tuple[Tensor, ...] | None,
+        ]
+        | None
+    ):
+        """Products of one input with one, two or three weights whose rows have one adapter or none (`which.single`),
+        in one launch, without a gradient; of two it is their `silu_mul` where the last argument is true. It returns
+        None for shapes, types and factors that it has no kernel for.
+        """
+        ...
+
+    @property
     def gated_experts(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
         """`Ops.experts(x, up, down, chosen)` of gated experts, differentiable."""
         ...
@@ -237,8 +276,18 @@ class Kernels(Protocol):
         """x [T, C], weight [C, 1, K], bias [C], all float32 -> [T, C]. Reads and leaves `states` where there are."""
         ...
 
+    def causal_conv_backward(
+        self, x: Tensor, weight: Tensor, query_start: Tensor, grad: Tensor, of_bias: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of whole sequences. -> (of x [T, C], of the weight [C, 1, K], of a bias [C] or [0])."""
+        ...
+
     def recurrent_gates(self, a: Tensor, rate: Tensor, bias: Tensor, floor: float) -> tuple[Tensor, Tensor]:
         """a [T, H], rate and bias [H], all float32 -> (decay, step), both [T, H]."""
+        ...
+
+    def scan_state(self, groups: int, heads: int, key_width: int, width: int) -> tuple[int, ...]:
+        """Shape of the float32 numbers that `scan` keeps of a sequence. Those of one that begins are never read."""
         ...
 
     def scan(

@@ -17,13 +17,13 @@ from rlloop.numerics.operators.fp8 import fp8_experts, fp8_linear, fp8_linears
 from rlloop.numerics.operators.masked_attention import (
     attention,
     index_weights,
-    layer_norm,
     select,
     sparse_attention,
 )
 from rlloop.numerics.operators.mixture import combine, experts, route, router_logits
 from rlloop.numerics.operators.products import head_linear, linear
 from rlloop.numerics.operators.recurrence import causal_conv, recurrent_gates, scan
+from rlloop.numerics.operators.vision import full_attention, gelu, layer_norm
 
 __all__ = [
     "adapted_experts",
@@ -36,6 +36,8 @@ __all__ = [
     "fp8_experts",
     "fp8_linear",
     "fp8_linears",
+    "full_attention",
+    "gelu",
     "head_linear",
     "index_weights",
     "layer_norm",

@@ -1,10 +1,10 @@
-"""Products with low-rank adapters (LoRA, arXiv:2106.09685) as longer chains.
+"""Products with low-rank adapters (LoRA, arXiv:2106.09685), computed as longer sums.
 
-z = A x is rounded to the compute type; then each output's sum goes on over the terms of B' z, where B' is the rounded
-scale * B, and is rounded once, after them. So a row has one definition wherever it is computed, and a row without an
-adapter, or with B = 0, has the bits of the product alone. Nothing is merged.
+z = A x is rounded to the compute type; then each output's sum is continued by the terms of B' z, where B' is the
+rounded scale * B, and rounded once at the end. So a row has one definition everywhere, and a row without an adapter, or
+with B = 0, has the bits of the plain product. Nothing is merged.
 
-The weight itself has a gradient only where it asks for one; a frozen one costs nothing.
+The weight's own gradient is computed only if it requires one.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rlloop.numerics.operators.products import (
     linear,
     product,
 )
+from rlloop.numerics.packed import is_packed
 from rlloop.numerics.routing import Clamped
 
 PRODUCTS = Products(product, grouped_rows_gradient, grouped_weight_gradient)
@@ -98,9 +99,13 @@ def adapted_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors, which: AdapterSlots, dtype: torch.dtype
 ) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, with each row's adapter."""
-    rows = None if which.uniform or torch.is_grad_enabled() else kernels_for(x.device).adapted_rows
-    if rows is not None:
-        return rows(x, weight, bias, dtype, factors, which)
+    if not torch.is_grad_enabled():
+        kernels = kernels_for(x.device)
+        one = None if is_packed(weight) else kernels.one_adapter
+        if one is not None and (made := one(x, (weight,), bias, dtype, (factors,), which, False)):
+            return made[0]
+        if kernels.adapted_rows is not None and not which.uniform:
+            return kernels.adapted_rows(x, weight, bias, dtype, factors, which)
     z = reduced(x, factors.down, which)
     return linear_with_terms(x, weight, bias, dtype, z, factors.up, True, which.slots(x), factors.ranks)
 
@@ -118,7 +123,7 @@ def adapted_experts(
     key = key[order]
     pairs = offsets_of(key, len(down) * slots)
     offsets = pairs[::slots].contiguous()
-    which_pair = key.clamp(max=len(down) * slots - 1)  # a choice of nobody has no terms of its own
+    which_pair = key.clamp(max=len(down) * slots - 1)  # a choice that stands for no expert has no further terms
 
     def multiplied(rows: Tensor, weight: Tensor, each: Factors | None, by_row: bool, dtype: torch.dtype) -> Tensor:
         if each is None:
@@ -146,7 +151,7 @@ def adapted_head_linear(x: Tensor, weight: Tensor, by_row: bool, factors: Factor
     """`Ops.head_linear` by a part of an adapted weight of all heads: its last rows, or not by_row its first ones.
 
     x [T, H, K], weight [H, N, K] -> [T, H, N]: a head's further terms are those of its rows of B. Not by_row, weight
-    [H, K, N], the factors change places: z = B'^T x, and its terms go on by A.
+    [H, K, N], the factors are exchanged: z = B'^T x, and the sums are continued by A.
     """
     (tokens, heads, width), slots = x.shape, len(factors.ranks)
     of_row = which.slots(x)

@@ -1,7 +1,7 @@
-"""`token_logprob` and `sample` by the contract: one distribution of a row, for the trainer and for the sampler.
+"""`token_logprob` and `sample`: one definition of a row's distribution for trainer and sampler.
 
-Logits are the float32 sums of `linear`, never rounded to a narrower type. Kernels hold a bounded number of them:
-forward and backward go over the rows in chunks, and the backward makes each chunk's logits again.
+Logits are the float32 sums of `linear`, never rounded to a narrower type. Memory for them is bounded: forward and
+backward process the rows in chunks, and the backward recomputes each chunk's logits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def token_redraw(
 
 
 def terms_of(hidden: Tensor, adapted: Adapted) -> tuple[Tensor | None, ...]:
-    """What the head's sums go on with: z, up, slots and ranks of `AdapterTerms`, or nothing."""
+    """Adapter terms of the output head: z, up, slots and ranks of `AdapterTerms`; four Nones without an adapter."""
     if adapted is None:
         return (None,) * 4
     factors, which = adapted
@@ -118,7 +118,7 @@ def score_logits(logits: Tensor, targets: Tensor, processing: LogitsProcessing) 
 def draw(
     logits: Tensor, processing: LogitsProcessing, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`sample` that never raises: the id of a row without a distribution is −1."""
+    """`sample` without errors: a row without a distribution gets id −1."""
     return _sample(logits, seeds, positions, *dense(processing, logits.shape[1], seeds))
 
 

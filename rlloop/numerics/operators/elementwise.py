@@ -60,7 +60,7 @@ silu_mul = operator(
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Of float32. On a CPU, PyTorch's own has other bits at the end of each thread's share of the numbers."""
+    """Sigmoid of float32 numbers. PyTorch's own, on a CPU, has other bits at the end of each thread's share."""
     return sigmoid_mul(x, torch.ones_like(x))
 
 

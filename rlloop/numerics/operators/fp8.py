@@ -1,7 +1,7 @@
-"""Products by 8-bit weights that train (`numerics.fp8`): inputs are quantised where they enter.
+"""Products with trainable 8-bit weights (`numerics.fp8`), which quantise their inputs.
 
-Gradients are straight-through: those of the plain product by the dequantised weight, at the inputs as they came, by
-the operators that every other product differentiates with.
+Gradients are straight-through: those of the plain product with the dequantised weight at the unquantised inputs, by the
+operators that differentiate every other product.
 """
 
 from __future__ import annotations

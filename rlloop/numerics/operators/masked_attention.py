@@ -33,7 +33,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     gradients = _gradients(*saved, grad, ctx.scale, ctx.window)
     if sinks is None:
         return *gradients, *[None] * 8
-    *_, out, lse = saved  # a sink takes mass from every key, and what that mass would have read is `out`
+    *_, out, lse = saved  # a sink takes mass from every key, so its gradient is against `out`
     lost = torch.exp(sinks.float() - lse) * (grad.float() * out.float()).sum(-1)
     return *gradients, *[None] * 7, -kernels_for(lost.device).sum_of_rows(lost).to(sinks.dtype)
 
@@ -73,10 +73,6 @@ def _check_gradient(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) ->
 
 def index_weights(x: Tensor, weight: Tensor) -> Tensor:
     return linear_float32(x, weight)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return kernels_for(x.device).layer_norm(x, weight, bias, eps)
 
 
 def select(q: Tensor, k: Tensor, weights: Tensor, layout: AttentionLayout, scale: float, count: int) -> Tensor:

@@ -22,7 +22,7 @@ def router_logits(x: Tensor, weight: Tensor, exact: bool, bias: Tensor | None = 
     logits = linear_float32(x, weight) if exact else linear(x, weight, None).float()
     if bias is None:
         return logits
-    logits = AddBias.apply(logits, bias.float()[None], torch.tensor([0, len(x)], device=x.device))
+    logits = AddBias.apply(logits, bias.float()[None], torch.arange(2, device=x.device) * len(x))
     return logits if exact else logits.to(x.dtype).float()
 
 
@@ -104,7 +104,7 @@ class Spread(torch.autograd.Function):
 
 
 class AddBias(torch.autograd.Function):
-    """Each group's bias [G, N] to its rows [R, N], in float32; rows behind the last group's are nobody's."""
+    """Add each group's bias [G, N] to its rows [R, N], in float32; rows after the last group's are ignored."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, cl
         inner = _biased(Spread.apply(x, order, inverse, top_k), up, clamped.up_bias, offsets)
         out = _biased(clamped_glu(inner, clamped), down, clamped.down_bias, offsets)
         return Spread.apply(out, inverse, order, 1).unflatten(0, (tokens, top_k))
-    # No name outlives its use: what is freed at once is memory that the next result takes, without new pages.
+    # Names are deleted after use, so that the next result reuses their memory without new pages.
     inner = grouped_linear(Spread.apply(x, order, inverse, top_k), up, True, offsets)
     inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else inner.relu().square()
     return Spread.apply(grouped_linear(inner, down, True, offsets), inverse, order, 1).unflatten(0, (tokens, top_k))

@@ -1,7 +1,7 @@
-"""Parameters that every token reads through PyTorch's own operations. Their gradients sum over tokens as products do.
+"""Parameters read by every token through PyTorch's own operations; their gradients sum over tokens like products'.
 
-On a CPU, PyTorch's own sums over tokens are long chains, in bfloat16 where the parameter is, and some depend on
-threads. In float64, and on CUDA, where they repeat themselves, they stay.
+On a CPU, PyTorch's own sums over tokens are long chains, in bfloat16 for bfloat16 parameters, and some depend on
+threads. PyTorch's sums are kept in float64, and on CUDA, where they are deterministic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _EachRow(torch.autograd.Function):
 
 
 def each_row(weight: Tensor, rows: int) -> Tensor:
-    """[N] -> [rows, N]: the weight, as often as there are rows."""
+    """[N] -> [rows, N]: the weight, repeated for each row."""
     return _EachRow.apply(weight, rows)
 
 

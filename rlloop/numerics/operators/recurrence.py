@@ -27,18 +27,19 @@ def _convolution_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _convolution_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, query_start = ctx.saved_tensors
-    counts, at = query_start.diff(), torch.arange(len(x), device=x.device)
-    place = at - torch.repeat_interleave(query_start[:-1], counts)
-    grad_x, grad_weight, width = torch.zeros_like(x), torch.empty_like(weight), weight.shape[2]
-    for j in range(width):
-        reader = at[place >= width - 1 - j]  # the tokens that read one so far back
-        read = reader - (width - 1 - j)
-        grad_x.index_add_(0, read, grad[reader] * weight[:, 0, j])  # each row once
-        grad_weight[:, 0, j] = _sum_of_rows(grad[reader] * x[read])
-    return grad_x, grad_weight, _sum_of_rows(grad) if ctx.has_bias else None, None
+    grad_x, grad_weight, grad_bias = _convolution_gradients(*ctx.saved_tensors, grad, ctx.has_bias)
+    return grad_x, grad_weight, grad_bias if ctx.has_bias else None, None
 
 
+_convolution_gradients = operator(
+    "causal_conv_backward(Tensor x, Tensor weight, Tensor query_start, Tensor grad, bool of_bias)"
+    " -> (Tensor, Tensor, Tensor)",
+    lambda x, weight, query_start, grad, of_bias: (
+        torch.empty_like(x),
+        torch.empty_like(weight),
+        x.new_empty(x.shape[1] if of_bias else 0),
+    ),
+)
 _convolution = operator(
     "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor query_start) -> Tensor",
     lambda x, *rest: torch.empty_like(x),

@@ -1,4 +1,4 @@
-"""What a config.json means, and by which name the rest is refused."""
+"""Reading of config.json, and refusal by name of unsupported settings."""
 
 from __future__ import annotations
 

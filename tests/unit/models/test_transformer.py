@@ -75,6 +75,7 @@ def test_hidden_states_in_chunks_over_a_cache_have_the_bits_of_one_pass(folder: 
         assert torch.equal(one.view(torch.uint8), torch.cat(many).view(torch.uint8))
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences(folder: Path) -> None:
     """In float64, by the reference operations: every parameter, along a random direction of its own."""
     model = load_model(folder, dtype="float64", profile=REFERENCE)

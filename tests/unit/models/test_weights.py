@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlloop.errors import ConfigError, ModelError
-from rlloop.models import load_model, new_model, read_state, save_model, token_logprobs
+from rlloop.models import load_model, new_model, read_state, save_model, token_logprobs, weights
 from rlloop.models.safetensors_io import StoredWeights
+from rlloop.numerics.kernels import RECURRENT, SINKS, Backend
 from rlloop.numerics.profile import NumericsProfile
 from tests.support.checkpoints import EVERY, by_our_names, make_checkpoint
 
@@ -323,14 +324,13 @@ def test_types_and_devices_that_cannot_be_used(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("family", "named"), [("nemotron_h", "recurrent layers"), ("gpt_oss", "attention sinks")])
-def test_what_has_no_kernels_for_gpus_is_refused_by_name(
+def test_what_a_device_has_no_kernels_for_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, named: str
 ):
     make_checkpoint(tmp_path, family)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    with pytest.raises(ConfigError, match=f"ForCausalLM has {named}, whose kernels are for CPUs; use device=cpu"):
-        load_model(tmp_path, device="cuda")
+    monkeypatch.setattr(weights, "backend_of", lambda device_type: Backend("", (), frozenset({RECURRENT, SINKS})))
+    with pytest.raises(ConfigError, match=f"ForCausalLM has {named}, which the kernels of cpu lack"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("family", EVERY)

@@ -85,8 +85,9 @@ def test_backward_is_the_same_at_any_thread_count_and_beside_any_neighbours():
     assert all(same_bits(a, b[last]) for a, b in zip(gradients(last, LENGTHS[-1:]), whole, strict=True))
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
-        assert all(same_bits(a, b) for a, b in zip(gradients(slice(None), LENGTHS), whole, strict=True))
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert all(same_bits(a, b) for a, b in zip(gradients(slice(None), LENGTHS), whole, strict=True))
     finally:
         torch.set_num_threads(before)
 

@@ -102,6 +102,7 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_another_device_needs_no_numba():
     run(ANOTHER_DEVICE)
 
@@ -112,6 +113,7 @@ def test_a_cpu_needs_no_triton():
     assert "rlloop.numerics.kernels.triton.backend" not in sys.modules
 
 
+@pytest.mark.slow
 def test_a_third_backend_is_a_module_and_a_registration():
     run(THIRD)
 
@@ -120,10 +122,15 @@ def test_a_third_backend_is_a_module_and_a_registration():
 def test_the_cpu_has_every_kernel_with_its_arguments(name):
     function, declared = getattr(cpu, name), vars(Kernels)[name]
     if not isinstance(declared, property):
-        assert list(inspect.signature(function).parameters) == list(inspect.signature(declared).parameters)[1:]
+        wanted, has = (
+            list(inspect.signature(declared).parameters)[1:],
+            list(inspect.signature(function).parameters.values()),
+        )
+        assert [each.name for each in has][: len(wanted)] == wanted
+        assert all(each.default is not inspect.Parameter.empty for each in has[len(wanted) :])
 
 
-def test_triton_has_kernels_of_the_protocol_and_most_of_them():
+def test_triton_has_the_kernels_of_the_protocol_but_one():
     """Read, not imported: few machines have Triton."""
     tree = ast.parse((Path(rlloop.numerics.kernels.triton.__file__).parent / "backend.py").read_text())
     [names] = [
@@ -131,8 +138,7 @@ def test_triton_has_kernels_of_the_protocol_and_most_of_them():
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]
-    lacking = {"sigmoid_mul", "causal_conv", "recurrent_gates", "scan", "scan_backward"}
-    assert set(NAMES) - set(names) == lacking | {"sum_of_rows", "embedding_backward"}
+    assert set(NAMES) - set(names) == {"embedding_backward"}
     assert set(names) <= set(NAMES)
 
 

@@ -128,7 +128,7 @@ def test_mistakes_are_named_by_key(module):
     path = module("x = 1\n", "empty")
     with pytest.raises(ConfigError, match=rf"rollout\.profile\.rope: {path} has no function rope"):
         check(f"rollout.profile.rope={path}")
-    with pytest.raises(ValueError, match="has no function silu_mul or sigmoid_mul, which activation chooses"):
+    with pytest.raises(ValueError, match="has no function silu_mul or sigmoid_mul or gelu, which activation chooses"):
         NumericsProfile(activation=path)
     with pytest.raises(ConfigError, match=r"is 'sillu'; it must be rlloop, .* or the dotted path of a module"):
         ProfileConfig(activation="sillu")

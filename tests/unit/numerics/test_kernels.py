@@ -1,4 +1,4 @@
-"""What the operations are made of: the exponential, products past every edge of the tiles, the threads."""
+"""Building blocks of the operations: the exponential, products at every edge of the tiles, threads."""
 
 import threading
 
@@ -106,6 +106,14 @@ def test_how_the_work_is_cut_changes_no_bit(tile_count, chunk):
     for threads in (1, 3):
         linear.product(threads, *args)
         assert same_bits(out, OURS.linear(x, weight))
+
+
+@pytest.mark.parametrize("outputs", [64, 128, 155])
+def test_a_weight_gradient_has_a_task_for_each_thread(outputs):
+    tile_count, chunk = linear.plan(outputs, 64, 10_000, threads=2, rows_by_row=False)
+    tasks = -(-64 // (tile_count * LANES)) * -(-outputs // chunk)
+    assert tasks >= 2
+    assert chunk % LANES == 0
 
 
 @pytest.mark.parametrize(("heads", "groups", "width", "v_width"), [(8, 2, 80, 80), (3, 3, 40, 24), (6, 1, 128, 64)])

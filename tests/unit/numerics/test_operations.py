@@ -152,6 +152,7 @@ def test_the_probe_catches_the_stock_twin(operation):
     assert operation in probe(ops_for(profile), torch.float32)
 
 
+@pytest.mark.slow
 def test_operators_are_opaque_and_well_formed():
     x, weight = randn(5, 8).requires_grad_(), randn(3, 8, seed=1).requires_grad_()
     torch.library.opcheck(torch.ops.rlloop.linear.default, (x, weight, None))

@@ -113,11 +113,12 @@ def test_positions_and_seeds_draw_apart():
 
 def test_threads_change_nothing():
     hidden, weight = head(100, 1000)
-    logits, threads = logprob.logits(hidden, weight), torch.get_num_threads()
+    logits, before = logprob.logits(hidden, weight), torch.get_num_threads()
+    torch.set_num_threads(3)
     many = sample(logits, mixed(100), *names(100))
     torch.set_num_threads(1)
     one = sample(logits, mixed(100), *names(100))
-    torch.set_num_threads(threads)
+    torch.set_num_threads(before)
     assert torch.equal(many[0], one[0])
     assert torch.equal(bits(torch.stack(many[1:])), bits(torch.stack(one[1:])))
 

@@ -144,7 +144,7 @@ def test_neither_chunks_nor_threads_change_a_bit(monkeypatch):
     whole = token_logprob(hidden, weight, targets, warp)
     gradients = torch.autograd.grad(whole[1].sum(), (hidden, weight))
     threads = torch.get_num_threads()
-    for rows_at_once, count in [(1, threads), (7, 1), (50, 1)]:
+    for rows_at_once, count in [(1, 3), (7, 1), (50, 1)]:
         monkeypatch.setattr(kernels, "LOGITS_BYTES", rows_at_once * 4000 + 1)
         torch.set_num_threads(count)
         cut = token_logprob(hidden, weight, targets, warp)
@@ -282,6 +282,7 @@ def test_one_pass_scores_raw_and_draws_with_the_samplers_bits(warp, dtype):
     assert (logprob.token_redraw(hidden, weight, drawn, warp, None, positions)[3] == -1).all()
 
 
+@pytest.mark.slow
 def test_is_an_opaque_operation():
     hidden, weight = head(6, 40)
     targets = torch.arange(6)

@@ -17,7 +17,7 @@ NO_SINKS = np.empty(0, np.float32)
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor, block_size: int,
-    scale: float, split: int, window: int, sinks: Tensor | None,
+    scale: float, split: int, window: int, sinks: Tensor | None, causal: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (tokens, heads, width), (_, groups, v_width) = q.shape, v.shape
     out, lse = q.new_empty(tokens, heads, v_width), torch.empty(tokens, heads)
@@ -29,14 +29,14 @@ def attention(
         threads, flat(q.contiguous()), flat(k.contiguous()), *_value_rows(v), starts, contexts,
         flat(block_start.contiguous()), block_start.shape[1], block_size,
         *kernels.plan(counts, heads, groups, threads), heads, groups, width, v_width, np.float32(scale), split, window,
-        NO_SINKS if sinks is None else flat(sinks.float()), flat(out), flat(lse),
+        causal, NO_SINKS if sinks is None else flat(sinks.float()), flat(out), flat(lse),
     )  # fmt: skip
     return out, lse
 
 
 def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
-    window: int,
+    window: int, causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     gradients, starts = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), flat(query_start)
@@ -45,9 +45,20 @@ def attention_backward(
     pairs = int(counts @ counts) * heads
     backward_kernels.backward(
         threads_for(pairs * (width + v_width)), *map(flat, (q, k, v, out, lse, grad.contiguous())), starts, heads,
-        groups, width, v_width, np.float32(scale), window, *map(flat, gradients),
+        groups, width, v_width, np.float32(scale), window, causal, *map(flat, gradients),
     )  # fmt: skip
     return gradients
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    context, longest = torch.zeros_like(query_start[1:]), int(query_start.diff().max()) if len(query_start) > 1 else 1
+    return attention(q, k, v, query_start, context, query_start[:-1, None], longest, scale, 0, 0, None, causal=False)
+
+
+def full_attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return attention_backward(q, k, v, query_start, out, lse, grad, scale, 0, causal=False)
 
 
 def sparse_attention(

@@ -8,6 +8,8 @@ from rlloop.numerics.fp8 import quantised_rows as fp8_rows
 from rlloop.numerics.kernels.cpu.attention import (
     attention,
     attention_backward,
+    full_attention,
+    full_attention_backward,
     select,
     sparse_attention,
     sparse_attention_backward,
@@ -45,9 +47,17 @@ from rlloop.numerics.kernels.cpu.products import (
     squares_of_rows,
     sum_of_rows,
 )
-from rlloop.numerics.kernels.cpu.recurrence import causal_conv, recurrent_gates, scan, scan_backward
+from rlloop.numerics.kernels.cpu.recurrence import (
+    causal_conv,
+    causal_conv_backward,
+    recurrent_gates,
+    scan,
+    scan_backward,
+    scan_state,
+)
+from rlloop.numerics.kernels.cpu.vision import gelu, gelu_backward, layer_norm_backward
 
-gated_experts = fp8_gated_experts = head_linear = dequantised = adapted_rows = None
+gated_experts = fp8_gated_experts = head_linear = dequantised = adapted_rows = one_adapter = None
 READS_PACKED = frozenset({"grouped_linear", "adapted_grouped_linear", "grouped_rows_gradient"})
 
 __all__ = [
@@ -58,6 +68,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "causal_conv",
+    "causal_conv_backward",
     "combine",
     "combine_backward",
     "dequantised",
@@ -66,16 +77,22 @@ __all__ = [
     "fp8_gated_experts",
     "fp8_product",
     "fp8_rows",
+    "full_attention",
+    "full_attention_backward",
     "gated_experts",
     "gated_linear",
+    "gelu",
+    "gelu_backward",
     "grouped_linear",
     "grouped_rows_gradient",
     "grouped_weight_gradient",
     "head_linear",
     "layer_norm",
+    "layer_norm_backward",
     "linear",
     "linear_float32",
     "logits_rows",
+    "one_adapter",
     "product",
     "qkv_cache_write",
     "qkv_linear",
@@ -87,6 +104,7 @@ __all__ = [
     "sample",
     "scan",
     "scan_backward",
+    "scan_state",
     "score_logits",
     "score_logits_backward",
     "select",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlloop.numerics.kernels.cpu.compiled import recurrence as kernels
 from rlloop.numerics.kernels.cpu.compiled.jit import flat, threads_for
+from rlloop.numerics.kernels.cpu.products import sum_of_rows
 
 NO_STATES, NO_IDS = np.empty(0, np.float32), np.empty(0, np.int64)
 
@@ -25,6 +26,20 @@ def causal_conv(
     return out
 
 
+def causal_conv_backward(
+    x: Tensor, weight: Tensor, query_start: Tensor, grad: Tensor, of_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    counts, at = query_start.diff(), torch.arange(len(x))
+    place = at - torch.repeat_interleave(query_start[:-1], counts)
+    grad_x, grad_weight, width = torch.zeros_like(x), torch.empty_like(weight), weight.shape[2]
+    for j in range(width):
+        reader = at[place >= width - 1 - j]  # the tokens that read one so far back
+        read = reader - (width - 1 - j)
+        grad_x.index_add_(0, read, grad[reader] * weight[:, 0, j])  # each row once
+        grad_weight[:, 0, j] = sum_of_rows(grad[reader] * x[read])
+    return grad_x, grad_weight, sum_of_rows(grad) if of_bias else grad.new_empty(0)
+
+
 def recurrent_gates(a: Tensor, rate: Tensor, bias: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     decay, step = torch.empty_like(a), torch.empty_like(a)
     kernels.gates(
@@ -32,6 +47,10 @@ def recurrent_gates(a: Tensor, rate: Tensor, bias: Tensor, floor: float) -> tupl
         np.float32(floor), a.shape[1], flat(decay), flat(step),
     )  # fmt: skip
     return decay, step
+
+
+def scan_state(groups: int, heads: int, key_width: int, width: int) -> tuple[int, ...]:
+    return heads, key_width, width
 
 
 def scan(

@@ -15,14 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from rlloop.numerics.kernels.terms import Products
-from rlloop.numerics.kernels.triton import grouped
+from rlloop.numerics.kernels.triton import grouped, small_batch_tiles
 from rlloop.numerics.kernels.triton import linear as products
-from rlloop.numerics.kernels.triton.launch import aligned
+from rlloop.numerics.kernels.triton.launch import aligned, gluon_runs
 from rlloop.numerics.kernels.triton.packed import sums
 from rlloop.numerics.kernels.triton.sorting import sorted_by_group
 from rlloop.numerics.layout import AdapterSlots, Factors
 
 ROWS, OUTPUTS, TERMS = 64, 64, 16
+SMALL = 1 << 23  # numbers of weights whose product of many rows takes the GPU less time than several launches the host
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -125,6 +126,45 @@ def adapted_rows(
     return out
 
 
+def one_adapter(
+    x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None, dtype: torch.dtype, factors: tuple[Factors, ...],
+    which: AdapterSlots, gated: bool,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """Few rows of x [T, K] times weights [N, K] with one adapter -> [T, N] each, or [T, F] if `gated`."""
+    (rows, width), outputs = x.shape, sum(map(len, weights))
+    same = all(weight.dtype == x.dtype for weight in (*weights, *(each.up for each in factors)))
+    if not (which.single and same and rows and x.itemsize == 2 and width and width % 8 == 0 and gluon_runs(x.device)):
+        return None
+    if rows > products.FEW_ROWS and outputs * width > SMALL:
+        return None
+    from rlloop.numerics.kernels.triton import small_batch_linear as few
+
+    if not few.takes(factors):
+        return None
+    slots = None if which.uniform else which.slots(x)
+    sole = None if slots is None else which.kept(lambda slots: slots.amin(0, keepdim=True))
+    adapter = few.Adapter(factors, slots, sole)
+    if gated:
+        tables = small_batch_tiles.TABLE_GATED, small_batch_tiles.TABLE_ADAPTED_GATED
+    elif len(weights) == 3:
+        tables = small_batch_tiles.TABLE_END_TO_END, small_batch_tiles.TABLE_ADAPTED
+    else:
+        tables = (small_batch_tiles.TABLE_ADAPTED,)
+    first = small_batch_tiles.tiles_for(rows, outputs, width) if len(weights) == 1 else None
+    of = outputs // 2 if gated else outputs
+    tiles = first or next(filter(None, (small_batch_tiles.tiles_of(table, x, weights, of) for table in tables)), None)
+    if tiles is None:
+        return None
+    if len(weights) == 3:
+        return few.products(x, weights, tiles, adapter)
+    out = x.new_empty(rows, len(weights[0]), dtype=dtype)
+    if gated:
+        few.gated(x, *weights, out, tiles, adapter=adapter)
+    else:
+        few.product(x, weights[0], bias, out, tiles, adapter=adapter)
+    return (out,)
+
+
 def adapted_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, z: Tensor, up: Tensor, up_by_row: bool,
     slots: Tensor, ranks: Tensor,
@@ -141,7 +181,9 @@ def adapted_grouped_linear(
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
-    return sums(rows, weight, by_row, offsets, rows.dtype)
+    """Wider rows than the weight are multiplied in its type: they hold its numbers, or are gradients."""
+    narrow = weight.dtype.itemsize < rows.dtype.itemsize
+    return sums(rows.to(weight.dtype) if narrow else rows, weight, by_row, offsets, rows.dtype)
 
 
 PRODUCTS = Products(products.gradient, grouped_linear, grouped.weight_gradient)

@@ -1,9 +1,12 @@
-"""Causal attention over ragged sequences: the same arithmetic for decode, prefill, chunked prefill and training.
+"""Attention over ragged sequences: the same arithmetic for decode, prefill, chunked prefill, training and images.
 
 A query reads keys in tiles of 64 at absolute positions with an online softmax in float32, and begins anew every
 `SEGMENT` keys: a segment's (top, total, sums) joins those before it in ascending order. Decode over a long context
 gives each segment a program of its own and joins them afterwards; everything else joins them as it goes. A query's bits
 depend on itself and its keys alone. Queries of the heads that share a key-value head stand in one tile.
+
+The keys of a window are one part, which begins with the tile that has the first of them. A sink counts as a first key
+whose value is 0. Without causality (vision towers), every query reads the keys that a causal sequence's last one reads.
 """
 
 from __future__ import annotations
@@ -92,9 +95,9 @@ def _load_rows(base, offset, inside, WIDTH: tl.constexpr, W: tl.constexpr, MASKE
 def _tile(
     top, total, sums, q, rest, k, v, v_step, blocks, start, block_size, group, position, last, tile, scale,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
-    REST: tl.constexpr, TILE: tl.constexpr, CONTIGUOUS: tl.constexpr, MASKED: tl.constexpr,
+    REST: tl.constexpr, TILE: tl.constexpr, CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys. `MASKED`: some query does not attend to all of them."""
+    """One tile of keys. `MASKED`: some query does not attend to all of them; with a WINDOW perhaps to none."""
     lane = tl.arange(0, TILE)
     key = tile + lane
     seen = key <= last
@@ -115,10 +118,16 @@ def _tile(
         keys = _load_rows(key_base + V_WIDTH, key_at, seen, WIDTH - V_WIDTH, REST, MASKED)
         scores = tl.dot(rest, keys.T, scores, input_precision="ieee")
     if MASKED:
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        reads = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            reads = reads & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(reads, scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1) * scale)
-    masses = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), -highest[:, None]))
-    fade = tl.exp2(top - highest)
+    base = highest
+    if WINDOW > 0:
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+    masses = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), -base[:, None]))
+    fade = tl.exp2(top - base)
     total = tl.fma(total, fade, tl.sum(masses, 1))
     sums = tl.dot(masses.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
     return highest, total, sums
@@ -126,42 +135,43 @@ def _tile(
 
 @triton.jit
 def _segment(
-    q, rest, k, v, v_step, blocks, block_size, group, position, first, last, begin, end, scale, GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, REST: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, CONTIGUOUS: tl.constexpr, ONE: tl.constexpr,
+    q, rest, k, v, v_step, blocks, block_size, group, position, first, last, begin, end, scale, top, total,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
+    REST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr,
+    ONE: tl.constexpr,
 ):  # fmt: skip
-    """(top, total, sums) of the keys `begin` to `end`, for queries from position `first` to `last`. `scale` is for
-    powers of two."""
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    """(top, total, sums) of the keys `begin` to `end` after `top` and `total`, for queries from position `first` to
+    `last`. `scale` is for powers of two."""
     sums = tl.zeros((ROWS, VW), tl.float32)
     start = tl.load(blocks)
     masked = begin
-    if not ONE:  # tiles that every query sees whole need no mask
+    if not ONE and WINDOW == 0:  # tiles that every query sees whole need no mask
         masked = begin + tl.maximum(tl.minimum(first + 1, end) - begin, 0) // TILE * TILE
         for tile in range(begin, masked, TILE):
             top, total, sums = _tile(
                 top, total, sums, q, rest, k, v, v_step, blocks, start, block_size, group, position, last, tile, scale,
-                GROUPS, WIDTH, V_WIDTH, W, VW, REST, TILE, CONTIGUOUS, False,
+                GROUPS, WIDTH, V_WIDTH, W, VW, REST, TILE, CONTIGUOUS, WINDOW, False,
             )  # fmt: skip
     for tile in range(masked, end, TILE):
         top, total, sums = _tile(
             top, total, sums, q, rest, k, v, v_step, blocks, start, block_size, group, position, last, tile, scale,
-            GROUPS, WIDTH, V_WIDTH, W, VW, REST, TILE, CONTIGUOUS, True,
+            GROUPS, WIDTH, V_WIDTH, W, VW, REST, TILE, CONTIGUOUS, WINDOW, True,
         )  # fmt: skip
     return top, total, sums
 
 
 @triton.jit(do_not_specialize=["sequences", "blocks", "block_size", "segments"])
 def _attention(
-    q, k, v, v_step, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks, block_size,
-    segments, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    W: tl.constexpr, VW: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    SEGMENT: tl.constexpr, CONTIGUOUS: tl.constexpr, ONE: tl.constexpr, FORM: tl.constexpr,
+    q, k, v, v_step, query_start, context, block_start, sinks, out, lse, part_sums, part_stats, sequences, blocks,
+    block_size, segments, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, SEGMENT: tl.constexpr, CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    ONE: tl.constexpr, FORM: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """`ONE`: a program for each sequence, which has few queries. `FORM`: 0, no context is longer than a segment;
     1, segments join here; 2, each is a program, whose part goes to `part_sums` and `part_stats`. `REST`: keys are
-    values followed by so many numbers (padded); 0: they are something else."""
+    values followed by so many numbers (padded); 0: they are something else. Not `CAUSAL`: the mask takes every
+    query for its sequence's last."""
     SHARE: tl.constexpr = HEADS // GROUPS
     group, task = tl.program_id(1), tl.program_id(0)
     if ONE:
@@ -178,6 +188,9 @@ def _attention(
         position = offset + row // SHARE
         last = offset + (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
         first, dv = offset + chunk * ROWS // SHARE, tl.arange(0, VW)
+        if not CAUSAL:
+            last = offset + rows // SHARE - 1
+            first, position = last, last + row * 0
         if REST == 0:
             queries = _load_rows(q, place * WIDTH, row < rows, WIDTH, W, True)
             rest = queries
@@ -185,14 +198,20 @@ def _attention(
             queries = _load_rows(q, place * WIDTH, row < rows, V_WIDTH, VW, True)
             rest = _load_rows(q + V_WIDTH, place * WIDTH, row < rows, WIDTH - V_WIDTH, REST, True)
         mine = block_start + sequence.to(tl.int64) * blocks
+        none, nothing = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+        top, total = none, nothing
+        if SINKS:
+            top = tl.load(sinks + group * SHARE + row % SHARE).to(tl.float32) * 1.4426950408889634
+            total = nothing + 1.0
         if FORM == 2:
             segment = tl.program_id(2)
             begin = segment * SEGMENT
             if begin <= last:
+                top, total = tl.where(segment == 0, top, none), tl.where(segment == 0, total, nothing)
                 top, total, sums = _segment(
                     queries, rest, k, v, v_step, mine, block_size, group, position, first, last, begin,
-                    tl.minimum(begin + SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS, TILE,
-                    CONTIGUOUS, ONE,
+                    tl.minimum(begin + SEGMENT, last + 1), scale, top, total, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS,
+                    TILE, CONTIGUOUS, WINDOW, ONE,
                 )  # fmt: skip
                 part = place * segments + segment
                 tl.store(
@@ -202,16 +221,19 @@ def _attention(
                 tl.store(part_stats + part * 2, top, row < rows)
                 tl.store(part_stats + part * 2 + 1, total, row < rows)
         else:
+            lowest, end = 0, tl.minimum(SEGMENT, last + 1)
+            if WINDOW > 0:
+                lowest, end = tl.maximum(first - WINDOW + 1, 0) // TILE * TILE, last + 1
             top, total, sums = _segment(
-                queries, rest, k, v, v_step, mine, block_size, group, position, first, last, 0,
-                tl.minimum(SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS, TILE, CONTIGUOUS, ONE,
+                queries, rest, k, v, v_step, mine, block_size, group, position, first, last, lowest, end, scale, top,
+                total, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS, TILE, CONTIGUOUS, WINDOW, ONE,
             )  # fmt: skip
             if FORM == 1:
                 for begin in range(SEGMENT, last + 1, SEGMENT):
                     part_top, part_total, part = _segment(
                         queries, rest, k, v, v_step, mine, block_size, group, position, first, last, begin,
-                        tl.minimum(begin + SEGMENT, last + 1), scale, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS, TILE,
-                        CONTIGUOUS, ONE,
+                        tl.minimum(begin + SEGMENT, last + 1), scale, none, nothing, GROUPS, WIDTH, V_WIDTH, W, VW,
+                        REST, ROWS, TILE, CONTIGUOUS, WINDOW, ONE,
                     )  # fmt: skip
                     # Queries that come before this segment keep what they have.
                     new_top, new_total, new_sums = _join(top, total, sums, part_top, part_total, part)
@@ -272,11 +294,12 @@ def _better_kernels(device: torch.device) -> tuple[ModuleType | None, ModuleType
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor, block_size: int,
-    scale: float,
+    scale: float, window: int = 0, sinks: Tensor | None = None, causal: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, log-sum-exp of the scaled scores [T, H] float32).
+    """(out, log-sum-exp of the scaled scores [T, H] float32). `layout.AttentionMask` says what window and sinks are.
 
-    With as many queries as sequences, each sequence must have one: that is decode.
+    With as many queries as sequences, each sequence must have one: that is decode. Not `causal`: each query reads all
+    keys of its sequence, which has neither a window nor sinks; whole sequences only, any number of queries.
     """
     (tokens, heads, width), (_, groups, v_width) = q.shape, v.shape
     out, lse = q.new_empty(tokens, heads, v_width), q.new_empty(tokens, heads, dtype=torch.float32)
@@ -285,21 +308,21 @@ def attention(
     q, k, (v, v_step) = aligned(q), aligned(k), value_rows(v)
     query_start, context, block_start = query_start.contiguous(), context.contiguous(), block_start.contiguous()
     sequences, blocks = block_start.shape
-    single = tokens == sequences
+    single = causal and tokens == sequences
     segments, share = triton.cdiv(blocks * block_size, SEGMENT), heads // groups
-    form = 0 if segments == 1 else 2 if single else 1
+    form = 0 if segments == 1 or window else 2 if single else 1
     wide = groups == 1 and width > v_width >= WIDE and (v.data_ptr(), v_step) == (k.data_ptr(), width)
     if q.dtype == torch.float32:
         tiles = WIDE_FLOAT32 if wide else FLOAT32
     elif wide:
         tiles = WIDE_HALF
     else:
-        tiles = DECODE if single and share <= DECODE.rows else LONG if segments > 1 and not single else MANY
+        tiles = DECODE if single and share <= DECODE.rows else LONG if form == 1 else MANY
     one = single and share <= tiles.rows
     tasks = sequences if one else tokens * share // tiles.rows + sequences
     shapes = ((tokens, heads, segments, n) for n in (v_width, 2))
     part_sums, part_stats = (q.new_empty(x, dtype=torch.float32) for x in shapes) if form == 2 else (lse, lse)
-    decode, prefill = _better_kernels(q.device)
+    decode, prefill = _better_kernels(q.device) if causal and not window and sinks is None else (None, None)
     if not single and prefill is not None and prefill.takes(q, k, v, v_step, blocks, block_size):
         prefill.run(
             q, k, v, v_step, query_start, context, block_start, block_size, scale * LOG2E, out, lse,
@@ -311,11 +334,12 @@ def attention(
         )  # fmt: skip
     else:
         _attention[(tasks, groups, segments if form == 2 else 1)](
-            q, k, v, v_step, query_start, context, block_start, out, lse, part_sums, part_stats, sequences, blocks,
-            block_size, segments, scale * LOG2E, HEADS=heads, GROUPS=groups, WIDTH=width, V_WIDTH=v_width,
-            W=power_of_two(width, 16), VW=power_of_two(v_width, 16),
+            q, k, v, v_step, query_start, context, block_start, lse if sinks is None else aligned(sinks), out, lse,
+            part_sums, part_stats, sequences, blocks, block_size, segments, scale * LOG2E, HEADS=heads, GROUPS=groups,
+            WIDTH=width, V_WIDTH=v_width, W=power_of_two(width, 16), VW=power_of_two(v_width, 16),
             REST=power_of_two(width - v_width, 16) if wide else 0, ROWS=tiles.rows, TILE=TILE, SEGMENT=SEGMENT,
-            CONTIGUOUS=blocks == 1, ONE=one, FORM=form, num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
+            CONTIGUOUS=blocks == 1, WINDOW=window, SINKS=sinks is not None, ONE=one, FORM=form, CAUSAL=causal,
+            num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
         )  # fmt: skip
     if form == 2:
         _join_parts[(tokens, heads)](

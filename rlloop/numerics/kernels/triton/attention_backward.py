@@ -32,7 +32,7 @@ def _rows(source, place, inside, WIDTH: tl.constexpr, W: tl.constexpr):
 def _by_query(
     q, k, v, query_start, out, lse, grad, grad_q, deltas, sequences, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     SHARE: tl.constexpr = HEADS // GROUPS
     group, task = tl.program_id(1), tl.program_id(0)
@@ -51,13 +51,22 @@ def _by_query(
         log_total = tl.load(lse + place, valid, 0.0) * 1.4426950408889634
         sums = tl.zeros((ROWS, W), tl.float32)
         last = (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
-        for tile in range(0, last + 1, TILE):
+        if not CAUSAL:  # as in `attention._attention`
+            last = rows // SHARE - 1
+            position = last + row * 0
+        lowest = 0
+        if WINDOW > 0:
+            lowest = tl.maximum(chunk * ROWS // SHARE - WINDOW + 1, 0) // TILE * TILE
+        for tile in range(lowest, last + 1, TILE):
             key = tile + tl.arange(0, TILE)
             at, seen = (token + key) * GROUPS + group, key <= last
             keys, values = _rows(k, at, seen, WIDTH, W), _rows(v, at, seen, V_WIDTH, VW)
             scores = tl.dot(queries, keys.T, input_precision="ieee") * (scale * 1.4426950408889634)
             masses = tl.exp2(scores - log_total[:, None])
-            masses = tl.where(key[None, :] <= position[:, None], masses, 0.0)
+            reads = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                reads = reads & (key[None, :] > position[:, None] - WINDOW)
+            masses = tl.where(reads, masses, 0.0)
             by_mass = tl.dot(slopes, values.T, input_precision="ieee")
             by_score = masses * (by_mass - delta[:, None])
             sums = tl.dot(by_score.to(keys.dtype), keys, sums, input_precision="ieee")
@@ -72,7 +81,7 @@ def _by_query(
 def _by_key(
     q, k, v, query_start, lse, grad, deltas, grad_k, grad_v, sequences, scale, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     SHARE: tl.constexpr = HEADS // GROUPS
     group, task = tl.program_id(1), tl.program_id(0)
@@ -85,7 +94,12 @@ def _by_key(
         at, seen = (token + key) * GROUPS + group, key < length
         keys, values = _rows(k, at, seen, WIDTH, W), _rows(v, at, seen, V_WIDTH, VW)
         key_sums, value_sums = tl.zeros((TILE, W), tl.float32), tl.zeros((TILE, VW), tl.float32)
-        for begin in range(tile * SHARE // ROWS * ROWS, length * SHARE, ROWS):
+        start, end = tile, length
+        if WINDOW > 0:
+            end = tl.minimum(length, tile + TILE + WINDOW - 1)
+        if not CAUSAL:
+            start = 0
+        for begin in range(start * SHARE // ROWS * ROWS, end * SHARE, ROWS):
             row = begin + tl.arange(0, ROWS)
             valid, position = row < length * SHARE, row // SHARE
             place = (token + position) * HEADS + group * SHARE + row % SHARE
@@ -94,7 +108,13 @@ def _by_key(
             delta = tl.load(deltas + place, valid, 0.0)
             scores = tl.dot(keys, queries.T, input_precision="ieee") * (scale * 1.4426950408889634)
             masses = tl.exp2(scores - log_total[None, :])
-            masses = tl.where((key[:, None] <= position[None, :]) & valid[None, :], masses, 0.0)
+            if CAUSAL:
+                reads = (key[:, None] <= position[None, :]) & valid[None, :]
+            else:
+                reads = valid[None, :]
+            if WINDOW > 0:
+                reads = reads & (key[:, None] > position[None, :] - WINDOW)
+            masses = tl.where(reads, masses, 0.0)
             value_sums = tl.dot(masses.to(slopes.dtype), slopes, value_sums, input_precision="ieee")
             by_mass = tl.dot(values, slopes.T, input_precision="ieee")
             by_score = masses * (by_mass - delta[None, :])
@@ -111,21 +131,27 @@ def _by_key(
 
 
 def attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
+    window: int = 0, causal: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, out, grad, query_start = (aligned(x) for x in (q, k, v, out, grad, query_start))
     gradients, deltas = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), torch.empty_like(lse)
     (tokens, heads, width), (_, groups, v_width), sequences = q.shape, v.shape, len(query_start) - 1
     if tokens == 0:
         return gradients
     if max(width, v_width) > WIDEST:
+        if groups > 1 or not causal:
+            raise NotImplementedError(
+                f"gradients of attention on CUDA hold heads of up to {WIDEST} numbers, of which there are "
+                f"{max(width, v_width)}; use device=cpu"
+            )
         lengths = query_start.diff().tolist()
-        masks = (torch.ones(n, n, dtype=torch.bool, device=q.device).tril() for n in lengths)
+        masks = (torch.ones(n, n, dtype=torch.bool, device=q.device).tril().triu(1 - (window or n)) for n in lengths)
         return masked_backward(q, k, v, lengths, masks, out, lse, grad, scale)
     rows, tile = (ROWS, TILE) if q.dtype.itemsize == 2 else (32, 32)
     shape = {
         "HEADS": heads, "GROUPS": groups, "WIDTH": width, "V_WIDTH": v_width, "W": power_of_two(width, 16),
-        "VW": power_of_two(v_width, 16), "ROWS": rows, "TILE": tile,
+        "VW": power_of_two(v_width, 16), "ROWS": rows, "TILE": tile, "WINDOW": window, "CAUSAL": causal,
     }  # fmt: skip
     stages = STAGES if q.dtype.itemsize == 2 else 1
     _by_query[(tokens * (heads // groups) // rows + sequences, groups)](

@@ -1,5 +1,5 @@
-"""Kernels for CUDA tensors: `rlloop.numerics.kernels.protocol.Kernels`, but for `sigmoid_mul`, recurrences, and the
-sums over tokens that PyTorch's own operations make (`operators.parameters`).
+"""Kernels for CUDA tensors: `rlloop.numerics.kernels.protocol.Kernels`, but for the gradient of an embedding, which
+PyTorch's own operations make (`operators.parameters`).
 
 Forwards keep the contract. Backwards repeat themselves from run to run, and use cuBLAS.
 """
@@ -13,12 +13,22 @@ from rlloop.numerics.kernels.triton import attention as dense
 from rlloop.numerics.kernels.triton import attention_backward as dense_backward
 from rlloop.numerics.kernels.triton import linear as products
 from rlloop.numerics.kernels.triton import sparse
-from rlloop.numerics.kernels.triton.adapted import adapted_grouped_linear, adapted_linear, adapted_rows, grouped_linear
+from rlloop.numerics.kernels.triton.adapted import (
+    adapted_grouped_linear,
+    adapted_linear,
+    adapted_rows,
+    grouped_linear,
+    one_adapter,
+)
 from rlloop.numerics.kernels.triton.elementwise import (
+    gelu,
+    gelu_backward,
     layer_norm,
+    layer_norm_backward,
     rms_norm,
     rms_norm_backward,
     rope,
+    sigmoid_mul,
     silu_mul,
     silu_mul_backward,
     squares_of_rows,
@@ -32,6 +42,14 @@ from rlloop.numerics.kernels.triton.linear import gradient as product
 from rlloop.numerics.kernels.triton.multi_linear import gated_linear, qkv_linear
 from rlloop.numerics.kernels.triton.packed import dequantised, sums
 from rlloop.numerics.kernels.triton.qkv_cache_write import qkv_cache_write
+from rlloop.numerics.kernels.triton.recurrence import (
+    causal_conv,
+    causal_conv_backward,
+    recurrent_gates,
+    scan,
+    scan_state,
+)
+from rlloop.numerics.kernels.triton.recurrence_backward import scan_backward
 from rlloop.numerics.kernels.triton.routing import combine, combine_backward, route
 from rlloop.numerics.kernels.triton.sparse import select, sparse_attention_backward
 from rlloop.numerics.kernels.triton.token_logprob import (
@@ -51,6 +69,8 @@ __all__ = [
     "adapted_rows",
     "attention",
     "attention_backward",
+    "causal_conv",
+    "causal_conv_backward",
     "combine",
     "combine_backward",
     "dequantised",
@@ -58,32 +78,44 @@ __all__ = [
     "fp8_gated_experts",
     "fp8_product",
     "fp8_rows",
+    "full_attention",
+    "full_attention_backward",
     "gated_experts",
     "gated_linear",
+    "gelu",
+    "gelu_backward",
     "grouped_linear",
     "grouped_rows_gradient",
     "grouped_weight_gradient",
     "head_linear",
     "layer_norm",
+    "layer_norm_backward",
     "linear",
     "linear_float32",
     "logits_rows",
+    "one_adapter",
     "product",
     "qkv_cache_write",
     "qkv_linear",
+    "recurrent_gates",
     "rms_norm",
     "rms_norm_backward",
     "rope",
     "route",
     "sample",
+    "scan",
+    "scan_backward",
+    "scan_state",
     "score_logits",
     "score_logits_backward",
     "select",
+    "sigmoid_mul",
     "silu_mul",
     "silu_mul_backward",
     "sparse_attention",
     "sparse_attention_backward",
     "squares_of_rows",
+    "sum_of_rows",
     "token_logprob",
     "token_logprob_backward",
 ]
@@ -110,33 +142,45 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 grouped_rows_gradient = grouped_linear
 
 
+def sum_of_rows(x: Tensor) -> Tensor:
+    return x.sum(0, dtype=torch.float32)
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor, block_size: int,
     scale: float, split: int, window: int, sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Causal, over all keys, in parts of `attention.SEGMENT`. Raises NotImplementedError for other masks."""
-    _check_causal(split, window, sinks)
-    return dense.attention(q, k, v, query_start, context, block_start, block_size, scale)
+    """In parts of `attention.SEGMENT` keys; those of a window are one. Raises NotImplementedError for other parts."""
+    _check_parts(split)
+    return dense.attention(q, k, v, query_start, context, block_start, block_size, scale, window, sinks)
 
 
 def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _check_causal(0, window, None)
-    return dense_backward.attention_backward(q, k, v, query_start, out, lse, grad, scale)
+    return dense_backward.attention_backward(q, k, v, query_start, out, lse, grad, scale, window)
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    context, most = torch.zeros_like(query_start[1:]), len(q)  # keys: the longest sequence is known on the device only
+    return dense.attention(q, k, v, query_start, context, query_start[:-1, None], most, scale, causal=False)
+
+
+def full_attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return dense_backward.attention_backward(q, k, v, query_start, out, lse, grad, scale, causal=False)
 
 
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, selected: Tensor, query_start: Tensor, block_start: Tensor, block_size: int,
     scale: float, split: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check_causal(split, 0, None)
+    _check_parts(split)
     return sparse.sparse_attention(q, k, v, selected, query_start, block_start, block_size, scale)
 
 
-def _check_causal(split: int, window: int, sinks: Tensor | None) -> None:
-    if split or window or sinks is not None:
-        raise NotImplementedError(
-            f"attention on CUDA has no parts of {split} keys, window of {window} or sinks; use device=cpu for them"
-        )
+def _check_parts(split: int) -> None:
+    if split:
+        raise NotImplementedError(f"attention on CUDA has no parts of {split} keys; use device=cpu for them")

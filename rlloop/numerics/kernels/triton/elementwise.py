@@ -1,4 +1,7 @@
-"""Norm, activation and rotary embedding: float32 inside, one rounding out. Rows are independent."""
+"""Norms, activations and rotary embedding: float32 inside, one rounding out. Rows are independent.
+
+The GELU by the error function is computed in float64, since float32 would lose its small values below 0.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
 
 NUMBERS = 2048  # a program of the activation has so many
 NORM_NUMBERS = 2048  # a program of the norm has about so many
-BACKWARD_PROGRAMS = 256  # of the norm's backward: the weight's gradient is the sum of so many parts, in order
+BACKWARD_PROGRAMS = 256  # of a norm's backward: the weight's gradient is the sum of so many parts, in order
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -74,14 +77,19 @@ def _rms_norm_backward(
     tl.store(parts + tl.program_id(0) * WIDTH + column, tl.sum(total, 0), column < WIDTH)
 
 
+def _backward_tiles(rows: int, width: int) -> tuple[int, int, int]:
+    """(columns, rows of a tile, programs)."""
+    block = power_of_two(width)
+    height = max(1, NORM_NUMBERS // block)
+    return block, height, max(1, min(BACKWARD_PROGRAMS * max(1, 1024 // block), triton.cdiv(rows, height)))
+
+
 def rms_norm_backward(
     stream: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, grad_stream: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     stream, width = aligned(stream), stream.shape[-1]
     rows, grad_x = stream.numel() // width, torch.empty_like(stream)
-    block = power_of_two(width)
-    height = max(1, NORM_NUMBERS // block)
-    programs = max(1, min(BACKWARD_PROGRAMS * max(1, 1024 // block), triton.cdiv(rows, height)))
+    block, height, programs = _backward_tiles(rows, width)
     parts = torch.empty(programs, width, device=stream.device)
     _rms_norm_backward[(programs,)](
         stream, aligned(weight), scales, aligned(grad), stream if grad_stream is None else aligned(grad_stream),
@@ -111,6 +119,102 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
             x, aligned(weight), aligned(bias), out, eps, WIDTH=width, BLOCK=power_of_two(width), num_warps=4, **EXACT
         )
     return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _layer_norm_backward(
+    x, weight, grad, grad_x, weight_parts, bias_parts, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """grad_x = scale (g - mean(g) - n mean(g n)), with n the normed row, scale = 1 / its deviation and g = grad *
+    weight."""
+    column = tl.arange(0, BLOCK)
+    gain = tl.load(weight + column, column < WIDTH, 0.0).to(tl.float32)
+    by_weight, by_bias = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
+    for begin in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = begin + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        values = tl.load(x + at, inside, 0.0).to(tl.float32)
+        away = tl.where(inside, values - (tl.sum(values, 1) / WIDTH)[:, None], 0.0)
+        scale = (1.0 / tl.sqrt_rn(tl.sum(away * away, 1) / WIDTH + eps))[:, None]
+        normed = away * scale
+        given = tl.load(grad + at, inside, 0.0).to(tl.float32)
+        by_weight += given * normed
+        by_bias += given
+        slope = given * gain[None, :]
+        shift, turn = tl.sum(slope, 1) / WIDTH, tl.sum(slope * normed, 1) / WIDTH
+        made = scale * (slope - shift[:, None] - normed * turn[:, None])
+        tl.store(grad_x + at, made.to(grad_x.dtype.element_ty), inside)
+    part = tl.program_id(0) * WIDTH + column
+    tl.store(weight_parts + part, tl.sum(by_weight, 0), column < WIDTH)
+    tl.store(bias_parts + part, tl.sum(by_bias, 0), column < WIDTH)
+
+
+def layer_norm_backward(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x, width = aligned(x), x.shape[-1]
+    rows, grad_x = x.numel() // width, torch.empty_like(x)
+    block, height, programs = _backward_tiles(rows, width)
+    parts = torch.empty(2, programs, width, device=x.device)
+    _layer_norm_backward[(programs,)](
+        x, aligned(weight), aligned(grad), grad_x, parts[0], parts[1], rows, eps, WIDTH=width, BLOCK=block, ROWS=height,
+        num_warps=4,
+    )  # fmt: skip
+    of_weight, of_bias = parts.sum(1).to(weight.dtype)
+    return grad_x, of_weight, of_bias
+
+
+@triton.jit
+def _gelu_share(x, TANH: tl.constexpr):
+    """The share of x that GELU passes. By the tanh it is the sigmoid of 2 sqrt(2 / pi) (x + 0.044715 x^3)."""
+    if TANH:
+        inner = 1.5957691216057308 * x * tl.fma(x * x, tl.full(x.shape, 0.044715, tl.float32), 1.0)
+        return 1.0 / (1.0 + tl.exp(-inner))
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _gelu(x, out, count, TANH: tl.constexpr, NUMBERS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    number = tl.load(x + at, at < count, 0.0).to(tl.float32)
+    if not TANH:
+        number = number.to(tl.float64)
+    made = (number * _gelu_share(number, TANH)).to(tl.float32)
+    tl.store(out + at, made.to(out.dtype.element_ty), at < count)
+
+
+def gelu(x: Tensor, tanh: bool) -> Tensor:
+    x = aligned(x)
+    out = torch.empty_like(x)
+    if out.numel():
+        _gelu[(triton.cdiv(out.numel(), NUMBERS),)](x, out, out.numel(), tanh, NUMBERS, num_warps=4, **EXACT)
+    return out
+
+
+@triton.jit
+def _gelu_backward(x, grad, grad_x, count, TANH: tl.constexpr, NUMBERS: tl.constexpr):
+    """With s the share, the slope is s + x s'; by the tanh s' is s (1 - s) times the slope of the sigmoid's argument,
+    by the error function the normal density."""
+    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    number = tl.load(x + at, at < count, 0.0).to(tl.float32)
+    if not TANH:
+        number = number.to(tl.float64)
+    share = _gelu_share(number, TANH)
+    if TANH:
+        rise = 1.5957691216057308 * (1.0 + 0.134145 * number * number)
+        slope = share + number * share * (1.0 - share) * rise
+    else:
+        slope = (share + number * 0.3989422804014327 * tl.exp(-0.5 * number * number)).to(tl.float32)
+    given = tl.load(grad + at, at < count, 0.0).to(tl.float32)
+    tl.store(grad_x + at, (given * slope).to(grad_x.dtype.element_ty), at < count)
+
+
+def gelu_backward(x: Tensor, tanh: bool, grad: Tensor) -> Tensor:
+    x, grad = aligned(x), aligned(grad)
+    grad_x = torch.empty_like(x)
+    if x.numel():
+        _gelu_backward[(triton.cdiv(x.numel(), NUMBERS),)](x, grad, grad_x, x.numel(), tanh, NUMBERS, num_warps=4)
+    return grad_x
 
 
 @triton.jit
@@ -149,6 +253,22 @@ def silu_mul_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, T
             gate, up, grad, grad_gate, grad_up, gate.numel(), NUMBERS, num_warps=4
         )
     return grad_gate, grad_up
+
+
+@triton.jit
+def _sigmoid_mul(gate, up, out, count, NUMBERS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    x = tl.load(gate + at, at < count, 0.0).to(tl.float32)
+    y = tl.load(up + at, at < count, 0.0).to(tl.float32)
+    tl.store(out + at, (y / (1.0 + tl.exp(-x))).to(out.dtype.element_ty), at < count)
+
+
+def sigmoid_mul(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = aligned(gate), aligned(up)
+    out = torch.empty_like(up)
+    if out.numel():
+        _sigmoid_mul[(triton.cdiv(out.numel(), NUMBERS),)](gate, up, out, out.numel(), NUMBERS, num_warps=4, **EXACT)
+    return out
 
 
 @triton.jit(do_not_specialize=["rows"])

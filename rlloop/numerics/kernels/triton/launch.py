@@ -24,7 +24,7 @@ def gluon_runs(device: torch.device) -> bool:
 @functools.cache
 def hopper(device: torch.device) -> bool:
     """True if tiles can be fetched by descriptors there, and a launch can begin before its predecessor ends."""
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlloop.numerics.kernels.triton import small_batch_tiles
 from rlloop.numerics.kernels.triton.launch import aligned, gluon_runs
 
 FEW_ROWS = 256
@@ -122,7 +123,7 @@ def few_rows(x: Tensor, outputs: int) -> Callable[..., None] | None:
         return None
     from rlloop.numerics.kernels.triton import small_batch_linear
 
-    tiles = small_batch_linear.tiles_for(rows, outputs, width)
+    tiles = small_batch_tiles.tiles_for(rows, outputs, width)
     return tiles and partial(small_batch_linear.product, tiles=tiles)
 
 

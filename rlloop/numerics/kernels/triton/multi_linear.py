@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlloop.numerics.kernels.triton import small_batch_tiles
 from rlloop.numerics.kernels.triton.elementwise import silu_mul
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, gluon_runs
 from rlloop.numerics.kernels.triton.linear import product
@@ -110,7 +111,7 @@ def qkv_linear(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) 
     if gluon_runs(x.device):
         from rlloop.numerics.kernels.triton import small_batch_linear as few
 
-        if tiles := few.tiles_of(few.TABLE_END_TO_END, x, weights, sum(map(len, weights))):
+        if tiles := small_batch_tiles.tiles_of(small_batch_tiles.TABLE_END_TO_END, x, weights, sum(map(len, weights))):
             return few.products(x, weights, tiles)
     tiles = _tiles_for(QKV, x, weights)
     if tiles is None:
@@ -132,7 +133,7 @@ def few_rows_gated(x: Tensor, gate: Tensor, up: Tensor) -> Callable[..., None] |
         return None
     from rlloop.numerics.kernels.triton import small_batch_linear as few
 
-    tiles = few.tiles_of(few.TABLE_GATED, x, (gate, up), len(gate))
+    tiles = small_batch_tiles.tiles_of(small_batch_tiles.TABLE_GATED, x, (gate, up), len(gate))
     return tiles and partial(few.gated, tiles=tiles)
 
 

@@ -94,7 +94,11 @@ def _product(
     x, codes, scales, tensor_scale, out, offsets, table, tasks, outputs, width, KIND: tl.constexpr, EACH: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Rows by group, as `grouped._product`: a tile's group and first row stand in the table."""
+    """Rows by group, as `grouped._product`: a tile's group and first row stand in the table.
+
+    Weights are the left operand. As the right one of 16 rows they would go through registers, whose layout the compiler
+    lets permute K there: another order of the sum.
+    """
     tile, column = tl.program_id(0) % tasks, tl.program_id(0) // tasks * OUTPUTS
     group, begin = tl.load(table + tile * 2), tl.load(table + tile * 2 + 1)
     if group >= 0:
@@ -104,16 +108,16 @@ def _product(
         of_codes = codes + first * (width // EACH)
         of_scales = scales + first * tl.cdiv(width, GROUP)
         x_at = x + row.to(tl.int64)[:, None] * width + k[None, :]
-        sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
         for at in range(0, width, WIDTH):
             xs = tl.load(x_at, valid[:, None] & (k < width - at)[None, :], 0.0)
             ws = _tile(
                 of_codes, of_scales, tensor_scale + first, output, at, outputs, width, KIND, EACH, GROUP, OUTPUTS, WIDTH
             )
-            sums = tl.dot(xs, ws.to(xs.dtype).T, sums, input_precision="ieee")
+            sums = tl.dot(ws.to(xs.dtype), xs.T, sums, input_precision="ieee")
             x_at += WIDTH
         to = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
-        tl.store(to, sums.to(out.dtype.element_ty), valid[:, None] & (output < outputs)[None, :])
+        tl.store(to, sums.T.to(out.dtype.element_ty), valid[:, None] & (output < outputs)[None, :])
 
 
 def sums(x: Tensor, weight: Tensor, by_row: bool, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -74,7 +74,7 @@ def qkv_cache_write(
     height = max(1, NORM_NUMBERS // block)  # as `rms_norm` has it: the order of a sum follows the tile
     _cache_write[(triton.cdiv(tokens * heads, height), 3)](
         q, k, v, aligned(q_weight) if normed else q, aligned(k_weight) if normed else k, positions.contiguous(),
-        cos.contiguous(), sin.contiguous(), slots.contiguous(), out, keys, values, tokens, eps, HEADS=heads,
+        aligned(cos), aligned(sin), slots.contiguous(), out, keys, values, tokens, eps, HEADS=heads,
         GROUPS=groups, WIDTH=width, BLOCK=block, ROWS=height, NORMED=normed, num_warps=4, **EXACT,
     )  # fmt: skip
     return out

@@ -7,8 +7,12 @@ whose outputs lie end to end (queries, keys and values), or two whose outputs me
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,154 +28,139 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.launch import aligned
+from rlloop.numerics.kernels.triton.small_batch_tiles import Tiles
+from rlloop.numerics.layout import Factors
 
 LEFT_ROWS = gl.constexpr(64)  # of the tensor core's left operand
-
-
-class Tiles(NamedTuple):
-    rows: int
-    outputs: int
-    width: int  # of K at a time
-    swapped: bool  # weights on the left
-    stages: int
-    early: bool = True  # the launch begins before its predecessor has ended
-
-
-TABLE = (  # (up to so many rows, outputs and K, the tiles); measured on an H200. None: others are faster
-    (8, 8192, None, Tiles(8, 64, 256, True, 5)),
-    (8, None, None, Tiles(8, 64, 128, True, 5)),
-    (16, 2048, None, Tiles(16, 16, 256, False, 5)),
-    (16, 8192, None, Tiles(16, 64, 256, True, 5)),
-    (16, None, None, Tiles(16, 64, 128, True, 5)),
-    (32, 2048, None, Tiles(32, 16, 256, False, 5)),
-    (32, 3072, None, Tiles(32, 64, 256, True, 4)),
-    (32, 8192, None, Tiles(32, 64, 128, True, 8)),
-    (32, None, None, Tiles(32, 64, 128, True, 4)),
-    (64, 2048, None, Tiles(64, 16, 256, False, 5)),
-    (64, 8192, 8192, Tiles(64, 32, 256, False, 4)),
-    (64, 8192, None, Tiles(32, 64, 128, True, 8, early=False)),
-    (64, None, 1024, Tiles(64, 64, 64, True, 6)),
-    (64, None, None, Tiles(64, 128, 128, True, 4, early=False)),
-    (128, 2048, None, Tiles(64, 32, 256, False, 4)),
-    (128, 8192, None, Tiles(64, 64, 128, True, 6)),
-    (256, 1024, None, Tiles(64, 32, 256, False, 4)),
-    (256, 2048, None, Tiles(64, 64, 128, True, 6)),
-    (256, 3072, None, None),
-    (256, 8192, None, Tiles(128, 64, 64, True, 8)),
-)
-
-
-# The same, without K, for three weights end to end (their outputs together), and for a gate with what it scales.
-TABLE_END_TO_END = (
-    (8, 4096, Tiles(8, 64, 256, True, 5)),
-    (8, None, Tiles(8, 64, 128, True, 5)),
-    (16, 4096, Tiles(16, 64, 256, True, 5)),
-    (16, None, Tiles(16, 64, 128, True, 5)),
-    (32, 4096, Tiles(32, 64, 256, True, 4)),
-    (32, None, Tiles(32, 64, 256, True, 4, early=False)),
-    (64, 4096, Tiles(32, 64, 256, True, 4)),
-    (64, None, Tiles(64, 64, 128, True, 5, early=False)),
-    (128, 4096, Tiles(64, 64, 128, True, 5)),
-)
-TABLE_GATED = (
-    (8, 4096, Tiles(8, 64, 128, True, 6)),
-    (8, 8192, Tiles(8, 64, 64, True, 6)),
-    (8, 12288, Tiles(8, 64, 128, True, 3, early=False)),
-    (8, None, Tiles(8, 64, 128, True, 6)),
-    (16, 4096, Tiles(16, 64, 128, True, 6)),
-    (16, 8192, Tiles(16, 64, 64, True, 6)),
-    (16, 12288, Tiles(16, 64, 128, True, 3, early=False)),
-    (16, None, Tiles(16, 64, 128, True, 6)),
-    (32, None, Tiles(32, 64, 128, True, 4)),
-    (64, 4096, Tiles(32, 64, 128, True, 4)),
-    (64, 8192, Tiles(64, 64, 128, True, 4, early=False)),
-    (64, 12288, None),
-    (64, None, Tiles(64, 64, 64, True, 8)),
-    (128, 8192, Tiles(64, 64, 64, True, 8, early=False)),
-)
-
-
-def tiles_for(rows: int, outputs: int, width: int) -> Tiles | None:
-    for most_rows, most_outputs, most_width, tiles in TABLE:
-        fits = (most_outputs is None or outputs <= most_outputs) and (most_width is None or width <= most_width)
-        if rows <= most_rows and fits:
-            return tiles
-    return None
-
-
-def tiles_of(
-    table: tuple[tuple[int, int | None, Tiles | None], ...], x: Tensor, weights: tuple[Tensor, ...], outputs: int
-) -> Tiles | None:
-    """The tiles of a table for x [T, K] and weights of `outputs` together; None where another kernel has to do it."""
-    rows, width = x.shape
-    if rows == 0 or x.itemsize != 2 or width == 0 or width % 8:
-        return None
-    found = (tiles for most_rows, most, tiles in table if rows <= most_rows and (most is None or outputs <= most))
-    tiles = next(found, None)
-    return None if tiles is None or any(len(weight) % tiles.outputs for weight in weights) else tiles
 
 
 ONE, END_TO_END, GATED = (gl.constexpr(i) for i in range(3))  # how a launch uses its weights
 
 
 @gluon.jit
-def _fetch(
-    xs, first, second, third, x_tile, w_tile, u_tile, arrived, row, output, k, FIRST: gl.constexpr,
-    SECOND: gl.constexpr, FORM: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr, wanted,
+def _copy_tile(
+    first, second, third, tile, second_tile, arrived, row, k, part, FORM: gl.constexpr, wanted,
 ):  # fmt: skip
-    """Starts the copy of one stage, if it is `wanted`."""
-    mbarrier.expect(arrived, BYTES, wanted)
+    """Starts the copy of a weight's tile from its row `row` and column k on, if it is `wanted`; of weights end to end
+    it is that of number `part`, and GATED wants both."""
     if FORM == END_TO_END:
-        in_first, in_third = output < FIRST, output >= FIRST + SECOND
-        in_second = (output >= FIRST) & (output < FIRST + SECOND)
-        tma.async_copy_global_to_shared(first, [output, k], arrived, w_tile, wanted & in_first)
-        tma.async_copy_global_to_shared(second, [output - FIRST, k], arrived, w_tile, wanted & in_second)
-        tma.async_copy_global_to_shared(third, [output - FIRST - SECOND, k], arrived, w_tile, wanted & in_third)
+        tma.async_copy_global_to_shared(first, [row, k], arrived, tile, wanted & (part == 0))
+        tma.async_copy_global_to_shared(second, [row, k], arrived, tile, wanted & (part == 1))
+        tma.async_copy_global_to_shared(third, [row, k], arrived, tile, wanted & (part == 2))
     else:
-        tma.async_copy_global_to_shared(first, [output, k], arrived, w_tile, wanted)
+        tma.async_copy_global_to_shared(first, [row, k], arrived, tile, wanted)
     if FORM == GATED:
-        tma.async_copy_global_to_shared(second, [output, k], arrived, u_tile, wanted)
+        tma.async_copy_global_to_shared(second, [row, k], arrived, second_tile, wanted)
+
+
+@gluon.jit
+def _fetch(
+    xs, first, second, third, first_down, second_down, third_down, x_tile, w_tile, u_tile, arrived, row, w_row, k, part,
+    reduces, FORM: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr, RANK: gl.constexpr, wanted,
+):  # fmt: skip
+    """Starts the copy of one stage, if it is `wanted`; who `reduces` has factors A in place of weights."""
+    mbarrier.expect(arrived, BYTES, wanted)
+    if RANK > 0:
+        _copy_tile(
+            first_down, second_down, third_down, w_tile, u_tile, arrived, w_row, k, part, FORM, wanted & reduces
+        )  # fmt: skip
+        _copy_tile(first, second, third, w_tile, u_tile, arrived, w_row, k, part, FORM, wanted & (reduces == 0))
+    else:
+        _copy_tile(first, second, third, w_tile, u_tile, arrived, w_row, k, part, FORM, wanted)
     tma.async_copy_global_to_shared(xs, [row, k], arrived, x_tile.slice(0, ROWS), wanted)
+
+
+@gluon.jit
+def _reduced(
+    z, first_row, rows, ROWS: gl.constexpr, HEIGHT: gl.constexpr, RANK: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """A tile of z in shared memory. It was written by other programs of this launch, past this one's L1."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // RANK, RANK // 8], [4, 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, HEIGHT, gl.SliceLayout(1, WIDE)), 1)
+    column = gl.expand_dims(gl.arange(0, RANK, gl.SliceLayout(0, WIDE)), 0)
+    at = z + (first_row + row).to(gl.int64) * RANK + column
+    made = gl.load(at, (row < ROWS) & (first_row + row < rows) & (column < RANK), 0.0, cache_modifier=".cg")
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(min(RANK * 2, 128), 16, 2)
+    return gl.allocate_shared_memory(dtype, [HEIGHT, RANK], SHARED, made)
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def _few_rows(
-    xs, first, second, third, bias, out, second_out, third_out, rows, outputs, width, places, stride,
-    FIRST: gl.constexpr, SECOND: gl.constexpr, FORM: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
-    WIDTH: gl.constexpr, SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr,
-    PLACES: gl.constexpr,
+    xs, first, second, third, first_down, second_down, third_down, first_up, second_up, third_up, z, slots, sole,
+    progress, bias, out, second_out, third_out, rows, outputs, width, places, stride, rank, FIRST: gl.constexpr,
+    SECOND: gl.constexpr, FORM: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDTH: gl.constexpr,
+    SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr, PLACES: gl.constexpr,
+    RANK: gl.constexpr, HAS_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Rows of x that a tile of 64 has no use for are never written: a sum has no other row in it.
 
     `places` and `PLACES` as for `linear._linear`. END_TO_END: the weights have FIRST, SECOND and other outputs, all
     multiples of OUTPUTS. GATED, for SWAPPED alone: `silu(x first^T) * (x second^T)`, rounded as it would be in between.
+
+    RANK: the columns of z and B' in shared memory, 0 without an adapter. The first programs make z = x A^T of each
+    tile of rows, as products with A in a weight's place; the others, which begin meanwhile, have z before their sums
+    go on. `progress` counts, by tile of rows, the parts of z that are there and the programs that know it: the last of
+    them sets both to 0. Rows whose slot is not `sole` get zeros, which leave a sum as it is.
     """
     HEIGHT: gl.constexpr = ROWS if SWAPPED else LEFT_ROWS
     LEFT: gl.constexpr = OUTPUTS if SWAPPED else HEIGHT
     RIGHT: gl.constexpr = HEIGHT if SWAPPED else OUTPUTS
     BYTES: gl.constexpr = (ROWS + (2 if FORM == GATED else 1) * OUTPUTS) * WIDTH * 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 16])
+    Z_TILES: gl.constexpr = (RANK + OUTPUTS - 1) // OUTPUTS
+    Z_TASKS: gl.constexpr = Z_TILES * (3 if FORM == END_TO_END else 1)
     row_tiles = gl.cdiv(rows, ROWS)
-    first_row, first_output = gl.program_id(0) % row_tiles * ROWS, gl.program_id(0) // row_tiles * OUTPUTS
+    first_row = gl.program_id(0) % row_tiles * ROWS
+    task = gl.program_id(0) // row_tiles - Z_TASKS
+    reduces = task < 0
+    if FORM == END_TO_END:
+        part = (task * OUTPUTS >= FIRST).to(gl.int32) + (task * OUTPUTS >= FIRST + SECOND).to(gl.int32)
+        begins = gl.where(part == 0, 0, gl.where(part == 1, FIRST, FIRST + SECOND))
+    else:
+        part, begins = 0, 0
+    first_output = task * OUTPUTS - begins
+    w_row = first_output
     x_tiles = gl.allocate_shared_memory(xs.dtype, [STAGES, HEIGHT, WIDTH], xs.layout)
     w_tiles = gl.allocate_shared_memory(first.dtype, [STAGES, OUTPUTS, WIDTH], first.layout)
     u_tiles = w_tiles
     if FORM == GATED:
         u_tiles = gl.allocate_shared_memory(first.dtype, [STAGES, OUTPUTS, WIDTH], first.layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES + 1):
         mbarrier.init(arrived.index(stage), count=1)
     fence_async_shared()
     gl.thread_barrier()
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
+    if RANK > 0:
+        slot = 0
+        if HAS_SLOTS:
+            slot = gl.load(sole).to(gl.int32)
+        if reduces:
+            part = (task + Z_TASKS) // Z_TILES
+            first_output = (task + Z_TASKS) % Z_TILES * OUTPUTS
+            w_row = slot * rank + first_output
+        own_outputs = outputs
+        if FORM == END_TO_END:
+            own_outputs = gl.where(part == 0, FIRST, gl.where(part == 1, SECOND, outputs - FIRST - SECOND))
+        up_tile = gl.allocate_shared_memory(first_up.dtype, [OUTPUTS, RANK], first_up.layout)
+        second_up_tile = up_tile
+        if FORM == GATED:
+            second_up_tile = gl.allocate_shared_memory(first_up.dtype, [OUTPUTS, RANK], first_up.layout)
+        mbarrier.expect(
+            arrived.index(STAGES), (2 if FORM == GATED else 1) * OUTPUTS * RANK * 2, reduces == 0
+        )  # fmt: skip
+        _copy_tile(
+            first_up, second_up, third_up, up_tile, second_up_tile, arrived.index(STAGES),
+            slot * own_outputs + first_output, 0, part, FORM, reduces == 0,
+        )  # fmt: skip
     steps = gl.cdiv(width, WIDTH)
     for stage in gl.static_range(STAGES):
         _fetch(
-            xs, first, second, third, x_tiles.index(stage), w_tiles.index(stage), u_tiles.index(stage),
-            arrived.index(stage), first_row, first_output, stage * WIDTH, FIRST, SECOND, FORM, ROWS, BYTES,
-            stage < steps,
+            xs, first, second, third, first_down, second_down, third_down, x_tiles.index(stage), w_tiles.index(stage),
+            u_tiles.index(stage), arrived.index(stage), first_row, w_row, stage * WIDTH, part, reduces, FORM, ROWS,
+            BYTES, RANK, stage < steps,
         )  # fmt: skip
     sums = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
     ups = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
@@ -192,30 +181,64 @@ def _few_rows(
         # The step before is done with its place.
         coming, free = step + STAGES - 1, (step + STAGES - 1) % STAGES
         _fetch(
-            xs, first, second, third, x_tiles.index(free), w_tiles.index(free), u_tiles.index(free),
-            arrived.index(free), first_row, first_output, coming * WIDTH, FIRST, SECOND, FORM, ROWS, BYTES,
-            (step > 0) & (coming < steps),
+            xs, first, second, third, first_down, second_down, third_down, x_tiles.index(free), w_tiles.index(free),
+            u_tiles.index(free), arrived.index(free), first_row, w_row, coming * WIDTH, part, reduces, FORM, ROWS,
+            BYTES, RANK, (step > 0) & (coming < steps),
         )  # fmt: skip
     # At once: with other instructions in between, the assembler makes every product wait for the one before.
     if FORM == GATED:
         sums, ups = warpgroup_mma_wait(0, deps=[sums, ups])
-        g, u = sums.to(out.dtype.element_ty).to(gl.float32), ups.to(out.dtype.element_ty).to(gl.float32)
-        sums = g / (1.0 + gl.exp(-g)) * u
     else:
         sums = warpgroup_mma_wait(0, deps=[sums])
     left, right = gl.arange(0, LEFT, gl.SliceLayout(1, SUMS)), gl.arange(0, RIGHT, gl.SliceLayout(0, SUMS))
-    if FORM == END_TO_END:
-        if first_output >= FIRST + SECOND:
-            out, first_output, stride = third_out, first_output - FIRST - SECOND, stride - FIRST - SECOND
-            outputs -= FIRST + SECOND
-        elif first_output >= FIRST:
-            out, first_output, stride, outputs = second_out, first_output - FIRST, SECOND, SECOND
-        else:
-            stride, outputs = FIRST, FIRST
     if SWAPPED:
         row, output = gl.expand_dims(right, 0), gl.expand_dims(first_output + left, 1)
     else:
         row, output = gl.expand_dims(left, 1), gl.expand_dims(first_output + right, 0)
+    if RANK > 0:
+        ready = progress + first_row // ROWS * 2
+        if reduces:
+            inside = (row < ROWS) & (first_row + row < rows) & (output < RANK)
+            has = inside & (output < rank)
+            if HAS_SLOTS:
+                has = has & (gl.load(slots + first_row + row, (row < ROWS) & (first_row + row < rows), -1) == slot)
+            at = z + ((part * rows + first_row + row) * RANK).to(gl.int64) + output
+            gl.store(at, gl.where(has, sums, 0.0).to(z.dtype.element_ty), inside)
+            if FORM == GATED:
+                gl.store(at + rows * RANK, gl.where(has, ups, 0.0).to(z.dtype.element_ty), inside)
+            gl.thread_barrier()
+            gl.atomic_add(ready, 1, sem="release")
+            return
+        while gl.atomic_add(ready, 0, sem="acquire") < Z_TASKS:
+            pass
+        gl.thread_barrier()
+        z_tile = _reduced(z + part.to(gl.int64) * rows * RANK, first_row, rows, ROWS, HEIGHT, RANK, xs.dtype)
+        second_z_tile = z_tile
+        if FORM == GATED:
+            second_z_tile = _reduced(z + rows.to(gl.int64) * RANK, first_row, rows, ROWS, HEIGHT, RANK, xs.dtype)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.wait(arrived.index(STAGES), 0)
+        if SWAPPED:
+            sums = warpgroup_mma(up_tile, z_tile.permute((1, 0)), sums, is_async=True)
+            if FORM == GATED:
+                ups = warpgroup_mma(second_up_tile, second_z_tile.permute((1, 0)), ups, is_async=True)
+        else:
+            sums = warpgroup_mma(z_tile, up_tile.permute((1, 0)), sums, is_async=True)
+        if FORM == GATED:
+            sums, ups = warpgroup_mma_wait(0, deps=[sums, ups])
+        else:
+            sums = warpgroup_mma_wait(0, deps=[sums])
+    if FORM == GATED:
+        g, u = sums.to(out.dtype.element_ty).to(gl.float32), ups.to(out.dtype.element_ty).to(gl.float32)
+        sums = g / (1.0 + gl.exp(-g)) * u
+    if FORM == END_TO_END:
+        if part == 2:
+            out, stride, outputs = third_out, stride - FIRST - SECOND, outputs - FIRST - SECOND
+        elif part == 1:
+            out, stride, outputs = second_out, SECOND, SECOND
+        else:
+            stride, outputs = FIRST, FIRST
     if HAS_BIAS:
         sums += gl.load(bias + output, output < outputs, 0.0).to(gl.float32)
     sums = sums.to(out.dtype.element_ty)
@@ -233,6 +256,11 @@ def _few_rows(
         inside = (row < ROWS) & (first_row + row < rows) & (output < outputs)
         for place in gl.static_range(PLACES):
             gl.store(gl.multiple_of(gl.load(places + place).to(out.dtype), 16) + at, sums, inside)
+    if RANK > 0:
+        ready = progress + first_row // ROWS * 2
+        if gl.atomic_add(ready + 1, 1) == gl.num_programs(0) // row_tiles - Z_TASKS - 1:
+            gl.store(ready, 0)
+            gl.store(ready + 1, 0)
 
 
 _layouts: dict[tuple[int, int], Any] = {}
@@ -244,41 +272,108 @@ def _described(x: Tensor, *tile: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, list(tile), _layouts[tile])
 
 
+class Adapter(NamedTuple):
+    """The one adapter that the rows of a launch have, or some of them."""
+
+    factors: tuple[Factors, ...]  # of each weight, all of one rank
+    slots: Tensor | None  # [T] int64; None: all rows have slot 0
+    sole: Tensor | None  # [1] int64, the slot that is the adapter's
+
+
+PROGRESS = 1 << 16  # counters of a device, which launches take in turn
+SHARED = 227 * 1024  # bytes of shared memory that a program may have
+_progress: dict[int, tuple[Tensor, Iterator[int]]] = {}
+
+
+def _counters(device: torch.device, count: int) -> Tensor:
+    """So many zeros, which the launch leaves as zeros. Few launches run at once, and a recorded graph keeps its own."""
+    if device.index not in _progress:
+        _progress[device.index] = torch.zeros(PROGRESS, dtype=torch.int32, device=device), itertools.count()
+    counters, turn = _progress[device.index]
+    return counters[next(turn) % (PROGRESS // count) * count :]
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def takes(factors: Sequence[Factors | None]) -> bool:
+    """True if one launch can multiply by weights with these factors."""
+    if any(each is None or each.down.dim() != 3 for each in factors):
+        return False
+    downs, ups = ([getattr(each, name) for each in factors] for name in ("down", "up"))
+    rank = downs[0].shape[1]
+    return rank % 8 == 0 and rank <= 128 and all(
+        down.shape[1] == rank and down.is_contiguous() and up.is_contiguous() and up.itemsize == 2
+        for down, up in zip(downs, ups, strict=True)
+    )  # fmt: skip
+
+
 def _launch(
     x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None, outs: tuple[Tensor, ...], places: Tensor | None,
-    tiles: Tiles, form: int,
+    tiles: Tiles, form: int, adapter: Adapter | None = None,
 ) -> None:  # fmt: skip
     rows, width = x.shape
     outputs = len(weights[0]) if form == GATED.value else sum(map(len, weights))
     described = [_described(aligned(weight), tiles.outputs, tiles.width) for weight in weights]
-    first, second, third = (described * 3)[:3]
+    downs, ups, rank, columns, tasks = described, described, 0, 0, 0
     out, second_out, third_out = (outs * 3)[:3]
+    z = slots = sole = progress = out
+    stages, row_tiles = tiles.stages, triton.cdiv(rows, tiles.rows)
+    if adapter is not None:
+        rank = adapter.factors[0].down.shape[1]
+        columns = max(16, triton.next_power_of_2(rank))
+        downs = [_described(aligned(each.down).flatten(0, 1), tiles.outputs, tiles.width) for each in adapter.factors]
+        ups = [_described(aligned(each.up).flatten(0, 1), tiles.outputs, columns) for each in adapter.factors]
+        z = x.new_empty(len(weights), rows, columns)
+        progress = _counters(x.device, triton.next_power_of_2(2 * row_tiles))
+        if adapter.slots is not None and adapter.sole is not None:
+            slots, sole = adapter.slots, adapter.sole
+        tasks = triton.cdiv(columns, tiles.outputs) * (3 if form == END_TO_END.value else 1)
+        height, both = tiles.rows if tiles.swapped else LEFT_ROWS.value, 2 if form == GATED.value else 1
+        kept = both * (height + tiles.outputs) * columns * 2 + 1024
+        stage, programs = (height + both * tiles.outputs) * tiles.width * 2, tasks + triton.cdiv(outputs, tiles.outputs)
+        # z's programs may be the ones that no longer find a place of their own: two share one if they can.
+        room = SHARED if row_tiles * programs <= processors(x.device) or 3 * stage + kept > SHARED // 2 else SHARED // 2
+        stages = min(stages, (room - kept) // stage)
+    first, second, third = (described * 3)[:3]
+    first_down, second_down, third_down = (downs * 3)[:3]
+    first_up, second_up, third_up = (ups * 3)[:3]
     stride = outputs if form == END_TO_END.value else out.stride(0)
-    _few_rows[(triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)](
-        _described(aligned(x), tiles.rows, tiles.width), first, second, third,
-        out if bias is None else aligned(bias), out, second_out, third_out, rows, outputs, width,
-        out if places is None else places, stride, FIRST=len(weights[0]), SECOND=len((weights * 2)[1]), FORM=form,
-        ROWS=tiles.rows, OUTPUTS=tiles.outputs, WIDTH=tiles.width, SWAPPED=tiles.swapped,
-        STAGES=tiles.stages, HAS_BIAS=bias is not None, EARLY=tiles.early, PLACES=0 if places is None else len(places),
-        num_warps=4, launch_pdl=tiles.early, enable_fp_fusion=form != GATED.value,
+    _few_rows[(row_tiles * (triton.cdiv(outputs, tiles.outputs) + tasks),)](
+        _described(aligned(x), tiles.rows, tiles.width), first, second, third, first_down, second_down, third_down,
+        first_up, second_up, third_up, z, slots, sole, progress, out if bias is None else aligned(bias), out,
+        second_out, third_out, rows, outputs, width, out if places is None else places, stride, rank,
+        FIRST=len(weights[0]), SECOND=len((weights * 2)[1]), FORM=form, ROWS=tiles.rows, OUTPUTS=tiles.outputs,
+        WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=stages, HAS_BIAS=bias is not None, EARLY=tiles.early,
+        PLACES=0 if places is None else len(places), RANK=columns,
+        HAS_SLOTS=adapter is not None and adapter.slots is not None, num_warps=4, launch_pdl=tiles.early,
+        enable_fp_fusion=form != GATED.value,
     )  # fmt: skip
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiles: Tiles, places: Tensor | None = None
-) -> None:
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiles: Tiles, places: Tensor | None = None,
+    adapter: Adapter | None = None,
+) -> None:  # fmt: skip
     """out [T, N] = x [T, K] weight [N, K]^T + bias [N], of 16-bit numbers; K a multiple of 8. `places`: see `chain`."""
-    _launch(x, (weight,), bias, (out,), places, tiles, ONE.value)
+    _launch(x, (weight,), bias, (out,), places, tiles, ONE.value, adapter)
 
 
-def products(x: Tensor, weights: tuple[Tensor, Tensor, Tensor], tiles: Tiles) -> tuple[Tensor, Tensor, Tensor]:
+def products(
+    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], tiles: Tiles, adapter: Adapter | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, K] times each of three weights [N, K], whose outputs are multiples of the tile's -> [T, N] each."""
     first, second, third = (x.new_empty(len(x), len(weight)) for weight in weights)
-    _launch(x, weights, None, (first, second, third), None, tiles, END_TO_END.value)
+    _launch(x, weights, None, (first, second, third), None, tiles, END_TO_END.value, adapter)
     return first, second, third
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, tiles: Tiles, places: Tensor | None = None) -> None:
+def gated(
+    x: Tensor, gate: Tensor, up: Tensor, out: Tensor, tiles: Tiles, places: Tensor | None = None,
+    adapter: Adapter | None = None,
+) -> None:  # fmt: skip
     """out [T, F] = silu_mul of x [T, K] times gate and up [F, K]. `places`: see `chain`."""
     assert tiles.swapped
-    _launch(x, (gate, up), None, (out,), places, tiles, GATED.value)
+    _launch(x, (gate, up), None, (out,), places, tiles, GATED.value, adapter)

@@ -5,6 +5,8 @@ tile: each score is one chain over the width, times the scale; the masses' sum h
 places; and each output number continues one chain over ascending keys. So a query's bits depend on itself and those
 keys alone: not on the queries beside it, nor on where the keys lie. `backward` is in `attention_backward`.
 
+Not `causal` (an image), every query of a sequence reads all of its keys, in the same tiles and chains.
+
 With a `split` (whole tiles; 0 is none) the softmax begins anew every so many keys, and each part joins those before it
 in ascending order, as in kernels that give each part of a long context to another core, however many there are.
 """
@@ -32,6 +34,7 @@ from rlloop.numerics.kernels.cpu.compiled.simd import (
 from rlloop.numerics.kernels.cpu.compiled.tiles import add_products, narrow, pack_rows, widen
 
 TILE = 64
+TOGETHER = 4  # neighbouring queries that read the same values at once
 ROWS = 128  # queries of a task at most: they share the packing of the keys
 MINUS_INFINITY = np.float32(-np.inf)
 PLACES = np.arange(LANES).astype(np.float32)
@@ -45,9 +48,9 @@ def padded(width):
 @kernel
 def scaled_and_masked(scores, at, scale, low, count):
     """Scores of one query and one tile times the scale, −inf before `low` and from `count` on, in place. Returns the
-    largest."""
+    largest. Whole sixteens past `count` are not touched."""
     highest = splat(MINUS_INFINITY)
-    for i in range(0, TILE, LANES):
+    for i in range(0, count, LANES):
         values = mul(load(scores, at + i), splat(scale))
         if count < i + LANES:
             values = select_less(load(PLACES, 0), splat(np.float32(count - i)), values, splat(MINUS_INFINITY))
@@ -59,10 +62,10 @@ def scaled_and_masked(scores, at, scale, low, count):
 
 
 @kernel
-def _masses(scores, at, top):
-    """exp(scores - top) of one query and one tile, in place. Returns their sum."""
+def _masses(scores, at, count, top):
+    """exp(scores - top) of one query and `count` keys of a tile, in place. Returns their sum; past them it is +0."""
     total = splat(np.float32(0))
-    for i in range(0, TILE, LANES):
+    for i in range(0, count, LANES):
         mass = exp(sub(load(scores, at + i), splat(top)))
         store(scores, at + i, mass)
         total = add(total, mass)
@@ -105,32 +108,39 @@ def begin_part(tops, totals, sums, r, chunk, v_wide):
 
 @kernel
 def _tile(
-    q, k_packed, v_packed, width, wide, v_wide, first, num_rows, lows, counts, scale, scores, tops, totals, sums, line
+    q, k_packed, v_packed, width, wide, v_wide, span, first, num_rows, lows, counts, scale, scores, tops, totals, sums,
+    line,
 ):  # fmt: skip
-    """One tile of keys for the queries `first` to num_rows of a task; query r attends to lows[r] up to counts[r]."""
-    tiles, count = TILE // LANES, num_rows - first
-    add_products(k_packed, 0, tiles, q, first * wide, wide, 1, count, width, scores, first * TILE, True)
+    """One tile of keys, packed in `span` lanes, for the queries `first` to num_rows of a task; query r attends to
+    lows[r] up to counts[r]."""
+    tiles, count = span // LANES, num_rows - first
+    add_products(k_packed, 0, tiles, q, first * wide, wide, 1, count, width, scores, first * span, True)
     for r in range(first, num_rows):
-        highest = max(tops[r], scaled_and_masked(scores, r * TILE, scale, lows[r], counts[r]))
+        highest = max(tops[r], scaled_and_masked(scores, r * span, scale, lows[r], counts[r]))
         fade = _fade(tops[r], highest, line)
         tops[r] = highest
-        totals[r] = totals[r] * fade + _masses(scores, r * TILE, highest)
+        totals[r] = totals[r] * fade + _masses(scores, r * span, counts[r], highest)
         if fade != np.float32(1):
             _scale(sums, r * v_wide, v_wide, fade)
-    r = first
-    while r < num_rows:  # queries that attend to equally many keys, at once
-        end = r + 1
-        while end < num_rows and counts[end] == counts[r]:
+    r, tiles = first, v_wide // LANES
+    while r < num_rows:  # several queries at once for the keys that all attend to, then each alone
+        end, shared = min(num_rows, r + TOGETHER), counts[r]
+        while end < num_rows and counts[end] == shared:
             end += 1
-        tiles, count = v_wide // LANES, end - r
-        add_products(v_packed, 0, tiles, scores, r * TILE, TILE, 1, count, counts[r], sums, r * v_wide, False)
+        add_products(v_packed, 0, tiles, scores, r * span, span, 1, end - r, shared, sums, r * v_wide, False)
+        for row in range(r, end):
+            if counts[row] > shared:
+                at, more = row * span + shared, counts[row] - shared
+                add_products(
+                    v_packed, shared * v_wide, tiles, scores, at, span, 1, 1, more, sums, row * v_wide, False
+                )  # fmt: skip
         r = end
 
 
 @parallel_kernel
 def forward(
     counter, q, k, v, v_step, query_start, context, block_start, blocks, block_size, first_task, chunk, heads, groups,
-    width, v_width, scale, split, window, sinks, out, lse,
+    width, v_width, scale, split, window, causal, sinks, out, lse,
 ):  # fmt: skip
     """The layout's arrays are flat. Sequence s has the tasks first_task[s] to first_task[s + 1]: one for each `chunk`
     of its queries (each of a token's heads that share a key-value head counts) and each key-value head. Values lie
@@ -142,13 +152,12 @@ def forward(
     tops, totals = np.empty(2 * chunk, np.float32), np.empty(2 * chunk, np.float32)
     lows, counts, starts = np.zeros(chunk, np.int64), np.empty(chunk, np.int64), np.empty(TILE, np.int64)
     line = np.empty(LANES, np.float32)
-    tasks = first_task[-1]
+    tasks, sequence = first_task[-1], len(first_task) - 2
     task = take(counter)
     while task < tasks:
-        # Last task first: the later queries of a sequence have more to read.
-        sequence, item = 0, tasks - 1 - task
-        while first_task[sequence + 1] <= item:
-            sequence += 1
+        item = tasks - 1 - task  # last task first: the later queries of a sequence have more to read
+        while first_task[sequence] > item:
+            sequence -= 1
         part, group = (item - first_task[sequence]) // groups, (item - first_task[sequence]) % groups
         token, offset = query_start[sequence], context[sequence]
         begin = part * chunk
@@ -161,7 +170,8 @@ def forward(
                 tops[r], totals[r] = sinks[group * share + (begin + r) % share], np.float32(1)
         for i in range(num_rows * v_wide):
             sums[i] = np.float32(0)
-        last = offset + (begin + num_rows - 1) // share  # position of the last query
+        end_token = query_start[sequence + 1] - 1 - token
+        last = offset + ((begin + num_rows - 1) // share if causal else end_token)  # position of the last key
         lowest = max(0, offset + begin // share - window + 1) if window > 0 else 0
         for tile in range(lowest // TILE * TILE, last + 1, TILE):
             keys = min(TILE, last + 1 - tile)
@@ -172,11 +182,12 @@ def forward(
                 slot, within = block_start[block] + within, within + 1
                 starts[j] = (slot * groups + group) * width
                 widen(v, (slot * groups + group) * v_step, v_width, v_packed, j * v_wide)
-            for j in range(keys, TILE):  # the last key stands in for those past it: their scores are masked
+            span = padded(keys)
+            for j in range(keys, span):  # the last key stands in for those past it: their scores are masked
                 starts[j] = starts[keys - 1]
-            for lane in range(0, keys, LANES):
-                pack_rows(k, starts, lane, 0, width, k_packed, lane, TILE)
-            first = max(0, (tile - offset) * share - begin)
+            for lane in range(0, span, LANES):
+                pack_rows(k, starts, lane, 0, width, k_packed, lane, span)
+            first = max(0, (tile - offset) * share - begin) if causal else 0
             if split > 0 and tile > 0 and tile % split == 0:
                 for r in range(first, num_rows):
                     if tile > split:
@@ -186,12 +197,12 @@ def forward(
             if window > 0:
                 end = min(num_rows, (tile + TILE + window - 1 - offset) * share - begin)
             for r in range(first, end):
-                position = offset + (begin + r) // share
+                position = offset + (begin + r) // share if causal else last
                 counts[r] = min(TILE, position - tile + 1)
                 lows[r] = max(0, position - window + 1 - tile) if window > 0 else 0
             _tile(
-                queries, k_packed, v_packed, width, wide, v_wide, first, end, lows, counts, scale, scores, tops, totals,
-                sums, line,
+                queries, k_packed, v_packed, width, wide, v_wide, span, first, end, lows, counts, scale, scores, tops,
+                totals, sums, line,
             )  # fmt: skip
         for r in range(num_rows):
             row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share

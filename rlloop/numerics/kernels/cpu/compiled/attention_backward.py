@@ -31,14 +31,16 @@ BLOCK = 64  # queries (a token's heads that share a key-value head count each) t
 
 @kernel
 def _pack_heads(source, first, count, group, groups, width, wide, rows, packed, starts):
-    """One head of `count` tokens as rows [count, wide] and, by tiles of 64 tokens, as packed [tiles, wide, 64]."""
+    """One head of `count` tokens as rows [count, wide] and, by tiles of 64 tokens, as packed [tiles, wide, 64]; the
+    last tile [wide, span], for whole sixteens of its tokens."""
     for j in range(count):
         widen(source, ((first + j) * groups + group) * width, width, rows, j * wide)
     for tile in range(0, count, TILE):
-        for lane in range(TILE):
+        span = padded(min(TILE, count - tile))
+        for lane in range(span):
             starts[lane] = min(tile + lane, count - 1) * wide
-        for lane in range(0, TILE, LANES):
-            pack_rows(rows, starts, lane, 0, wide, packed, tile * wide + lane, TILE)
+        for lane in range(0, span, LANES):
+            pack_rows(rows, starts, lane, 0, wide, packed, tile * wide + lane, span)
 
 
 @kernel
@@ -50,12 +52,12 @@ def _dot(a, b, at, width):
 
 
 @kernel
-def _masses_and_slopes(masses, slopes, num_rows, unseen, seen, lse, deltas, scale):
+def _masses_and_slopes(masses, slopes, num_rows, span, unseen, seen, lse, deltas, scale):
     """Scores become masses p, and do . v becomes ds, in place; +0 for masked keys."""
     zero = splat(np.float32(0))
     for r in range(num_rows):
-        for i in range(0, TILE, LANES):
-            at, left = r * TILE + i, splat(np.float32(seen[r] - i))
+        for i in range(0, span, LANES):
+            at, left = r * span + i, splat(np.float32(seen[r] - i))
             p = exp(sub(mul(load(masses, at), splat(scale)), splat(lse[r])))
             slope = mul(mul(p, sub(load(slopes, at), splat(deltas[r]))), splat(scale))
             if unseen[r] > i:
@@ -67,18 +69,18 @@ def _masses_and_slopes(masses, slopes, num_rows, unseen, seen, lse, deltas, scal
 
 
 @kernel
-def _add_to_keys(factors, num_rows, rows, wide, turned, starts, sums, at, keys):
-    """sums[at:][j] += factors[r, j] rows[r] over ascending r, for `keys` keys of a tile."""
+def _add_to_keys(factors, num_rows, span, rows, wide, turned, starts, sums, at, keys):
+    """sums[at:][j] += factors[r, j] rows[r] over ascending r, for `keys` keys of a tile in `span` lanes."""
     for lane in range(0, num_rows, LANES):
         for i in range(LANES):
-            starts[i] = min(lane + i, num_rows - 1) * TILE
-        pack_rows(factors, starts, 0, 0, TILE, turned, lane, BLOCK)
+            starts[i] = min(lane + i, num_rows - 1) * span
+        pack_rows(factors, starts, 0, 0, span, turned, lane, BLOCK)
     add_products(rows, 0, wide // LANES, turned, 0, BLOCK, 1, keys, num_rows, sums, at, False)
 
 
 @parallel_kernel
 def backward(
-    counter, q, k, v, out, lse, grad, query_start, heads, groups, width, v_width, scale, window, grad_q, grad_k,
+    counter, q, k, v, out, lse, grad, query_start, heads, groups, width, v_width, scale, window, causal, grad_q, grad_k,
     grad_v,
 ):  # fmt: skip
     share, wide, v_wide = heads // groups, padded(width), padded(v_width)
@@ -112,25 +114,25 @@ def backward(
                 widen(out, row * v_width, v_width, outs, r * v_wide)
                 tops[r], deltas[r] = lse[row], _dot(grads, outs, r * v_wide, v_wide)
             q_sums[: num_rows * wide] = np.float32(0)
-            last = (begin + num_rows - 1) // share
+            last = (begin + num_rows - 1) // share if causal else count - 1
             lowest = max(0, begin // share - window + 1) if window > 0 else 0
             for tile in range(lowest // TILE * TILE, last + 1, TILE):
-                keys = min(TILE, last + 1 - tile)
+                keys, span = min(TILE, last + 1 - tile), padded(min(TILE, count - tile))
                 for r in range(num_rows):
-                    seen[r] = (begin + r) // share - tile + 1
+                    seen[r] = ((begin + r) // share if causal else last) - tile + 1
                     unseen[r] = seen[r] - window if window > 0 else 0
                 add_products(
-                    k_packed, tile * wide, TILE // LANES, queries, 0, wide, 1, num_rows, wide, masses, 0, True
+                    k_packed, tile * wide, span // LANES, queries, 0, wide, 1, num_rows, wide, masses, 0, True
                 )  # fmt: skip
                 add_products(
-                    v_packed, tile * v_wide, TILE // LANES, grads, 0, v_wide, 1, num_rows, v_wide, slopes, 0, True
+                    v_packed, tile * v_wide, span // LANES, grads, 0, v_wide, 1, num_rows, v_wide, slopes, 0, True
                 )  # fmt: skip
-                _masses_and_slopes(masses, slopes, num_rows, unseen, seen, tops, deltas, scale)
+                _masses_and_slopes(masses, slopes, num_rows, span, unseen, seen, tops, deltas, scale)
                 add_products(
-                    k_rows, tile * wide, wide // LANES, slopes, 0, TILE, 1, num_rows, keys, q_sums, 0, False
+                    k_rows, tile * wide, wide // LANES, slopes, 0, span, 1, num_rows, keys, q_sums, 0, False
                 )  # fmt: skip
-                _add_to_keys(slopes, num_rows, queries, wide, turned, starts, k_sums, tile * wide, keys)
-                _add_to_keys(masses, num_rows, grads, v_wide, turned, starts, v_sums, tile * v_wide, keys)
+                _add_to_keys(slopes, num_rows, span, queries, wide, turned, starts, k_sums, tile * wide, keys)
+                _add_to_keys(masses, num_rows, span, grads, v_wide, turned, starts, v_sums, tile * v_wide, keys)
             for r in range(num_rows):
                 row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
                 narrow(q_sums, r * wide, width, grad_q, row * width)

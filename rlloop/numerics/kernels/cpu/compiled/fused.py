@@ -134,8 +134,8 @@ def _cache_write(
                 _turned(q, at, q_weight, eps, normed, cos, sin, table, half, line, out, at)
             for i in range(0, groups * width, width):
                 _turned(k, first + i, k_weight, eps, normed, cos, sin, table, half, line, keys, place + i)
-            for i in range(groups * width):
-                values[place + i] = v[first + i]
+            for i in range(0, groups * width, LANES):
+                put(values, place + i, groups * width - i, get(v, first + i, groups * width - i))
         begin = take(counter) * TOKENS
 
 

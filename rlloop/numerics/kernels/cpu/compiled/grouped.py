@@ -9,7 +9,15 @@ from __future__ import annotations
 import numpy as np
 
 from rlloop.numerics.kernels.cpu.compiled.jit import kernel, parallel_kernel, take
-from rlloop.numerics.kernels.cpu.compiled.linear import NO, PACKED, add_strip, finish, room_for_sums
+from rlloop.numerics.kernels.cpu.compiled.linear import (
+    MOST_ROWS,
+    NO,
+    PACKED,
+    add_strip,
+    finish,
+    room_for_sums,
+    tiles_for,
+)
 from rlloop.numerics.kernels.cpu.compiled.simd import LANES
 from rlloop.numerics.kernels.cpu.compiled.tiles import MAIN
 
@@ -64,8 +72,8 @@ def plan(counts: np.ndarray, columns: int, rows_by_row: bool) -> tuple[np.ndarra
     if not rows_by_row:  # the rows are packed too: wide tasks, so that it pays, and chunks of whole sixteens
         tiles, chunk = 4, min(96, -(-most // LANES) * LANES)
     else:  # a group's weights are packed for each chunk of its rows, so the fewest chunks that fit, of equal size
-        parts = max(1, -(-most // 512))
-        tiles, chunk = 1, -(-most // parts // MAIN) * MAIN
+        parts = max(1, -(-most // MOST_ROWS))
+        tiles, chunk = tiles_for(most, columns), -(-most // parts // MAIN) * MAIN
     strips = -(-columns // (tiles * LANES))
     first_task = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(-(-counts // chunk) * strips, out=first_task[1:])

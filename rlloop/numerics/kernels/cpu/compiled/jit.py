@@ -7,6 +7,7 @@ threads take them cannot change a bit.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 
 from rlloop.numerics.folders import kernel_folder
 from rlloop.numerics.kernels.cpu.compiled.simd import intrinsic
@@ -32,7 +34,7 @@ GRAIN = 1 << 20  # multiply-adds that are worth waking another thread for, which
 def _sources() -> str:
     # Numba compiles a cached kernel again when its own file changes, and not when one does that it calls into. So a
     # change to any of them leads to another cache.
-    digest, folder = hashlib.sha256(), Path(__file__).parent
+    digest, folder = hashlib.sha256(numba.__version__.encode()), Path(__file__).parent
     for file in (folder.parents[2] / "random.py", *sorted(folder.glob("*.py"))):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
@@ -41,14 +43,48 @@ def _sources() -> str:
 CACHE = str(kernel_folder(_sources()))
 
 
+class _Place(UserProvidedCacheLocator):
+    """A folder named by the source's content. Numba's own locators name it by the source's path, so that each checkout
+    would compile all kernels anew."""
+
+    def __init__(self, function: Callable[..., Any], file: str) -> None:
+        self._lineno = function.__code__.co_firstlineno
+        content = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+        self._folder = Path(CACHE, f"{Path(file).stem}-{content}")
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> bytes:
+        return self._folder.name.encode()
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _Place:
+        return cls(py_func, py_file)
+
+
+class _Stored(CompileResultCacheImpl):
+    _locator_classes: ClassVar = [_Place]
+
+
+class KernelCache(FunctionCache):
+    """Numba's cache of one kernel, in a folder of all checkouts with these sources, and for several processes at once:
+    of two that save a kernel for other types, one would write its code under the other's name."""
+
+    _impl_class = _Stored
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        self._impl.locator.ensure_cache_path()
+        with Path(self.cache_path, "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().save_overload(sig, data)
+
+
 def kernel(function: Callable[..., Any]) -> Any:
     """Compiles a function for kernels to call, or to run as a whole."""
-    before = numba.config.CACHE_DIR  # type: ignore[attr-defined]
-    numba.config.CACHE_DIR = CACHE  # type: ignore[attr-defined]
-    try:
-        return njit(nogil=True, cache=True, error_model="numpy")(function)
-    finally:
-        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+    compiled: Any = njit(nogil=True, error_model="numpy")(function)
+    compiled._cache = KernelCache(function)  # where cache=True puts numba's own
+    return compiled
 
 
 inlined = njit(nogil=True, error_model="numpy", inline="always")

@@ -17,10 +17,11 @@ import numpy as np
 
 from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel, parallel_kernel, stay_apart, take
 from rlloop.numerics.kernels.cpu.compiled.simd import LANES, add, load, load_part, store, store_part
-from rlloop.numerics.kernels.cpu.compiled.tiles import MAIN, add_products, pack_columns, pack_rows
+from rlloop.numerics.kernels.cpu.compiled.tiles import MAIN, WIDE, add_products, pack_columns, pack_rows
 
 PACKED = 256 * LANES  # numbers packed at a time, so that they stay in the nearest cache; sums wait there in float32
 FEW_ROWS = 3
+MOST_ROWS = 384  # of a task
 # Plain constants would have the kernels below compiled once more for each.
 YES, NO = np.bool_(True), np.bool_(False)
 FORWARD = np.int64(2048)  # terms of a chain; up to here a product is one chain
@@ -164,9 +165,18 @@ def plan(
 ) -> tuple[int, int]:
     """(tiles, chunk) for `product`."""
     if not rows_by_row:  # the rows are packed too: wide tasks, so that it pays, and chunks of whole sixteens
-        return 4, min(96, -(-num_rows // LANES) * LANES)
+        parts = max(-(-num_rows // 96), -(-threads // -(-columns // (4 * LANES))))
+        return 4, -(-num_rows // parts // LANES) * LANES
     if num_rows <= FEW_ROWS and (width <= 1024 or not by_row):
         return 4, num_rows
-    strips = -(-columns // LANES)
-    parts = max(-(-num_rows // 512), -(-3 * threads // strips) if threads > 1 else 1)  # enough to share out evenly
-    return 1, min(num_rows, -(-num_rows // parts // MAIN) * MAIN)
+    tiles = tiles_for(num_rows, columns)
+    strips = -(-columns // (tiles * LANES))
+    shares = -(-3 * threads // strips) if threads > 1 else 1  # enough to share out evenly
+    parts = max(-(-num_rows // MOST_ROWS), shares)
+    return tiles, min(num_rows, -(-num_rows // parts // MAIN) * MAIN)
+
+
+def tiles_for(num_rows: int, columns: int) -> int:
+    """Tiles of a task: several where rows are many, and where columns leave few lanes of them without a number."""
+    needed = -(-columns // LANES)
+    return WIDE if num_rows >= MAIN and 3 * WIDE * -(-needed // WIDE) <= 4 * needed else 1

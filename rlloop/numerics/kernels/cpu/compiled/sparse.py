@@ -87,18 +87,19 @@ def select(
         last = offset + count - 1
         for tile in range(0, last + 1, TILE):
             keys = min(TILE, last + 1 - tile)
-            for j in range(TILE):
+            span = padded(keys)
+            for j in range(span):
                 position = tile + min(j, keys - 1)
                 slot = block_start[sequence * blocks + position // block_size] + position % block_size
                 starts[j] = slot * width
-            for lane in range(0, keys, LANES):
-                pack_rows(k, starts, lane, 0, width, packed, lane, TILE)
-            add_products(packed, 0, TILE // LANES, queries, 0, wide, 1, count * heads, width, scores, 0, True)
+            for lane in range(0, span, LANES):
+                pack_rows(k, starts, lane, 0, width, packed, lane, span)
+            add_products(packed, 0, span // LANES, queries, 0, wide, 1, count * heads, width, scores, 0, True)
             for r in range(count):
-                for i in range(0, TILE, LANES):
+                for i in range(0, span, LANES):
                     total = splat(ZERO)
                     for h in range(heads):
-                        score = mul(load(scores, (r * heads + h) * TILE + i), splat(scale))
+                        score = mul(load(scores, (r * heads + h) * span + i), splat(scale))
                         score = select_less(score, splat(ZERO), splat(ZERO), score)  # NaN stays
                         total = fma(splat(weights[(first + r) * heads + h]), score, total)
                     store(totals, r * room + tile + i, total)
@@ -145,17 +146,18 @@ def forward(
                     if tile > split:
                         join(tops, totals, sums, r, heads, v_wide, line)
                     begin_part(tops, totals, sums, r, heads, v_wide)
-            for j in range(TILE):
+            span = padded(keys)
+            for j in range(span):
                 position = selected[token * how_many + tile + min(j, keys - 1)]
                 slot = block_start[sequence * blocks + position // block_size] + position % block_size
                 starts[j] = slot * width
                 if j < keys:
                     widen(v, slot * v_step, v_width, v_packed, j * v_wide)
-            for lane in range(0, keys, LANES):
-                pack_rows(k, starts, lane, 0, width, k_packed, lane, TILE)
+            for lane in range(0, span, LANES):
+                pack_rows(k, starts, lane, 0, width, k_packed, lane, span)
             _tile(
-                queries, k_packed, v_packed, width, wide, v_wide, 0, heads, lows, counts, scale, scores, tops, totals,
-                sums, line,
+                queries, k_packed, v_packed, width, wide, v_wide, span, 0, heads, lows, counts, scale, scores, tops,
+                totals, sums, line,
             )  # fmt: skip
         for r in range(heads):
             if 0 < split < seen:
@@ -230,12 +232,12 @@ def backward(
                         pack_rows(v_rows, starts, lane, 0, v_wide, v_packed, lane, TILE)
                     add_products(k_packed, 0, TILE // LANES, queries, 0, wide, 1, num_rows, wide, masses, 0, True)
                     add_products(v_packed, 0, TILE // LANES, grads, 0, v_wide, 1, num_rows, v_wide, slopes, 0, True)
-                    _masses_and_slopes(masses, slopes, num_rows, unseen, visible, tops, deltas, scale)
+                    _masses_and_slopes(masses, slopes, num_rows, TILE, unseen, visible, tops, deltas, scale)
                     add_products(k_tile, 0, wide // LANES, slopes, 0, TILE, 1, num_rows, keys, q_sums, 0, False)
                     k_tile[: keys * wide] = ZERO
                     v_tile[: keys * v_wide] = ZERO
-                    _add_to_keys(slopes, num_rows, queries, wide, turned, starts, k_tile, 0, keys)
-                    _add_to_keys(masses, num_rows, grads, v_wide, turned, starts, v_tile, 0, keys)
+                    _add_to_keys(slopes, num_rows, TILE, queries, wide, turned, starts, k_tile, 0, keys)
+                    _add_to_keys(masses, num_rows, TILE, grads, v_wide, turned, starts, v_tile, 0, keys)
                     _add_rows(k_tile, keys, wide, selected, at + tile, k_sums)
                     _add_rows(v_tile, keys, v_wide, selected, at + tile, v_sums)
                 for r in range(num_rows):

@@ -1,0 +1,1 @@
+"""Reinforcement learning from pictures: see `task.Pictures`."""

@@ -1,0 +1,218 @@
+"""Inputs of models: token ids, their positions, and images. Imports numpy, but no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from math import isqrt
+from typing import Any
+
+import numpy as np
+
+from rlloop.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """An image after the model's processor: resized, normalised, and cut into patches in the vision tower's order.
+
+    Equal patches and grids have equal digests.
+    """
+
+    patches: np.ndarray  # [height * width, numbers of a patch] float32
+    height: int  # in patches
+    width: int
+    picture: np.ndarray | None = field(default=None, repr=False)  # [H, W, 3] uint8, for display
+
+    def __post_init__(self) -> None:
+        patches = np.ascontiguousarray(self.patches, np.float32)
+        if patches.ndim != 2 or len(patches) != self.height * self.width or not len(patches):
+            raise ConfigError(
+                f"an image has patches {list(patches.shape)} and a grid of {self.height} x {self.width}; it needs one "
+                "row a patch"
+            )
+        if not np.isfinite(patches).all():
+            raise ConfigError("an image has patches that are NaN or infinite")
+        object.__setattr__(self, "patches", patches)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of grid and patches, as hexadecimal."""
+        return sha256(b"%d %d " % (self.height, self.width) + self.patches.tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ContentSpan:
+    """Placeholder tokens [start, end) that stand for content other than text, such as an image."""
+
+    start: int
+    end: int
+    digest: str  # of the content, by which caches distinguish equal placeholders
+    image: Image | None = field(default=None, compare=False, repr=False)  # None: the content is not available
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """Input of a model: token ids, their positions for the rope, and the content of placeholder tokens.
+
+    A plain `list[int]` is accepted wherever a `ModelInput` is: text at positions 0, 1, 2, ... Tokens after an input
+    continue from its largest position + 1. Attention masks, cache slots and random numbers use a token's index instead.
+
+    Raises `ConfigError` for positions whose length is not that of the tokens, and for spans outside the tokens.
+
+    Example: `ModelInput.from_ids([4, 6, 8])`.
+    """
+
+    token_ids: list[int]  # [T]
+    positions: np.ndarray | None = None  # [T] or [axes, T] int64; None: 0 to T - 1
+    contents: tuple[ContentSpan, ...] = ()  # ascending; none in a text
+
+    def __post_init__(self) -> None:
+        count = len(self.token_ids)
+        if self.positions is not None:
+            positions = np.asarray(self.positions)
+            if positions.ndim not in (1, 2) or positions.shape[-1] != count or positions.dtype.kind not in "iu":
+                raise ConfigError(
+                    f"ModelInput.positions is {positions.dtype} {list(positions.shape)}; "
+                    f"it must be whole numbers, [{count}] or [axes, {count}]: one for each token"
+                )
+            if positions.size and positions.min() < 0:
+                raise ConfigError(f"ModelInput.positions has {positions.min()}; positions begin at 0")
+            object.__setattr__(self, "positions", positions.astype(np.int64, copy=False))
+        ends = [0, *(end for span in self.contents for end in (span.start, span.end)), count]
+        if ends != sorted(ends):
+            raise ConfigError(
+                f"ModelInput.contents is {self.contents!r:.80}; spans must ascend within the {count} tokens"
+            )
+
+    @classmethod
+    def from_ids(cls, token_ids: Sequence[int]) -> ModelInput:
+        """Text, at positions 0, 1, 2, ..."""
+        return cls(list(token_ids))
+
+    @classmethod
+    def from_processor(cls, batch: Mapping[str, Any]) -> ModelInput:
+        """One sample of a Hugging Face processor: `input_ids`, `mm_token_type_ids` [1, T], `pixel_values` [P, N] and
+        `image_grid_thw` [images, 3], as arrays or tensors. Text alone needs the first only.
+
+        Raises `ConfigError` for several samples, videos, and placeholders that do not match the images.
+        """
+        if "pixel_values_videos" in batch:
+            raise ConfigError("the processor's batch has a video (pixel_values_videos); rlloop reads images")
+        ids = np.asarray(batch["input_ids"])
+        if ids.ndim != 2 or len(ids) != 1:
+            raise ConfigError(f"the processor's input_ids have shape {list(ids.shape)}; give one sample, [1, T]")
+        token_ids = ids[0].tolist()
+        if batch.get("pixel_values") is None:
+            return cls(token_ids)
+        if batch.get("mm_token_type_ids") is None:
+            raise ConfigError("the processor's batch has images and no mm_token_type_ids, which give their places")
+        marked = np.asarray(batch["mm_token_type_ids"])[0] == 1
+        grids, pixels = np.asarray(batch["image_grid_thw"]), np.asarray(batch["pixel_values"], np.float32)
+        counts = grids.prod(-1)
+        if (grids[:, 0] != 1).any() or counts.sum() != len(pixels):
+            raise ConfigError(f"image_grid_thw is {grids.tolist()} for {len(pixels)} patches of images of one frame")
+        parts = np.split(pixels, np.cumsum(counts)[:-1])
+        images = [Image(part, int(h), int(w)) for part, (_, h, w) in zip(parts, grids, strict=True)]
+        return cls.with_images(token_ids, np.flatnonzero(marked).tolist(), images)
+
+    @classmethod
+    def with_images(cls, token_ids: Sequence[int], placeholders: Sequence[int], images: Sequence[Image]) -> ModelInput:
+        """Images in a text, each at as many consecutive `placeholders` (ascending indices) as it has features.
+
+        Positions have three axes, of time, height and width (Qwen2-VL's MRoPE, arXiv:2409.12191): an image stands at
+        one time, its rows and columns count from there, and the text goes on after the largest of them. Raises
+        `ConfigError` where the placeholders do not match the images.
+        """
+        patches = sum(len(image.patches) for image in images)
+        merge = isqrt(patches // max(len(placeholders), 1))
+        if not images or merge**2 * len(placeholders) != patches:
+            raise ConfigError(
+                f"the prompt has {len(placeholders)} placeholder tokens for {len(images)} images of {patches} patches; "
+                "their number must be that of the images' features"
+            )
+        positions, spans = np.arange(len(token_ids)) + np.zeros((3, 1), np.int64), []
+        taken, shift = 0, 0
+        for index, image in enumerate(images):
+            rows, columns = image.height // merge, image.width // merge
+            start, count = placeholders[taken] if taken < len(placeholders) else -1, rows * columns
+            own = list(placeholders[taken : taken + count])
+            if image.height % merge or image.width % merge or own != list(range(start, start + count)):
+                raise ConfigError(
+                    f"image {index} has {image.height} x {image.width} patches, and {merge} x {merge} of them are a "
+                    f"feature; its {count} placeholder tokens must follow one another"
+                )
+            first = start + shift
+            positions[0, start : start + count] = first
+            positions[1, start : start + count] = first + np.repeat(np.arange(rows), columns)
+            positions[2, start : start + count] = first + np.tile(np.arange(columns), rows)
+            shift += max(rows, columns) - count
+            positions[:, start + count :] = np.arange(start + count, len(token_ids)) + shift
+            spans.append(ContentSpan(start, start + count, image.digest, image))
+            taken += count
+        return cls(list(token_ids), positions, tuple(spans))
+
+    from_ints = from_ids  # as Tinker's types name it
+
+    def to_ints(self) -> list[int]:
+        return self.token_ids
+
+    @property
+    def length(self) -> int:
+        return len(self)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def followed_by(self, token_ids: Sequence[int]) -> ModelInput:
+        """This input followed by text, such as a conversation's further turns."""
+        positions = None if self.positions is None else self.positions_at(0, len(self) + len(token_ids))
+        return ModelInput([*self.token_ids, *token_ids], positions, self.contents)
+
+    @property
+    def images(self) -> list[Image]:
+        return [span.image for span in self.contents if span.image is not None]
+
+    @property
+    def is_text(self) -> bool:
+        """True for text at positions 0, 1, 2, ..., which token ids alone describe."""
+        return self.positions is None and not self.contents
+
+    def positions_at(self, begin: int, end: int) -> np.ndarray:
+        """[n] or [axes, n] int64: positions of tokens `begin` to `end`, including tokens that follow the input."""
+        if self.positions is None:
+            return np.arange(begin, end)
+        known, following = self.positions[..., begin:end], np.arange(max(begin, len(self)), end) - len(self)
+        following += self.positions.max(initial=-1) + 1
+        return np.concatenate([known, np.broadcast_to(following, (*known.shape[:-1], len(following)))], axis=-1)
+
+    def content_key(self, begin: int, end: int) -> bytes:
+        """Cache key of tokens `begin` to `end` besides their ids: positions and content digests; b"" for text.
+
+        A cache of keys and values must combine it with the keys of all earlier tokens.
+        """
+        if self.is_text:
+            return b""
+        spans = [(each.start, each.end, each.digest) for each in self.contents if each.start < end and begin < each.end]
+        positions = self.positions_at(begin, end)
+        if not spans and (positions == np.arange(begin, end)).all():
+            return b""
+        return repr((positions.tolist(), spans)).encode()
+
+
+def ids_alone(prompts: Sequence[ModelInput | list[int]]) -> list[list[int]]:
+    """The token ids of text prompts, for engines in other processes. Raises `ConfigError` for images or positions."""
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, ModelInput) and not prompt.is_text:
+            raise ConfigError(
+                f"prompt {index} has images or positions of its own, which engines in other processes do not accept: "
+                "set launch=local, with rollout.engine=embedded"
+            )
+    return [prompt.token_ids if isinstance(prompt, ModelInput) else prompt for prompt in prompts]
+
+
+def as_model_input(given: ModelInput | Sequence[int]) -> ModelInput:
+    """A list of token ids as a `ModelInput`. Engines and scoring check the ids."""
+    return given if isinstance(given, ModelInput) else ModelInput.from_ids(given)

@@ -1,0 +1,222 @@
+"""The image processor of a model's folder (`preprocessor_config.json`): from a picture to patches for the tower.
+
+One definition, on Pillow and numpy, for prompts of training, engines and servers. Its arrays are those of transformers'
+`Qwen2VLImageProcessorPil`; transformers' default processor resizes by torchvision, whose pixels differ.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlloop.errors import ConfigError, ModelError
+from rlloop.inputs import Image, ModelInput
+from rlloop.models.architecture import VisionConfig
+from rlloop.models.config import read_config
+from rlloop.models.config_reader import Keys, read_json
+
+FILE = "preprocessor_config.json"
+TYPES = ("Qwen2VLImageProcessorFast", "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen3VLImageProcessor")
+BICUBIC = 3
+MOST_BYTES, MOST_PIXELS = 32 << 20, 1 << 26  # of a picture that comes as a file
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+SLIMMEST = 200  # longer side by the shorter one
+INERT = (
+    "processor_class", "image_processor_type", "feature_extractor_type", "return_tensors", "data_format", "device",
+    "input_data_format", "disable_grouping", "default_to_square", "image_seq_length", "do_pad", "pad_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """Resizes, normalises and cuts pictures for a tower.
+
+    Sides are rounded to multiples of a merged patch, and the area is kept from `least` to `most` pixels, at nearly the
+    picture's aspect ratio.
+    """
+
+    vision: VisionConfig
+    least: int = 56 * 56
+    most: int = 28 * 28 * 1280
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    factor: float = 1 / 255  # of each byte, before it is normalised
+
+    @classmethod
+    def of_folder(cls, folder: str | Path) -> ImageProcessor:
+        """The processor of a model's folder. Raises `ModelError` for a text-only model, and for a processor that is
+        missing or another model's."""
+        config, file = read_config(folder), Path(folder) / FILE
+        if config.vision is None:
+            raise ModelError(f"{folder} is a {config.architecture}, which reads text only")
+        if file.is_file():
+            return _read(Keys(read_json(file)), config.vision, file)
+        whole = file.with_name("processor_config.json")  # transformers 5 saves all of a processor in one file
+        given = read_json(whole).get("image_processor") if whole.is_file() else None
+        if not isinstance(given, dict):
+            raise ModelError(f"{folder} has no {FILE}, which says how its images are cut; copy the released one")
+        return _read(Keys(given), config.vision, whole)
+
+    @classmethod
+    def if_any(cls, folder: str | Path) -> ImageProcessor | None:
+        """None for a folder whose model reads text alone. Raises `ModelError` as `of_folder`."""
+        return None if read_config(folder).vision is None else cls.of_folder(folder)
+
+    def to_config(self) -> dict[str, Any]:
+        """The content of a preprocessor_config.json."""
+        return {
+            "image_processor_type": TYPES[0], "processor_class": "Qwen3VLProcessor", "do_convert_rgb": True,
+            "do_resize": True, "do_rescale": True, "do_normalize": True, "resample": BICUBIC,
+            "rescale_factor": self.factor, "image_mean": list(self.mean), "image_std": list(self.std),
+            "size": {"shortest_edge": self.least, "longest_edge": self.most}, "patch_size": self.vision.patch_size,
+            "temporal_patch_size": self.vision.temporal_patch_size, "merge_size": self.vision.merge_size,
+        }  # fmt: skip
+
+    def image(self, picture: Any) -> Image:
+        """An image of a picture: the bytes of a file, a `PIL.Image.Image`, or pixels [H, W, 3] uint8.
+
+        Raises `ConfigError` for files that are no pictures, broken or too large, and for very slim pictures.
+        """
+        from PIL import Image as pillow
+
+        if isinstance(picture, bytes):
+            picture = _opened(picture)
+        elif isinstance(picture, np.ndarray):
+            if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+                raise ConfigError(f"a picture is {picture.dtype} {list(picture.shape)}; pixels are uint8 [H, W, 3]")
+            picture = pillow.fromarray(picture)
+        picture = picture.convert("RGB")
+        width, height = self.size(picture.width, picture.height)
+        pixels = np.asarray(picture.resize((width, height), pillow.Resampling.BICUBIC))
+        return self._cut(pixels)
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) in pixels that a picture of this size is resized to."""
+        if min(width, height) < 1 or max(width, height) > SLIMMEST * min(width, height):
+            raise ConfigError(
+                f"a picture is {width} x {height} pixels; the longer side may be at most {SLIMMEST} times the other"
+            )
+        side = self.vision.patch_size * self.vision.merge_size
+        tall, wide = round(height / side) * side, round(width / side) * side
+        if tall * wide > self.most:
+            shrink = math.sqrt(height * width / self.most)
+            tall, wide = (max(side, math.floor(each / shrink / side) * side) for each in (height, width))
+        elif tall * wide < self.least:
+            grow = math.sqrt(self.least / (height * width))
+            tall, wide = (math.ceil(each * grow / side) * side for each in (height, width))
+        return wide, tall
+
+    def _cut(self, pixels: np.ndarray) -> Image:
+        """[H, W, 3] uint8 -> patches in the tower's order: squares of merged ones, row by row."""
+        scaled = (pixels.astype(np.float64) * self.factor).astype(np.float32)
+        normal = (scaled - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+        size, merge = self.vision.patch_size, self.vision.merge_size
+        rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
+        squares = normal.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
+        patches = squares.transpose(0, 3, 1, 4, 6, 2, 5)  # squares, patches of one, channel, pixels
+        frames = np.repeat(patches[:, :, :, :, :, None], self.vision.temporal_patch_size, axis=5)
+        return Image(frames.reshape(rows * columns, -1), rows, columns, pixels)
+
+    def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> ModelInput:
+        """A prompt in which one placeholder token stands for each image, in order, with as many as it needs.
+
+        Raises `ConfigError` where placeholders and images do not match.
+        """
+        token = self.vision.image_token_id
+        if (count := list(token_ids).count(token)) != len(images):
+            raise ConfigError(
+                f"the prompt has {count} placeholders (token {token}) and {len(images)} images; give one for each"
+            )
+        ids, places, left = list[int](), list[int](), iter(images)
+        for each in token_ids:
+            if each != token:
+                ids.append(each)
+                continue
+            image = next(left)
+            features = image.height * image.width // self.vision.merge_size**2
+            places += range(len(ids), len(ids) + features)
+            ids += [token] * features
+        return ModelInput.with_images(ids, places, images) if images else ModelInput(ids)
+
+
+def _opened(content: bytes) -> Any:
+    """A picture from a file's bytes. Its size is checked before its pixels are decoded."""
+    from PIL import Image as pillow
+    from PIL import ImageOps, UnidentifiedImageError
+
+    if len(content) > MOST_BYTES:
+        raise ConfigError(f"a picture has {len(content)} bytes; at most {MOST_BYTES} are read")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pillow.DecompressionBombWarning)
+            picture = pillow.open(io.BytesIO(content), formats=FORMATS)
+            if picture.width * picture.height > MOST_PIXELS:
+                raise ConfigError(
+                    f"a picture has {picture.width} x {picture.height} pixels; at most {MOST_PIXELS} are decoded"
+                )
+            picture.load()
+            return ImageOps.exif_transpose(picture)
+    except UnidentifiedImageError as error:
+        raise ConfigError(f"a picture of {len(content)} bytes is not one of {', '.join(FORMATS)}") from error
+    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+        raise ConfigError(f"a picture is too large to decode: at most {MOST_PIXELS} pixels are") from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"a picture of {len(content)} bytes is broken: {error}") from error
+
+
+def _read(keys: Keys, vision: VisionConfig, file: Path) -> ImageProcessor:
+    kind = keys.copy().take("image_processor_type", TYPES[0])
+    if kind not in TYPES:
+        raise ModelError(f"{file}: image_processor_type is {kind!r}; rlloop has that of {', '.join(TYPES)}")
+    for name in INERT:
+        keys.take(name)
+    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        keys.fixed(name, True)
+    for name in ("do_center_crop", "crop_size"):
+        keys.fixed(name, None, False)
+    keys.fixed("resample", BICUBIC)
+    for name, wanted in (
+        ("patch_size", vision.patch_size), ("temporal_patch_size", vision.temporal_patch_size),
+        ("merge_size", vision.merge_size),
+    ):  # fmt: skip
+        given = keys.count(name, {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}[name])
+        if given != wanted:
+            raise ModelError(f"{file}: {name} is {given}, and the model's tower has {wanted}; it is another model's")
+    size = keys.take("size", {})
+    if not isinstance(size, dict):
+        keys.refuse("size", size, "an object")
+    for older, name in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        if keys.has(older):
+            size = {name: keys.count(older, most=1 << 40), **size}
+        keys.take(older)
+    edges = Keys(size, "size.")
+    least, most = (edges.count(name, default, most=1 << 40) for name, default in (
+        ("shortest_edge", 56 * 56), ("longest_edge", 28 * 28 * 1280)
+    ))  # fmt: skip
+    edges.refuse_the_rest()
+    if least > most:
+        keys.refuse("size", size, "shortest_edge (pixels of the least area) up to longest_edge (of the largest)")
+    mean, std = (_three(keys, name, default) for name, default in (
+        ("image_mean", (0.48145466, 0.4578275, 0.40821073)), ("image_std", (0.26862954, 0.26130258, 0.27577711))
+    ))  # fmt: skip
+    made = ImageProcessor(vision, least, most, mean, std, keys.number("rescale_factor", 1 / 255))
+    keys.refuse_the_rest()
+    return made
+
+
+def _three(keys: Keys, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    given = keys.take(name, list(default))
+    if not isinstance(given, list) or len(given) != 3 or not all(isinstance(x, int | float) for x in given):
+        keys.refuse(name, given, "three numbers")
+    if name == "image_std" and min(given) <= 0:
+        keys.refuse(name, given, "three positive numbers")
+    return tuple(map(float, given))

@@ -1,0 +1,95 @@
+"""Tiles of `small_batch_linear` by shape, measured on an H200."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Tiles(NamedTuple):
+    rows: int
+    outputs: int
+    width: int  # of K at a time
+    swapped: bool  # weights on the left
+    stages: int
+    early: bool = True  # the launch begins before its predecessor has ended
+
+
+TABLE = (  # (up to so many rows, outputs and K, the tiles). None: others are faster
+    (8, 8192, None, Tiles(8, 64, 256, True, 5)),
+    (8, None, None, Tiles(8, 64, 128, True, 5)),
+    (16, 2048, None, Tiles(16, 16, 256, False, 5)),
+    (16, 8192, None, Tiles(16, 64, 256, True, 5)),
+    (16, None, None, Tiles(16, 64, 128, True, 5)),
+    (32, 2048, None, Tiles(32, 16, 256, False, 5)),
+    (32, 3072, None, Tiles(32, 64, 256, True, 4)),
+    (32, 8192, None, Tiles(32, 64, 128, True, 8)),
+    (32, None, None, Tiles(32, 64, 128, True, 4)),
+    (64, 2048, None, Tiles(64, 16, 256, False, 5)),
+    (64, 8192, 8192, Tiles(64, 32, 256, False, 4)),
+    (64, 8192, None, Tiles(32, 64, 128, True, 8, early=False)),
+    (64, None, 1024, Tiles(64, 64, 64, True, 6)),
+    (64, None, None, Tiles(64, 128, 128, True, 4, early=False)),
+    (128, 2048, None, Tiles(64, 32, 256, False, 4)),
+    (128, 8192, None, Tiles(64, 64, 128, True, 6)),
+    (256, 1024, None, Tiles(64, 32, 256, False, 4)),
+    (256, 2048, None, Tiles(64, 64, 128, True, 6)),
+    (256, 3072, None, None),
+    (256, 8192, None, Tiles(128, 64, 64, True, 8)),
+)
+# The same, without K, for three weights end to end (their outputs together), and for a gate with what it scales.
+TABLE_END_TO_END = (
+    (8, 4096, Tiles(8, 64, 256, True, 5)),
+    (8, None, Tiles(8, 64, 128, True, 5)),
+    (16, 4096, Tiles(16, 64, 256, True, 5)),
+    (16, None, Tiles(16, 64, 128, True, 5)),
+    (32, 4096, Tiles(32, 64, 256, True, 4)),
+    (32, None, Tiles(32, 64, 256, True, 4, early=False)),
+    (64, 4096, Tiles(32, 64, 256, True, 4)),
+    (64, None, Tiles(64, 64, 128, True, 5, early=False)),
+    (128, 4096, Tiles(64, 64, 128, True, 5)),
+)
+TABLE_GATED = (
+    (8, 4096, Tiles(8, 64, 128, True, 6)),
+    (8, 8192, Tiles(8, 64, 64, True, 6)),
+    (8, 12288, Tiles(8, 64, 128, True, 3, early=False)),
+    (8, None, Tiles(8, 64, 128, True, 6)),
+    (16, 4096, Tiles(16, 64, 128, True, 6)),
+    (16, 8192, Tiles(16, 64, 64, True, 6)),
+    (16, 12288, Tiles(16, 64, 128, True, 3, early=False)),
+    (16, None, Tiles(16, 64, 128, True, 6)),
+    (32, None, Tiles(32, 64, 128, True, 4)),
+    (64, 4096, Tiles(32, 64, 128, True, 4)),
+    (64, 8192, Tiles(64, 64, 128, True, 4, early=False)),
+    (64, 12288, None),
+    (64, None, Tiles(64, 64, 64, True, 8)),
+    (128, 8192, Tiles(64, 64, 64, True, 8, early=False)),
+)
+# With an adapter, where another kernel would be faster without one; the last for hundreds of rows.
+TABLE_ADAPTED = ((256, None, Tiles(128, 64, 64, True, 4)), (None, None, Tiles(128, 128, 64, True, 6, early=False)))
+TABLE_ADAPTED_GATED = ((None, None, Tiles(128, 64, 64, True, 6, early=False)),)
+
+
+def tiles_for(rows: int, outputs: int, width: int) -> Tiles | None:
+    for most_rows, most_outputs, most_width, tiles in TABLE:
+        fits = (most_outputs is None or outputs <= most_outputs) and (most_width is None or width <= most_width)
+        if rows <= most_rows and fits:
+            return tiles
+    return None
+
+
+def tiles_of(
+    table: tuple[tuple[int | None, int | None, Tiles | None], ...], x: Tensor, weights: tuple[Tensor, ...], outputs: int
+) -> Tiles | None:
+    """The tiles of a table for x [T, K] and weights of `outputs` together; None where another kernel has to do it."""
+    rows, width = x.shape
+    if rows == 0 or x.itemsize != 2 or width == 0 or width % 8:
+        return None
+    found = (
+        tiles
+        for most_rows, most, tiles in table
+        if (most_rows is None or rows <= most_rows) and (most is None or outputs <= most)
+    )
+    tiles = next(found, None)
+    return None if tiles is None or any(len(weight) % tiles.outputs for weight in weights) else tiles

@@ -1,0 +1,82 @@
+"""Images of a run: each once, in its folder, by its digest.
+
+images/DIGEST.npz    patches [height * width, numbers] float32, height, width: what the model read
+images/DIGEST.png    the picture for people, where the image has one
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from rlloop.errors import ConfigError, RunError
+from rlloop.inputs import Image, ModelInput
+
+FOLDER = "images"
+
+
+class ImageStore:
+    """The images of the run in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / FOLDER
+        self._kept: set[str] = set()  # digests known to be there
+
+    def keep(self, images: Iterable[Image]) -> None:
+        """Write those that are not there yet; each whole or not at all."""
+        for image in images:
+            if image.digest in self._kept:
+                continue
+            if not (self.folder / f"{image.digest}.npz").exists():
+                self.folder.mkdir(exist_ok=True)
+                if image.picture is not None:
+                    from PIL import Image as pillow
+
+                    drawn = io.BytesIO()
+                    pillow.fromarray(image.picture).save(drawn, "PNG")
+                    self._write(f"{image.digest}.png", drawn.getvalue())
+                packed = io.BytesIO()
+                np.savez_compressed(packed, patches=image.patches, height=image.height, width=image.width)
+                self._write(f"{image.digest}.npz", packed.getvalue())
+            self._kept.add(image.digest)
+
+    def _write(self, name: str, content: bytes) -> None:
+        partial = self.folder / f".{name}.{os.getpid()}"
+        partial.write_bytes(content)
+        partial.replace(self.folder / name)
+
+    def read(self, digest: str) -> Image:
+        """Raises `RunError` for an image that is not there, or is another one."""
+        file = self.folder / f"{checked(digest)}.npz"
+        try:
+            with np.load(file, allow_pickle=False) as stored:
+                image = Image(stored["patches"], int(stored["height"]), int(stored["width"]))
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, ConfigError) as error:
+            raise RunError(f"{file} cannot be read: {error}") from error
+        if image.digest != digest:
+            raise RunError(f"{file} holds another image ({image.digest:.12})")
+        return image
+
+    def prompt(self, token_ids: list[int], spans: Iterable[tuple[int, int, str]]) -> ModelInput:
+        """A recorded prompt, whose images stand at tokens [start, end). Raises `RunError` as `read`."""
+        spans = list(spans)
+        places = [index for start, end, _ in spans for index in range(start, end)]
+        return ModelInput.with_images(token_ids, places, [self.read(digest) for *_, digest in spans])
+
+    def picture(self, digest: str) -> Path | None:
+        """The file to show; None where there is none."""
+        file = self.folder / f"{checked(digest)}.png"
+        return file if file.is_file() else None
+
+
+def checked(digest: str) -> str:
+    """Raises `RunError` for a string that is not a digest, such as a path."""
+    if not re.fullmatch("[0-9a-f]{64}", digest):
+        raise RunError(f"{digest!r:.80} is no digest of an image: 64 hexadecimal digits")
+    return digest

@@ -1,0 +1,214 @@
+"""Models that read images on CUDA: the tower's operations, and engine and trainer with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from rlloop import Engine, SamplingParams, load_model, token_logprobs
+from rlloop.algorithms import get_loss
+from rlloop.config.trainer import TrainerConfig
+from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.ops import Ops, ops_for
+from rlloop.numerics.probe import same_bits
+from rlloop.numerics.profile import NumericsProfile
+from rlloop.trainer import Trainer
+from tests.support.image_models import FAMILIES, image, inputs, make_image_checkpoint, prompt_with, theirs
+from tests.support.samples import as_sample, different
+from tests.support.traffic import bits
+
+logging.disable_progress_bar()
+
+OURS, EXACT = ops_for(NumericsProfile()), ops_for(NumericsProfile.preset("reference"))
+CUDA = torch.device("cuda")
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+HEADS = [  # float32 compiles slowly where heads are wide
+    (20, torch.float32), (72, torch.float32), (64, torch.bfloat16), (72, torch.bfloat16), (128, torch.bfloat16),
+    (72, torch.float16),
+]  # fmt: skip
+LENGTHS = [4, 130, 1500, 64, 1024]  # patches of images
+ROWS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "gelu": (lambda ops, x: ops.gelu(x, False), [(1300, 75)]),
+    "gelu_tanh": (lambda ops, x: ops.gelu(x, True), [(1300, 75)]),
+    "layer_norm": (lambda ops, x, w, b: ops.layer_norm(x, w, b, 1e-6), [(1300, 1152), (1152,), (1152,)]),
+    "layer_norm of squares": (lambda ops, x, w, b: ops.layer_norm(x, w, b, 1e-6), [(1300, 4608), (4608,), (4608,)]),
+}
+WIDE = {  # text and tower of sizes that fill tiles; heads of 72 numbers are Qwen3-VL's
+    "text": {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 1024},
+    "vision": {"hidden_size": 288, "num_heads": 4, "intermediate_size": 384, "out_hidden_size": 256},
+}
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return (2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(CUDA, dtype)
+
+
+def attend(ops: Ops, lengths: list[int], *qkv: Tensor) -> Tensor:
+    return ops.full_attention(*qkv, AttentionLayout.of_sequences(lengths, CUDA), 0.2)
+
+
+def checkpoint(folder: Path, family: str, dtype: torch.dtype):
+    sections = {"mrope_section": [12, 10, 10]}
+    if family == "qwen3_5_moe":
+        sections = {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_interleaved": True, **sections}
+    text = {**WIDE["text"], "rope_parameters": rope}
+    return make_image_checkpoint(folder, family, dtype=dtype, text=text, vision=WIDE["vision"])
+
+
+def prompts():
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(3, 90, int(n)).tolist() for n in rng.integers(1, 60, 12)]
+    large = [prompt_with(text, image(24, 20, seed), text[:5]) for seed, text in enumerate(texts[:4])]
+    two = [prompt_with(image(4, 6, seed), text, image(12, 10, seed)) for seed, text in enumerate(texts[4:8])]
+    return [*large, *two, *(prompt_with(text) for text in texts[8:]), *(prompt for prompt, _ in inputs())]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_and_its_gradient_know_no_other(name, dtype):
+    work, shapes = ROWS[name]
+    x, *rest = (drawn(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes))
+    grad = drawn(*x.shape, dtype=dtype, seed=9)
+
+    def made(rows: slice) -> list[Tensor]:
+        leaf = x[rows].clone().requires_grad_()
+        out = work(OURS, leaf, *rest)
+        return [out.detach(), *torch.autograd.grad(out, leaf, grad[rows])]
+
+    whole = made(slice(None))
+    for rows in (slice(0, 1), slice(7, 8), slice(3, 20), slice(1000, 1300), slice(1, 1300)):
+        assert all(same_bits(one, other[rows]) for one, other in zip(made(rows), whole, strict=True)), rows
+
+
+@pytest.mark.parametrize(("width", "dtype"), HEADS)
+def test_an_image_and_its_gradients_know_no_other(width, dtype):
+    qkv = [drawn(sum(LENGTHS), 3, width, dtype=dtype, seed=seed) for seed in range(3)]
+    grad = drawn(sum(LENGTHS), 3, width, dtype=dtype, seed=9)
+
+    def made(ops: Ops, rows: slice, lengths: list[int]) -> list[Tensor]:
+        leaves = [x[rows].clone().requires_grad_() for x in qkv]
+        out = attend(ops, lengths, *leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad[rows])]
+
+    whole, again = made(OURS, slice(None), LENGTHS), made(OURS, slice(None), LENGTHS)
+    assert all(same_bits(one, other) for one, other in zip(whole, again, strict=True))
+    begin, wrong = 0, []
+    for length in LENGTHS:
+        rows = slice(begin, begin + length)
+        wrong += [
+            (length, name)
+            for name, one, other in zip(("out", "q", "k", "v"), made(OURS, rows, [length]), whole, strict=True)
+            if not same_bits(one, other[rows])
+        ]
+        begin += length
+    assert not wrong
+    causal = OURS.attention(*qkv, AttentionLayout.of_sequences(LENGTHS, CUDA), 0.2)
+    last = torch.tensor(LENGTHS, device=CUDA).cumsum(0) - 1
+    assert same_bits(causal[last], whole[0][last])  # these queries read the same keys
+
+
+@pytest.mark.parametrize("name", [*ROWS, "full_attention"])
+def test_values_and_gradients_are_the_references(name):
+    work, shapes = ROWS.get(name) or (lambda ops, *qkv: attend(ops, [130, 1, 70], *qkv), [(201, 2, 72)] * 3)
+
+    def made(ops: Ops, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [drawn(*shape, seed=seed).to(dtype).requires_grad_() for seed, shape in enumerate(shapes)]
+        out = work(ops, *leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, drawn(*out.shape, seed=9).to(dtype))]
+
+    errors = [
+        float((mine - exact).norm() / exact.norm())
+        for mine, exact in zip(made(OURS, torch.float32), made(EXACT, torch.float64), strict=True)
+    ]
+    print(f"{name}: errors {errors}")
+    assert max(errors) < 2e-6
+    coarse = [
+        float((mine.double() - exact.double()).norm() / exact.double().norm())
+        for mine, exact in zip(made(OURS, torch.bfloat16), made(EXACT, torch.bfloat16), strict=True)
+    ]
+    print(f"{name}: errors in bfloat16 {coarse}")
+    assert max(coarse) < 2e-2
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_and_trainer_have_the_same_bits(tmp_path, family, dtype):
+    checkpoint(tmp_path, family, torch.bfloat16)
+    model = load_model(tmp_path, dtype=dtype, device="cuda")
+    asked = prompts()
+    sampling = [
+        SamplingParams(12 + i % 5, seed=i, temperature=(1.0, 0.7, 0.0)[i % 3], ignore_eos=True)
+        for i in range(len(asked))
+    ]
+    made, wrong = Engine(model).generate(asked, sampling), {}
+    for name, settings in {
+        "chunks": {"max_batch_tokens": 48, "page_size": 64, "prefix_caching": False}, "few": {"max_running": 3},
+        "preempted": {"max_cache_tokens": 512, "max_batch_tokens": 96}, "one": {"max_running": 1},
+    }.items():  # fmt: skip
+        again = Engine(model, **settings).generate(asked, sampling)
+        wrong[name] = sum(bits(a) != bits(b) for a, b in zip(again, made, strict=True))
+    pairs = [(prompt, each.token_ids) for prompt, each in zip(asked, made, strict=True)]
+    for tokens in (None, 300):
+        scored = token_logprobs(model, pairs, sampling=sampling, max_tokens=tokens)
+        samples = [as_sample(i, each, 0.0) for i, each in enumerate(made)]
+        wrong[f"trainer, {tokens}"] = different(samples, [s.detach().cpu().numpy() for s in scored])
+    print(f"{family} {dtype}: differ {wrong}")
+    assert not any(wrong.values()), wrong
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_gradients_are_transformers(tmp_path, family):
+    reference = checkpoint(tmp_path, family, torch.float32)
+    model = load_model(tmp_path, device="cuda")
+    mine, wanted = token_logprobs(model, inputs()), []
+    for prompt, tokens in inputs():
+        logits = theirs(reference, prompt, tokens).log_softmax(-1)
+        wanted.append(logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0])
+    away = max(float((a.cpu() - b).detach().abs().max()) for a, b in zip(mine, wanted, strict=True))
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(len(row), generator=generator) for row in wanted]
+    for rows in (mine, wanted):
+        torch.cat([row * each.to(row.device) for row, each in zip(rows, weights, strict=True)]).sum().backward()
+    named = {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): parameter.grad
+        for name, parameter in reference.named_parameters()
+    }
+    errors = {
+        name: float((parameter.grad.cpu() - named[name]).norm() / named[name].norm())
+        for name, parameter in model.named_parameters()
+    }
+    worst = max(errors, key=errors.__getitem__)
+    print(f"{family}: logprobs {away:.1e}, gradients {errors[worst]:.1e} ({worst})")
+    assert named.keys() == errors.keys()
+    assert away < 3e-4
+    assert errors[worst] < 5e-4
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trainer_equals_engine_before_and_after_every_update(tmp_path, family):
+    checkpoint(tmp_path, family, torch.bfloat16)
+    model = load_model(tmp_path, dtype="bfloat16", device="cuda")
+    engine, trainer = Engine(model), Trainer(model, TrainerConfig(lr=3e-3, max_batch_tokens=1500))
+    rng, asked = np.random.default_rng(0), prompts()
+    for step in range(2):
+        sampling = [SamplingParams(16, seed=100 * step + i, ignore_eos=True) for i in range(len(asked))]
+        samples = [as_sample(i, c, float(rng.normal())) for i, c in enumerate(engine.generate(asked, sampling))]
+        result = trainer.forward_backward(samples, get_loss("grpo"))
+        before = model.visual.pos_embed.weight.detach().clone()
+        wrong, norm = different(samples, result.logprobs), trainer.optim_step()["loss/grad_norm"]
+        print(f"{family}, step {step}: {wrong} tokens differ, gradient norm {norm}")
+        assert wrong == 0
+        assert norm > 0
+        assert not torch.equal(model.visual.pos_embed.weight, before)
+        assert different(samples, trainer.logprobs(samples)) > 50
+        engine.set_version(step + 1)

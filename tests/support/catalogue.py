@@ -1,0 +1,143 @@
+"""Released models: whether their config.json is read, tensors against transformers' modules, and a table for the docs.
+
+    python -m tests.support.catalogue        # the table of docs/models.md
+
+`released.json` has configurations as they were released, and the public repository and commit that had the copy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from rlloop.errors import ModelError
+from rlloop.models.architecture import ModelConfig
+from rlloop.models.config import parse_config
+from rlloop.models.transformer import Model
+from tests.support.checkpoints import by_our_names
+
+RELEASED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "released.json").read_text())
+LAYER_LISTS = ("layer_types", "indexer_types", "mlp_layer_types", "layers_block_type")
+MOST_LAYERS, MOST_EXPERTS = 8, 16  # of the models that are compared: layers and experts after those are like them
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Support of a family on GPUs, in vLLM and by LoRA, and its tests, as text for the table."""
+
+    gpu: str
+    vllm: str
+    lora: str
+    proven: str
+
+
+CHECKS = "families' checks"
+DENSE = Standing("yes", "CPU, GPU", "yes", CHECKS)
+RECURRENT = Standing("operations", "no", "yes", f"{CHECKS}; operations on an H200")
+STANDINGS = {  # by architecture
+    "LlamaForCausalLM": replace(DENSE, proven=f"{CHECKS}; SmolLM2 trained on a GPU"),
+    "Qwen3ForCausalLM": replace(DENSE, proven=f"{CHECKS}; RL of 79M, steps of an 8B shape on GPUs"),
+    "Qwen3MoeForCausalLM": replace(DENSE, proven=f"{CHECKS}; a 10.6B shape on GPUs"),
+    "DeepseekV3ForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
+    "DeepseekV32ForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
+    "GlmMoeDsaForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
+    "MiniMaxM2ForCausalLM": replace(DENSE, gpu="not tried", vllm="CPU"),
+    "Qwen3_5MoeForConditionalGeneration": replace(
+        RECURRENT, proven=f"{CHECKS}, with images; operations but the tower's on an H200"
+    ),
+    "Qwen3VLForConditionalGeneration": replace(
+        DENSE, gpu="not run", vllm="no", lora="not tried", proven=f"{CHECKS}, with images; kernels in an interpreter"
+    ),
+    "NemotronHForCausalLM": RECURRENT,
+    "GptOssForCausalLM": replace(RECURRENT, vllm="CPU"),
+}
+
+
+def cut(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with fewer layers and experts, each kind of layer among them, and plain weights."""
+    made = dict(raw)
+    if isinstance(made.get("text_config"), dict):
+        made["text_config"] = cut(made["text_config"])
+    made.pop("quantization_config", None)
+    for name in ("num_experts", "n_routed_experts", "num_local_experts"):
+        if name in made:
+            made[name] = MOST_EXPERTS
+    if "num_experts_per_tok" in made:
+        made["num_experts_per_tok"] = min(made["num_experts_per_tok"], 4)
+    if "num_hidden_layers" in made:
+        made["num_hidden_layers"] = min(made["num_hidden_layers"], MOST_LAYERS)
+    for name in LAYER_LISTS:
+        if isinstance(made.get(name), list):
+            made[name] = made[name][:MOST_LAYERS]
+    if "hybrid_override_pattern" in made:
+        made["hybrid_override_pattern"] = made["hybrid_override_pattern"][:MOST_LAYERS]
+    return made
+
+
+def shapes_here(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model = Model(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def shapes_there(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of transformers' module of the same configuration, by rlloop's names in memory."""
+    given = {name: value for name, value in raw.items() if name not in ("auto_map", "architectures")}
+    kind: str = given.pop("model_type")
+    config = AutoConfig.for_model("deepseek_v3" if kind == "kimi_k2" else kind, **given)
+    make = AutoModelForImageTextToText if "vision_config" in raw else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = make.from_config(config)
+    state = {name: tensor for name, tensor in model.state_dict().items() if "rotary_emb" not in name}
+    tied = "lm_head.weight" in state and getattr(config.get_text_config(), "tie_word_embeddings", False)
+    named = by_our_names(state)
+    if tied:
+        named.pop("lm_head.weight", None)
+    for prefix, ours in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+        named = {
+            (ours + name.removeprefix(prefix)) if name.startswith(prefix) else name: x for name, x in named.items()
+        }
+    return {name: tuple(tensor.shape) for name, tensor in named.items()}
+
+
+def refusal(raw: Mapping[str, Any]) -> str | None:
+    """Reason why the configuration is refused; None: it is accepted."""
+    try:
+        parse_config(raw)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def weights(raw: Mapping[str, Any]) -> str:
+    given = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
+    if given is None:
+        return "bfloat16"
+    return {"fp8": "FP8, blocks of 128", "mxfp4": "MXFP4", "compressed-tensors": "int4, groups of 32"}[
+        given["quant_method"]
+    ]
+
+
+def table() -> str:
+    rows = ["| model | `config.json` | weights | left out | GPU | vLLM | LoRA | proven |", "| --- " * 8 + "|"]
+    for name, each in RELEASED.items():
+        raw = each["config"]
+        if refusal(raw) is not None:
+            rows.append(f"| {name} | refused: `{raw['model_type']}` | {weights(raw)} | | | | | |")
+            continue
+        config = parse_config(raw)
+        one = STANDINGS[config.architecture]
+        left = f"{config.further_layers} prediction layer" if config.further_layers else ""
+        cells = (name, f"read, `{raw['model_type']}`", weights(raw), left, one.gpu, one.vllm, one.lora, one.proven)
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())

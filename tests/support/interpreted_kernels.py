@@ -1,0 +1,48 @@
+"""Kernels for GPUs on CPU tensors, in Triton's interpreter; as a pytest plugin, for every test of a process.
+
+pytest -p tests.support.interpreted_kernels tests/unit/numerics/test_vision_operations.py
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
+
+from typing import Any
+
+import numpy as np
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from rlloop.numerics.kernels import register_kernels
+from rlloop.numerics.kernels.cpu.backend import embedding_backward  # noqa: F401  the Triton backend leaves it to PyTorch
+from rlloop.numerics.kernels.triton.backend import *  # noqa: F403
+
+
+def _chain(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:
+    """One float32 chain over ascending K, as a tensor core's is whatever the tile; numpy's goes by the shape."""
+    total = d.data.astype(np.float32)
+    for left, right in zip(np.moveaxis(_wide(a), -1, 0), np.moveaxis(_wide(b), -2, 0), strict=True):
+        total += left[..., None] * right[..., None, :]
+    return TensorHandle(total, d.dtype.scalar)
+
+
+def _wide(x: TensorHandle) -> np.ndarray:
+    if x.dtype.scalar.is_bf16():  # kept as its bits
+        return (x.data.astype(np.uint32) << 16).view(np.float32)
+    return x.data.astype(np.float32)
+
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _with_index(tensor: Any, scope: Any) -> None:
+    """Arrays of one number as bounds of loops, which numpy 2.4 takes no longer."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+np.seterr(all="ignore")  # a device does not warn
+InterpreterBuilder.create_dot, interpreter._patch_lang_tensor = _chain, _with_index
+register_kernels("cpu", __name__, packages=("triton",))

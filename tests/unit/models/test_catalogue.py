@@ -1,0 +1,47 @@
+"""Released models: each config.json is read or refused by name, and tensors are transformers' by name and shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlloop.models.config import parse_config
+from tests.support.catalogue import RELEASED, cut, refusal, shapes_here, shapes_there, table
+
+REFUSED = {"Kimi-K2.5": "kimi_k25", "DeepSeek-V4-Flash": "deepseek_v4"}
+READ = [name for name in RELEASED if name not in REFUSED]
+
+
+def test_what_is_not_read_is_refused_by_name() -> None:
+    assert {name for name, each in RELEASED.items() if refusal(each["config"]) is not None} == set(REFUSED)
+    for name, kind in REFUSED.items():
+        assert f"with model_type '{kind}' are not supported" in str(refusal(RELEASED[name]["config"]))
+
+
+def test_the_text_model_of_kimi_k25_is_a_kimi_k2() -> None:
+    text = RELEASED["Kimi-K2.5"]["config"]["text_config"]
+    told = ("temperature", "top_k", "top_p")  # of transformers' generation, which a text model's own file lacks
+    config = parse_config({name: value for name, value in text.items() if name not in told})
+    older = parse_config(RELEASED["Kimi-K2-Instruct"]["config"])
+    assert config.latent is not None
+    assert older.latent is not None
+    assert replace(config.latent, scale=older.latent.scale) == older.latent  # their ropes are stretched differently
+    assert (config.mixture, config.hidden_size) == (older.mixture, older.hidden_size)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_tensors_are_transformers(name: str) -> None:
+    raw = cut(RELEASED[name]["config"])
+    assert shapes_here(parse_config(raw)) == shapes_there(raw)
+
+
+def test_a_key_that_nobody_knows_is_refused_in_each() -> None:
+    for name in READ:
+        raw = {**RELEASED[name]["config"], "an_unknown_key": 1}
+        assert "an_unknown_key" in str(refusal(raw)), name
+
+
+def test_the_table_of_the_docs_is_the_catalogues() -> None:
+    assert table() in (Path(__file__).parents[3] / "docs" / "models.md").read_text()

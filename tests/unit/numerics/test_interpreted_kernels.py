@@ -1,0 +1,35 @@
+"""Kernels for GPUs in Triton's interpreter, on machines that have Triton: the tests of the CPU's hold for them."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+CASES = {
+    "operations": ["tests/unit/numerics/test_vision_operations.py"],
+    "gradients": ["tests/contract/test_images.py::test_logprobs_and_gradients_are_transformers[qwen3_vl]"],
+    "bits": ["tests/contract/test_images.py::test_the_trainer_recomputes_the_engines_bits[qwen3_vl-float32]"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize("name", CASES)
+def test_what_holds_on_a_cpu_holds_for_kernels_of_gpus(name: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.support.interpreted_kernels",
+    ]
+    done = subprocess.run([*command, *CASES[name]], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
