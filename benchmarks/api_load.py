@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from rlloop.models import new_model, save_model
 from tests.support.api_client import Api, output, sampled
-from tests.support.api_process import ApiProcess, free_port
+from tests.support.api_process import ApiProcess, children, free_port, processor_seconds
 
 PATIENCE = 600.0  # seconds for one result
 PARTS = ("publish", "sample", "train")
@@ -132,15 +131,9 @@ class Clients:
 
 
 def resident(pid: int) -> float:
-    """Memory of a process in MiB."""
+    """Memory of a process, in MiB."""
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) / 1024
-
-
-def processor_seconds(pid: int) -> float:
-    """Processor time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -167,21 +160,22 @@ def main() -> None:
         server = ApiProcess(folder / "model", folder / "api", free_port(), "--idle", "7200").start()
         load = Clients(server.url, count, given.processes)
         load.begin(seconds, steps)
-        memory, over = [resident(server.pid)], threading.Event()
+        pids = [server.pid, *children(server.pid)]  # it answers, and its service computes
+        memory, over = [sum(map(resident, pids))], threading.Event()
 
         def watch() -> None:
             while not over.wait(min(seconds, 600.0) / 20):
-                memory.append(resident(server.pid))
+                memory.append(sum(map(resident, pids)))
                 print(f"{time.monotonic() - load.began:.0f} s, {memory[-1]:.0f} MiB", file=sys.stderr, flush=True)
 
-        before = processor_seconds(server.pid)
+        before = sum(map(processor_seconds, pids))
         watcher = threading.Thread(target=watch)
         watcher.start()
         found = load.results()
-        used = processor_seconds(server.pid) - before
+        used = sum(map(processor_seconds, pids)) - before
         over.set()
         watcher.join()
-        memory.append(resident(server.pid))
+        memory.append(sum(map(resident, pids)))
         server.kill()
     errors = [error for _, errors in found for error in errors]
     print("\n".join(errors[:20]), file=sys.stderr)

@@ -3,12 +3,12 @@
     python benchmarks/api_overhead.py            # 300 pairs each way, a LoRA of a tiny Qwen3
     python benchmarks/api_overhead.py --quick    # 40 pairs, nothing recorded
 
-Both ways run the same pairs on the same service, in turns of ten so that both see the same machine: called in this
-process, and over HTTP on loopback from another one, both requests sent before either result is waited for. A request is
-on disk before it is acknowledged. The same client also calls a mock, a server whose work is to sleep: what that takes
-beyond is the client's own and HTTP's. Threads that wait for others share two cores with the work here, so the
-processors' time that a pair costs beside the work is a figure of its own: it does not depend on what else the machine
-does.
+Both ways run the same pairs, in turns of ten so that both see the same machine: called in this process, and over HTTP
+on loopback from another one, both requests sent before either result is waited for; the server's service computes in a
+process of its own, as `rlloop serve api` has it. A request is on disk before it is acknowledged. The same client also
+calls a mock, a server whose work is to sleep: what that takes beyond is the client's own and HTTP's. Processes share
+two cores with the work here, so the processors' time that a pair costs beside the work is a figure of its own: it does
+not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ from rlloop.api.schema import message
 from rlloop.api.server import ApiServer
 from rlloop.models import new_model, save_model
 from rlloop.training.service import TrainingService
+from rlloop.training.service_process import SWITCH, ProcessTrainingService
 from rlloop.training.types import AdamParams, Datum, LoraConfig
 from rlloop.types import ModelInput
 from rlloop.web.server import BackgroundServer, Listen
 from tests.support.api_client import Api
-from tests.support.api_process import free_port
+from tests.support.api_process import free_port, processor_seconds
 
 SMALL = {**CONFIG, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
 TOKENS = [list(range(5 + row, 21 + row)) for row in range(4)]
@@ -164,7 +165,7 @@ def main() -> None:
         mock(given.mock)
         return
     turns = 4 if given.quick else 30
-    sys.setswitchinterval(5e-4)  # as `rlloop serve api` has it
+    sys.setswitchinterval(SWITCH)  # as the service's process has it
     torch.set_num_threads(1)  # the other core has the client
     work, served, mocked = list[float](), list[float](), list[float]()
     cpu = np.zeros(3)  # the work's, the server's, the client's
@@ -172,27 +173,29 @@ def main() -> None:
         folder, port = Path(name), free_port()
         with subprocess.Popen([sys.executable, __file__, "--mock", str(port)]) as sleeper:
             save_model(new_model(SMALL, seed=0), folder / "model")
-            service = TrainingService(folder / "model", checkpoints=folder / "checkpoints")
+            here = TrainingService(folder / "model", checkpoints=folder / "here")
+            service = ProcessTrainingService(folder / "model", threads=1, checkpoints=folder / "checkpoints")
             settings = Settings(folder=folder / "api", model_name="model", model_folder=folder / "model")
             server = BackgroundServer(ApiServer(service, settings, Keys({}, open=True)).app, Listen())
             _wait_for(port)
             client_, mocks = Client(server.url), Client(f"http://127.0.0.1:{port}")
-            pair = in_process(service)
+            pair = in_process(here)
             for turn in range(turns + 1):
                 began = time.process_time()
-                here = timed(pair)
-                middle = time.process_time()
+                alone = timed(pair)
+                middle, elsewhere = time.process_time(), processor_seconds(service.pid)
                 *there, of_client = client_.turn()
-                end = time.process_time()
+                end = time.process_time() + processor_seconds(service.pid) - elsewhere
                 *slept, _ = mocks.turn()
                 if turn:  # the first warms up
-                    work, served, mocked = work + here, served + there, mocked + slept
+                    work, served, mocked = work + alone, served + there, mocked + slept
                     cpu += middle - began, end - middle, of_client
             client_.close()
             mocks.close()
             sleeper.terminate()
         server.close()
         service.close()
+        here.close()
     cpu *= 1e3 / len(work)
 
     def figure(what: str, of: Callable[[list[float]], float]) -> Figure:

@@ -1,1 +1,1 @@
-"""The training API over HTTP: Tinker's wire over rlloop's training service."""
+"""The training API over HTTP: Tinker's protocol over rlloop's training service."""

@@ -1,4 +1,4 @@
-"""A command of a log as a call of the training service. The server executes commands by it, and `rlloop verify` too."""
+"""Executes a log's commands as calls of the training service, for the server and for `rlloop verify`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OBSERVE = "parity"  # key of user_metadata; "observe" as its value lets a model 
 
 @dataclass(frozen=True)
 class Context:
-    """What a command means beside its own bytes."""
+    """Server-side facts that a command's execution needs besides its own bytes."""
 
     model_id: str
     base_models: tuple[str, ...]  # names under which the base may be asked for
@@ -36,25 +36,25 @@ class Context:
 class Call:
     future: Future[Any]
     encode: Callable[[Any], Outcome]
-    kept: bool = False  # its result goes into the log: it is not to be done again
+    kept: bool = False  # its result is logged, so it is not executed again
     checked: bool = False  # its datums name sampled sequences
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """How a call went when it came first; nothing for one that comes for the first time."""
+    """Recorded outcome of a call that is executed again from the log; empty for a new call."""
 
     compared: Mapping[str, float] | None = None  # metrics of the comparison of its tokens, which all were equal
     broken: bool = False  # it failed in the server, and took the gradient with it
 
 
 def start(service: TrainingService, context: Context, command: Command, replayed: Replayed = Replayed()) -> Call:
-    """Begin a command. Raises `ConfigError` for one that cannot be read."""
+    """Start a command. Raises `ConfigError` if it cannot be read."""
     return _KINDS[command.kind](service, context, command, replayed)
 
 
 def failure(error: BaseException) -> Outcome:
-    """The final answer of a command that failed, with the side that can change it."""
+    """The final answer of a failed command, which names the side at fault."""
     if isinstance(error, RlloopError):
         return failed(str(error), "user")
     return failed(f"{type(error).__name__}: {error}", "server")

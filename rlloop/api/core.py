@@ -1,4 +1,4 @@
-"""What all parts of the training API share: the service, futures, the committer, limits and settings."""
+"""State shared by all parts of the training API: the service, futures, the committer, limits and settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("rlloop.api")
 
 
 class Refused(RlloopError):
-    """A request that is answered at once with an HTTP status: `status` 4xx or 5xx."""
+    """A request that is refused at once with the HTTP status `status`, 4xx or 5xx."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -58,8 +58,8 @@ class Base(msgspec.Struct):
 
 
 def keep_base(folder: Path, base: Base) -> None:
-    """Write `base.json`, or compare with the one that is there. Raises `ConfigError` where the logs' commands would
-    give other bits."""
+    """Write `base.json`, or compare with an existing one. Raises `ConfigError` if the logs' commands would give other
+    bits."""
     file = folder / "base.json"
     if not file.exists():
         file.write_bytes(msgspec.json.encode(base))
@@ -84,7 +84,7 @@ class Core:
 
     def admit(self, client: str, nbytes: int, *, urgent: bool = False) -> None:
         """Raises `Refused` (429) when the client has too much in flight. `urgent`: the request that its others wait
-        for, which must pass, or they would never be done."""
+        for, which must be admitted to avoid a deadlock."""
         futures, held = self.futures.load(client)
         quota = self.settings.quota
         if urgent or (futures < quota.futures and held + nbytes <= quota.bytes):

@@ -1,8 +1,7 @@
-"""Results that clients come back for.
+"""Results that clients fetch later.
 
-A future is pending, then done, and stays until its result was collected and a grace is over, for clients whose
-connection broke while they read it; uncollected results stay for an hour. All calls are made in the event loop's
-thread.
+A future is pending, then done. It is kept until its result was collected and a grace period is over, for clients whose
+connection broke while reading; uncollected results are kept for an hour. All calls are in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Futures:
         return self._all[request_id]
 
     def get(self, request_id: str, client: str) -> Future | None:
-        """None for a future that is not known, or is another client's."""
+        """A future by id; None if it is unknown or another client's."""
         future = self._all.get(request_id)
         return future if future is not None and future.client == client else None
 
@@ -85,7 +84,7 @@ class Futures:
         future.done.set()
 
     async def wait(self, future: Future, seconds: float) -> Outcome | None:
-        """The outcome, or None if there is none after so many seconds."""
+        """The outcome, or None after the timeout in seconds."""
         if future.outcome is None:
             try:
                 async with asyncio.timeout(seconds):
@@ -103,14 +102,14 @@ class Futures:
         return load.futures, load.nbytes
 
     def uncollected(self, prefix: str) -> Iterator[Future]:
-        """Done futures whose ids begin so and whose results nobody has read yet."""
+        """Done futures with this id prefix whose results have not been read."""
         soon = time.monotonic() + COLLECTED_SECONDS
         for future in self._all.values():
             if future.request_id.startswith(prefix) and future.outcome is not None and future.expires > soon:
                 yield future
 
     def sweep(self) -> None:
-        """Forget results whose time is over. To be called about once a second."""
+        """Drop expired results. To be called about once a second."""
         now = time.monotonic()
         for request_id in [key for key, future in self._all.items() if future.expires < now]:
             del self._all[request_id]

@@ -1,7 +1,7 @@
-"""Keys of the API's clients, and what each client may have at a time.
+"""Keys of the API's clients, and each client's limits.
 
-A client is a key. It sees its own sessions, models, samplers and checkpoints, and no others. Tinker's client sends the
-key in `X-API-Key`, and wants one that begins with `tml-`; Prometheus and browsers send it as a bearer token.
+Each key is a client, which sees only its own sessions, models, samplers and checkpoints. Tinker's client sends the key
+in `X-API-Key` and requires the prefix `tml-`; Prometheus and browsers send it as a bearer token.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SHORTEST = 16  # characters of a key in a file
 
 @dataclass(frozen=True)
 class Client:
-    """The owner of sessions. `name` is shown in /status and in metrics; it is not a secret."""
+    """The owner of sessions. /status and /metrics show its `name` to itself and to operators."""
 
     name: str
     operator: bool = False  # sees the sessions of all clients in /status
 
 
 class Keys:
-    """Looks a key up. `read` has those of a file; without a file, `Keys({}, open=True)`, any `tml-` key is a client."""
+    """Looks up keys. `read_keys` reads those of a file; with `Keys({}, open=True)` any `tml-` key is a client."""
 
     def __init__(self, clients: Mapping[str, Client], *, open: bool = False) -> None:
         self._clients, self._open = clients, open
@@ -36,7 +36,7 @@ class Keys:
         """The client that sends these headers; None without a valid key."""
         key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         found = None
-        for known, client in self._clients.items():  # every key is compared, so that time tells nothing
+        for known, client in self._clients.items():  # compares every key, for constant time
             if hmac.compare_digest(known.encode(), key.encode(errors="replace")):
                 found = client
         if found is None and self._open and key.startswith(PREFIX):
@@ -78,8 +78,8 @@ def read_keys(file: Path | None) -> Keys:
 
 @dataclass(frozen=True)
 class Quota:
-    """What one client may have at a time. Beyond `models` a model is refused; beyond the others requests get 429, and
-    the client sends them again later."""
+    """Limits of one client. Beyond `models` a new model is refused; beyond the others a request gets 429, and the
+    client retries it later."""
 
     models: int = 16
     futures: int = 10_000  # submitted and not yet done

@@ -29,7 +29,7 @@ import msgspec
 from rlloop.errors import UNREADABLE, RunError
 
 MAGIC = b"rlloop commands 1\n"
-KEPT_BYTES = 1 << 30  # of a log's segments that a newer state has made needless; kept for `rlloop verify`
+KEPT_BYTES = 1 << 30  # size of log segments before the newest state that are kept for `rlloop verify`
 _HEAD = struct.Struct("<II")
 
 
@@ -79,7 +79,7 @@ class Replay:
 
     @property
     def commands(self) -> list[Command]:
-        """In order of their numbers; one that came twice stands once."""
+        """Commands in order of their numbers, without duplicates."""
         found = {record.seq_id: record for record in self.records if isinstance(record, Command)}
         return [found[seq_id] for seq_id in sorted(found)]
 
@@ -144,7 +144,7 @@ def segments(folder: Path) -> list[Path]:
 
 
 class Committer:
-    """The thread that writes logs. What comes while it syncs is written together, with one sync a file."""
+    """The thread that writes logs. Records that arrive during a sync are written together, with one sync per file."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Callable[[], object] | CommandLog, Record | None, Future[None]] | None] = (
@@ -246,7 +246,7 @@ class CommandLog:
         return self._committer.append(self, record)
 
     def append_later(self, record: Record) -> None:
-        """Have the next commit, or the end, write a record that nobody waits for; a crash before may lose it."""
+        """Write a record with the next commit or at the end, without waiting; a crash before may lose it."""
         self._later.append(record)
         self._committer.later.add(self)
 

@@ -1,4 +1,4 @@
-"""A model of a client: its commands are logged, put in order, executed, and replayed after a restart."""
+"""A client's model: logs, orders and executes its commands, and replays them after a restart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = 1 << 15  # bytes of a request; a larger one is decoded, and its result e
 
 
 class State(msgspec.Struct):
-    """What `state.json` of a log says: how to begin at a command that is not the first."""
+    """Contents of a log's `state.json`: the state to resume from after earlier commands were dropped."""
 
     path: str  # of the checkpoint
     samplers: list[str]  # sampling sessions of these very weights
@@ -177,7 +177,7 @@ class Trained:
             if known is not None:
                 self._settle_replayed(future, known)
                 if command.kind not in ("forward_backward", "optim_step"):
-                    continue  # a call that failed is made again for what it did to the gradient
+                    continue  # a failed call is repeated for its effect on the gradient
             if self.failed is not None:
                 self._settle(command, future, failed(f"{self.model_id} was not made: {self.failed}", "user"), None)
                 continue
@@ -283,14 +283,14 @@ class Trained:
         return self._state
 
     def _record_digest(self, seq_id: int) -> None:
-        """Have the log say which weights an update leaves. Of whole models it would take as long as the update."""
-        service = self.core.service
+        """Have the log say which weights an update leaves."""
+
+        def note(done: Saving[bytes]) -> None:
+            if done.exception() is None and (digest := done.result()):
+                self.log.append_later(Weights(seq_id, digest))
+
         with suppress(ConfigError):  # the model is gone
-            if service.info(self.model_id).is_lora:
-                digest = service.weights_digest(self.model_id)
-                digest.add_done_callback(
-                    lambda done: None if done.exception() else self.log.append_later(Weights(seq_id, done.result()))
-                )
+            self.core.service.weights_digest(self.model_id, adapters_only=True).add_done_callback(note)
 
     async def _write_state(
         self,
@@ -340,7 +340,7 @@ class Trained:
         try:
             outcome = None if seq_id is None else self.core.futures[f"{self.model_id}:{seq_id}"].outcome
         except KeyError:
-            return True  # nobody knows any more
+            return True  # unknown by now
         return outcome is not None and outcome.failed
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Bodies of the API's JSON requests, as Tinker's client 0.38 sends them.
 
-A field that is not known is refused, not dropped: a client that is newer than the server learns which field it is.
+Unknown fields are refused, not dropped, so a client newer than the server learns the field's name.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CreateModel(Body):
 
 
 class ModelRequest(msgspec.Struct):
-    """What every command of a model has; its other fields are read when it is executed."""
+    """Fields shared by all commands of a model; the others are read when the command is executed."""
 
     model_id: str
     seq_id: int

@@ -1,7 +1,8 @@
-"""Sampling sessions: what a client samples from, and its requests, which outlive a restart of the server.
+"""Sampling sessions: the weights that a client samples from, and its requests, which survive a restart.
 
-A request is on disk before it is acknowledged. After a restart one without a result is made again: its seed comes from
-its name, so the answer is the same; one with a result is known again, so that datums may name its sequences.
+A request is on disk before it is acknowledged. After a restart, requests without a result are executed again, with the
+same answer since seeds are derived from names; sequences of finished requests are restored, so that datums may name
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CLONES = 1_000_000_000  # a copy of a client numbers its requests from a multipl
 
 
 class Target(msgspec.Struct):
-    """What a sampling session samples from: the base, a checkpoint, or weights that a command froze."""
+    """Weights of a sampling session: the base model, a checkpoint, or weights frozen by a command."""
 
     base_model: str
     path: str | None = None

@@ -66,7 +66,7 @@ def parse(text: str) -> FileDescriptorProto:
 
 
 def _end_of(text: str, start: int) -> int:
-    """Where the block ends that begins at `start`, inside its braces."""
+    """Index of the closing brace of the block whose body begins at `start`."""
     depth = 1
     for match in re.finditer(r"[{}]", text[start:]):
         depth += 1 if match[0] == "{" else -1

@@ -1,4 +1,4 @@
-"""The training API: Tinker's wire 0.38 over rlloop's training service.
+"""The training API's server: Tinker's protocol, as of client 0.38, over rlloop's training service.
 
 Under /api/v1, POST unless said otherwise:
 
@@ -12,8 +12,8 @@ Under /api/v1, POST unless said otherwise:
     GET get_server_capabilities, GET healthz
 
 `rlloop.api.checkpoints` has the routes of checkpoints and training runs, `rlloop.api.status` /status and /metrics.
-A request with a mistake in what it asks of a model is accepted, and its future fails: the numbers of a model's requests
-have no gaps, and what was sent after it goes on.
+An invalid request of a model is accepted and its future fails, so that a model's request numbers have no gaps and later
+requests continue.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class ApiServer:
             await asyncio.sleep(SWEEP_SECONDS)
             self.core.futures.sweep()
             self.sessions.sweep()
-            self.core.service.delete_expired()
+            await asyncio.get_running_loop().run_in_executor(self.core.threads, self.core.service.delete_expired)
 
     # ------------------------------------------------------------------------------------------------ clients
 

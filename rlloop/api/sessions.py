@@ -1,6 +1,6 @@
-"""Sessions of clients: what belongs to each, on disk, so that a restarted server goes on with them.
+"""Sessions of clients, stored on disk so that a restarted server continues them.
 
-SESSIONS/ID/session.json          whose it is, its metadata, and whether it has ended
+SESSIONS/ID/session.json          owner, metadata, and whether it has ended
 SESSIONS/ID/samplers/N.json       a sampling session
 SESSIONS/ID/losses/ID.json        a custom loss, as it was sent
 SESSIONS/ID/samples/              the log of its sampling requests
@@ -161,7 +161,7 @@ class Session:
     # ------------------------------------------------------------------------------------------------ restart and end
 
     def restore(self) -> int:
-        """Go on where the last server stopped; returns the number of requests that are executed or known again."""
+        """Continue where the last server stopped; returns the number of requests executed again or restored."""
         for file in sorted((self.folder / "samplers").glob("*.json")):
             target = msgspec.json.decode(file.read_bytes(), type=Target)
             self.sampling[int(file.stem)] = SamplingSession(f"{self.id}:sample:{file.stem}", target)
@@ -316,7 +316,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Whole or not at all, and on disk."""
+    """Write a file atomically and durably."""
     new = path.with_suffix(".part")
     new.write_bytes(content)
     sync(new)

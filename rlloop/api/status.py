@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -24,14 +27,22 @@ class Status:
     def __init__(self, core: Core, sessions: Sessions) -> None:
         self.core, self.sessions = core, sessions
         self.handlers: dict[str, Handler] = {"/status": self._status, "/metrics": self._metrics}
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Numbers(self))
+        self._secret = _secret(core.settings.folder / "metrics_key")
 
     async def _status(self, request: Request, client: Client, body: bytes) -> Response:
         return JSONResponse(self.described(client))
 
     async def _metrics(self, request: Request, client: Client, body: bytes) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Numbers(self, client))
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    def called(self, name: str, reader: Client) -> str:
+        """A client's name, for an operator and itself; for others an id, the same after a restart, that does not give
+        the name away."""
+        if reader.operator or reader.name == name:
+            return name
+        return hashlib.blake2b(name.encode(), key=self._secret, digest_size=6).hexdigest()
 
     def described(self, client: Client) -> dict[str, Any]:
         """A client's own sessions; those of all clients for an operator."""
@@ -74,9 +85,18 @@ class Status:
         }
 
 
+def _secret(file: Path) -> bytes:
+    """The folder's key of clients' ids in metrics, made at first use."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(0o600)
+        file.write_bytes(secrets.token_bytes(32))
+    return file.read_bytes()
+
+
 class _Numbers(Collector):
-    def __init__(self, status: Status) -> None:
-        self._status = status
+    def __init__(self, status: Status, reader: Client) -> None:
+        self._status, self._reader = status, reader
 
     def collect(self) -> Iterator[Metric]:
         core, sessions = self._status.core, list(self._status.sessions)
@@ -100,5 +120,6 @@ class _Numbers(Collector):
         for name, words in (("checked", "tokens compared with what was sampled"), ("different", "those that differed")):
             family = CounterMetricFamily(f"rlloop_api_parity_tokens_{name}", words, labels=["client"])
             for client in sorted({each.client for each in models}):
-                family.add_metric([client], sum(getattr(each, name) for each in models if each.client == client))
+                label = self._status.called(client, self._reader)
+                family.add_metric([label], sum(getattr(each, name) for each in models if each.client == client))
             yield family

@@ -1,4 +1,4 @@
-"""The binary messages of the API to the training service's types, and back."""
+"""Converts the API's binary messages to the training service's types, and back."""
 
 from __future__ import annotations
 

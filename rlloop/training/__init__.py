@@ -1,1 +1,1 @@
-"""The training API: verbs over one base model and many models that train above it, in this process."""
+"""The training API in one process: methods over one base model and any number of models that train over it."""

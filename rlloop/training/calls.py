@@ -86,7 +86,7 @@ class Objective:
 
 @dataclass(eq=False)
 class Item:
-    """A datum of a call, on its way through a forward and a backward."""
+    """A datum of a call, with its state in forward and backward."""
 
     call: LossCall
     index: int  # in the call
@@ -126,7 +126,7 @@ class LossCall:
     def _item(self, index: int, datum: Datum, vocabulary: int, positions: int) -> Item:
         where, ids = f"datum {index}", datum.model_input.token_ids
         if not datum.model_input.is_text:
-            raise ConfigError(f"{where} is more than text; only token ids are trained here")
+            raise ConfigError(f"{where} has images or positions; only token ids can be trained")
         if not is_ids(ids) or not len(ids):
             raise ConfigError(f"{where}: model_input is {ids!r:.60}; it must be a list of token ids, one or more")
         if len(ids) >= positions:
@@ -163,7 +163,7 @@ class LossCall:
         return self.future.done()
 
     def answer(self, item: Item, logprobs: Tensor, checked: int, different: int) -> None:
-        """Take a datum's logprobs, on the host, in the shape of its targets: its loss and gradient follow.
+        """Compute a datum's loss and gradient from its logprobs, on the host, in the shape of its targets.
 
         Raises `ConfigError` for a loss or gradient that is not finite.
         """

@@ -1,7 +1,7 @@
 """Checkpoints on disk: MODEL/weights/NAME and MODEL/sampler_weights/NAME, each a folder with a JSON file beside it.
 
-The folder holds weights alone (and the optimizer's state), so equal weights are equal bytes; times, notes and what kind
-of model it is stand in the JSON. A checkpoint is complete or absent: it is written elsewhere and renamed.
+The folder holds only weights (and the optimizer's state), so equal weights have equal bytes; times, notes and the kind
+of model are in the JSON. A checkpoint is complete or absent: it is written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CheckpointFolder:
         return f"{SCHEME}{model_id}/{FOLDERS[kind]}/{name}"
 
     def check_free(self, path: str) -> None:
-        """Raises `ConfigError` where there is a checkpoint already."""
+        """Raises `ConfigError` if the checkpoint exists already."""
         if self._files(path)[1].exists():
             raise ConfigError(f"there is a checkpoint {path} already; save under another name, or with overwrite")
 
@@ -55,7 +55,7 @@ class CheckpointFolder:
         self, path: str, lora: LoraConfig | None, write: Callable[[Path], None],
         ttl_seconds: float | None, user_metadata: Mapping[str, str] | None,
     ) -> None:  # fmt: skip
-        """Save a checkpoint, over one of that path: `write` fills the folder that it is given."""
+        """Save a checkpoint, replacing one of the same path; `write` fills the folder that it is given."""
         folder, facts = self._files(path)
         writing = folder.parent.parent / f".writing-{folder.parent.name}-{folder.name}"
         shutil.rmtree(writing, ignore_errors=True)
@@ -78,7 +78,7 @@ class CheckpointFolder:
         _write_atomically(facts, text)
 
     def get(self, path: str) -> tuple[Checkpoint, Path]:
-        """A checkpoint and its folder. Raises `ConfigError` for a path of none."""
+        """A checkpoint and its folder. Raises `ConfigError` for an unknown path."""
         folder, facts = self._files(path)
         if not facts.is_file() or not folder.is_dir():
             raise ConfigError(f"there is no checkpoint {path}; see the list of checkpoints, which may have expired")

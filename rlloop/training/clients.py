@@ -50,7 +50,7 @@ CustomLossFn = Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, M
 
 
 class APIFuture(Generic[T]):
-    """A result on its way: `.result()`, or `await`."""
+    """A pending result: `.result()`, or `await`."""
 
     def __init__(self, future: Future[Any], convert: Callable[[Any], T] = lambda value: value) -> None:
         self._future, self._convert = future, convert
@@ -70,7 +70,7 @@ class APIFuture(Generic[T]):
 
 
 class _Ready:
-    """A client that is there already, where Tinker's returns the future of one."""
+    """A finished client, in places where Tinker's API returns the future of one."""
 
     def result(self, timeout: float | None = None) -> Self:
         return self
@@ -115,7 +115,7 @@ class ServiceClient:
     def create_training_client_from_state(
         self, path: str, user_metadata: Mapping[str, str] | None = None
     ) -> TrainingClient:
-        """A model with the weights of a checkpoint; its optimizer begins anew."""
+        """A model with the weights of a checkpoint and a new optimizer."""
         return self._from(path, False, user_metadata)
 
     def create_training_client_from_state_with_optimizer(
@@ -151,11 +151,11 @@ class ServiceClient:
 
     def _check_base(self, name: str | None) -> None:
         if name is not None and name != self.service.base_model:
-            raise ConfigError(f"base_model is {name!r}; the service has {self.service.base_model!r} alone")
+            raise ConfigError(f"base_model is {name!r}; the service has only {self.service.base_model!r}")
 
 
 class TrainingClient(_Ready):
-    """One model that trains. Calls may be made before earlier ones are done: they run in order."""
+    """One model that trains. Calls may be submitted before earlier ones are done; they run in order."""
 
     def __init__(self, service: TrainingService, model_id: str) -> None:
         self.service, self.model_id = service, model_id
@@ -181,8 +181,8 @@ class TrainingClient(_Ready):
         return APIFuture(self.service.forward_backward(self.model_id, _data(data), loss_fn, loss_fn_config))
 
     def forward_backward_custom(self, data: Sequence[Any], loss_fn: CustomLossFn) -> APIFuture[ForwardBackwardOutput]:
-        """The gradient of any function of all data's logprobs, `loss_fn(data, logprobs) -> (loss, metrics)`, at the
-        cost of a second forward. Waits for the first one."""
+        """Add the gradient of any function of all data's logprobs, `loss_fn(data, logprobs) -> (loss, metrics)`, at the
+        cost of a second forward. Blocks until the first one is done."""
         given = _data(data)
         zeros = [
             Datum(each.model_input, {**_targets(each), "weights": torch.zeros(_targets(each)["target_tokens"].shape)})
@@ -234,7 +234,7 @@ class TrainingClient(_Ready):
         return SamplingClient(self.service, self.service.create_sampler(model_path).result())
 
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
-        """Samples the weights of this moment, however training goes on. Of such samplers a model's newest few stay
+        """A sampler of the current weights, which later training does not change. Of these, a model's newest are kept
         (`keep_samplers` of the service)."""
         return SamplingClient(self.service, self.service.save_weights_for_sampler(self.model_id).result().sampler)
 
@@ -262,7 +262,7 @@ class TrainingClient(_Ready):
 
 
 class SamplingClient(_Ready):
-    """Samples the weights of one moment."""
+    """Samples with the weights of one point in time."""
 
     def __init__(self, service: TrainingService, sampler: str) -> None:
         self.service, self.sampler = service, sampler

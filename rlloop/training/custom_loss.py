@@ -1,8 +1,8 @@
-"""Custom losses as data: a graph that torch.fx traced, evaluated over a list of allowed operations.
+"""Custom losses as data: a graph traced by torch.fx, evaluated over a whitelist of operations.
 
-Nothing of a graph is code: names are looked up in the tables here, and whatever is not there is refused by name before
-anything runs. A loss sees one datum at a time, in float32 on the host: logprobs, and the `loss_fn_inputs` that it
-names. It returns (loss, metrics); losses add up over datums, and metrics as their names' endings say.
+A graph contains no code: names are looked up in the tables below, and all others are refused by name before anything
+runs. A loss gets one datum at a time, in float32 on the host: logprobs, and the `loss_fn_inputs` that it declares. It
+returns (loss, metrics); losses are summed over datums, and metrics are reduced as their names' endings say.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SIZED = {"ones": 0, "zeros": 0, "full": 0, "new_ones": 1, "new_zeros": 1, "broad
 
 def _functions() -> dict[str, Callable[..., Any]]:
     allowed = {f"torch.{name}": getattr(torch, name) for name in [*BOTH.split(), *FUNCTIONS.split()]}
-    allowed["torch.empty_like"] = torch.zeros_like  # nothing here has bits that were not computed
+    allowed["torch.empty_like"] = torch.zeros_like  # operations that return uninitialised memory are left out
     for name in [*FUNCTIONAL.split(), "relu", "sigmoid", "tanh", "softmax", "log_softmax"]:
         function = getattr(torch.nn.functional, name)
         allowed |= {f"torch.nn.functional.{name}": function, f"torch._C._nn.{name}": function}
@@ -200,7 +200,7 @@ def _decode(value: Any, results: Mapping[str, Any], where: str) -> Any:
         return ...
     if kind in CONSTANTS and isinstance(content, str) and content in CONSTANTS[kind]:
         return CONSTANTS[kind][content]
-    raise ConfigError(f"{where} has the argument {json.dumps(value)[:80]}, which stands for nothing that is known here")
+    raise ConfigError(f"{where} has the argument {json.dumps(value)[:80]}, which is not a known encoding")
 
 
 def _run(where: str, nodes: Sequence[CustomLossNode], inputs: Sequence[Tensor]) -> tuple[Any, dict[str, float]]:

@@ -1,8 +1,8 @@
-"""Turns: calls wait in lanes, one for each model and one for each engine, and one thread serves them a unit at a time.
+"""Fair scheduling: calls queue in lanes, one per model and one per engine; one thread serves them a unit at a time.
 
-A unit is one micro-batch, one optimizer step, one save, or one step of an engine. The owner that has had the least of
-the thread's time goes next, with the lane of its own that has had the least. One that comes, or comes back, begins with
-as much as the others, so it neither waits nor catches up.
+A unit is one micro-batch, one optimizer step, one save, or one step of an engine. The owner that has used the least of
+the thread's time goes next, with its least used lane. An owner that becomes busy starts level with the others, so it
+neither waits nor catches up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Action:
 
     @classmethod
     def failed(cls, error: BaseException) -> Action:
-        """A call that failed its checks: it only takes its place in the order."""
+        """A call that failed its checks; it only uses up its number in the order."""
         action = cls(lambda: None)
         action.future.set_exception(error)
         return action
@@ -42,18 +42,18 @@ HORIZON = 30.0  # seconds of the thread
 
 
 class Turns(Generic[T]):
-    """Turns by time used: of those that are busy, the one that has used the least is next.
+    """Fair turns by time used: the busy one that has used the least is next.
 
-    Use fades: after `HORIZON` seconds of everybody's, a second counts 1/e. So one long unit, such as the first of its
-    shape, for which kernels are compiled, holds its owner up for seconds, and not until all others have had as much.
+    Past use decays: after `HORIZON` seconds of all owners' use, a second counts 1/e. So one long unit, such as the
+    first of its shape, which compiles kernels, delays its owner for seconds, not until all others have used as much.
     """
 
     def __init__(self) -> None:
         self._used = dict[T, float]()  # seconds, by weight: of the busy, and of the idle that are ahead of the clock
-        self._busy, self._clock = set[T](), 0.0  # the clock: what the last one had used before its turn
+        self._busy, self._clock = set[T](), 0.0  # virtual clock: use of the last owner before its turn
 
     def next(self, busy: Collection[T]) -> T:
-        """One of `busy`, the first of equals. One that was not busy begins where the others are."""
+        """The next one of `busy`; ties go to the first. One that was not busy starts level with the others."""
         for each in busy:
             if each not in self._busy:
                 self._used[each] = max(self._used.get(each, 0.0), self._clock)
@@ -71,10 +71,10 @@ class Turns(Generic[T]):
 
 
 class Lane:
-    """Work that takes turns with other lanes'. `owner`: lanes of one share its turns."""
+    """A queue of work that takes turns with other lanes. Lanes of one `owner` share its turns."""
 
     owner: object = None  # None: the lane's own
-    ended = False  # nothing comes any more
+    ended = False  # closed: no further calls
 
     @property
     def busy(self) -> bool:
@@ -94,11 +94,11 @@ class Lane:
         raise NotImplementedError
 
     def broken(self, error: BaseException) -> None:
-        """Fail the calls that the last unit was of: it raised this."""
+        """Fail the calls of the last unit, which raised this error."""
         raise NotImplementedError
 
     def close(self, error: BaseException) -> None:
-        """Fail all that waits."""
+        """Fail all waiting calls."""
         raise NotImplementedError
 
 
@@ -107,8 +107,8 @@ class ModelLane(Lane):
 
     def __init__(self, model_id: str, owner: str | None = None) -> None:
         self.model_id, self.owner = model_id, owner
-        self.model: TrainedModel | None = None  # once its creation has had its turn
-        self.gone: BaseException | None = None  # why there is none
+        self.model: TrainedModel | None = None  # set once it is created
+        self.gone: BaseException | None = None  # reason why its creation failed
         self._queue: deque[Call] = deque()
         self._early: dict[int, Call] = {}
         self._next, self._numbered = 1, None
@@ -191,7 +191,7 @@ class SamplingLane(Lane):
 
     def __init__(self, make: Callable[[], Sampling]) -> None:
         self._make, self._new = make, deque[SampleCall | Action]()
-        self.sampling: Sampling | None = None  # once somebody asked for a sample
+        self.sampling: Sampling | None = None  # created at the first request for a sample
 
     def place(self, call: SampleCall | Action, seq_id: int | None = None) -> Future[Any]:
         self._new.append(call)
@@ -246,7 +246,7 @@ def _fail(calls: Iterable[Call | SampleCall], error: BaseException) -> None:
 
 
 class Worker:
-    """The thread, and the lanes that it serves. `changed` guards them; whoever places a call holds it."""
+    """The thread and the lanes that it serves. `changed` guards them; placing a call requires it."""
 
     def __init__(
         self, name: str, after: Callable[[Lane], None], clock: Callable[[], float] = time.perf_counter
@@ -254,7 +254,7 @@ class Worker:
         """`after`: called in the thread after each unit. `clock`: of the seconds that a unit is charged."""
         self.changed = threading.Condition()
         self.lanes: list[Lane] = []
-        self.error: BaseException | None = None  # why nothing is taken any more
+        self.error: BaseException | None = None  # reason why it accepts no further calls
         self._after, self._clock = after, clock
         self._owners, self._own = Turns[object](), dict[object, Turns[Lane]]()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

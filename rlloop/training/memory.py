@@ -6,6 +6,7 @@ and engine have the same tp, pp and ep, so one compute copy serves both.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -69,7 +70,7 @@ def layouts(config: ModelConfig, gpus: int) -> Iterator[Layout]:
 
 
 def preference(layout: Layout) -> tuple[int, ...]:
-    """The least traffic between ranks first: whole weights, then experts spread, then layers, then products."""
+    """Sort key by traffic between ranks: whole weights first, then divided experts, layers, products."""
     return layout.tp, layout.pp, layout.ep
 
 
@@ -77,13 +78,15 @@ def predict(
     config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, offload: str = "none", *,
     lora: int = 0, trains: bool = True,
 ) -> Memory:  # fmt: skip
-    """Of the first rank and the last, the one that needs more; the others lie between.
+    """Memory of the first rank or, in a pipeline, of the last one if it needs more; the others need no more than that.
 
     `lora`: the rank of an adapter of all projections that trains over frozen weights; 0: all weights train. Without
     `trains` the model is only scored and sampled.
     """
-    contexts = [_context(layout, rank) for rank in (0, layout.world_size - 1)]
-    parts = max((_parts(config, each, dtype, tokens, lora, trains) for each in contexts), key=lambda x: sum(x.values()))
+    ranks = {0, layout.world_size - 1} if layout.pp > 1 else {0}  # the first has most of what does not divide
+    parts = max(
+        (_parts(config, layout, rank, dtype, tokens, lora, trains) for rank in ranks), key=lambda x: sum(x.values())
+    )
     moved = {"none": (), "moments": ("optimizer",), "masters": ("optimizer", "masters")}[offload]
     host = sum(parts.pop(name) for name in moved)
     if host:
@@ -91,12 +94,16 @@ def predict(
     return Memory(layout, parts, host)
 
 
-def _parts(
-    config: ModelConfig, context: ParallelContext, dtype: torch.dtype, tokens: int, lora: int, trains: bool
-) -> dict[str, int]:
-    layout, wide = context.layout, torch.float32.itemsize
+@functools.lru_cache(maxsize=8)  # modes of one shape follow each other
+def _model(config: ModelConfig, layout: Layout, rank: int) -> Model:
     with torch.device("meta"):
-        model = Model(config, None, context)
+        return Model(config, None, _context(layout, rank))
+
+
+def _parts(
+    config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype, tokens: int, lora: int, trains: bool
+) -> dict[str, int]:
+    model, wide = _model(config, layout, rank), torch.float32.itemsize
     held = owned = 0
     for name, entry in ParameterStore(model).entries.items():
         module = model.get_submodule(name.rpartition(".")[0])
@@ -140,7 +147,7 @@ def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens
 
 
 def _context(layout: Layout, rank: int) -> ParallelContext:
-    """A rank's context that meets nobody: enough to know what it holds."""
+    """A rank's context without communication, from which its shares are known."""
     at, leaves = layout.coordinates(rank), layout.expert_leaves
     groups = {axis: Ranks(getattr(layout, axis), at[axis]) for axis in at if getattr(layout, axis) > 1}
     ep = groups.get("tp", Ranks()) if layout.ep == 1 else Ranks(layout.ep, rank % layout.ep)

@@ -1,4 +1,4 @@
-"""The models of a service by id: how one is made, and the lane of its calls."""
+"""The models of a service by id: their creation, and the lanes of their calls."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Models:
         self.losses: dict[str, CustomLoss] = {}  # by id
         self._lanes: dict[str, ModelLane] = {}
         self._made = 0
-        # On a busy machine the thread itself waits; nobody owes that time.
+        # Processor time: waits of the thread on a busy machine are not charged.
         clock = time.thread_time if self.base.context.device.type == "cpu" else time.perf_counter
         self.worker = Worker(f"rlloop-training-{self.name}", self._after, clock)
 
     def load_whole(self, folder: Path) -> Model:
-        """A model of a folder with weights of its own."""
+        """A model loaded from a folder, with its own weights."""
         return load_model(folder, dtype=self._dtype, device=self._device)
 
     def get(self, model_id: str) -> ModelLane:
@@ -66,7 +66,7 @@ class Models:
         self, lora: LoraConfig | None, model_id: str | None, parity: Parity, user_metadata: Mapping[str, str] | None,
         owner: str | None, load: Callable[[TrainedModel], None],
     ) -> Future[GetInfoResponse]:  # fmt: skip
-        """Queue the making of a model, which `load` gives other weights."""
+        """Queue the creation of a model; `load` replaces its initial weights."""
         if parity not in ("require", "observe"):
             raise ConfigError(f"parity is {parity!r}; it must be require or observe")
         tokenizer = None if self.tokenizer is None else str(self.folder)
@@ -88,7 +88,7 @@ class Models:
         return made
 
     def drop(self, model_id: str) -> Future[None]:
-        """Queue the end of a model, after the calls that it has."""
+        """Queue the removal of a model, after its pending calls."""
         lane = self.get(model_id)
 
         def drop() -> None:
@@ -146,7 +146,7 @@ class Models:
             lane.ended = True
 
     def _after(self, lane: Lane) -> None:
-        """Graphs of open micro-batches stay while they are no more than one micro-batch together, the newest first."""
+        """Free graphs of open micro-batches beyond the tokens of one micro-batch; the newest are kept."""
         with self.worker.changed:
             self.worker.lanes = [each for each in self.worker.lanes if each.busy or not each.ended]
             others = [each for each in self._lanes.values() if each is not lane]

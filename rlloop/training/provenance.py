@@ -1,4 +1,4 @@
-"""Sampled sequences, and the comparison of data that name them with what was sampled: bit for bit."""
+"""Bitwise comparison of training data with the sampled sequences that their provenance names."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from rlloop.training.types import PromptProvenanceSpan, SampledProvenanceSpan
 
 @dataclass(eq=False)
 class FrozenWeights:
-    """The weights of one moment: an adapter over the base, the whole model's (its live parameters by name), or neither:
-    the base itself. Equal only to itself."""
+    """Weights frozen at one point in time: an adapter over the base, a whole model's (its live parameters by name), or
+    neither, for the base itself. Compared by identity."""
 
     adapter: AdapterWeights | None = None
     state: dict[str, torch.Tensor] | None = None
     name: str | None = None  # that the base model's registry knows the adapter by
-    gone: bool = False  # no sampler has them any more
+    gone: bool = False  # no sampler uses them any more
 
 
 @dataclass(frozen=True, eq=False)
 class SampledRecord:
-    """What was sampled, for comparison."""
+    """A sampled sequence, kept for comparison with the trainer."""
 
     sequence_id: str
     weights: FrozenWeights
@@ -41,8 +41,8 @@ class SampledRecord:
 
 
 class SampledSequences:
-    """The newest sampled sequences by id, as many as `keep`, of weights that a sampler has: a record holds its weights
-    in memory. Called in the worker's thread, and `restore_sequence`'s."""
+    """The newest `keep` sampled sequences by id, of weights that a sampler holds: a record keeps its weights in memory.
+    Called in the worker's thread, and `restore_sequence`'s."""
 
     def __init__(self, keep: int) -> None:
         self._keep, self._records, self._lock = keep, OrderedDict[str, SampledRecord](), threading.Lock()
@@ -50,7 +50,7 @@ class SampledSequences:
 
     def add(self, record: SampledRecord) -> None:
         with self._lock:
-            if record.weights.gone:  # the sampler gave way while it was sampled
+            if record.weights.gone:  # the sampler was dropped during sampling
                 return
             self._remove(record.sequence_id)
             self._records[record.sequence_id] = record
@@ -59,7 +59,7 @@ class SampledSequences:
                 self._remove(next(iter(self._records)))
 
     def forget(self, weights: FrozenWeights) -> None:
-        """Forget what was sampled by weights that no sampler has any more."""
+        """Drop the sequences of weights that no sampler holds any more."""
         with self._lock:
             weights.gone = True
             for sequence_id in list(self._of.get(weights, ())):
@@ -73,7 +73,7 @@ class SampledSequences:
                 del self._of[record.weights]
 
     def get(self, sequence_id: str, where: str) -> SampledRecord:
-        """Raises `ConfigError` for one that is not here."""
+        """The record of a sequence. Raises `ConfigError` for an unknown id."""
         record = self._records.get(sequence_id)
         if record is None:
             raise ConfigError(
@@ -113,7 +113,7 @@ def compare(
     sequences: SampledSequences,
     view: Callable[[FrozenWeights], Model],
 ) -> list[Comparison | ConfigError]:
-    """A comparison for each datum, or the reason why it has none.
+    """A comparison for each datum, or the error that prevented it.
 
     `logprobs`: of each datum's targets under `weights`, those of the forward that trains it. Where a sequence was
     sampled by others, the datum is scored again by the `view` of those.

@@ -1,4 +1,4 @@
-"""The samplers of a service by id, the weights that they have frozen, and the two engines behind them."""
+"""The samplers of a service by id, their frozen weights, and the two engines that serve them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rlloop.types import SamplingParams as EngineParams
 
 
 class Samplers:
-    """Ids may be looked up and forgotten from any thread; weights come and go in the worker's."""
+    """Registry of samplers. Ids may be looked up and dropped from any thread; weights change in the worker's thread."""
 
     def __init__(
         self, base: Model, tokenizer: Tokenizer | None, sequences: SampledSequences,
@@ -70,7 +70,7 @@ class Samplers:
         """A checked request. Raises `ConfigError`."""
         given = as_model_input(prompt)
         if not given.is_text:
-            raise ConfigError("a prompt is more than text; only token ids are sampled from here")
+            raise ConfigError("a prompt has images or positions; only token ids can be sampled from")
         if not 0 <= top <= MOST_TOP:
             raise ConfigError(f"topk_sample_logprobs is {top}; it may be 0 to {MOST_TOP}")
         if ask.targets is not None:
@@ -92,7 +92,7 @@ class Samplers:
     # ------------------------------------------------------------------------------------------------ ids
 
     def load(self, id: str, checkpoint: Checkpoint, folder: Path) -> str:
-        """Know a checkpoint's weights by an id. In the worker's thread."""
+        """Register a checkpoint's weights under an id. In the worker's thread."""
         if checkpoint.is_lora:
             weights = FrozenWeights(adapter=read_adapter(self._base, folder))
         else:
@@ -100,7 +100,7 @@ class Samplers:
         return self.add(Sampler(id, weights, keeps=True))
 
     def add(self, sampler: Sampler) -> str:
-        """Know a sampler by its id, in place of one that had it; the oldest unnamed one of its model may have to go. In
+        """Register a sampler, replacing one with its id; the oldest unnamed one of its model may be dropped. In
         the worker's thread, unless it is of the base."""
         weights = sampler.weights
         if weights.adapter is not None and weights.name is None:
@@ -119,7 +119,7 @@ class Samplers:
         return sampler.id
 
     def drop(self, id: str) -> tuple[SamplingLane, Action]:
-        """Forget a sampler; returns what is left to do by the worker. Raises `ConfigError` for an unknown id."""
+        """Drop a sampler; returns the rest of the work, for the worker. Raises `ConfigError` for an unknown id."""
         with self._lock:
             weights = self._get(id).weights
             del self._by_id[id]
@@ -139,7 +139,7 @@ class Samplers:
         return self._by_id[id]
 
     def _release(self, weights: FrozenWeights) -> None:
-        """Forget weights that no sampler has any more, and what they sampled."""
+        """Drop weights that no sampler holds any more, and their sequences."""
         with self._lock:
             used = weights is BASE or any(each.weights is weights for each in self._by_id.values())
         if not used:

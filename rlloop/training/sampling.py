@@ -47,13 +47,13 @@ class Sampler:
 
 
 def derived_seed(name: str) -> int:
-    """A seed below 2**63 that the name decides."""
+    """A seed below 2**63, derived from the name."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)
 class PromptAsk:
-    """What a request asks of its prompt's P tokens, besides completions."""
+    """Values requested for the P tokens of a prompt, besides completions."""
 
     logprobs: bool = False
     top: int = 0
@@ -141,13 +141,13 @@ def engine_params(
 
 
 class Sampling:
-    """An engine and the requests that wait for it or run in it. For one thread."""
+    """An engine with its waiting and running requests. For one thread."""
 
     def __init__(self, engine: Engine, sequences: SampledSequences, *, max_running: int, whole: bool = False) -> None:
-        """`whole`: the engine's own weights are exchanged for those of a request; else requests name adapters."""
+        """`whole`: a request's weights are swapped into the engine's model; else requests name adapters."""
         self.engine, self.whole, self._sequences, self._room = engine, whole, sequences, max_running
         self.weights = BASE  # of the engine's own, if `whole`
-        self._lent = False  # they are others for now
+        self._lent = False  # temporarily replaced
         self._calls: dict[str | None, deque[SampleCall]] = {}  # by owner, those with completions to begin
         self._running: dict[int, tuple[SampleCall, int]] = {}  # by the engine's id
 
@@ -157,7 +157,7 @@ class Sampling:
 
     @property
     def owners(self) -> int:
-        """Models with requests here."""
+        """Owners with requests in this engine."""
         running = {call.sampler.owner for call, _ in self._running.values()}
         return len(running | {owner for owner, calls in self._calls.items() if calls})
 
@@ -169,7 +169,7 @@ class Sampling:
         self._calls.setdefault(call.sampler.owner, deque()).append(call)
 
     def step(self) -> None:
-        """Begin what there is room for, and compute one token of each completion."""
+        """Admit as many completions as there is room for, and compute one token of each."""
         if self._lent and self.weights.state is not None:
             ParameterStore(self.engine.model).copy_from(self.weights.state)
         self._lent = False
@@ -209,7 +209,7 @@ class Sampling:
     # ------------------------------------------------------------------------------------------------ requests
 
     def _begin(self) -> None:
-        """Owners take turns; one may have half of the room while others wait."""
+        """Admit completions; owners take turns, and one may use at most half of the room while others wait."""
         held: dict[str | None, int] = {}
         for call, _ in self._running.values():
             held[call.sampler.owner] = held.get(call.sampler.owner, 0) + 1
@@ -229,7 +229,7 @@ class Sampling:
                 calls.popleft()
 
     def _take(self, call: SampleCall) -> bool:
-        """Begin one completion of a call; False where its weights have to wait."""
+        """Begin one completion of a call; False if its weights must wait."""
         if self.whole and call.sampler.weights is not self.weights:
             if self._running:
                 return False
@@ -315,7 +315,7 @@ def top_of(alternatives: Alternatives | None, count: int, *, raw: bool = False) 
 
 @torch.no_grad()
 def about_prompt(model: Model, call: SampleCall) -> dict[str, object]:
-    """The fields of `SampleResponse` that a request asks about its prompt."""
+    """The fields of `SampleResponse` that a request wants for its prompt."""
     ask, ids, found = call.ask, call.prompt.token_ids, {}
     if ask.logprobs or ask.top:
         scores = score_prompt(model, call.prompt, ask.top)

@@ -90,7 +90,7 @@ class SamplingService:
     # ------------------------------------------------------------------------------------------------ samplers
 
     def create_sampler(self, path: str | None = None, *, sampler: str | None = None) -> Future[str]:
-        """An id to sample a checkpoint by, of either type; without a path, the base itself."""
+        """Create a sampler of a checkpoint of either kind, or without a path of the base; returns its id."""
         if path is None:
             done: Future[str] = Future()
             done.set_result(self._samplers.add(Sampler(sampler or "base", BASE, keeps=True)))
@@ -100,7 +100,7 @@ class SamplingService:
         return self._models.place(lane, Action(lambda: self._samplers.load(sampler or path, checkpoint, folder)))
 
     def drop_sampler(self, sampler: str) -> None:
-        """Forget a sampler; requests that have it are finished with it. Raises `ConfigError` for an unknown one."""
+        """Drop a sampler; its current requests are finished. Raises `ConfigError` for an unknown one."""
         self._models.place(*self._samplers.drop(sampler))
 
     def sample(
@@ -119,7 +119,7 @@ class SamplingService:
         prompt_logprobs_last_n: int | None = None,
         prompt_alt_tokens_k: int = 0,
     ) -> Future[SampleResponse]:
-        """Completions of a prompt by a sampler; None: the base. Samplers take turns; order decides no bits.
+        """Completions of a prompt by a sampler (None: the base). Samplers take turns; bits do not depend on the order.
 
         `request`: a name, unique to the request, such as `SESSION/NUMBER`: seeds that `params` leaves out come from it,
         and so do sequence ids that `sequence_ids` does not give (`REQUEST/0`, `REQUEST/1`, ...). None: the sampler and
@@ -158,7 +158,7 @@ class SamplingService:
         *,
         sampler: str | None = None,
     ) -> None:
-        """Know a sequence again that this sampler drew before a restart, so that provenance may name it. Raises
+        """Restore a sequence that this sampler drew before a restart, so that provenance may name it. Raises
         `ConfigError` for an unknown sampler."""
         ids = prompt.token_ids if isinstance(prompt, ModelInput) else prompt
         arrays = np.asarray(ids, np.int32), np.asarray(tokens, np.int32)
@@ -167,11 +167,11 @@ class SamplingService:
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def checkpoints(self, model_id: str | None = None) -> list[Checkpoint]:
-        """In the order of their time."""
+        """All checkpoints, by time."""
         return self._store.list(model_id)
 
     def checkpoint_folder(self, path: str) -> Path:
-        """The files of a checkpoint. Raises `ConfigError` for a path of none."""
+        """The folder of a checkpoint. Raises `ConfigError` for an unknown path."""
         return self._store.get(path)[1]
 
     def copy_checkpoint(
@@ -185,15 +185,15 @@ class SamplingService:
         return copy
 
     def delete_checkpoint(self, path: str) -> None:
-        """Raises `ConfigError` for a path of none."""
+        """Delete a checkpoint. Raises `ConfigError` for an unknown path."""
         self._store.delete(path)
 
     def set_checkpoint_ttl(self, path: str, ttl_seconds: float | None) -> None:
-        """None: it stays."""
+        """Set a checkpoint's lifetime; None: unlimited."""
         self._store.set_ttl(path, ttl_seconds)
 
     def delete_expired(self) -> list[str]:
-        """Delete checkpoints whose time has come; returns their paths."""
+        """Delete expired checkpoints; returns their paths."""
         now = time.time()
         expired = [each.tinker_path for each in self._store.list() if (each.expires_at or now) < now]
         for path in expired:
@@ -216,7 +216,7 @@ class SamplingService:
         return self._models.place(self._samplers.lane(call.sampler.weights), call)
 
     def close(self) -> None:
-        """End the worker; futures that wait fail."""
+        """End the worker; pending futures fail."""
         self._models.worker.close(ConfigError("the training service was closed"))
         if self._temporary is not None:
             self._temporary.cleanup()

@@ -38,26 +38,25 @@ from rlloop.training.types import (
 class TrainingService(SamplingService):
     """One base model in memory, and any number of models that train over it: adapters, or whole copies.
 
-    Every method can be called from any thread; those that return a future compute in one worker thread. A model's verbs
-    run in the order of `seq_id`, from 1 on: a call that comes early waits for those before it; without one, calls are
-    numbered as they come (one model: always with, or always without). Each number counts once, also that of a call that
-    fails. Owners of models take turns by the time they use, one micro-batch at a time.
+    Every method can be called from any thread; those that return a future compute in one worker thread. A model's calls
+    run in the order of `seq_id`, from 1 on: a call that arrives early waits for those before it. Without `seq_id`,
+    calls are numbered by arrival (each model: always with, or always without). Each number is used once, also by a call
+    that fails. Owners of models take turns by the time they use, one micro-batch at a time.
 
-    A future fails with `ConfigError` (a mistake in the call, found before anything is computed: gradient and weights
-    are as if it had not been made), `ParityError` (below) or `ModelError`. Checks that need no turn fail it at once.
+    A future fails with `ConfigError` (an invalid call, found before anything is computed, so gradient and weights do
+    not change), `ParityError` (below) or `ModelError`. Checks that need no turn fail it at once.
 
-    **Determinism.** Weights, gradients and results are functions of the base, the settings here, and each model's own
-    verbs in order: not of when they come, how data are cut into calls, or what other models do. Seeds that a caller
-    leaves out come from names (`create_model`, `sample`). Calls repeated after a restart, under the same names, give
-    the same bytes.
+    **Determinism.** Weights, gradients and results are functions of the base, these settings, and each model's own
+    calls in order: not of timing, of the division of data into calls, or of other models. Missing seeds are derived
+    from names (`create_model`, `sample`). Calls repeated after a restart, under the same names, give the same bytes.
 
-    **Streaming.** A micro-batch is a run of consecutive datums, whatever calls they came in, of at most `leaf_tokens`
-    tokens (a longer datum goes alone); a datum that no longer fits, or `optim_step`, ends it. Results of
-    `forward_backward` are there as soon as its forward is.
+    **Streaming.** A micro-batch consists of consecutive datums, across calls, of at most `leaf_tokens` tokens (a longer
+    datum goes alone); a datum that no longer fits, or `optim_step`, ends it. Results of `forward_backward` are
+    available as soon as its forward is done.
 
-    **Parity.** Tokens whose provenance names a sampled sequence are compared, bit for bit, with the logprobs that were
-    sampled, on the weights that sampled them. A difference fails the call, unless the model is created with
-    `parity="observe"`; counts stand in each result's metrics.
+    **Parity.** Tokens whose provenance names a sampled sequence are compared bitwise with the sampled logprobs, on the
+    weights that sampled them. A difference fails the call, unless the model is created with `parity="observe"`; each
+    result's metrics have the counts.
     """
 
     # ------------------------------------------------------------------------------------------------ models
@@ -71,11 +70,11 @@ class TrainingService(SamplingService):
         user_metadata: Mapping[str, str] | None = None,
         owner: str | None = None,
     ) -> Future[GetInfoResponse]:
-        """A model that trains: an adapter over the base, or (`lora=None`, or of rank 0) a copy of all its weights.
+        """Create a model that trains: an adapter over the base, or (`lora=None`, or rank 0) a copy of all its weights.
 
         `model_id`: letters, digits, `.`, `_`, `:` and `-`; None: `model-1`, `model-2`, ... An adapter without a seed
-        has one derived from the id. `owner`: models of one share turns; None: this model has its own. Verbs may follow
-        at once.
+        has one derived from the id. `owner`: models of one owner share turns; None: this model is its own owner. Calls
+        may follow at once.
         """
         if lora is not None and lora.rank == 0:
             lora = None
@@ -105,11 +104,16 @@ class TrainingService(SamplingService):
 
         return self._models.create(checkpoint.lora, model_id, parity, user_metadata, owner, load)
 
-    def weights_digest(self, model_id: str) -> Future[bytes]:
-        """blake3 of the master weights' bytes after the verbs that came before, by name: equal for equal weights."""
+    def weights_digest(self, model_id: str, *, adapters_only: bool = False) -> Future[bytes]:
+        """blake3 of the master weights' bytes, by name, after all earlier calls: equal for equal weights.
+
+        `adapters_only`: b"" for a whole model, whose digest would take as long as an update.
+        """
         lane = self._models.get(model_id)
 
         def digest() -> bytes:
+            if adapters_only and _made(lane).info.lora is None:
+                return b""
             hasher = blake3()
             for name, tensor in sorted(_made(lane).trainer.masters.items()):
                 hasher.update(name.encode() + b"\0")
@@ -119,7 +123,7 @@ class TrainingService(SamplingService):
         return self._models.place(lane, Action(digest))
 
     def drop_model(self, model_id: str) -> Future[None]:
-        """Forget a model after the verbs that it has; samplers and checkpoints stay."""
+        """Drop a model after its pending calls; samplers and checkpoints stay."""
         return self._models.drop(model_id)
 
     def info(self, model_id: str) -> GetInfoResponse:
@@ -162,7 +166,8 @@ class TrainingService(SamplingService):
         return self._loss_call(model_id, data, loss_fn, loss_fn_config, seq_id, trains=True)
 
     def optim_step(self, model_id: str, params: AdamParams, *, seq_id: int | None = None) -> Future[OptimStepResponse]:
-        """Apply the gradient. One that is not finite fails, is dropped, and leaves the weights as they are."""
+        """Apply the gradient. If it is not finite, the call fails, the gradient is dropped, and weights do not
+        change."""
         lane = self._models.get(model_id)
 
         def make() -> Action:
@@ -241,7 +246,7 @@ class TrainingService(SamplingService):
         user_metadata: Mapping[str, str] | None = None,
         seq_id: int | None = None,
     ) -> Future[SaveWeightsForSamplerResponse]:
-        """Freeze the weights of this moment for sampling; with a `name`, also as a checkpoint on disk.
+        """Freeze the current weights for sampling; with a `name`, also as a checkpoint on disk.
 
         `sampler`: the id to sample by; None: made from model and version.
         """
@@ -286,7 +291,7 @@ class TrainingService(SamplingService):
     # ------------------------------------------------------------------------------------------------ calls
 
     def _checked(self, lane: ModelLane, make: Callable[[], Action | LossCall], seq_id: int | None) -> Future[Any]:
-        """Place a call; one that fails its checks has failed already, and takes its number."""
+        """Queue a call; one that failed its checks is queued as failed, to use up its number."""
         try:
             call = make()
         except RlloopError as error:

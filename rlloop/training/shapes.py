@@ -1,4 +1,4 @@
-"""Training shapes: a model, how it trains, on what, and the memory that this takes. A catalogue of files.
+"""Training shapes: a model, its training mode, accelerators, and memory per accelerator. A catalogue of files.
 
 A file is JSON or TOML: `model_name`; `model`, the keys of its config.json; and `shapes`, a table by mode (`lora`,
 `full`, `reference`: scored and sampled, not trained) of what differs from the defaults of `TrainingShapeProfile`. A

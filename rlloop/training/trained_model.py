@@ -1,4 +1,4 @@
-"""One model that trains: its micro-batch in the making, its trainer, and what is compared on the way."""
+"""One model that trains: its open micro-batch, its trainer, and its comparisons with sampled sequences."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class TrainedModel:
     ) -> None:
         self.info, self.model, self._budget = info, model, leaf_tokens
         self.trainer = Trainer(model, TrainerConfig(checkpoint_layers=str(checkpoint_layers or "none")))
-        self.frozen: FrozenWeights | None = None  # the weights as they are, once somebody froze them
+        self.frozen: FrozenWeights | None = None  # the current weights, if frozen
         self.counts = Counts()
         self._sequences, self._view = sequences, view
         self._leaf: list[Item] = []
         self._graph: Tensor | None = None  # logprobs of the whole leaf, to be differentiated
-        self._lost: str | None = None  # why the gradient since the last step is gone
+        self._lost: str | None = None  # reason why the gradient since the last step was dropped
 
     # ------------------------------------------------------------------------------------------------ leaves
 
@@ -85,8 +85,8 @@ class TrainedModel:
         return True
 
     def answer(self) -> None:
-        """The forward of data in the open leaf whose calls wait for it. Where that is all of the leaf, its graph is
-        kept: if nothing joins it, its backward needs no other forward."""
+        """Forward of data in the open leaf whose calls wait for it. If that is the whole leaf, its graph is
+        kept: if no data are added, its backward needs no second forward."""
         items = [item for item in self._leaf if item.gradient is None and not item.call.over]
         if len(items) < len(self._leaf) or self._lost is not None:
             with torch.no_grad():
@@ -136,8 +136,8 @@ class TrainedModel:
             self._judge(items, score(self.model, [item.row for item in items])[0])
 
     def _judge(self, items: Sequence[Item], logprobs: Tensor, scored: Sequence[Item] | None = None) -> None:
-        """Answer data by the logprobs of `scored` (None: of these), after a comparison with what was sampled. A datum
-        that fails fails its call, and, where it trains, takes the gradient with it."""
+        """Answer data by the logprobs of `scored` (None: of these), after comparison with the sampled sequences. A
+        datum that fails makes its call fail; if it trains, the gradient is dropped."""
         scored = items if scored is None else scored
         parts = logprobs.detach().cpu().split([item.targets.size for item in scored])
         by_item = {id(item): part for item, part in zip(scored, parts, strict=True)}
@@ -179,7 +179,7 @@ class TrainedModel:
         """Raises `ConfigError` without a gradient, for one that was lost, and for one that is not finite."""
         lost, self._lost = self._lost, None
         if lost is not None:
-            raise ConfigError(f"optim_step has no gradient: it was dropped, weights are as they were. {lost}")
+            raise ConfigError(f"optim_step has no gradient: it was dropped, and weights did not change. {lost}")
         trainer = self.trainer
         trainer.config = replace(
             trainer.config, lr=params.learning_rate, betas=(params.beta1, params.beta2), eps=params.eps,
@@ -188,8 +188,8 @@ class TrainedModel:
         metrics = trainer.optim_step()
         if metrics.pop("trainer/refused"):
             raise ConfigError(
-                f"optim_step refused a gradient of norm {metrics['loss/grad_norm']}: it was dropped, weights are as "
-                "they were; look for advantages and weights that are too large"
+                f"optim_step refused a gradient of norm {metrics['loss/grad_norm']}: it was dropped, and weights "
+                "did not change; look for advantages and weights that are too large"
             )
         self.changed()
         self.counts.updates += 1
@@ -198,7 +198,7 @@ class TrainedModel:
         return OptimStepResponse({renamed.get(key, key): value for key, value in metrics.items()})
 
     def changed(self) -> None:
-        """The weights are others now, and the gradient is gone."""
+        """Mark the weights as changed, and the gradient as used."""
         self.frozen, self._graph, self._lost = None, None, None
 
     def forget(self) -> None:
@@ -209,7 +209,7 @@ class TrainedModel:
         self.trainer.drop_gradient()
 
     def freeze(self) -> FrozenWeights:
-        """The weights of this moment; the same object until they change."""
+        """The current weights, frozen; the same object until they change."""
         if self.frozen is None:
             adapter = self.model.adapter
             if adapter is None:

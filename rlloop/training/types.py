@@ -1,4 +1,4 @@
-"""The nouns of the training API, named as Tinker's where they mean the same: plain dataclasses over numpy arrays.
+"""Data types of the training API, with Tinker's names where the meaning is the same: dataclasses over numpy arrays.
 
 Numbers of a datum are numpy arrays of float32 or int64; torch tensors, lists and Tinker's own `TensorData` are taken
 wherever one is (`array_of`).
@@ -80,7 +80,7 @@ Spans = tuple[PromptProvenanceSpan | SampledProvenanceSpan, ...]
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a datum's tokens came from: runs, end to end, that cover the input, and the rows of the loss."""
+    """Origin of a datum's tokens: consecutive spans that cover the input, and the rows of the loss."""
 
     model_input: Spans  # lengths add up to the input's
     loss_fn_inputs: Spans  # lengths add up to those of target_tokens

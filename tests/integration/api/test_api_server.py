@@ -1,5 +1,6 @@
 """The training API's server over HTTP, on a service without a model: order, repetition, limits, keys, restarts."""
 
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -286,6 +287,11 @@ def test_a_client_sees_only_what_is_its_own(tmp_path):
         metrics = bob.http.get("../../metrics").text
         assert "rlloop_api_models 2.0" in metrics
         assert 'rlloop_api_parity_tokens_checked_total{client="alice"} 0.0' in metrics
+        seen = alice.http.get("../../metrics").text  # no operator: her own name alone, and an id for the other
+        ids = re.findall(r'parity_tokens_checked_total{client="(.*)"}', seen)
+        assert "bob" not in seen
+        assert "alice" in ids
+        assert sorted(len(each) for each in ids) == [len("alice"), 12]
 
 
 def test_any_tinker_key_is_a_client_of_its_own_on_loopback(served):

@@ -159,7 +159,7 @@ def test_full_training_is_rank_0(client):
 
 
 def test_chunks_of_a_call_are_one_gradient(client):
-    """Whatever the client cuts a call into, weights are the same bytes."""
+    """Weights are the same bytes for every number of chunks that the client splits a call into."""
     datums = [supervised([5, 9, number, 3, 7, 8, 21]) for number in range(1, 9)]
     saved = []
     for cut in (1, 8):

@@ -154,8 +154,8 @@ def changed(index: int, **changes) -> CustomLossGraph:
     [
         (changed(2, op="call_module", target="linear"), "has call_module of 'linear'"),
         (changed(2, op="get_attr", target="weight"), "has get_attr of 'weight'"),
-        (changed(2, args=[{"ref": "later"}]), "which stands for nothing that is known here"),
-        (changed(2, args=[{"device": "cuda:0"}]), "which stands for nothing that is known here"),
+        (changed(2, args=[{"ref": "later"}]), "which is not a known encoding"),
+        (changed(2, args=[{"device": "cuda:0"}]), "which is not a known encoding"),
         (changed(2, kwargs={"out": None}), "has out="),
         (changed(1, target="weights"), "its inputs are declared as"),
         (changed(3, name="logprobs"), "two operations named 'logprobs'"),

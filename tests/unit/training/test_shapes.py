@@ -11,7 +11,7 @@ from rlloop.cli.serve_options import parse
 from rlloop.errors import ConfigError
 from rlloop.models.config import parse_config
 from rlloop.models.families import FAMILIES
-from rlloop.training.shapes import CATALOGUE
+from rlloop.training.shapes import CATALOGUE, training_shapes
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 48,
@@ -23,6 +23,13 @@ MODEL = {
 def test_every_family_has_a_shape():
     models = [json.loads(file.read_text())["model"] for file in CATALOGUE.glob("*.json")]
     assert {parse_config(model).architecture for model in models} == FAMILIES.keys()
+
+
+@pytest.mark.slow
+def test_every_shape_fits_as_the_catalogue_has_it():
+    assert [shape.training_shape for shape in training_shapes() if not shape.fits] == []
+    measured = resolve_training_profile("qwen3-8b-h200-full")
+    assert (measured.memory_source, measured.layout.dp_shard, measured.tokens_per_second) == ("measured", 2, 15174)
 
 
 def test_a_shape_is_laid_over_the_accelerators_that_there_are():
