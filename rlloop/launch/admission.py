@@ -1,4 +1,4 @@
-"""Admission of engines to a run's pool: the canary that they must get right, and objections to their numerics."""
+"""Admission of engines to a run's pool: the canary that they must reproduce, and objections to their numerics."""
 
 from __future__ import annotations
 

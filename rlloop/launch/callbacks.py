@@ -24,7 +24,7 @@ class Callbacks:
         self.reason: str | None = None  # text: who stopped the run, and when
 
     def start(self) -> None:
-        """Once, also where the loop starts again after the death of a rank."""
+        """Call `on_start` once, even if the loop restarts after the death of a rank."""
         if not self._started:
             self._started = True
             self._each("on_start", self.run)
@@ -46,10 +46,10 @@ class Callbacks:
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> list[Any]:
-    """Raises `ConfigError` for an object that nothing would ever call."""
+    """Raises `ConfigError` for an object without a callback method."""
     for callback in callbacks:
         if not callable(callback) and not any(hasattr(callback, name) for name in METHODS):
             raise ConfigError(
-                f"callback {callback!r} has none of {', '.join(METHODS)}, and is no function of (step, metrics)"
+                f"callback {callback!r} has none of {', '.join(METHODS)}, and is not a function of (step, metrics)"
             )
     return list(callbacks)

@@ -14,6 +14,7 @@ of one or two lines that names the key, its value and what is allowed.
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -53,6 +54,7 @@ NAMED = ("algorithm.loss", "algorithm.advantage", "rollout.engine")  # a name, o
 GROUPS = ("algorithm", "fleet")  # beside a recipe's own, which are its folders
 
 _store = ConfigStore.instance()
+vars(_store)["__deepcopy__"] = lambda memo: _store  # Hydra copies all of it at each composition, and what it takes, too
 _root = OmegaConf.structured(RunConfig)
 OmegaConf.set_struct(_root, False)
 _root["defaults"] = ["_self_", {"fleet": "node"}]  # so that fleet=regions needs nothing of a recipe
@@ -243,6 +245,7 @@ def _refuse_added(node: DictConfig, path: str = "") -> None:
             _refuse_added(inner, f"{path}{name}.")
 
 
+@functools.cache
 def _parse_one(override: str) -> Any:
     try:
         [parsed] = OverridesParser.create().parse_overrides([override])

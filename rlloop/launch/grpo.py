@@ -1,4 +1,4 @@
-"""`rlloop.GRPO(model, reward_funcs, train_dataset).train()`: a run in one line, in TRL's manner."""
+"""`rlloop.GRPO(model, reward_funcs, train_dataset).train()`: a run in one line, with TRL's interface."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class BatchRewards:
     batched = True
 
     def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None) -> None:
-        """Raises `ConfigError` for what is no function, and for weights of another number."""
+        """Raises `ConfigError` for objects that are not functions, and for a different number of weights."""
         if not functions or not all(map(callable, functions)):
             raise ConfigError(f"reward_funcs is {functions!r}; it must be a function, or a list of functions")
         self.functions, self.weights = list(functions), list(weights or [1.0] * len(functions))

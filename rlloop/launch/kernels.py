@@ -62,7 +62,8 @@ def compile_if_new(dtype: str, say: Callable[[str], None]) -> None:
 
 
 def _sample(dtype: str) -> None:
-    from rlloop import Engine, SamplingParams
+    from rlloop.rollout import Engine
+    from rlloop.types import SamplingParams
 
     sampling = [SamplingParams(4, seed=0), SamplingParams(4, seed=1, temperature=0.7, top_p=0.9, top_k=5)]
     Engine(_model(dtype)).generate([[2, 3, 4], [5]], sampling)

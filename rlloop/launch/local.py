@@ -7,18 +7,16 @@ from contextlib import ExitStack, contextmanager
 
 from rlloop.config.run import RunConfig
 from rlloop.launch.prepare import Prepared
-from rlloop.launch.workers import doctor_for, load, make_critic, make_engine, make_trainer, vocabulary_of
+from rlloop.launch.workers import doctor_for, load, make_critic, make_engine, make_history, make_trainer, vocabulary_of
 from rlloop.loop.partial import Partial
 from rlloop.loop.parts import Parts
 from rlloop.loop.schedule import InStep
-from rlloop.models import Model
 from rlloop.numerics.profile import Drift
 from rlloop.rollout import Engine
 from rlloop.runs.folder import RunFolder
 from rlloop.study.drifted import DriftedSync, drifted_copy
 from rlloop.sync.colocated import ColocatedSync
-from rlloop.trainer import CheckpointStore, Trainer
-from rlloop.trainer.history import WeightHistory
+from rlloop.trainer import CheckpointStore
 
 
 @contextmanager
@@ -27,7 +25,8 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
     path = prepared.task.model_folder()
     model = load(config, path)
     trainer = make_trainer(model, config, path)
-    schedule = partial_schedule(config, model, trainer) if config.rollout.partial.prompts else None
+    history = make_history(model, trainer, config)
+    schedule = None if history is None else Partial(config, history)
     sampled = config.rollout.profile.over(config.model.profile)
     drift = Drift(**vars(config.rollout.drift)) if config.rollout.drift.declared else None
     differs = drift is not None or sampled != config.model.profile
@@ -60,9 +59,3 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
             measured=dict if schedule is None else schedule.take_metrics,
             stateful=(sync,) if isinstance(sync, DriftedSync) else (),
         )
-
-
-def partial_schedule(config: RunConfig, model: Model, trainer: Trainer) -> Partial:
-    lag = config.rollout.partial.max_version_lag
-    history = WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.moe, redraws=config.redraws)
-    return Partial(config, history)

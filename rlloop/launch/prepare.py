@@ -33,7 +33,8 @@ class Prepared:
 
 
 def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prepared:
-    """Raises `ConfigError` or `ModelError`, within seconds, for what is not there or cannot work.
+    """Resolve a configuration's parts. Raises `ConfigError` or `ModelError`, within seconds, for missing or unusable
+    ones.
 
     `reward`: the function itself, in place of the one that the configuration names.
     """
@@ -52,14 +53,24 @@ def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prep
     task = resolve({"seed": config.seed, "model_path": config.model.path, **config.task}, "task")
     if missing := lacking(Task, task):
         raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
-    talks = getattr(task, "environment", None) is not None and getattr(task, "player", None) is None
-    if config.rollout.partial.prompts and not talks:
-        raise ConfigError(
-            f"rollout.partial.prompts={config.rollout.partial.prompts} carries conversations from step to step, and "
-            f"{config.task['_target_']} has no environment of rlloop's; set it to 0"
-        )
+    if config.rollout.partial.prompts:
+        _check_carries(config, task)
     scorer = RewardRunner(scored, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
     return Prepared(task, scorer, advantages, loss)
+
+
+def _check_carries(config: RunConfig, task: Task) -> None:
+    """Raises `ConfigError` for a task whose completions cannot go on from step to step."""
+    partial, name = config.rollout.partial, config.task["_target_"]
+    asked = f"rollout.partial.prompts={partial.prompts} carries conversations from step to step, and {name}"
+    if getattr(task, "player", None) is not None:
+        if not getattr(task, "carries", False):
+            raise ConfigError(f"{asked} has a player that does not (rlloop.loop.conversations.CarryingPlayer); set 0")
+    elif getattr(task, "environment", None) is None and not partial.slice_tokens:
+        raise ConfigError(
+            f"{asked} has single turns, which end in their step unless they are cut: set rollout.partial.slice_tokens, "
+            "such as 64, or rollout.partial.prompts=0"
+        )
 
 
 def loss_of(config: RunConfig) -> Loss:
@@ -67,7 +78,7 @@ def loss_of(config: RunConfig) -> Loss:
     algorithm = config.algorithm
     corrects = algorithm.correction or algorithm.loss == "importance_sampling"
     if config.parity.mode is ParityMode.fallback and not corrects:
-        # The rung under bitwise. Its weights are exactly 1 as long as engine and trainer agree, so it may always be on.
+        # Second stage of fallback. Its weights are exactly 1 while engine and trainer agree, so it can always be on.
         if algorithm.anchor is Anchor.rollout:
             raise ConfigError(
                 "parity.mode=fallback corrects by the ratio of the trainer's logprobs to the engine's, and with "

@@ -1,4 +1,4 @@
-"""`rlloop.train`: a recipe from Python, with functions of one's own in place of dotted paths."""
+"""`rlloop.train`: runs a recipe from Python, with functions in place of dotted paths."""
 
 from __future__ import annotations
 

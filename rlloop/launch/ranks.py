@@ -1,4 +1,4 @@
-"""Failures of ranks: what happened to one ends the call on all, and the error names it; layouts of those left."""
+"""Failures of ranks: one rank's failure ends the call on all, and the error names it; layouts of the remaining ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ GRACE = 5.0  # seconds after a failure in which others may show that they are it
 
 
 class RankFailed(EngineDied):
-    """One of several ranks raised, died or stood still; none of them goes on.
+    """One of several ranks raised, died or made no progress, which ends them all.
 
-    `rank`: which. `lost`: the ranks whose processes ended by themselves.
+    `rank`: its number. `lost`: the ranks whose processes ended by themselves.
     """
 
     def __init__(self, rank: int, size: int, reason: str, lost: frozenset[int] = frozenset()) -> None:
@@ -27,8 +27,8 @@ class RankFailed(EngineDied):
 def error_of(failures: Mapping[int, Exception], size: int) -> Exception:
     """The error of a call that failed on some of `size` ranks; `failures` in the order in which they came.
 
-    A death comes first: errors of those that meet the dead rank follow from it. Where all ranks raised the same error,
-    it is that one: nobody waits for another, and they can go on.
+    A death takes precedence, since errors of ranks that communicate with the dead one follow from it. If all ranks
+    raised the same error, that is returned: no rank waits for another, so they can continue.
     """
     errors = list(failures.values())
     if len(failures) == size and len({repr(error) for error in errors}) == 1:
@@ -44,9 +44,9 @@ def error_of(failures: Mapping[int, Exception], size: int) -> Exception:
 
 
 def remaining(config: RunConfig, failure: RankFailed) -> RunConfig:
-    """The configuration over the ranks that `failure` left, under `ray.elastic`.
+    """The configuration for the ranks that remain after `failure`, under `ray.elastic`.
 
-    Raises `failure` where the run is not to go on: nothing died, or the layouts cannot shrink so far.
+    Raises `failure` if the run must not continue: no rank died, or the layouts cannot shrink that far.
     """
     left = failure.size - len(failure.lost)
     if not (config.launch is Launch.ray and config.ray.elastic and failure.lost and left):

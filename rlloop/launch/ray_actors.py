@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,16 @@ from rlloop.errors import ConfigError
 from rlloop.launch.admission import canary_requests, numerics_objection
 from rlloop.launch.layouts import check_model
 from rlloop.launch.prepare import Prepared
-from rlloop.launch.ray_pool import ActorPool, RemoteTrainer, pool_settings
+from rlloop.launch.ray_pool import ActorPool, RemoteTrainer, partial_schedule, pool_settings
 from rlloop.launch.ray_session import RayHandle, import_ray, ray_session
 from rlloop.launch.workers import Colocated, Replica, vocabulary_of
+from rlloop.loop.partial import measured
 from rlloop.loop.parts import Parts
+from rlloop.loop.schedule import InStep
 from rlloop.models.config import read_config
 from rlloop.parallel.progress import Watch
 from rlloop.parallel.start import Place, PrefixStore, Store, host_store
-from rlloop.runs.folder import Journal, RunFolder
+from rlloop.runs.folder import RunFolder
 from rlloop.trainer import CheckpointStore
 
 LOOPBACK = "127.0.0.1"
@@ -59,11 +62,12 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
             replicas,
             trainer.reference,
             pool_settings(config.fleet),
-            Journal(folder.path / "fleet.jsonl").append,
+            folder.fleet.append,
             canary=canary_requests(config, prepared.task) if exact else ([], []),
             objection=lambda trainer, state: numerics_objection(trainer, config.parity.mode, state),
         )
         stack.callback(pool.close)
+        schedule = partial_schedule(config, trainer)
         yield Parts(
             task=prepared.task,
             engine=pool.engine,
@@ -75,7 +79,8 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
             vocabulary=vocabulary_of(read_config(path)),
             doctor=lambda sample, difference: trainer.call("diagnose", sample, difference)(),
-            measured=pool.engine.pool.take_metrics,
+            schedule=schedule or InStep(),
+            measured=partial(measured, pool.engine.pool.take_metrics, schedule),
         )
 
 

@@ -1,7 +1,7 @@
 """A run's actors: engines as the pool's clients, weights as deltas through shared memory, the trainer behind a handle.
 
-Knows handles, not ray: a `Handle` calls a method of a worker elsewhere and gives back something to wait for. What
-becomes of an engine that dies is the pool's rule (`rlloop.rollout.fleet.pool`).
+Uses handles, not Ray itself: a `Handle` calls a worker's method and returns something to wait for. The pool
+(`rlloop.rollout.fleet.pool`) decides the response to an engine's death.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlloop.config.fleet import FleetConfig
+from rlloop.config.run import RunConfig
 from rlloop.errors import RlloopError, SyncError
+from rlloop.loop.partial import Partial
 from rlloop.rollout.engine.validation import one_for_each
 from rlloop.rollout.errors import EngineLost
 from rlloop.rollout.fleet.membership import Canary, PoolSettings, Record, hardware_class
-from rlloop.rollout.fleet.pool import EnginePool, PoolEngine
+from rlloop.rollout.fleet.pool import EnginePool
+from rlloop.rollout.fleet.pool_engine import PoolEngine
 from rlloop.rollout.fleet.wire import EngineState, Progress
-from rlloop.types import Completion, Recomputed, Sample, SamplingParams
+from rlloop.types import Completion, ModelInput, Recomputed, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ class Handle(Protocol):
     name: str
 
     def call(self, method: str, *args: Any) -> Callable[[], Any]:
-        """Starts the call; the result waits for it, and raises EngineDied where the process is gone."""
+        """Start the call; the result waits for it, and raises `EngineDied` if the process is gone."""
         ...
 
     def revive(self) -> None:
@@ -53,7 +56,7 @@ class Handle(Protocol):
 
 
 class Bundles:
-    """The newest version of the weights, as what a replica needs to get there; it lies where the launcher keeps it."""
+    """The newest version of the weights, as bundles for replicas; the launcher's object store holds them."""
 
     def __init__(self, start: Callable[..., Any]) -> None:
         """`start` calls a method of the trainer's worker, and returns the bundle that it gives without waiting."""
@@ -70,9 +73,9 @@ class Bundles:
 class ActorClient:
     """An engine in an actor, as a client of the pool.
 
-    An actor does one thing at a time, so its state is kept here: nobody waits for an answer behind a long generation.
-    A replica that died is started anew and brought to the newest version once; where it dies before it has served, it
-    is given up. The trainer's own engine is never started anew: its state would be lost.
+    An actor runs one call at a time, so its state is cached here, to avoid waiting behind a long generation. A replica
+    that died is restarted once and brought to the newest version; if it dies again before it has served, it is given
+    up. The trainer's own engine is never restarted, since its state would be lost.
     """
 
     def __init__(self, handle: Handle, fingerprint: dict[str, Any], bundles: Bundles | None) -> None:
@@ -93,7 +96,7 @@ class ActorClient:
         return EngineState(f"{self._boot}", name, REGION, "ready", self.version, 0, self._fingerprint, weights)
 
     async def lease(self, timeout: float | None = None) -> None:
-        """The actor is this process's own: nobody else drives it."""
+        """Nothing to do: the actor belongs to this process alone."""
 
     async def wake(self, version: int, wait: float) -> EngineState:
         await self._revive()
@@ -111,7 +114,7 @@ class ActorClient:
 
     async def generate(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[ModelInput | list[int]],
         sampling: Sequence[SamplingParams],
         *,
         lowest: int | None = None,
@@ -148,7 +151,7 @@ class ActorClient:
                 log.warning("%s died again (%s) before it had served: it is given up", self._handle.name, self._death)
             self._reported = True
             raise EngineLost(f"{self._handle.name} died: {self._death}")
-        log.warning("%s died (%s); it is started anew", self._handle.name, self._death)
+        log.warning("%s died (%s); it is restarted", self._handle.name, self._death)
         self._handle.revive()
         self._death, self._served, self.version = None, False, -1
         self._boot += 1
@@ -229,8 +232,8 @@ class ActorPool:
 
 
 def pool_settings(fleet: FleetConfig) -> PoolSettings:
-    """One call at a time to an actor, which does one thing at a time, with an even share of the prompts. A death is
-    known for certain, and every replica that lives is waited for."""
+    """Pool settings for actors: one call at a time, with an even share of the prompts. Deaths are detected reliably, so
+    every live replica is waited for."""
     return PoolSettings(
         heartbeat=fleet.heartbeat,
         timeout=0.0,
@@ -259,12 +262,38 @@ class RemoteEngine:
         self._handle.call("set_version", version)()
         self.policy_version = version
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[ModelInput | list[int]], sampling: SamplingParams | list[SamplingParams]
+    ) -> list[Completion]:
         each = list(one_for_each(prompts, sampling))
         return self._handle.call("generate", self.policy_version, prompts, each)()
 
     def fingerprint(self) -> dict[str, Any]:
         return self._handle.call("fingerprint")()
+
+
+class RemoteHistory:
+    """The weights of past versions that the co-located worker keeps: a `rlloop.loop.schedule.History`."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def remember(self, version: int) -> None:
+        self._handle.call("remember", version)()
+
+    def recompute(self, samples: Sequence[Sample]) -> Recomputed:
+        return self._handle.call("recompute_past", samples)()
+
+    def save(self, folder: Path) -> None:
+        self._handle.call("save_history", folder)()
+
+    def restore(self, folder: Path) -> None:
+        self._handle.call("restore_history", folder)()
+
+
+def partial_schedule(config: RunConfig, handle: Handle) -> Partial | None:
+    """The schedule of `rollout.partial` over the co-located worker; None where that is off."""
+    return Partial(config, RemoteHistory(handle)) if config.rollout.partial.prompts else None
 
 
 class RemoteTrainer:

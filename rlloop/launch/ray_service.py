@@ -1,9 +1,8 @@
-"""A training service in an actor of Ray: on another machine of a cluster, or in a process of its own."""
+"""A training service in a Ray actor: on another machine of a cluster, or in a separate process."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import os
 import threading
@@ -18,7 +17,7 @@ import torch
 from rlloop.errors import ConfigError, RunError
 from rlloop.launch.ray_session import import_ray, ray_session
 from rlloop.rollout.fleet.text import Tokenizer
-from rlloop.training.sampling_service import SamplingService
+from rlloop.training.remote_service import RemoteTrainingService
 from rlloop.training.service import TrainingService
 
 
@@ -46,7 +45,7 @@ class ServiceActor:
         return self._service.base_model, self._service.tokenizer, os.getpid()
 
 
-class RayTrainingService(TrainingService):
+class RayTrainingService(RemoteTrainingService):
     """A `TrainingService` whose model and engine live in an actor of Ray; it has the same methods and the same bits.
 
         service = rlloop.ServiceClient(rlloop.RayTrainingService("my-model", address="10.0.0.1:6379", gpus=1))
@@ -55,7 +54,7 @@ class RayTrainingService(TrainingService):
     share. What a method would raise at once, its future raises here.
     """
 
-    def __init__(  # pyright: ignore[reportMissingSuperCall]
+    def __init__(
         self,
         folder: str | Path,
         *,
@@ -73,6 +72,7 @@ class RayTrainingService(TrainingService):
 
         Raises `ConfigError` for a model or settings that cannot be, and where no cluster answers or has room.
         """
+        super().__init__()
         self._ray = ray = import_ray(address)
         self._died, self._numbers, self._lock = died, itertools.count(), threading.Lock()
         self._reason: str | None = None  # of the actor's death
@@ -93,14 +93,6 @@ class RayTrainingService(TrainingService):
             except ray.exceptions.RayActorError as error:
                 raise ConfigError(f"the training service could not start: {_last_line(error)}") from None
             self._stack = stack.pop_all()
-
-    @property
-    def base_model(self) -> str:
-        return self._base_model
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._tokenizer
 
     def close(self) -> None:
         """End the actor, and Ray where it was started here; futures that wait fail."""
@@ -135,7 +127,7 @@ class RayTrainingService(TrainingService):
         return result
 
     def _end(self, error: BaseException) -> str | None:
-        """The reason for which a call of an actor that has died fails; None: it stays pending."""
+        """The failure of a call of an actor that died; None: the call stays pending."""
         with self._lock:
             first, self._reason = self._reason is None, f"the actor of the training service died: {_last_line(error)}"
         if self._died is None:
@@ -147,19 +139,3 @@ class RayTrainingService(TrainingService):
 
 def _last_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[-1].strip()
-
-
-def _forwarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    waits = not method.__annotations__["return"].startswith("Future[")
-
-    @functools.wraps(method)
-    def forwarded(self: RayTrainingService, *args: Any, **kwargs: Any) -> Any:
-        made = self._call(method.__name__, args, kwargs)
-        return made.result() if waits else made
-
-    return forwarded
-
-
-for _name, _method in {**vars(SamplingService), **vars(TrainingService)}.items():
-    if callable(_method) and not _name.startswith("_") and _name not in vars(RayTrainingService):
-        setattr(RayTrainingService, _name, _forwarded(_method))

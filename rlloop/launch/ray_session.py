@@ -27,6 +27,8 @@ def import_ray(address: str | None) -> Any:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        # Actors have processes of their own: a spare one for each core would only start and wait.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
@@ -46,7 +48,7 @@ def ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
     try:
         _require_listener(address or "")
         ray.init(
-            address=address or "local",  # never one that somebody else happens to have started here
+            address=address or "local",  # never an unrelated Ray on this machine
             num_cpus=None if address else max(int(cpus), os.cpu_count() or 1),
             include_dashboard=None if address else False,
             log_to_driver=False,
@@ -64,7 +66,7 @@ def ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
 
 
 def _require_listener(address: str) -> None:
-    """Raises `ConnectionError` where nobody listens at HOST:PORT: Ray itself would go on trying for many minutes."""
+    """Raises `ConnectionError` if nothing listens at HOST:PORT, since Ray itself would retry for many minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         try:
@@ -76,8 +78,8 @@ def _require_listener(address: str) -> None:
 class RayHandle:
     """A worker in Ray actors, one for each of its ranks: the `Handle` of `rlloop.launch.ray_pool`.
 
-    A call is one of all ranks, and rank 0 has the result. What happens to one rank ends the call on all: others may
-    wait for it in a copy, so they are killed.
+    A call runs on all ranks, and rank 0 has the result. A failure of one rank ends the call on all: others may wait for
+    it in a collective, so they are killed.
     """
 
     def __init__(

@@ -21,16 +21,18 @@ from rlloop.config.fleet import FleetConfig
 from rlloop.config.run import RunConfig
 from rlloop.launch.admission import canary_requests, numerics_objection
 from rlloop.launch.prepare import Prepared
-from rlloop.launch.workers import load, make_trainer, vocabulary_of
+from rlloop.launch.workers import load, make_history, make_trainer, vocabulary_of
+from rlloop.loop.partial import Partial, measured
 from rlloop.loop.parts import Parts
-from rlloop.loop.schedule import InStep, Pipelined
+from rlloop.loop.schedule import InStep, Pipelined, Schedule
 from rlloop.models import Model
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.first_difference import diagnose
 from rlloop.rollout import Engine
 from rlloop.rollout.fleet.membership import Canary, PoolSettings, hardware_class
-from rlloop.rollout.fleet.pool import EnginePool, PoolEngine, http_pool
-from rlloop.runs.folder import Journal, RunFolder, write_whole
+from rlloop.rollout.fleet.pool import EnginePool, http_pool
+from rlloop.rollout.fleet.pool_engine import PoolEngine
+from rlloop.runs.folder import RunFolder, write_whole
 from rlloop.sync.live import named_weights, tensors_of
 from rlloop.sync.manifest import load_or_make_key
 from rlloop.sync.publisher import Publisher
@@ -54,17 +56,19 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
     path = prepared.task.model_folder()
     model = load(config, path)
     trainer = make_trainer(model, config, path)
-    lag = fleet.max_version_lag
-    history = None
-    if lag:
-        history = WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.moe, redraws=config.redraws)
+    history, carried = make_history(model, trainer, config), None
+    schedule: Schedule = InStep()
+    if history is not None and config.rollout.partial.prompts:
+        schedule = carried = Partial(config, history)
+    elif history is not None:
+        schedule = Pipelined(fleet.max_version_lag, history, config.trainer.num_steps)
     key = load_or_make_key(folder.path / "signing_key" if fleet.signing_key is None else Path(fleet.signing_key))
     store = open_store(str(folder.path / "weights") if fleet.store is None else fleet.store)
     publisher = Publisher(store, key, run_id_of(folder.path), anchor_every=fleet.anchor_every)
     with ExitStack() as stack:
         pool = open_pool(
             fleet,
-            Journal(folder.path / "fleet.jsonl").append,
+            folder.fleet.append,
             token=token,
             holder=publisher.run_id,
             term=publisher.claim(),
@@ -82,15 +86,15 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
             task=prepared.task,
             engine=engine,
             trainer=trainer,
-            sync=RegionSync(model, publisher, engine, reference, history),
+            sync=RegionSync(model, publisher, engine, reference, None if carried else history),
             scorer=prepared.scorer,
             advantages=prepared.advantages,
             loss=prepared.loss,
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
             vocabulary=vocabulary_of(model.config),
             doctor=partial(diagnose, model.with_profile(NumericsProfile(**vars(config.model.profile))), model),
-            schedule=InStep() if history is None else Pipelined(lag, history, config.trainer.num_steps),
-            measured=pool.take_metrics,
+            schedule=schedule,
+            measured=partial(measured, pool.take_metrics, carried),
         )
 
 

@@ -1,4 +1,4 @@
-"""Models by what a user names: a Hugging Face folder, a run, or one of its checkpoints."""
+"""Finds models by a user's name for them: a Hugging Face folder, a run, or one of its checkpoints."""
 
 from __future__ import annotations
 

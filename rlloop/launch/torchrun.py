@@ -35,9 +35,11 @@ from rlloop.errors import RlloopError
 from rlloop.launch.layouts import check_model
 from rlloop.launch.prepare import Prepared, loss_of
 from rlloop.launch.ranks import GRACE, error_of
-from rlloop.launch.ray_pool import EngineDied, RemoteEngine, RemoteTrainer
+from rlloop.launch.ray_pool import EngineDied, RemoteEngine, RemoteTrainer, partial_schedule
 from rlloop.launch.workers import Colocated, vocabulary_of
+from rlloop.loop.partial import measured
 from rlloop.loop.parts import Parts
+from rlloop.loop.schedule import InStep
 from rlloop.models.config import read_config
 from rlloop.parallel.progress import SILENT, Watch
 from rlloop.parallel.start import NEVER, Place, Store, host_store, meet
@@ -110,7 +112,7 @@ class Leader:
         self._jobs += 1
         ranks = LeadingHandle(partial(Colocated, *start, place), place, prepared.loss, config.ray.rank_timeout)
         try:
-            engine = RemoteEngine(ranks)
+            engine, schedule = RemoteEngine(ranks), partial_schedule(config, ranks)
             yield Parts(
                 task=prepared.task,
                 engine=engine,
@@ -122,6 +124,8 @@ class Leader:
                 checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
                 vocabulary=vocabulary_of(model),
                 doctor=lambda sample, difference: ranks.call("diagnose", sample, difference)(),
+                schedule=schedule or InStep(),
+                measured=partial(measured, dict, schedule),
             )
         finally:
             ranks.close()
@@ -207,7 +211,7 @@ class LeadingHandle:
         return {} if error is None else {0: error if isinstance(error, Exception) else RuntimeError(repr(error))}
 
     def _failures(self, silence: float) -> dict[int, Exception]:
-        """What other ranks have reported; and those that have reported nothing for so many seconds."""
+        """Failures by rank: those reported by other ranks, and ranks silent for `silence` seconds."""
         self._watch.look()
         failures: dict[int, Exception] = {
             rank: EngineDied("it reports no more: its process is gone or stopped")
@@ -223,7 +227,7 @@ class LeadingHandle:
 
 
 def follow(here: Torchrun) -> int:
-    """Does this rank's share of rank 0's runs, until there is none any more. Returns the exit code."""
+    """Do this rank's share of rank 0's runs until the last one. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; rank 0 decides
     store = meet(here.address)
     for job in itertools.count():
@@ -241,7 +245,7 @@ def follow(here: Torchrun) -> int:
 
 
 def _obey(place: Place, config: RunConfig, path: str, threads: int) -> bool:
-    """True where the run has ended in order."""
+    """Execute rank 0's calls; True if the run has ended in order."""
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that rank 0 can still see which rank is gone
     store, done = meet(place.address), threading.Event()
     threading.Thread(target=_end_with, args=(store, done), name="over", daemon=True).start()
@@ -262,8 +266,8 @@ def _obey(place: Place, config: RunConfig, path: str, threads: int) -> bool:
 
 
 def _end_with(store: Store, done: threading.Event) -> None:
-    """Ends this process with the run, wherever it hangs. The exit code is rank 0's to give: at the first one that is
-    not 0, torchrun ends all processes."""
+    """End this process with the run, even if it hangs. Exits with code 0, since torchrun ends all processes at the
+    first other code, which rank 0 must give."""
     while not done.wait(0.5):
         try:
             if store.check(["over"]):
@@ -273,7 +277,7 @@ def _end_with(store: Store, done: threading.Event) -> None:
 
 
 def _travelling(error: Exception) -> Exception:
-    """The error, or one with its text where it cannot be pickled."""
+    """The error, or one with its text if it cannot be pickled."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:
@@ -292,7 +296,7 @@ def _get(store: Store, key: str) -> Any:
 
 
 def pack(call: Any, loss: Callable[..., Any]) -> bytes:
-    """A call, pickled, but for the loss, which each rank makes by itself: it may be a closure."""
+    """A pickled call without the loss, which each rank makes itself, since it may be a closure."""
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, obj: Any) -> str | None:

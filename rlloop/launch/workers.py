@@ -1,10 +1,9 @@
-"""Plain classes that a launcher places in processes of their own: the co-located worker and the engine replica.
+"""Plain classes that a launcher places in separate processes: the co-located worker and the engine replica.
 
 Each is one rank of a group, the same program on every rank: a method is called on all of them with the same arguments,
 does its share, meets the others in copies (`rlloop.parallel.collectives`), and rank 0's result is the result.
 
-They know nothing of ray. What crosses between processes is completions, samples, logprobs and, once a version, what
-changed in the weights.
+They do not use Ray. Processes exchange completions, samples, logprobs and, once per version, the changes of weights.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlloop.config.fleet import FleetKind
 from rlloop.config.instantiate import bind, lacking
 from rlloop.config.model import LoraSection
 from rlloop.config.numerics import ProfileConfig
@@ -49,8 +49,9 @@ from rlloop.sync.bundle import Bundle, BundlePublisher, BundleReplica
 from rlloop.sync.live import LiveTarget, named_weights, tensors_of
 from rlloop.trainer import Trainer
 from rlloop.trainer.critic import Critic
+from rlloop.trainer.history import WeightHistory
 from rlloop.trainer.trainer import UpdateResult
-from rlloop.types import Completion, Recomputed, Sample, SamplingParams
+from rlloop.types import Completion, ModelInput, Recomputed, Sample, SamplingParams
 
 ALONE = Place()
 ENGINE_SETTINGS = ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")  # of `rlloop.Engine`
@@ -148,6 +149,16 @@ def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
     return Trainer(model, config.trainer, reference=reference, redraws=config.redraws)
 
 
+def make_history(model: Model, trainer: Trainer, config: RunConfig) -> WeightHistory | None:
+    """The last versions of the trainer's weights; None where all samples are of the newest."""
+    partial, fleet = config.rollout.partial, config.fleet
+    lag = fleet.max_version_lag if fleet.kind is FleetKind.regions else 0
+    lag = partial.max_version_lag if partial.prompts else lag
+    if lag == 0:
+        return None
+    return WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.moe, redraws=config.redraws)
+
+
 def make_critic(config: RunConfig, path: str | Path) -> Critic | None:
     """The critic that `algorithm.critic` asks for, over weights of its own that start as the policy's."""
     settings = config.algorithm.critic
@@ -184,14 +195,14 @@ class Rank:
         self.process.close()
 
     def compared(self, fingerprint: dict[str, Any]) -> dict[str, Any]:
-        """The fingerprint, with those of ranks that have another."""
+        """The fingerprint, with differing ones of other ranks."""
         prints = self.world.gather_objects(fingerprint)
         differing = {f"rank {rank}": each for rank, each in enumerate(prints) if each != prints[0]}
         return {**fingerprint, "differing_ranks": differing} if differing else fingerprint
 
 
 class Replica(Rank):
-    """One engine with weights of its own, rewritten in place at each version."""
+    """One engine with its own weights, rewritten in place at each version."""
 
     def __init__(self, config: RunConfig, path: str, threads: int, place: Place = ALONE) -> None:
         super().__init__(config, threads, place, config.world.engine, config.world.engine)
@@ -210,7 +221,9 @@ class Replica(Rank):
         if close := getattr(self.engine, "close", None):
             self.process.callback(close)
 
-    def generate(self, version: int, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
+    def generate(
+        self, version: int, prompts: Sequence[ModelInput | list[int]], sampling: list[SamplingParams]
+    ) -> list[Completion]:
         """Completions by the weights of `version`, which must be those that the engines have.
 
         Each engine of the world makes those of its share of the prompts, in order.
@@ -233,7 +246,7 @@ class Replica(Rank):
 
 
 class Colocated(Replica):
-    """Trainer and engine over one set of parameters: its sync costs nothing, the replicas' starts here."""
+    """Trainer and engine over one set of parameters, which need no sync, and the publisher for replicas."""
 
     def __init__(self, config: RunConfig, path: str, threads: int, place: Place = ALONE) -> None:
         Rank.__init__(self, config, threads, place, config.world.trainer, config.world.engine)
@@ -242,6 +255,7 @@ class Colocated(Replica):
         self._apart = config.trainer.shard == "parameters" and self.context.layout.dp_shard > 1 and not lora
         self._open(config, path, apart=self._apart)
         self.trainer = make_trainer(self.model, config, path)
+        self._history = make_history(self.model, self.trainer, config)
         self._publisher = BundlePublisher("node", threads)
         self._published: dict[str, float] = {}
 
@@ -278,6 +292,25 @@ class Colocated(Replica):
     def recompute(self, batch: Sequence[Sample]) -> Recomputed:
         return self.trainer.recompute(batch)
 
+    def remember(self, version: int) -> None:
+        """Keep the trainer's weights, now `version`, under `rollout.partial`."""
+        self.history.remember(version)
+
+    def recompute_past(self, batch: Sequence[Sample]) -> Recomputed:
+        """`recompute` of each token under the weights that sampled it."""
+        return self.history.recompute(batch)
+
+    def save_history(self, folder: Path) -> None:
+        self.history.save(folder)
+
+    def restore_history(self, folder: Path) -> None:
+        self.history.restore(folder)
+
+    @property
+    def history(self) -> WeightHistory:
+        assert self._history is not None, "rollout.partial keeps past versions"
+        return self._history
+
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> list[float]:
         return self.trainer.reference_kl(batch, kind)
 
@@ -297,7 +330,7 @@ class Colocated(Replica):
         return self.compared(self.trainer.fingerprint())
 
     def diagnose(self, sample: Sample, difference: TokenDifference) -> Finding | None:
-        """The doctor's finding, of the ranks on which an operation or a weight differs; they are named."""
+        """The diagnosis, which names the ranks on which an operation or a weight differs."""
         doctor = doctor_for(self.engine, self.model)
         if doctor is None or self.world.size == 1:
             return None if doctor is None else doctor(sample, difference)

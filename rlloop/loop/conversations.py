@@ -1,37 +1,35 @@
-"""Completions of a batch of examples: single ones, or conversations with environments.
+"""Completions of a batch of examples: single turns, or conversations with environments.
 
-A conversation is one sample. Its tokens are kept as ids from the first to the last: the policy's as it sampled them,
-the environment's as the task renders them. The policy's tokens are compared and trained, the environment's only read.
-Each turn is sampled with the whole conversation so far as its prompt (the engine's prefix cache has most of it), so the
-trainer's one forward over the conversation gives the bits of every turn.
+A conversation is one sample, kept as token ids: the policy's as sampled, the environment's as rendered by the task. The
+policy's tokens are compared and trained, the environment's are masked. Each turn is sampled with the whole conversation
+so far as its prompt (mostly in the engine's prefix cache), so one forward of the trainer over the conversation gives
+the bits of every turn.
 
-Each conversation advances on its own: as soon as its environment has replied, its next turn is submitted to the engine,
-whatever the others wait for. A completion is a function of weights, prompt and seed, so the order in which turns end
-changes nothing.
+Each conversation advances on its own: as soon as its environment has replied, its next turn is submitted to the engine.
+A completion is a function of weights, prompt and seed, so the order in which turns end changes nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rlloop.chat import Message
 from rlloop.loop.environments import ConversationTask, Environment, EnvironmentSteps, Reply
+from rlloop.loop.joining import Turn, joined, recorded
 from rlloop.loop.turns import Turns, turns_of
 from rlloop.parity.asked import Vocabulary, fault_of
 from rlloop.protocols import Engine, Task
 from rlloop.rewards.event_loop import POLL
 from rlloop.rewards.runner import RewardFailure
-from rlloop.types import Completion, Example, FinishReason, SamplingParams
+from rlloop.types import Completion, Example, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -41,12 +39,12 @@ class Played:
     example: Example  # of a conversation: with the environment's verdict in `data["episode"]`
     completion: Completion
     text: str  # everything after the prompt, decoded
-    broken: str | None = None  # why it did not come to an end
-    fault: str | None = None  # in what it is not what the engine was asked for
+    broken: str | None = None  # reason why it did not finish
+    fault: str | None = None  # difference from the engine's request
 
 
 def cut_short(completion: Completion) -> str:
-    """The reason for rejecting a completion that did not come to its own end."""
+    """The reason for rejecting a completion that was cut short; None if it ended by itself."""
     return f"its completion was cut short: finish_reason is {completion.finish_reason!r}"
 
 
@@ -57,7 +55,7 @@ class SingleTurn:
         self.task, self.vocabulary = task, vocabulary
 
     def play(self, engine: Engine, examples: Sequence[Example], sampling: Sequence[SamplingParams]) -> list[Played]:
-        completions = engine.generate([example.prompt_ids for example in examples], list(sampling))
+        completions = engine.generate([example.asked for example in examples], list(sampling))
         return [
             Played(
                 example,
@@ -68,12 +66,15 @@ class SingleTurn:
             for example, params, completion in zip(examples, sampling, completions, strict=True)
         ]
 
+    def under_way(self, slice_tokens: int) -> UnderWay:
+        return UnderWay(self.task, self.vocabulary, EnvironmentSteps(), slice_tokens)
+
     def close(self) -> None:
         pass
 
 
 class Conversations:
-    """Conversations of several turns: the policy writes, an environment replies, until it is done."""
+    """Conversations of several turns: policy and environment alternate until the environment is done."""
 
     def __init__(
         self,
@@ -102,40 +103,45 @@ class Conversations:
             self._steps.settle()
         return [talk.played(self.task.decode) for talk in talks]
 
-    def under_way(self) -> UnderWay:
-        """Conversations whose environments are nobody else's; to be closed."""
-        return UnderWay(self.task, self.vocabulary, self._new_steps())
+    def under_way(self, slice_tokens: int) -> UnderWay:
+        """Conversations with their own environments; the caller must close them."""
+        return UnderWay(self.task, self.vocabulary, self._new_steps(), slice_tokens)
 
     def close(self) -> None:
         self._steps.close()
 
 
 class UnderWay:
-    """Conversations that advance while `advance` is called, and may outlive the weights that they began with.
+    """Conversations that advance during `advance`, and may continue under newer weights.
 
-    Between two calls their environments go on; whoever would write next waits. So each turn is of one version.
+    Between two calls environments continue, and the policy's next turns wait. So each turn is of one version, or with
+    `slice_tokens` each slice of that many tokens.
     """
 
     version: int | None = None  # that turns must be of; None: any
 
-    def __init__(self, task: ConversationTask, vocabulary: Vocabulary, steps: EnvironmentSteps) -> None:
-        self.task, self.vocabulary, self._steps = task, vocabulary, steps
+    def __init__(
+        self, task: Task | ConversationTask, vocabulary: Vocabulary, steps: EnvironmentSteps, slice_tokens: int = 0
+    ) -> None:
+        """Of a task without an environment, a conversation is one turn of the policy."""
+        self.task, self.vocabulary, self._steps, self.slice_tokens = task, vocabulary, steps, slice_tokens
         self._ready: SimpleQueue[Iterator[Future[Any]]] = SimpleQueue()
         self._turns: Turns | None = None
-        self._closed: Future[None] | None = None  # while no further turns go to the engine: done once they do again
+        self._closed: Future[None] | None = None  # while submission is on hold: done once it resumes
         self._going = self._at_engine = 0
 
     def begin(self, example: Example, sampling: SamplingParams) -> Talk:
-        talk = Talk(example, self.task.environment(example), sampling, example.prompt_ids, self.version)
+        new = getattr(self.task, "environment", None)
+        talk = Talk(example, None if new is None else new(example), sampling, example.prompt_ids, self.version)
         self._ready.put(self._converse(talk))
         self._going += 1
         return talk
 
     def advance(self, engine: Engine, enough: Callable[[], bool] = lambda: False) -> None:
-        """Play to the end of all conversations, or until there are `enough`: then turns end that the engine has.
+        """Play until all conversations have ended, or `enough` have; then finish the turns that the engine has.
 
-        This thread drives the engine where that needs it (`Turns.work`), and advances each conversation whose turn or
-        reply is there.
+        This thread drives the engine if necessary (`Turns.work`), and advances each conversation whose turn or reply
+        has come.
         """
         turns, steps, ready = turns_of(engine), self._steps, self._ready
         self._turns, advanced = turns, time.monotonic()
@@ -166,7 +172,7 @@ class UnderWay:
         self._steps.close()
 
     def _hold(self, hold: bool) -> None:
-        """Send no further turns to the engine, or again those that waited for it."""
+        """Hold or resume the submission of turns to the engine."""
         closed = self._closed
         if hold and closed is None:
             self._closed = Future()
@@ -183,17 +189,8 @@ class UnderWay:
 
     def _take_turns(self, talk: Talk) -> Iterator[Future[Any]]:
         while True:
-            while self._closed is not None:
-                yield self._closed
-            if talk.broken is not None:
-                return
-            assert self._turns is not None, "only `advance` advances"
-            turn = self._turns.submit(talk.ids, talk.sampling)
-            self._at_engine += 1
-            yield turn
-            self._at_engine -= 1
-            talk.hear(turn.result(), self.vocabulary, self.version)
-            if talk.broken is not None:
+            yield from self._turn(talk)
+            if talk.broken is not None or talk.environment is None:
                 return
             name = f"{talk.example.id}/{talk.sampling.seed}/{len(talk.turns)}"
             reply = self._steps.submit(talk.environment, self.task.decode(talk.turns[-1].token_ids), name)
@@ -201,18 +198,35 @@ class UnderWay:
             if talk.broken is not None or not self._goes_on(talk, reply.result()):
                 return
 
+    def _turn(self, talk: Talk) -> Iterator[Future[Any]]:
+        """The policy's next turn, in one piece or several."""
+        talk.turn = Turn(talk.ids, talk.sampling)
+        while talk.turn is not None:
+            while self._closed is not None:
+                yield self._closed
+            if talk.broken is not None:
+                return
+            assert self._turns is not None, "only `advance` advances"
+            asked = talk.turn.next_piece(self.slice_tokens)
+            piece = self._turns.submit(talk.example.asked_with(talk.turn.ids), asked)
+            self._at_engine += 1
+            yield piece
+            self._at_engine -= 1
+            talk.hear(piece.result(), asked, self.vocabulary, self.version)
+
     def _goes_on(self, talk: Talk, reply: Reply | RewardFailure) -> bool:
-        """Take the reply into the conversation; whether the policy is to write another turn."""
+        """Add the reply to the conversation; True if the policy takes another turn."""
         if isinstance(reply, RewardFailure):
             talk.broken = f"environment {reply.kind}: {reply.message}"
             return False
         talk.replies.append(reply)
-        if reply.done or len(talk.turns) == self.task.max_turns:
+        task: Any = self.task
+        if reply.done or len(talk.turns) == task.max_turns:
             return False
         last = talk.turns[-1]
-        ids = self.task.between(reply.messages, last.token_ids[-1] if last.finish_reason == "stop" else None)
+        ids = task.between(reply.messages, last.token_ids[-1] if last.finish_reason == "stop" else None)
         assert ids, "nothing stands between two turns, so they would be one"
-        if len(talk.ids) + len(ids) + talk.sampling.max_tokens > self.task.max_conversation_tokens:
+        if len(talk.ids) + len(ids) + talk.sampling.max_tokens > task.max_conversation_tokens:
             return False
         talk.ids = [*talk.ids, *ids]
         return True
@@ -223,31 +237,53 @@ class Talk:
     """The state of one conversation."""
 
     example: Example
-    environment: Environment
+    environment: Environment | None  # None: there is one turn
     sampling: SamplingParams  # the same seed for all turns: a token is drawn by the seed and its position
     ids: list[int]  # the conversation so far
-    version: int | None = None  # of the weights when it began, where that is known
+    version: int | None = None  # version of the weights when it began, if known
     turns: list[Completion] = field(default_factory=list)
+    turn: Turn | None = None  # that is being made
     replies: list[Reply] = field(default_factory=list)
-    broken: str | None = None  # set from outside, it ends the conversation before its next turn
+    broken: str | None = None
     fault: str | None = None  # the first turn's that has one
     ended: bool = False
 
-    def hear(self, turn: Completion, vocabulary: Vocabulary, version: int | None) -> None:
-        """`version`: that was asked for; None: any."""
-        self.fault = self.fault or fault(turn, self.ids, self.sampling, vocabulary)
-        if self.fault is None and version not in (None, turn.policy_version):
-            self.fault = f"its weights are of version {turn.policy_version}, and it was asked for of version {version}"
-        self.broken = None if turn.whole else cut_short(turn)  # no environment is to answer half a turn
-        self.turns.append(turn)
-        self.ids = [*turn.prompt_ids, *turn.token_ids]
+    @property
+    def made(self) -> list[int]:
+        """The versions that sampled its tokens."""
+        pieces = [] if self.turn is None else self.turn.pieces
+        return [version for each in (*self.turns, *pieces) for _, _, version in each.runs]
+
+    def drop(self, why: str) -> None:
+        """End it before its next turn."""
+        self.broken = self.broken or why
+
+    def hear(self, piece: Completion, asked: SamplingParams, vocabulary: Vocabulary, version: int | None) -> None:
+        """Add the engine's result. `version`: the requested version; None: any."""
+        assert self.turn is not None
+        self.fault = self.fault or fault(piece, self.turn.ids, asked, vocabulary)
+        if self.fault is None and version not in (None, piece.policy_version):
+            self.fault = f"its weights are of version {piece.policy_version}, and it was asked for of version {version}"
+        if not piece.whole:  # environments must not answer half a turn
+            self.broken = cut_short(piece)
+        ends = self.turn.add(piece)
+        if ends or self.fault is not None:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        if self.turn is not None and self.turn.pieces:
+            self.turns.append(self.turn.completion())
+            self.ids = self.turn.ids
+        self.turn = None
 
     def played(self, decode: Callable[[list[int]], str]) -> Played:
+        self._end_turn()  # that was dropped in the middle
+        turns = self.turns or [_nothing(self.ids, self.sampling, self.version or 0)]
+        if self.environment is None:
+            completion = dataclasses.replace(turns[0], finish_reason="abort") if self.broken else turns[0]
+            return Played(self.example, completion, decode(completion.token_ids), self.broken, self.fault)
         ended = bool(self.replies) and self.replies[-1].done
-        completion = joined(
-            self.turns or [_nothing(self.ids, self.sampling, self.version or 0)],
-            "abort" if self.broken else "stop" if ended else "length",
-        )
+        completion = joined(turns, "abort" if self.broken else "stop" if ended else "length")
         components: dict[str, float] = {}
         for reply in self.replies:
             for name, value in reply.components.items():
@@ -263,59 +299,6 @@ class Talk:
         return Played(example, completion, decode(completion.token_ids), self.broken, self.fault)
 
 
-def recorded(
-    completion: Completion, decode: Callable[[list[int]], str], replies: Sequence[Reply] = ()
-) -> list[dict[str, Any]]:
-    """A conversation by turn, as JSON values; docs/agents.md has the keys.
-
-    `replies`: the environment's, one for each turn that it answered.
-    """
-    turns, conversation = completion.turns or ((0, len(completion.token_ids)),), list[dict[str, Any]]()
-    for index, (start, end) in enumerate(turns):
-        entry: dict[str, Any] = {"tokens": [start, end], "text": decode(completion.token_ids[start:end])}
-        if completion.versions is not None:
-            entry["version"] = completion.versions[index]
-        if index + 1 < len(turns):
-            entry["read"] = [end, turns[index + 1][0]]
-        if index < len(replies):
-            reply = replies[index]
-            entry |= {"reward": float(reply.reward), "messages": [_as_recorded(each) for each in reply.messages]}
-            if reply.components:
-                entry["components"] = {name: float(value) for name, value in reply.components.items()}
-        conversation.append(entry)
-    return conversation
-
-
-def _as_recorded(message: Message) -> dict[str, str]:
-    """What a record keeps of a message: text alone."""
-    kept = {name: message[name] for name in ("role", "name", "arguments", "content") if name in message}
-    return {name: each if isinstance(each, str) else json.dumps(each, default=str) for name, each in kept.items()}
-
-
-def joined(turns: Sequence[Completion], finish_reason: FinishReason) -> Completion:
-    """One completion of a conversation's turns, each of whose prompts begins with all tokens of the turn before.
-
-    Turns of several versions have no choices of experts: each version read the tokens before its turns again.
-    """
-    first, begin = turns[0], len(turns[0].prompt_ids)
-    versions = tuple(turn.policy_version for turn in turns)
-    mixed = len(set(versions)) > 1
-    return dataclasses.replace(
-        first,
-        policy_version=min(versions),
-        versions=versions if mixed else None,
-        token_ids=[*turns[-1].prompt_ids[begin:], *turns[-1].token_ids],
-        logprobs=np.concatenate([turn.logprobs for turn in turns]),
-        raw_logprobs=np.concatenate([turn.raw_logprobs for turn in turns]),
-        routed_experts=None if mixed else _as_first_read([turn.routed_experts for turn in turns]),
-        selected=None if mixed else _as_first_read([turn.selected for turn in turns]),
-        finish_reason=finish_reason,
-        turns=tuple(
-            (len(turn.prompt_ids) - begin, len(turn.prompt_ids) - begin + len(turn.token_ids)) for turn in turns
-        ),
-    )
-
-
 def _nothing(prompt_ids: list[int], sampling: SamplingParams, version: int) -> Completion:
     return Completion(prompt_ids, [], np.zeros(0, np.float32), np.zeros(0, np.float32), version, "abort", sampling)
 
@@ -325,32 +308,58 @@ def fault(turn: Completion, prompt_ids: list[int], sampling: SamplingParams, voc
     return fault_of(turn, prompt_ids, sampling, vocabulary)
 
 
-def _as_first_read(turns: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """The turns' arrays [tokens, ...] joined, each without the tokens that earlier turns had read already.
-
-    A token's choice is the one that it was first read with, since what followed was sampled over it; when it reads a
-    token again, a stock engine may choose otherwise.
-    """
-    first_read, known = list[np.ndarray](), 0
-    for each in turns:
-        if each is None:
-            return None
-        first_read.append(each[known:])
-        known = len(each)
-    return np.concatenate(first_read)
-
-
 class Player(Protocol):
-    """Completes examples: in one turn, in conversations, or as another library plays them."""
+    """Completes examples: in one turn, in conversations, or by another library."""
 
     def play(self, engine: Engine, examples: Sequence[Example], sampling: Sequence[SamplingParams]) -> list[Played]: ...
 
     def close(self) -> None: ...
 
 
+class Carried(Protocol):
+    """One conversation that may continue in later steps."""
+
+    version: int | None  # of the weights when it began
+    ended: bool
+    broken: str | None
+
+    @property
+    def made(self) -> Sequence[int]:
+        """The versions that sampled its tokens."""
+        ...
+
+    def drop(self, why: str) -> None:
+        """End it before its next turn."""
+        ...
+
+    def played(self, decode: Callable[[list[int]], str]) -> Played:
+        """The result of a conversation that has ended or was dropped."""
+        ...
+
+
+class Carriage(Protocol):
+    """Conversations under way: see `UnderWay`."""
+
+    version: int | None
+
+    def begin(self, example: Example, sampling: SamplingParams) -> Carried: ...
+
+    def advance(self, engine: Engine, enough: Callable[[], bool] = ...) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class CarryingPlayer(Player, Protocol):
+    """A player whose conversations may continue in later steps. A task with such a player has the attribute
+    `carries = True`."""
+
+    def under_way(self, slice_tokens: int) -> Carriage: ...
+
+
 def player_for(task: Task, vocabulary: Vocabulary, *, timeout: float, concurrency: int, retries: int = 0) -> Player:
-    """The task's own player, where it brings one (`task.player`, a function of vocabulary, timeout and concurrency);
-    conversations where it has an environment; else single completions."""
+    """The task's own player if it has one (`task.player`, a function of vocabulary, timeout and concurrency);
+    conversations if it has an environment; else single completions."""
     if (player := getattr(task, "player", None)) is not None:
         return player(vocabulary, timeout=timeout, concurrency=concurrency)
     if getattr(task, "environment", None) is None:

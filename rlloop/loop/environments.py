@@ -1,7 +1,7 @@
-"""Environments: the other side of a conversation. They reply to the policy's turns until they are done.
+"""Environments, which reply to the policy's turns of a conversation until they are done.
 
-An environment's step may call tools, wait and fail. Each step runs by itself, under a time limit: a slow one delays no
-other conversation, and one that fails breaks its own conversation alone.
+An environment's step may call tools, wait and fail. Each step runs independently, under a time limit: a slow one delays
+no other conversation, and a failing one breaks only its own.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import asyncio
 import inspect
 import itertools
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from rlloop.chat import Message
 from rlloop.protocols import Task
@@ -21,7 +22,10 @@ from rlloop.rewards.event_loop import EventLoop, LoopBlocked
 from rlloop.rewards.runner import HOPELESS, Calls, RewardFailure, failure, is_timeout, not_tried
 from rlloop.types import Example
 
-__all__ = ["ConversationTask", "Environment", "EnvironmentSteps", "Message", "Reply", "as_reply"]
+__all__ = [
+    "ConversationTask", "Environment", "EnvironmentSteps", "Message", "Opening", "Reply", "as_reply", "opening_of",
+    "opens",
+]  # fmt: skip
 
 CLOSED = RewardFailure("error", "the run has ended")
 
@@ -51,26 +55,54 @@ class Environment(Protocol):
         A coroutine function shares an event loop with other conversations' steps. A plain function is called in a
         thread of its own, while other conversations' steps run in others.
 
-        An environment with the attribute `idempotent = True` is called as `step(message, key)`, and again with the same
-        key, up to `scoring.retries` times, where that raises or outlasts its time: a step of a key that has been taken
-        already is to be answered, not taken twice. Without it nothing is tried again.
+        An environment with the attribute `idempotent = True` is called as `step(message, key)`, and retried with the
+        same key, up to `scoring.retries` times, if that raises or exceeds its time: a step of a known key must be
+        answered, not executed twice. Other environments are not retried.
 
-        A method `close`, where there is one, is called at the end of the conversation, however it ends.
+        An optional method `close` is always called at the end of the conversation.
         """
         ...
 
 
+@dataclass(frozen=True)
+class Opening:
+    """An environment's additions to the prompt before the policy's first turn; a function of the example."""
+
+    observation: str | None = None  # appended to the last message
+    tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas of functions, for the chat template
+
+
+Factory = TypeVar("Factory", bound=Callable[..., Any])
+
+
+def opens(opening: Callable[..., Opening]) -> Callable[[Factory], Factory]:
+    """Decorator for factories of environments: `opening`, called with the same arguments, gives their `Opening`
+    (`opening_of`)."""
+
+    def marked(factory: Factory) -> Factory:
+        vars(factory)["opening"] = opening
+        return factory
+
+    return marked
+
+
+def opening_of(factory: Any) -> Callable[[Example], Opening] | None:
+    """The factory's `opening`, bound to its arguments; None if its environments add nothing to the prompt."""
+    opening = getattr(getattr(factory, "func", factory), "opening", None)
+    return None if opening is None else partial(opening, **getattr(factory, "keywords", {}))
+
+
 class ConversationTask(Task, Protocol):
-    """A task whose examples are the beginnings of conversations."""
+    """A task whose examples start conversations."""
 
     @property
     def max_turns(self) -> int:
-        """The most turns that the policy takes, each of up to `rollout.max_tokens`."""
+        """Limit of the policy's turns, each of up to `rollout.max_tokens` tokens."""
         ...
 
     @property
     def max_conversation_tokens(self) -> int:
-        """A conversation in which another whole turn would not fit ends there."""
+        """Limit of a conversation's tokens; it ends when another whole turn would not fit."""
         ...
 
     def environment(self, example: Example) -> Environment:
@@ -108,7 +140,7 @@ class EnvironmentSteps:
         return bool(self._waiting)
 
     def submit(self, environment: Environment, message: str, name: str = "") -> Future[Reply | RewardFailure]:
-        """The reply, or why there is none; never an exception. `name`: the idempotency key."""
+        """A future of the reply or the failure; it never raises. `name`: the idempotency key."""
         idempotent = getattr(environment, "idempotent", False)
         arguments = (environment, message, name) if idempotent else (environment, message)
         key, step = next(self._keys), _Step(arguments, self.retries if idempotent else 0)
@@ -120,7 +152,7 @@ class EnvironmentSteps:
         return step.outcome
 
     def end(self, environment: Any) -> Future[None]:
-        """Close an environment, within `timeout`. What goes wrong stays in the future."""
+        """Close an environment, within `timeout`. Errors stay in the future."""
         if self._closed:
             ended: Future[None] = Future()
             ended.set_result(None)
@@ -138,7 +170,7 @@ class EnvironmentSteps:
         return self._loop.start(close())
 
     def check(self) -> None:
-        """Replace the event loop where a step blocks it. To be called every `POLL` seconds or so while `busy`."""
+        """Replace the event loop if a step blocks it. To be called about every `POLL` seconds while `busy`."""
         if self._loop is None or not self._waiting:
             return
         try:
@@ -159,7 +191,7 @@ class EnvironmentSteps:
                     self._start(key, step)
 
     def settle(self) -> None:
-        """The end of a batch: cancel what still runs, so that it never runs beside the next one."""
+        """End a batch: cancel running steps, so that they never overlap with the next batch."""
         for step in list(self._waiting.values()):
             step.call.cancel()
         self._waiting = {}
@@ -168,7 +200,7 @@ class EnvironmentSteps:
         self._calls, self._timeouts, self._others = self._new_calls(), 0, 0
 
     def close(self) -> None:
-        """The end of the run, from any thread: steps that wait are failures, so that a batch ahead comes to its end."""
+        """End the run, from any thread: pending steps fail, so that a batch ahead ends."""
         self._closed = True
         self._drop_loop()
         for key in list(self._waiting):
@@ -234,7 +266,7 @@ def _step_in_thread(environment: Environment, arguments: tuple[str, ...]) -> Any
 
 
 def as_reply(value: Any) -> Reply | RewardFailure:
-    """A step's return value if it is a `Reply` that a conversation can go on with, else the failure that it is."""
+    """A step's return value if it is a valid `Reply`, else a failure that describes it."""
     if isinstance(value, RewardFailure):
         return value
     if not isinstance(value, Reply):

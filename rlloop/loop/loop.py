@@ -1,6 +1,6 @@
 """The training loop: sync -> rollout -> reward -> advantage -> update -> record.
 
-Step k (from 1) makes version k of the weights; which version sampled it is the schedule's decision, k − 1 by default.
+Step k (from 1) makes version k of the weights; the schedule decides which version samples it, k − 1 by default.
 Everything random is a function of (run seed, purpose, step, prompt, index in the group), so a resumed run, another
 launch mode or another number of engines repeats it. The loop knows protocols only: neither torch, ray, vllm nor a
 concrete engine.
@@ -8,7 +8,6 @@ concrete engine.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections import Counter
@@ -19,16 +18,17 @@ from typing import Any
 import numpy as np
 
 from rlloop.config.run import Anchor, ParityMode, RunConfig
-from rlloop.errors import RlloopError, RunError
+from rlloop.errors import ParityError, RlloopError, RunError
 from rlloop.loop.parts import Parts
 from rlloop.loop.recorder import Recorder
 from rlloop.loop.sampler import Sampler
 from rlloop.loop.step_data import Untrained, full_batch, minibatches, outcomes_of, reward_metrics, rollout_metrics
 from rlloop.metrics import Mean, Reduction, merge, values
 from rlloop.parity.monitor import ParityMonitor
+from rlloop.parity.token_types import compare_first_prompt
 from rlloop.protocols import Engine, Observer
 from rlloop.runs.folder import RunFolder
-from rlloop.types import Recomputed, RewardResult, Sample
+from rlloop.types import Recomputed, RewardResult, Sample, changed
 
 
 class RewardsFailed(RlloopError):
@@ -92,6 +92,8 @@ class Loop:
             metrics |= divergence
             if len({sample.group for sample in trained}) >= needed:
                 break
+        with timed("parity"):
+            metrics |= self._prompt_parity(step, trained)
         with timed("update"):
             metrics |= self.update(step, version, trained, rejected + dropped)
         sampled = accepted + [sample for sample, _ in rejected]
@@ -108,21 +110,32 @@ class Loop:
             "ledger/trained": len(trained),
         }
 
+    def _prompt_parity(self, step: int, trained: Sequence[Sample]) -> dict[str, float]:
+        """`parity/k3_text` and `parity/k3_image` of one prompt with images. Raises `ParityError` where it differs under
+        `require`, before the weights move."""
+        prompts = [sample.completion.model_input for sample in trained]
+        found = compare_first_prompt(self.parts.engine, self.parts.trainer, [each for each in prompts if each])
+        if found is None:
+            return {}
+        if found.difference is not None and self.config.parity.mode is ParityMode.require:
+            raise ParityError(f"step {step}: {found.difference}")
+        return found.metrics
+
     def publish(self, version: int) -> dict[str, Any]:
-        """Bring the engines to `version`, once; its metrics belong to the step it samples, though an evaluation may
-        come first."""
+        """Bring the engines to `version`, once; its metrics belong to the step that it samples, even if an evaluation
+        comes first."""
         if self._published is None or self._published[0] != version:
             self._published = version, dict(self.parts.schedule.publish(self.parts.sync, version))
         return self._published[1]
 
     def stop_at_faults(self, step: int, version: int, samples: Sequence[Sample]) -> None:
-        """Raises `ParityError` for completions that are not what was asked for; `observe` rejects and counts them."""
+        """Raises `ParityError` for completions that do not match their request; `observe` rejects and counts them."""
         if self.config.parity.mode is not ParityMode.observe and any(sample.fault for sample in samples):
             rest = [(sample, f"rejected: {sample.fault or 'nothing of this step is trained'}") for sample in samples]
             self.recorder.compare(step, version, [], Recomputed([]), rest)
 
     def score(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Untrained]]:
-        """Reward every sample. One whose reward failed is rejected with the reason, never a silent 0.
+        """Score every sample. One whose reward failed is rejected with the reason, never scored 0.
 
         Raises `RewardsFailed` where all of them failed.
         """
@@ -130,7 +143,7 @@ class Loop:
         rejected: list[Untrained] = []
         for sample, outcome in zip(samples, outcomes_of(self.parts.scorer, samples), strict=True):
             if isinstance(outcome, RewardResult):
-                accepted.append(dataclasses.replace(sample, result=outcome))
+                accepted.append(changed(sample, result=outcome))
             else:
                 rejected.append((sample, f"rejected: {outcome}"))
         if rejected:
@@ -152,8 +165,7 @@ class Loop:
             kl,
         )
         weighted = [
-            dataclasses.replace(sample, advantage=float(advantage))
-            for sample, advantage in zip(accepted, advantages, strict=True)
+            changed(sample, advantage=float(advantage)) for sample, advantage in zip(accepted, advantages, strict=True)
         ]
         if self.parts.critic is not None:
             weighted = self.parts.critic.advantages(weighted)
@@ -208,9 +220,9 @@ class Loop:
         return (present or self.parts.trainer.recompute(trained)).logprobs
 
     def evaluate(self, version: int) -> dict[str, Any]:
-        """`eval/*` of held-out problems under the weights of `version`. The same problems and seeds at every step.
+        """`eval/*` of held-out problems under the weights of `version`, with the same problems and seeds at every step.
 
-        Where the engine that samples differs on purpose from the policy that is reported, it is evaluated too.
+        An engine that deliberately differs from the policy is evaluated too.
         """
         self.publish(version)
         with self.recorder.timed("eval"):
@@ -249,6 +261,7 @@ class Loop:
 
         self.parts.checkpoints.save(step, [*(part.save for part in self._stateful()), write_state])
         self.monitor.certificate.attest(step, self.parts.checkpoints.digests(step))
+        self.folder.rotate(step)
 
     def restore(self) -> int:
         """Load the newest whole checkpoint and set later records aside. Returns its step; 0: start anew.

@@ -1,4 +1,4 @@
-"""A run's folder for Python: reads any run, and records a loop of one's own.
+"""A run's folder in Python: reads any run, and records custom loops.
 
     run = rlloop.Run("runs/mine")
     run.columns("reward/mean", "eval/reward")   # {"step": [...], "reward/mean": [...], ...}
@@ -192,7 +192,7 @@ class Run:
         record = {"step": step, **dict(sorted({**given, **computed}.items()))}
         self._certificate.cover(folder.metrics.append(record))
         if sampled is None and step > 0:
-            self._monitor.compare(step, step, [], Recomputed([]))  # a line that compares nothing
+            self._monitor.compare(step, step, [], Recomputed([]))  # a line without a comparison
         if sampled is not None or step > 0:
             self._certificate.seal()
         self._last, self._sampled = step, None
@@ -356,7 +356,7 @@ def _check_row(where: str, row: Mapping[str, Any]) -> None:
         if name not in COLUMNS:
             near = difflib.get_close_matches(str(name), COLUMNS, n=1)
             meant = f"; did you mean {near[0]}?" if near else f"; it may have {', '.join(COLUMNS)}"
-            raise ConfigError(f"{where}: {name!r} is no column{meant}")
+            raise ConfigError(f"{where}: {name!r} is not a column{meant}")
     if "reward" not in row:
         raise ConfigError(f"{where} has no reward; give a number")
     if "completion" not in row and "text" not in row:

@@ -1,17 +1,17 @@
-"""Partial rollouts: a step begins when enough groups of conversations are whole, and the others go on into later steps.
+"""Partial rollouts: a step begins when enough groups of conversations are complete; the others continue in later steps.
 
-Step k trains `num_prompts` whole groups, and `ahead` more are played. At its cut the turns end that the engine has, so
-each turn is of one version; tools run on while the trainer learns, and the next turns are of version k. Engine and
-trainer are compared by token, each under the version that made it.
+Step k trains `num_prompts` complete groups, while `prompts` more are in progress. Before the update, engines finish
+their current turns, or slices of `slice_tokens`, so each of these is of one version; tools keep running while the
+trainer learns, and further turns are of version k. Engine and trainer are compared by token, each under its version.
 
-What a step trains depends on how long its tools took, so a run is not repeated bit for bit. A prompt's uid, seeds and
-tokens under given weights still depend on nothing but its batch and its place in it.
+The samples of a step depend on the tools' durations, so a run cannot be repeated bit for bit. A prompt's uid, seeds and
+tokens under given weights still depend only on its batch and its index in it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from rlloop.config.run import RunConfig
-from rlloop.loop.conversations import Talk, UnderWay
+from rlloop.loop.conversations import Carriage, Carried
 from rlloop.loop.sampler import Sampler
 from rlloop.loop.schedule import History, decode_array, encode_array
 from rlloop.loop.step_data import new_sample, training_sampling
@@ -33,7 +33,7 @@ FILE = "partial.msgpack"
 class _Group:
     batch: int  # of the task's prompts, from 1
     prompt: int  # in its batch
-    talks: list[Talk] = field(default_factory=list)
+    talks: list[Carried] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)  # once it is whole
 
     @property
@@ -42,9 +42,9 @@ class _Group:
 
     @property
     def version(self) -> int:
-        """The oldest that sampled one of its tokens; that at its beginning, while there are none."""
+        """The oldest version that sampled one of its tokens; before the first token, the version at its beginning."""
         made = [sample.completion.policy_version for sample in self.samples]
-        made += [turn.policy_version for talk in self.talks for turn in talk.turns]
+        made += [version for talk in self.talks for version in talk.made]
         return min(made) if made else min(talk.version or 0 for talk in self.talks)
 
 
@@ -56,12 +56,17 @@ class _State(msgspec.Struct):
     whole: list[tuple[int, int, list[Sample]]]
 
 
+def measured(parts: Callable[[], Mapping[str, float]], schedule: Partial | None) -> dict[str, float]:
+    """Metrics of the parts, and of the schedule if it has any."""
+    return {**parts(), **({} if schedule is None else schedule.take_metrics())}
+
+
 class Partial:
     """The schedule of `rollout.partial`.
 
-    Groups that the next step would find more than `max_version_lag` versions behind are waited for, or dropped then
-    with that reason (`overdue`). A checkpoint has the groups that are whole; the others begin again, from their first
-    turns, when the run is resumed, since an environment cannot be saved.
+    Groups that would be more than `max_version_lag` versions behind in the next step are waited for, or then dropped
+    with that reason (`overdue`). A checkpoint has the complete groups; the others restart from their first turns when
+    the run is resumed, since environments cannot be saved.
     """
 
     def __init__(self, config: RunConfig, history: History) -> None:
@@ -71,7 +76,7 @@ class Partial:
         self._groups: list[_Group] = []  # in the order in which they began
         self._again: list[tuple[int, int]] = []  # to begin before new prompts
         self._taken = self._version = 0
-        self._under_way: UnderWay | None = None
+        self._under_way: Carriage | None = None
         self._metrics: dict[str, float] = {}
 
     def publish(self, sync: WeightSync, version: int) -> Mapping[str, Any]:
@@ -82,7 +87,7 @@ class Partial:
     def samples(self, sampler: Sampler, step: int, version: int, first: int = 0) -> list[Sample]:
         assert first == 0, "the configuration refuses refills"
         if self._under_way is None:
-            self._under_way = sampler.under_way()
+            self._under_way = sampler.under_way(self.settings.slice_tokens)
         self._under_way.version = version
         count, lag, groups = self.config.rollout.num_prompts, self.settings.max_version_lag, self._groups
         dropped = [group for group in groups if version - group.version > lag]
@@ -127,8 +132,9 @@ class Partial:
 
     def save(self, folder: Path) -> None:
         self._history.save(folder)
-        unfinished = [(group.batch, group.prompt) for group in self._groups if not group.whole]
-        whole = [(group.batch, group.prompt, group.samples) for group in self._groups if group.whole]
+        # Episodes may have ended since the cut: their samples are made at the next one.
+        unfinished = [(group.batch, group.prompt) for group in self._groups if not group.samples]
+        whole = [(group.batch, group.prompt, group.samples) for group in self._groups if group.samples]
         state = _State(self._taken, unfinished + self._again, whole)
         (folder / FILE).write_bytes(msgspec.msgpack.encode(state, enc_hook=encode_array))
 
@@ -142,7 +148,7 @@ class Partial:
         if self._under_way is not None:
             self._under_way.close()
 
-    def _begin(self, sampler: Sampler, under_way: UnderWay, count: int) -> None:
+    def _begin(self, sampler: Sampler, under_way: Carriage, count: int) -> None:
         """Begin `count` groups: those that a stop interrupted, then the task's next prompts."""
         size = self.config.rollout.num_prompts
         begun, self._again = self._again[: max(0, count)], self._again[max(0, count) :]
@@ -159,9 +165,10 @@ class Partial:
             self._groups.append(_Group(batch, prompt, talks))
 
     def _finish(self, group: _Group, sampler: Sampler, why: str | None = None) -> None:
-        """Make the samples of a group; with `why`, end what is under way in it, and reject all of it."""
-        for talk in group.talks:
-            talk.broken = talk.broken or why
+        """Make the samples of a group; with `why`, end its conversations and reject them all."""
+        if why is not None:
+            for talk in group.talks:
+                talk.drop(why)
         for index, talk in enumerate(group.talks):
             played = talk.played(sampler.task.decode)
             sample = new_sample(f"{group.batch}/{group.prompt}/{index}", played, group=0)

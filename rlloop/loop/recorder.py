@@ -13,12 +13,13 @@ from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDiffe
 from rlloop.parity.regions import by_region
 from rlloop.protocols import Observer, SampleObserver
 from rlloop.runs.folder import REPORT, RunFolder
+from rlloop.runs.images import ImageStore
 from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Recomputed, Sample
 
 
 class Recorder:
-    """Compares and records. What it wrote before an error or a power cut is the evidence of the step."""
+    """Compares and records. Records written before an error or power failure remain as evidence of the step."""
 
     def __init__(
         self,
@@ -34,11 +35,12 @@ class Recorder:
         every record has."""
         self.folder, self.monitor, self.observers = folder, monitor, observers
         self._routing, self._doctor, self._machine = routing, doctor, machine
+        self._images = ImageStore(folder.path)
         self._seconds: dict[str, float] = {}  # by phase, since the last record
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Counts the seconds of a phase as `time/PHASE`. A second counts for the innermost phase it is spent in."""
+        """Count the seconds of a phase as `time/PHASE`; nested phases count only for the innermost one."""
         began, nested = time.perf_counter(), sum(self._seconds.values())
         yield
         inner = sum(self._seconds.values()) - nested
@@ -68,6 +70,9 @@ class Recorder:
             scored = [*recomputed.logprobs, *[None] * len(untrained)]
             entropies = recomputed.entropies or ()  # of those that are trained, which stand first
             digest = self.monitor.fingerprints["engine"]
+            for sample in (*trained, *others):
+                if (prompt := sample.completion.model_input) is not None:
+                    self._images.keep(prompt.images)
             rows = rollout_rows([*trained, *others], outcomes, scored, digest, entropies)
             self.monitor.certificate.note(rollouts=self.folder.write_rollouts(step, rows))
             for observer in self.observers:
@@ -106,7 +111,7 @@ class Recorder:
     def _parity_error(
         self, step: int, comparison: Comparison, objection: str, trained: Sequence[Sample]
     ) -> ParityError:
-        """Writes the report, with the doctor's finding where there is a doctor."""
+        """Write the report, with the diagnosis if available, and return the error."""
         first, finding = comparison.first, None
         if first is not None and self._doctor is not None:
             finding = self._doctor(next(sample for sample in trained if sample.uid == first.uid), first)

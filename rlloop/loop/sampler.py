@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from rlloop.config.run import RunConfig
-from rlloop.loop.conversations import Conversations, UnderWay, player_for
+from rlloop.loop.conversations import Carriage, CarryingPlayer, player_for
 from rlloop.loop.step_data import completion_seed, new_sample, training_sampling
 from rlloop.parity.asked import Vocabulary
 from rlloop.protocols import Engine, Task
-from rlloop.types import Sample, SamplingParams
+from rlloop.types import Sample, SamplingParams, changed
 
 
 class Sampler:
-    """Asks the task for prompts and the engine for completions. Samples have no rewards yet."""
+    """Gets prompts from the task and completions from the engine; the samples have no rewards yet."""
 
     def __init__(
         self, config: RunConfig, task: Task, engine: Engine, vocabulary: Vocabulary, *, engine_lag: int = 0
@@ -29,7 +29,7 @@ class Sampler:
     def batch(self, step: int, version: int, first: int = 0) -> list[Sample]:
         """The task's next `num_prompts` prompts, numbered from `first`, with `group_size` completions each.
 
-        A sample whose completion is not what was asked for, `version` of the weights included, has a `fault`.
+        A sample whose completion does not match its request, including the `version` of the weights, has a `fault`.
         """
         rollout = self.config.rollout
         self.batches += 1
@@ -49,29 +49,27 @@ class Sampler:
             sampled, fault = each.completion.policy_version, each.fault
             if not max(0, version - self.engine_lag) <= sampled <= version:
                 fault = f"its weights are of version {sampled}, and it was asked for of version {version}"
-            samples.append(dataclasses.replace(new_sample(f"{step}/{p}/{g}", each, group=p), fault=fault))
+            samples.append(changed(new_sample(f"{step}/{p}/{g}", each, group=p), fault=fault))
         return samples
 
     def held_out(self, engine: Engine) -> list[Sample]:
         """`eval.num_draws` completions of held-out prompts, by `engine`: the same prompts and seeds at every call."""
         config = self.config
         examples = self.task.eval_examples(config.eval.num_draws)
-        sampling = [
-            SamplingParams(
-                max_tokens=config.rollout.max_tokens,
-                min_tokens=config.rollout.min_tokens,
-                temperature=config.eval.temperature,
-                seed=completion_seed(config.seed, "eval", 0, index, 0),
-            )
-            for index in range(len(examples))
-        ]
+        settings = SamplingParams(
+            max_tokens=config.rollout.max_tokens,
+            min_tokens=config.rollout.min_tokens,
+            temperature=config.eval.temperature,
+        )
+        seeds = (completion_seed(config.seed, "eval", 0, index, 0) for index in range(len(examples)))
+        sampling = [changed(settings, seed=seed) for seed in seeds]
         played = self._player.play(engine, examples, sampling)
         return [new_sample(f"eval/{index}", each, group=index) for index, each in enumerate(played)]
 
-    def under_way(self) -> UnderWay:
-        """Conversations that may go on from one step to another, for a task that has environments."""
-        assert isinstance(self._player, Conversations), "rlloop.launch.prepare refuses other tasks"
-        return self._player.under_way()
+    def under_way(self, slice_tokens: int) -> Carriage:
+        """Conversations that may go on from one step to another."""
+        assert isinstance(self._player, CarryingPlayer), "rlloop.launch.prepare refuses other tasks"
+        return self._player.under_way(slice_tokens)
 
     def close(self) -> None:
         self._player.close()

@@ -1,8 +1,8 @@
-"""Schedules: when prompts are sampled, with which weights, and what is sampled ahead.
+"""Schedules of sampling: the time, the version of the weights, and batches sampled ahead.
 
 `InStep` is the on-policy loop: step k is sampled with version k − 1, while the trainer waits. `Pipelined` overlaps
 sampling and learning within a fixed lag; `rlloop.loop.partial` carries conversations over steps. `rlloop.loop.loop`
-knows the protocol alone, so another schedule is another class.
+uses only the protocol, so further schedules are further classes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Schedule(Stateful, Protocol):
         ...
 
     def recompute(self, samples: Sequence[Sample]) -> tuple[int, Recomputed] | None:
-        """The version that sampled, and the trainer's logprobs under it; None where the trainer still has it."""
+        """The sampling version and the trainer's logprobs under it; None if the trainer still has that version."""
         ...
 
     def settle(self) -> None:
@@ -105,7 +105,7 @@ class Pipelined:
         self._pool = ThreadPoolExecutor(1, "rollouts")  # batches are sampled in the order of their steps
 
     def publish(self, sync: WeightSync, version: int) -> Mapping[str, Any]:
-        self.settle()  # an engine serves one version: everything asked of the last one comes first
+        self.settle()  # an engine serves one version, so requests of the last one are finished first
         return sync.publish(version)
 
     def samples(self, sampler: Sampler, step: int, version: int, first: int = 0) -> list[Sample]:
@@ -141,7 +141,7 @@ class Pipelined:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _admitted(self, sample: Sample, version: int) -> Sample:
-        """Nothing older than the bound is trained, whatever sampled it."""
+        """Reject samples older than the limit, from any engine."""
         age = version - sample.completion.policy_version
         if 0 <= age <= self.lag:
             return sample

@@ -1,7 +1,8 @@
-"""A step's samples on their way from completions to minibatches: seeds, rewards, selection and metrics."""
+"""Processing of a step's samples from completions to minibatches: seeds, rewards, selection and metrics."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 
@@ -10,14 +11,14 @@ import numpy as np
 from rlloop.config.run import RunConfig
 from rlloop.loop.conversations import Played, cut_short
 from rlloop.protocols import Scorer
-from rlloop.types import RewardResult, Sample, SamplingParams
+from rlloop.types import RewardResult, Sample, SamplingParams, changed
 
 Untrained = tuple[Sample, str]  # a sample that is not trained, and why
 
 
 def completion_seed(run_seed: int, purpose: str, step: int, prompt: int, index: int) -> int:
-    """The seed, below 2**63, of a prompt's `index`-th completion: a hash of its coordinates, so no order of work can
-    change it."""
+    """The seed, below 2**63, of a prompt's `index`-th completion: a hash of its coordinates, independent of the order
+    of work."""
     name = f"{run_seed}/{purpose}/{step}/{prompt}/{index}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
@@ -25,19 +26,17 @@ def completion_seed(run_seed: int, purpose: str, step: int, prompt: int, index: 
 def training_sampling(config: RunConfig, step: int, prompt: int, index: int) -> SamplingParams:
     """The sampling parameters of one completion: a function of the configuration and its coordinates."""
     rollout = config.rollout
-    return SamplingParams(
-        max_tokens=rollout.max_tokens,
-        min_tokens=rollout.min_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        seed=completion_seed(config.seed, "train", step, prompt, index),
+    settings = _settings(
+        rollout.max_tokens, rollout.min_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p
     )
+    return changed(settings, seed=completion_seed(config.seed, "train", step, prompt, index))
+
+
+_settings = functools.lru_cache(maxsize=16)(SamplingParams)  # checked once, not for each completion
 
 
 def new_sample(uid: str, played: Played, group: int) -> Sample:
-    """A sample without reward and advantage. One that was cut short, whatever engine it is from, is broken."""
+    """A sample without reward and advantage. A completion that was cut short, by any engine, is marked broken."""
     completion, broken = played.completion, played.broken
     if broken is None and not completion.whole:
         broken = cut_short(completion)
@@ -45,7 +44,7 @@ def new_sample(uid: str, played: Played, group: int) -> Sample:
 
 
 def outcomes_of(scorer: Scorer, samples: Sequence[Sample]) -> list[RewardResult | str]:
-    """The reward of each sample, or why it has none."""
+    """The reward of each sample, or the reason why it has none."""
     whole = [sample for sample in samples if not (sample.fault or sample.broken)]
     scores = iter(scorer.score([(sample.example.prompt, sample.text, sample.example) for sample in whole]))
     outcomes: list[RewardResult | str] = []

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from rlloop.protocols import Engine, OverlappingEngine, SteppedEngine
-from rlloop.types import Completion, SamplingParams
+from rlloop.types import Completion, ModelInput, SamplingParams
 
 LINGER = 0.001  # seconds at most before a step
 CALLS = 4  # in flight at a time, of an engine whose calls overlap
 
 
 class Turns(Protocol):
-    """Takes single prompts to an engine. One thread submits them, and calls `work` while there is some."""
+    """Submits single prompts to an engine, from one thread, which calls `work` while `has_work`."""
 
     @property
     def linger(self) -> float:
-        """Seconds to wait before `work`, since something happened, for environments that are about to reply."""
+        """Seconds to wait before `work`, counted from the last event, for environments about to reply."""
         ...
 
-    def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]: ...
+    def submit(self, prompt: ModelInput | list[int], sampling: SamplingParams) -> Future[Completion]: ...
 
     @property
     def has_work(self) -> bool:
@@ -34,7 +34,7 @@ class Turns(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop what is left."""
+        """Drop pending turns."""
         ...
 
 
@@ -55,7 +55,7 @@ class SteppedBatchEngine(Engine, SteppedEngine, Protocol):
 class SteppedTurns:
     """A prompt joins the batch at the engine's next step.
 
-    The wait before a step is at most a twentieth of the last one, so that it costs no more of the engine's time.
+    The wait before a step is at most a fiftieth of the last one, so that it costs no more of the engine's time.
     """
 
     def __init__(self, engine: SteppedBatchEngine) -> None:
@@ -64,9 +64,9 @@ class SteppedTurns:
         self._futures: dict[int, Future[Completion]] = {}  # by request id
         self.linger = 0.0
 
-    def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]:
+    def submit(self, prompt: ModelInput | list[int], sampling: SamplingParams) -> Future[Completion]:
         future: Future[Completion] = Future()
-        self._futures[self._engine.add_request(prompt_ids, sampling)] = future
+        self._futures[self._engine.add_request(prompt, sampling)] = future
         return future
 
     @property
@@ -76,21 +76,21 @@ class SteppedTurns:
     def work(self) -> None:
         began = time.monotonic()
         ended = self._engine.step()
-        self.linger = min(LINGER, (time.monotonic() - began) / 20)
+        self.linger = min(LINGER, (time.monotonic() - began) / 50)
         for request, completion in ended:
             self._futures.pop(request).set_result(completion)
 
     def close(self) -> None:
         for request in self._futures:
             self._engine.abort(request)
-        self._engine.generate([], [])  # after which an engine may rest: vLLM's gives its memory back
+        self._engine.generate([], [])  # lets an idle engine free memory, as vLLM's does
 
 
 @dataclass(eq=False)
 class _Call:
     """Prompts that are sent to the engine together."""
 
-    prompts: list[list[int]] = field(default_factory=list)
+    prompts: list[ModelInput | list[int]] = field(default_factory=list)
     sampling: list[SamplingParams] = field(default_factory=list)
     futures: list[Future[Completion]] = field(default_factory=list)
 
@@ -100,16 +100,16 @@ class _Call:
 
 
 class GeneratedTurns:
-    """One call of `generate` after the other, each with every prompt that waits by then."""
+    """One call of `generate` at a time, each with all prompts waiting by then."""
 
     linger = 0.02
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._waiting = engine, _Call()
 
-    def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]:
+    def submit(self, prompt: ModelInput | list[int], sampling: SamplingParams) -> Future[Completion]:
         future: Future[Completion] = Future()
-        self._waiting.prompts.append(prompt_ids)
+        self._waiting.prompts.append(prompt)
         self._waiting.sampling.append(sampling)
         self._waiting.futures.append(future)
         return future
@@ -127,7 +127,7 @@ class GeneratedTurns:
 
 
 class OverlappedTurns(GeneratedTurns):
-    """Up to `CALLS` calls in flight. Prompts that come when there are as many wait, and share the next call."""
+    """Up to `CALLS` calls in flight; further prompts wait and share the next call."""
 
     def __init__(self, engine: OverlappingEngine) -> None:
         super().__init__(engine)

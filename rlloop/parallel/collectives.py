@@ -1,9 +1,9 @@
 """Copies between ranks: the only module that calls the network. It copies bits and never adds.
 
-Sums over ranks are sums on one rank, in an order that no network library chooses, of what was gathered before. So gloo
-and NCCL, in any version, on any topology, give the same bits. A test refuses calls that add.
+Sums over ranks are computed on one rank from gathered terms, in an order independent of the network library. So gloo
+and NCCL, in any version and topology, give the same bits. A test refuses calls that add.
 
-Tensors travel as bytes, so every type that torch has may.
+Tensors are sent as bytes, so every torch dtype is supported.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from rlloop.parallel.progress import meets
 
-SMALL = 1 << 20  # bytes of a tensor that travels with others: a message costs about as much as copying so many
-BUCKET = 16 * SMALL  # bytes of tensors that travel together, at most
+SMALL = (
+    1 << 20
+)  # size in bytes below which tensors are sent together: a message costs about as much as copying this many
+BUCKET = 16 * SMALL  # limit of bytes sent together
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""The context of one rank, passed to whatever needs its device or a copy from another rank."""
+"""The context of one rank: its device and its communication with other ranks, passed explicitly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALONE = Ranks()
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """A rank of a layout, the device of its tensors, and the ranks that it meets along each axis.
+    """A rank of a layout, the device of its tensors, and its communication groups along each axis.
 
     `rank` counts in the layout, whose first rank is `first` in the process group: several layouts, such as those of
     replicas, may share a world.
@@ -67,7 +67,7 @@ def join(device: torch.device, layout: Layout) -> ParallelContext:
     ):
         dims = [axes.index(axis) for axis in joined]
         groups[name] = _ranks(grid.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)))
-    # Tensor parallelism alone cuts experts, too: each rank has some of them whole.
+    # Tensor parallelism without ep divides experts, too: each rank has some of them whole.
     groups["ep"] = groups["tp"] if layout.ep == 1 else _ranks(world.view(-1, layout.ep))
     groups["pp_back"] = _ranks(grid.movedim(axes.index("pp"), -1), fresh=True)  # gradients: none waits for an input
     groups["expert_shard"] = _ranks(grid.unflatten(3, (-1, layout.expert_leaves)).movedim(3, -1))

@@ -1,8 +1,7 @@
-"""A dimension laid over the ranks of one axis, and differentiable copies between a whole tensor and its parts.
+"""Division of a dimension over the ranks of one axis, and differentiable copies between whole tensors and parts.
 
-A tensor that every rank has whole has its whole gradient on every rank, and a part has the part of that gradient. So
-nothing is added across ranks, in either direction: the backward of a gather takes the own part, and that of taking a
-part gathers.
+A tensor that is whole on every rank has its whole gradient on every rank, and a part has that part of the gradient. So
+nothing is added across ranks in either direction: the backward of a gather takes the own part, and vice versa.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class Division:
 
     @cached_property
     def _places(self) -> list[int] | None:
-        """Where the first copy of each element stands among all parts; None where they are the whole as they are."""
+        """Index of each element's first copy among the concatenated parts; None if those are the whole in order."""
         held = [index for each in self.ranges for begin, end in each for index in range(begin, end)]
         if held == list(range(self.count)):
             return None
@@ -123,7 +122,7 @@ def in_tiles(count: int, ranks: Ranks) -> Division | None:
 
 
 def heads_over(queries: int, groups: int, ranks: Ranks) -> tuple[Division, Division] | None:
-    """Query heads and the key-value heads (`groups`) that they read; None for one rank.
+    """Divisions of query heads and of the key-value heads (`groups`) that they read; None for one rank.
 
     Whole key-value heads with their queries where there are enough. Else queries are spread evenly, and a rank holds
     the key-value heads that its own read: each once where as many of its queries read each, so that its heads are

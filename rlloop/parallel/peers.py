@@ -1,4 +1,4 @@
-"""Memory of this rank that the other GPUs of the host write into: PyTorch's symmetric memory, without multicast."""
+"""Memory written by the other GPUs of the host: PyTorch's symmetric memory, without multicast."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PeerMemory:
         self._at = at
         self._places: dict[tuple[int, int], Tensor] = {}
         torch.cuda.synchronize(device)
-        ranks.gather_objects(None)  # nobody writes before all have zeroed
+        ranks.gather_objects(None)  # no rank writes before all have zeroed
 
     def rewind(self) -> None:
         """The next gather takes the first buffer again. All ranks have met since they read it."""

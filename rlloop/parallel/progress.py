@@ -1,7 +1,7 @@
-"""Progress of ranks: each counts its work, and writes the count where a watcher reads it.
+"""Progress of ranks: each counts its work, and publishes the count to a watcher.
 
-Work ticks: a micro-batch, an engine's step, a tensor that was read, a copy between ranks. A rank that waits for others
-says so, which tells the one that is stuck from those that wait for it.
+Counted work: a micro-batch, an engine's step, a tensor that was read, a copy between ranks. A rank that waits for
+others reports that, which distinguishes a stuck rank from those that wait for it.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def tick() -> None:
 
 
 def rest() -> None:
-    """Say that the rank has nothing to do, from now on and whenever what it does is done."""
+    """Report the rank as idle, from now on and after each piece of work."""
     _Here.doing = IDLE
 
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Say what the rank does meanwhile, for a watcher's message; counts as progress at both ends."""
+    """Report the rank's activity within the context, for a watcher's message; counts as progress at both ends."""
     before, _Here.doing = _Here.doing, what
     _Here.count += 1
     try:
@@ -86,7 +86,7 @@ def reported(store: Store, rank: int) -> Iterator[None]:
 
 
 def meets(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
-    """For methods of `Ranks`, in which a rank waits for the others of its group."""
+    """Decorator for methods of `Ranks` in which a rank waits for the others of its group."""
     what = f"{WAITS}{method.__name__}"
 
     @wraps(method)
@@ -119,7 +119,7 @@ class Watch:
         self.reset()
 
     def reset(self) -> None:
-        """Count standstill from now on."""
+        """Restart the measurement of standstill."""
         for seen in self._seen:
             seen.beat = seen.moved = time.monotonic()
 
@@ -141,7 +141,7 @@ class Watch:
         return [rank for rank, seen in enumerate(self._seen) if seen.report[0] >= 0 and seen.beat < before]
 
     def stalled(self, timeout: float) -> tuple[int, str] | None:
-        """A rank that has made no progress for `timeout` seconds, and all that is known of it; None: all go on.
+        """A rank that has made no progress for `timeout` seconds, and its known state; None: all make progress.
 
         A rank that waits for others is not blamed, unless all of them wait.
         """
@@ -151,11 +151,23 @@ class Watch:
         blamed = [rank for rank in still if rank in silent or rank not in waits]
         if not blamed and len(still) < self.size:
             return None
-        rank = min(blamed or still, key=lambda each: (each not in silent, self._seen[each].report[1]))
-        known = "; ".join(f"rank {each} {self._says(each, silent)}" for each in range(self.size))
-        return rank, f"no progress for {timeout:g} s. Of all ranks: {known}"
+        rank = min(
+            blamed or still,
+            key=lambda each: (not self._absent(each), each not in silent, self._seen[each].report[1]),
+        )
+        states = "; ".join(f"rank {each} {self._says(each, silent)}" for each in range(self.size))
+        why = "no progress for {:g} s"
+        if self._absent(rank):
+            why = "no report within {:g} s: not started, or ended at once"
+        return rank, f"{why.format(timeout)}. Of all ranks: {states}"
+
+    def _absent(self, rank: int) -> bool:
+        """True if a rank has never reported; rank 0, which watches, is here."""
+        return rank > 0 and self._seen[rank].report[0] < 0
 
     def _says(self, rank: int, silent: list[int]) -> str:
         _, count, what = self._seen[rank].report
+        if self._absent(rank):
+            return "has not reported"
         gone = ", and reports no more" if rank in silent else ""
         return f"{what} (after {max(count, 0)} pieces of work{gone})"

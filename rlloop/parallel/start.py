@@ -1,4 +1,4 @@
-"""Starts this process as one rank of many: where ranks meet, and the process group, gloo for CPUs and NCCL for GPUs."""
+"""Starts this process as one rank of many: the rendezvous, and the process group (gloo for CPUs, NCCL for GPUs)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import (  # torch.distributed does not declare t
     TCPStore,
 )
 
-NEVER = timedelta(days=7)  # whoever waits for a rank too long is the launcher's to name
+NEVER = timedelta(days=7)  # the launcher detects and names ranks that are waited for too long
 CONNECT = timedelta(minutes=5)  # to wait for the process that hosts the store
 
 
@@ -78,7 +78,7 @@ def process_group(device: torch.device, address: str, rank: int, size: int) -> I
 
 def _stay_local(address: str) -> None:
     """Gloo listens where it is told by the environment alone: on loopback, for ranks that meet there."""
-    if address.startswith("file:"):  # where nobody outside this host is expected
+    if address.startswith("file:"):  # if no rank is outside this host
         address = "tcp://localhost:0"
     host = address.removeprefix("tcp://").partition("/")[0].rpartition(":")[0].strip("[]")
     try:

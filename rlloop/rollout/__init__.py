@@ -1,4 +1,4 @@
-"""Engines: they continue prompts, and report the probabilities that they sampled with."""
+"""Engines: they sample completions of prompts, and return the logprobs that they sampled with."""
 
 from rlloop.rollout.engine.engine import Engine
 

@@ -1,12 +1,12 @@
-"""The errors of engines, and of those who reach them.
+"""Errors of engines and their clients.
 
 RlloopError
-├── VersionUnavailable             the engine's weights are not those that a request asks for
-├── Busy                           no more work now: later, or elsewhere
-├── EngineLost                     the engine cannot be reached, or its process is gone
+├── VersionUnavailable             the engine's weights are not of the requested version
+├── Busy                           the engine takes no more work now; try later or elsewhere
+├── EngineLost                     the engine is unreachable, or its process is gone
 ├── Fenced                         another process drives the engine
-├── BadAnswer                      the engine is not in order
-├── NoEngine                       no engine of a pool serves
+├── BadAnswer                      the engine answered wrongly
+├── NoEngine                       no engine of a pool is serving
 └── ConfigError
     └── WrongToken                 the engine's server was started with another token
 """
@@ -17,7 +17,7 @@ from rlloop.errors import ConfigError, RlloopError
 
 
 class VersionUnavailable(RlloopError):
-    """The engine's weights are not those that a request asks for. `passed`: and never will be again."""
+    """The engine's weights are not of the requested version. `passed`: they are newer, so waiting will not help."""
 
     def __init__(self, have: int, lowest: int | None, highest: int | None) -> None:
         self.have, self.lowest, self.highest = have, lowest, highest
@@ -43,8 +43,8 @@ class BadAnswer(RlloopError):
 
 
 class NoEngine(RlloopError):
-    """No engine came to serve what was asked for, for as long as was allowed."""
+    """No engine served the requested version within the allowed time."""
 
 
 class WrongToken(ConfigError):
-    """The engine's server was started with another one."""
+    """The engine's server was started with another token."""

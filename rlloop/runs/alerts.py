@@ -46,7 +46,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Raises `ConfigError` for what is none."""
+        """A condition from its text. Raises `ConfigError` for invalid ones."""
         if str(text).strip() == "failed":
             return cls("failed")
         try:
@@ -134,7 +134,7 @@ def post(webhook: str, text: str, tell: Callable[[str], None]) -> threading.Thre
 
 
 def check_webhook(webhook: Any) -> str:
-    """Raises `ConfigError` for what is no http(s) address."""
+    """Raises `ConfigError` unless it is an http(s) address."""
     if not isinstance(webhook, str) or not re.fullmatch(r"https?://[^\s/]+\S*", webhook):
         raise ConfigError(f"the webhook of alerts is {webhook!r}; it must be an address, as https://hooks.example/...")
     return webhook

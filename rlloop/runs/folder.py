@@ -1,9 +1,10 @@
-"""A run's folder, which can be read while the run goes on, and holds one history however often it is resumed.
+"""A run's folder, which can be read during the run, and holds a single history across resumes.
 
     config.yaml                      resolved
     metrics.jsonl                    one object a step; step 0 is the evaluation before the first update
     parity.jsonl                     the certificate (rlloop.parity.certificate)
     rollouts/step_00000012.jsonl.zst every completion of a step, one JSON object each
+    rotated/, rollouts/*.zip         older parts of these, in long runs (rlloop.runs.journal)
     checkpoints/step_12/             complete or absent (rlloop.trainer.checkpoint)
     fingerprints.json                digest -> everything that decides the bits of an engine or trainer
     signatures.jsonl                 with certificate.key: the certificate's head, signed (rlloop.parity.witness)
@@ -24,7 +25,6 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,48 +36,30 @@ import zstandard
 
 from rlloop.config.resume import refuse_other_run
 from rlloop.errors import UNREADABLE, RunError
+from rlloop.runs.journal import (
+    ROTATED,
+    Journal,
+    PackedFile,
+    compress,
+    content_of,
+    last_of,
+    open_journal,
+    pack,
+    packed_files,
+    segments,
+    unpack,
+)
 
 REPORT = "parity_report.json"
 SIGNATURES = "signatures.jsonl"
 OWN_LOOP = {"loop": "own"}  # in config.yaml: the run is not of `rlloop train` (rlloop.loop.own)
+SEGMENT = 16 << 20  # bytes after which a journal is rotated, at a checkpoint
+PACKED = 1000  # steps whose rollouts become one file, likewise
 JOURNALS = ("metrics.jsonl", "parity.jsonl", SIGNATURES)  # at most one line for each step
 ROLLOUTS = re.compile(r"step_(\d{8,18})\.jsonl\.zst")
 
+RolloutFile = Path | PackedFile
 T = TypeVar("T")
-
-
-class Journal:
-    """An append-only JSONL file with one writer. `append` returns once the operating system has the line."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._end: int | None = None  # offset at which the last line ends; None: none was written yet
-        self._writing = threading.Lock()
-
-    def append(self, record: Mapping[str, Any]) -> bytes:
-        """Append a record and return its line. Numbers that are not finite become null, since JSON has none.
-
-        Raises `RunError` if the file has another length than this process left it with.
-        """
-        line = msgspec.json.encode(record) + b"\n"
-        with self._writing, self.path.open("ab") as file:
-            if self._end is not None and file.tell() != self._end:
-                raise RunError(
-                    f"{self.path} is {file.tell()} bytes long, and this process left it at {self._end}: another "
-                    "process writes the same run, or the file was replaced. This one stops; resume with one alone"
-                )
-            file.write(line)
-            self._end = file.tell()
-        return line
-
-    def reopen(self) -> None:
-        """Continue at the file's present end."""
-        self._end = None
-
-    def sync(self) -> None:
-        """Force all lines to the disk: before a checkpoint that relies on them."""
-        with self.path.open("ab") as file:
-            os.fsync(file.fileno())
 
 
 class RunFolder:
@@ -103,6 +85,7 @@ class RunFolder:
             raise RunError(f"cannot write a run into {path}: {error.strerror}; choose another run.dir") from None
         self.metrics = Journal(path / "metrics.jsonl")
         self.parity = Journal(path / "parity.jsonl")
+        self.fleet = Journal(path / "fleet.jsonl")
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
         self._adopted: bytes | None = None
@@ -117,7 +100,7 @@ class RunFolder:
     def discard(self) -> bool:
         """Delete the folder of a run that was refused: one that this process made, and that has no records. Returns
         False, and leaves it, for any other."""
-        begun = any((self.path / name).exists() for name in (*JOURNALS, "weights", "rollouts", "checkpoints"))
+        begun = any((self.path / name).exists() for name in (*JOURNALS, ROTATED, "weights", "rollouts", "checkpoints"))
         if not self._is_new or begun:
             return False
         shutil.rmtree(self.path)
@@ -141,7 +124,9 @@ class RunFolder:
         make it another run. A run that failed before it recorded or published anything may be replaced.
         """
         file, metrics = self.path / "config.yaml", self.metrics.path
-        begun = (metrics.exists() and metrics.stat().st_size) or (self.path / "weights").exists()
+        begun = (metrics.exists() and metrics.stat().st_size) or any(
+            (self.path / name).exists() for name in ("weights", ROTATED)
+        )
         content = yaml.safe_dump(dict(config), sort_keys=False).encode()
         self._adopted = content
         if file.exists() and begun:
@@ -168,21 +153,29 @@ class RunFolder:
         May be killed at any point: records are copied before they are cut. Raises `RunError` for damaged records and
         for files that are not the run's.
         """
-        files = sorted(self.rollouts.glob("*")) if self.rollouts.exists() else []
-        steps = {file: step_of(file) for file in files if file.suffix != ".tmp"}  # before anything is moved
         keep = -1 if step is None else step
+        self._loosen(keep)
+        files = sorted(each for each in self.rollouts.glob("*") if each.suffix != ".zip")
+        steps = {file: step_of(file) for file in files if file.suffix != ".tmp"}  # before anything is moved
         aside = self.path / "orphaned" / str(1 + sum(1 for _ in (self.path / "orphaned").glob("*")))
         moved = 0
         for name in JOURNALS:
             file = self.path / name
-            if not file.exists():
+            later = [segment for segment in segments(file) if last_of(segment) > keep]
+            if not file.exists() and not later:
                 continue
-            kept, rest = _split_records(file, keep)
+            content = b"".join(map(content_of, later)) + (file.read_bytes() if file.exists() else b"")
+            kept, rest = _split_records(file, content, keep)
             if rest:
                 aside.mkdir(parents=True, exist_ok=True)
                 write_whole(aside / name, rest)
-                os.truncate(file, len(kept))
                 moved += rest.count(b"\n") if name == "metrics.jsonl" else 0
+            if later:
+                write_whole(file, kept)
+            elif rest:
+                os.truncate(file, len(kept))
+            for segment in later:
+                segment.unlink()
         self.metrics.reopen()
         self.parity.reopen()
         for file in files:
@@ -196,6 +189,28 @@ class RunFolder:
                 aside.mkdir(parents=True, exist_ok=True)
                 (self.path / name).rename(aside / name)
         return moved
+
+    def _loosen(self, keep: int) -> None:
+        """Take apart archives with steps past `keep`, and end what a kill interrupted: a rotation, a packing."""
+        archives = sorted(self.rollouts.glob("step_*.zip"), key=last_of)
+        for archive in archives:
+            if last_of(archive) > keep:
+                unpack(archive)
+        for archive in [each for each in archives if last_of(each) <= keep][-1:]:
+            for file in packed_files(archive):
+                (self.rollouts / file.name).unlink(missing_ok=True)
+        for plain in (self.path / ROTATED).glob("*.jsonl"):
+            compress(plain)
+
+    def rotate(self, step: int) -> None:
+        """After checkpoint `step`: journals that have grown begin anew, and many steps' rollouts become one file."""
+        for journal in (self.metrics, self.parity, self.fleet):
+            if journal.path.exists() and journal.path.stat().st_size >= SEGMENT:
+                journal.rotate(step)
+        loose = sorted(file for file in self.rollouts.glob("step_*") if ROLLOUTS.fullmatch(file.name))
+        loose = [file for file in loose if step_of(file) <= step]
+        if len(loose) >= PACKED:
+            pack(loose, self.rollouts / f"step_{step:08d}.zip")
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> str:
         """Write a step's completions, compressed. Returns the file's digest."""
@@ -254,28 +269,46 @@ def require_run(path: Path) -> Path:
 
 
 def read_records(file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file that may be growing; a torn last line is left out. Raises `RunError`."""
-    if not file.exists():
+    """The objects of a journal that may be growing, rotated parts first; a torn last line is left out. Raises
+    `RunError`."""
+    try:
+        journal = open_journal(file)
+    except FileNotFoundError:
         return
-    with file.open("rb") as lines:
+    with journal as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 return
             yield _decoded(line, f"{file}, line {number},", dict[str, Any])
 
 
-def read_rollouts(file: Path) -> list[dict[str, Any]]:
+def read_rollouts(file: RolloutFile) -> list[dict[str, Any]]:
     try:  # all at once: a streaming decoder would silently accept a file that is cut short
         return [msgspec.json.decode(line) for line in zstandard.decompress(file.read_bytes()).splitlines()]
     except (zstandard.ZstdError, *UNREADABLE) as error:
         raise RunError(f"{file} is damaged: {error}") from error
 
 
-def rollout_files(path: Path) -> list[Path]:
-    return sorted(file for file in (path / "rollouts").glob("step_*") if ROLLOUTS.fullmatch(file.name))
+def rollout_files(path: Path) -> list[RolloutFile]:
+    """Of each step, in order. Raises `RunError` for a damaged archive."""
+    folder, found = path / "rollouts", dict[str, RolloutFile]()
+    for archive in folder.glob("step_*.zip"):
+        found |= {file.name: file for file in packed_files(archive)}
+    found |= {file.name: file for file in folder.glob("step_*") if ROLLOUTS.fullmatch(file.name)}
+    return [found[name] for name in sorted(found)]
 
 
-def step_of(file: Path) -> int:
+def rollout_file(path: Path, step: int) -> RolloutFile | None:
+    """Of one step, if there is one."""
+    file = path / "rollouts" / f"step_{step:08d}.jsonl.zst"
+    if file.exists():
+        return file
+    archives = [each for each in (path / "rollouts").glob("step_*.zip") if last_of(each) >= step]
+    within = packed_files(min(archives, key=last_of)) if archives else []
+    return next((each for each in within if each.name == file.name), None)
+
+
+def step_of(file: RolloutFile) -> int:
     """The step in a rollout file's name. Raises `RunError`."""
     if (match := ROLLOUTS.fullmatch(file.name)) is None:
         raise RunError(f"{file} is not one of the run's files; move it elsewhere")
@@ -322,9 +355,9 @@ def _decoded(
         raise RunError(f"{where} is damaged: {error}; {remedy}") from None
 
 
-def _split_records(file: Path, keep: int) -> tuple[bytes, bytes]:
+def _split_records(file: Path, content: bytes, keep: int) -> tuple[bytes, bytes]:
     """The lines up to step `keep`, and everything after."""
-    content, end = file.read_bytes(), 0
+    end = 0
     for number, line in enumerate(content.splitlines(keepends=True), start=1):
         if not line.endswith(b"\n") or _decoded(line, f"{file}, line {number},", _Step).step > keep:
             break

@@ -60,6 +60,11 @@ def rollout_rows(
                 "logprobs": text,
             }
         )
+        if completion.model_input is not None and completion.model_input.images:
+            rows[-1]["images"] = [
+                {"start": span.start, "end": span.end, "digest": span.digest}
+                for span in completion.model_input.contents
+            ]
         if sample.fault is not None:
             rows[-1]["fault"] = sample.fault
         if completion.turns is not None:
@@ -69,6 +74,8 @@ def rollout_rows(
                 rows[-1]["conversation"] = episode["conversation"]
         if completion.versions is not None:
             rows[-1]["versions"] = completion.versions
+        if completion.version_spans is not None:
+            rows[-1]["version_spans"] = completion.version_spans
         if sample.token_advantages is not None:
             rows[-1]["token_advantages"] = _floats([sample.token_advantages])[0]
         if completion.routed_experts is not None:

@@ -53,7 +53,7 @@ def _histograms(metrics: Mapping[str, Any]) -> dict[str, tuple[list[int], list[f
 
 
 class _Samples:
-    """What a sink shows of a step's completions: a table of the first few, every so often, and their distributions."""
+    """A sink's view of a step's completions: distributions, and every `every` steps a table of the first `count`."""
 
     def __init__(self, count: int, every: int) -> None:
         self.count, self.every = count, every

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlloop.algorithms import LossBatch
 from rlloop.errors import ConfigError
 from rlloop.models import RedrawRecord, ScoreRow
-from rlloop.types import ModelInput, Sample, SamplingParams
+from rlloop.types import ModelInput, Sample, SamplingParams, as_model_input
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,14 @@ class TrainSequence:
         )
 
     @classmethod
-    def supervised(cls, prompt_ids: list[int], target_ids: list[int]) -> TrainSequence:
+    def supervised(cls, prompt: ModelInput | list[int], target_ids: list[int]) -> TrainSequence:
         """A demonstration whose target tokens are to become likely; for the `sft` loss."""
-        prompt, count = len(prompt_ids), len(target_ids)
+        begin, count = as_model_input(prompt), len(target_ids)
         return cls(
-            token_ids=prompt_ids + target_ids,
-            predict=range(prompt, prompt + count),
+            token_ids=begin.token_ids + target_ids,
+            predict=range(len(begin), len(begin) + count),
             advantages=np.ones(count, np.float32),
+            model_input=None if begin.is_text else begin,
         )
 
 
@@ -120,7 +121,8 @@ class StepBatch:
 
     def split(self, flat: Tensor) -> list[np.ndarray]:
         """[N] -> one [P] array a sequence."""
-        return np.split(flat.detach().cpu().numpy(), np.cumsum(self.counts)[:-1])
+        values, ends = flat.detach().cpu().numpy(), np.cumsum(self.counts).tolist()
+        return [values[begin:end] for begin, end in pairwise([0, *ends])]
 
 
 def make_step_batch(

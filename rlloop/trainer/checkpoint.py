@@ -4,7 +4,7 @@
     checkpoints/step_40/...                the writers' files
     checkpoints/tmp_...                    left by a killed process; the next save removes it
 
-A kill at any moment leaves each `step_N` whole or absent; later damage to storage shows in the digests.
+A kill at any moment leaves each `step_N` complete or absent; digests detect later damage to storage.
 """
 
 from __future__ import annotations

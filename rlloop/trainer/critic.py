@@ -54,7 +54,7 @@ class Critic:
     def advantages(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with `token_advantages` [T], normalised over all tokens where `config.normalize` says so.
 
-        A sample's `advantage` is its shaped reward; what its turns did not earn is given at its last token.
+        A sample's `advantage` is its shaped reward; the part not earned by its turns is given at its last token.
         """
         estimates, self._targets = list[np.ndarray](), {}
         for sample, values in zip(samples, self.values(samples), strict=True):

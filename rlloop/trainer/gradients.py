@@ -1,10 +1,9 @@
-"""Gradients of micro-batches, summed in an order that no number of ranks changes.
+"""Sums of micro-batches' gradients in an order independent of the number of ranks.
 
-A round is one micro-batch on each data-parallel rank; round t has micro-batches t R up to (t + 1) R of R ranks. While
-the backward goes through the layers, each parameter's gradient (small ones together) is sent as bits, in its own type,
-to the ranks that own its rows; they widen it to float32 and add it to a binary tree over the micro-batches' index
-(`TreeSum`). So at most log2(n) + 1 float32 shards and a few layers' gradients lie in memory, and one rank makes the
-same sums as many.
+A round is one micro-batch on each data-parallel rank; round t has micro-batches t R up to (t + 1) R of R ranks. During
+the backward, each parameter's gradient (small ones together) is sent as bits, in its own type, to the ranks that own
+its rows; they widen it to float32 and add it to a binary tree over the micro-batches' index (`TreeSum`). So at most
+log2(n) + 1 float32 shards and a few layers' gradients are in memory, and one rank computes the same sums as many.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rlloop.numerics.tree import TreeSum
 from rlloop.parallel.collectives import BUCKET, buckets
 from rlloop.trainer.shard import Shard
 
-IN_FLIGHT = 1 << 30  # bytes of gradients that may be on their way on a GPU before the backward waits for the network
+IN_FLIGHT = 1 << 30  # bytes of gradients in flight on a GPU before the backward waits for the network
 
 
 class GradientSum:
@@ -62,7 +61,7 @@ class GradientSum:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all micro-batches so far."""
+        """Drop all micro-batches so far."""
         self._trees = {use: TreeSum() for use in self._uses}
         self._present: set[str] = set()
 
@@ -72,8 +71,8 @@ class GradientSum:
         along dp."""
         self._leaves, self._turn, self._idle = leaves, 0, idle or work is None
         self._waiting: dict[str, Tensor | None] = {}
-        # Where ranks work for others' tokens, those without a micro-batch go through the layers too, but have no
-        # gradients to send on the way: nobody waits for them then.
+        # If experts are shared, ranks without a micro-batch go through the layers too, but have no
+        # gradients to send on the way, so no rank waits for them.
         self._holds = bool(self._experts) and leaves < self._ranks.size and not self._in_step
         if work is None and self._experts:
             self._run(lambda: self._model.without_tokens().backward())
@@ -99,7 +98,7 @@ class GradientSum:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Forwards whose tied weight has two gradients: as the embedding, and as the head."""
+        """Keep a tied weight's two gradients, as embedding and as head, apart during forwards."""
         before = self._model.take_head_gradient
         if HEAD in self._uses and HEAD not in self._parameters:
             self._model.take_head_gradient = lambda gradient: self._arrived(HEAD, gradient)
@@ -142,7 +141,7 @@ class GradientSum:
         """The uses whose gradients are sent at once, in order of sending: the same on all ranks along dp."""
         shards = [self._rows(use) for use in self._uses]
         kinds = [(rows.live.dtype, use in self._complete) for use, rows in zip(self._uses, shards, strict=True)]
-        # Leaves of experts go alone: ranks along dp may hold different numbers of experts.
+        # Leaves of experts are sent separately: ranks along dp may hold different numbers of experts.
         sizes = [rows.live.nbytes if rows.leaves == 1 else BUCKET for rows in shards]
         return [[self._uses[index] for index in each] for each in buckets(sizes, kinds)]
 
@@ -233,7 +232,7 @@ class GradientSum:
             tree.push(part, borrowed=True)
 
     def _add_beside(self, stream: torch.cuda.Stream, uses: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
-        """`_add` on a stream beside the backward's, which waits for it once `IN_FLIGHT` bytes are on their way."""
+        """`_add` on a stream beside the backward's, which waits for it once `IN_FLIGHT` bytes are in flight."""
         current = torch.cuda.current_stream(stream.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):

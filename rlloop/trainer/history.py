@@ -1,4 +1,4 @@
-"""Weights of past versions, to compare samples under the weights that sampled them while training goes on."""
+"""Weights of past versions, to compare samples under the weights that sampled them."""
 
 from __future__ import annotations
 
@@ -77,15 +77,24 @@ class WeightHistory:
         return Recomputed(*zip(*(results[i] for i in range(len(samples))), strict=True))
 
     def save(self, folder: Path) -> None:
-        """Write to a checkpoint: a resumed run still has samples of these versions to train."""
-        tensors = {
-            f"{version}/{name}": weight for version, kept in self._versions.items() for name, weight in kept.items()
-        }
-        save_file(tensors, folder / FILE)
+        """Write whole weights to a checkpoint, since a resumed run still trains samples of these versions. Collective;
+        the first rank writes, and the file is independent of the layout."""
+        store, tensors = ParameterStore(self._twin), dict[str, Tensor]()
+        for version, kept in self._versions.items():
+            store.copy_from(kept)
+            for name, whole in store.wholes():
+                if self._twin.context.rank == 0:
+                    tensors[f"{version}/{name}"] = whole.to("cpu", copy=True)
+        if self._twin.context.rank == 0:
+            save_file(tensors, folder / FILE)
 
     def restore(self, folder: Path) -> None:
-        """Read what `save` wrote."""
-        self._versions = {}
+        """Read what `save` wrote, under any layout."""
+        self._versions, store = {}, ParameterStore(self._twin)
+        wholes: dict[int, dict[str, Tensor]] = {}
         for key, weight in load_file(folder / FILE).items():
             version, _, name = key.partition("/")
-            self._versions.setdefault(int(version), {})[name] = weight.to(self._twin.context.device)
+            wholes.setdefault(int(version), {})[name] = weight
+        for version, kept in wholes.items():
+            store.copy_wholes((name, kept[name]) for name in store.entries)
+            self._versions[version] = store.snapshot()

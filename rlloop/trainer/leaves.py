@@ -52,8 +52,8 @@ def rounds(leaves: Sequence[MicroBatch], ranks: Ranks) -> Iterator[tuple[int, Mi
 def forwards(
     leaves: Sequence[MicroBatch], ranks: Ranks, work: Callable[[MicroBatch], Leaf], idle: Callable[[], object]
 ) -> list[Leaf]:
-    """`work`'s results for this rank's leaves, without a graph. A rank that has none in a round is `idle`: it meets the
-    others where their layers meet. Collective along `ranks`, dp."""
+    """`work`'s results for this rank's leaves, without a graph. A rank without a leaf in a round runs `idle`, which
+    takes part in the layers' collectives. Collective along `ranks`, dp."""
     results = []
     for _, micro in rounds(leaves, ranks):
         if micro is None:
@@ -74,7 +74,7 @@ def all_leaves(leaves: list[Leaf], model: Model) -> list[Leaf]:
 
 
 def joined(leaves: Iterable[Leaf], name: str) -> Tensor:
-    """A field of all leaves, end to end."""
+    """A field of all leaves, concatenated."""
     return torch.cat([getattr(leaf, name).detach() for leaf in leaves])
 
 

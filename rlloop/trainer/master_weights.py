@@ -31,12 +31,11 @@ class MasterWeights:
     A rank owns `shares` of each parameter's rows (of dimension 0), along the layout's dp_shard. The compute copy is
     whole on each rank, or (`layers`) sharded as well.
 
-    Where the model computes in float32 or float64, masters lie in its own parameters (if they make whole vectors).
-    Where it computes in bfloat16 or float16, a master is a separate float32 tensor (`hosted`: in host memory), and
-    `publish` rounds it to nearest into the live parameter, in place: an engine that reads the same parameter has the
-    new weights, and there is no second rounding that could differ. Such masters start from the stored weights of the
-    model's folder, which may be more exact, if these round to the live ones; otherwise (new or changed weights) from
-    the live ones.
+    For models that compute in float32 or float64, masters are the model's parameters (if they fill whole vectors). For
+    bfloat16 or float16, a master is a separate float32 tensor (`hosted`: in host memory), and `publish` rounds it to
+    nearest into the live parameter, in place: an engine that reads the same parameter has the new weights, and there is
+    no second rounding that could differ. Such masters start from the stored weights of the model's folder, which may be
+    more exact, if these round to the live ones; otherwise (new or changed weights) from the live ones.
     """
 
     def __init__(self, model: Model, *, shard_layers: bool = False, hosted: bool = False) -> None:
@@ -57,7 +56,9 @@ class MasterWeights:
             name: make_shard(name, entry.live, *owners[name], entry.scale, apart=shard_layers, home=self.home)
             for name, entry in trained.items()
         }
-        self.sums: dict[str, Tensor] = {}  # gradients of the masters, as `Shard.flat`; none: no micro-batch reached it
+        self.sums: dict[
+            str, Tensor
+        ] = {}  # gradients of the masters, as `Shard.flat`; absent: no micro-batch reached it
         self._rounded: set[str] = set()  # hosted masters whose values `round_piece` has published
         self.gradients = GradientSum(model, self.shards, in_step=shard_layers)
         self.layers: ShardedLayers | None = None
@@ -236,7 +237,7 @@ def _rounds_to(stored: Tensor, live: Tensor) -> bool:
 
 
 def _end_to_end(ranks: Ranks, own: Mapping[str, Tensor], counts: Mapping[str, list[int]]) -> dict[str, Tensor]:
-    """Each name's tensors of all ranks, end to end; rank r has `counts[name][r]` numbers. One copy for all names."""
+    """Each name's tensors of all ranks, concatenated; rank r has `counts[name][r]` numbers. One copy for all names."""
     by_rank = list(zip(*counts.values(), strict=True))
     found = ranks.gather(torch.cat([own[name] for name in counts]), 0, [sum(each) for each in by_rank])
     pieces = found.split([count for each in by_rank for count in each])

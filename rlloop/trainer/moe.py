@@ -116,5 +116,5 @@ def _sums(rows: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _lengths(rows: Sequence[ScoreRow]) -> list[int]:
-    """Tokens that a forward reads of each row: those before its last predicted one."""
+    """Number of tokens that a forward reads of each row: those before its last predicted one."""
     return [int(row.predict[-1]) for row in rows]

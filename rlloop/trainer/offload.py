@@ -1,7 +1,7 @@
-"""Tensors in host memory that are worked on in blocks on the device (ZeRO-Offload's aim, Ren et al., arXiv:2101.06840).
+"""Tensors in host memory, processed in blocks on the device (compare ZeRO-Offload, Ren et al., arXiv:2101.06840).
 
-There the host computes the update, in other arithmetic. Here the device does, with the kernels that it has anyway, so
-the bits are those of tensors that never left it. A block comes while one is worked on and another goes back.
+In ZeRO-Offload the host computes the update, in other arithmetic. Here the device does, with its usual kernels, so the
+bits are those of tensors that never left it. Copies in both directions overlap with the computation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlloop.parallel.progress import tick
 
-BLOCKS = 3  # on the device: one comes, one is worked on, one goes
+BLOCKS = 3  # buffers on the device: one arriving, one in use, one returning
 BLOCK_BYTES = 48 << 20  # of one; PCIe has its full rate from a few MiB on
 ALIGNMENT = 64  # bytes: of a CPU's vectors, and of a GPU's loads
 
@@ -26,7 +26,7 @@ ALIGNMENT = 64  # bytes: of a CPU's vectors, and of a GPU's loads
 class HostMemory:
     """One allocation of the host, handed out in pieces; pinned for a GPU, so that copies run beside computation.
 
-    It is registered as it lies: PyTorch's own pinned memory is rounded up to a power of 2.
+    It is registered in place, since PyTorch rounds its own pinned memory up to a power of 2.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -69,13 +69,13 @@ class BlockStream:
         self._there, self._back = [torch.cuda.Stream(device) if self._gpu else None for _ in range(2)]
 
     def each(self, blocks: Iterable[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
-        """The device's copy of each block, in turn; what it holds when the next is asked for is copied back.
+        """Yield the device's copy of each block; its contents are copied back when the next is requested.
 
         A block's tensors are flat, on the host, and of `block_bytes` together at most. All are back at the end.
         """
         began, moved = time.perf_counter(), 0
         buffers = torch.empty((BLOCKS, self.block_bytes), dtype=torch.uint8, device=self.device)
-        gone: list[torch.cuda.Event | None] = [None] * BLOCKS  # when a buffer's last block was back
+        gone: list[torch.cuda.Event | None] = [None] * BLOCKS  # when a buffer's last block was copied back
         if self._there is not None:
             self._there.wait_stream(torch.cuda.current_stream(self.device))  # whose memory the buffers may have been
         coming: deque[tuple[int, Sequence[Tensor], list[Tensor], torch.cuda.Event | None]] = deque()

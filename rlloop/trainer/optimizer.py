@@ -34,9 +34,8 @@ class Piece(NamedTuple):
 class ShardedAdamW:
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with zeroed state, without weight decay for norms and biases.
 
-    Masters are padded to whole vectors, so an element's bits know neither where its shard ends nor where a block does:
-    what lies in host memory (`config.offload`) is brought to the device in blocks, updated there by the same kernel,
-    and taken back.
+    Masters are padded to whole vectors, so an element's bits do not depend on the ends of shards or blocks: state in
+    host memory (`config.offload`) is copied to the device in blocks, updated there by the same kernel, and copied back.
     """
 
     def __init__(self, masters: MasterWeights, config: TrainerConfig) -> None:
@@ -143,7 +142,7 @@ class ShardedAdamW:
         ]
 
     def _streamed(self, stream: BlockStream) -> Iterator[list[Piece]]:
-        """A block after the other; what an update changes in it goes back."""
+        """Update block by block; changed parts are copied back."""
         blocks = list(_blocks(self._reached(), stream.block_bytes))
 
         def hosted(shard: Shard, begin: int, end: int) -> list[Tensor]:
@@ -161,7 +160,7 @@ class ShardedAdamW:
     def _update(self, pieces: list[Piece], lr: float, decays: bool, config: TrainerConfig) -> None:
         if not pieces:
             return
-        steps = [self._steps[shard.name] for shard, *_ in pieces]  # each is counted up: by its shard's last piece
+        steps = [self._steps[shard.name] for shard, *_ in pieces]  # incremented by its shard's last piece
         last = [each.end == each.shard.flat.numel() for each in pieces]
         beta1, beta2 = config.betas
         adamw(

@@ -1,4 +1,4 @@
-"""The order of work of one stage of a pipeline: 1F1B (Narayanan et al. 2021, arXiv:2104.04473)."""
+"""The schedule of a pipeline stage: 1F1B, one forward, one backward (Narayanan et al. 2021, arXiv:2104.04473)."""
 
 from __future__ import annotations
 

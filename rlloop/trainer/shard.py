@@ -15,7 +15,7 @@ from rlloop.parallel.cut import shares
 from rlloop.trainer.offload import HostMemory
 
 NARROW = (torch.bfloat16, torch.float16)  # whose masters are float32
-VECTOR = 16  # numbers: AdamW's kernels take another path for what is left over by their vectors, with other bits
+VECTOR = 16  # numbers: AdamW's kernels compute a remainder of vectors by another path, with other bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Shard:
 
     @property
     def scaled(self) -> Tensor:
-        """What the compute copy has, before it is rounded to its type."""
+        """Float32 values of the compute copy, before rounding to its type."""
         return self.master if self.scale == 1.0 else self.master * self.scale
 
     def of(self, flat: Tensor) -> Tensor:

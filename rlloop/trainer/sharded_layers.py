@@ -1,5 +1,5 @@
-"""A compute copy that is never whole: each rank keeps its rows of the layers' parameters, and a layer's are gathered
-while it computes (ZeRO-3, Rajbhandari et al., arXiv:1910.02054).
+"""A sharded compute copy: each rank keeps its rows of the layers' parameters, and a layer's are gathered while it
+computes (ZeRO-3, Rajbhandari et al., arXiv:1910.02054).
 
 `torch.distributed.fsdp.fully_shard` does this as well. Here parameters stay tensors under their own names, so
 gradients, masters and checkpoints are those of a whole compute copy, and replicas need no all-reduce, which would add.
@@ -22,8 +22,8 @@ class ShardedLayers:
     """The layers of a model, whose trained parameters have memory only while they are `gathered`.
 
     Gathers are collective: every rank runs the same layers in the same order, forward and backward. On a GPU the next
-    layer is gathered, on a stream beside, while one computes. What is not in a layer (embedding, head, last norm), and
-    frozen parameters, stay whole.
+    layer is gathered, on a stream beside, while one computes. Parameters outside layers (embedding, head, last norm),
+    and frozen ones, stay whole.
     """
 
     def __init__(self, model: Model, shards: Mapping[str, Shard]) -> None:

@@ -1,4 +1,4 @@
-"""The update: `forward_backward(batch, loss)`, `optim_step()`, `save(folder)`, `restore(folder)`."""
+"""The trainer: `forward_backward(batch, loss)`, `optim_step()`, `save(folder)`, `restore(folder)`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Mean, Reduction, Sum, merge
 from rlloop.models import Model, ScoreRow, read_state, save_model, score
 from rlloop.models.adapter_files import read_adapter, save_adapter
+from rlloop.models.scoring import score_prompt
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
 from rlloop.trainer.leaves import Leaf, all_leaves, forward, forwards, joined, recomputed, rounds
 from rlloop.trainer.master_weights import MasterWeights
@@ -31,7 +32,7 @@ from rlloop.trainer.optimizer import ShardedAdamW
 from rlloop.trainer.pipeline import one_forward_one_backward
 from rlloop.trainer.schedule import learning_rate
 from rlloop.trainer.shard import NARROW
-from rlloop.types import Recomputed, Sample
+from rlloop.types import ModelInput, Recomputed, Sample
 
 Batch = Sequence[Sample | TrainSequence]
 
@@ -105,6 +106,10 @@ class Trainer:
     def logprobs(self, batch: Batch) -> Sequence[np.ndarray]:
         """[P] float32 a sequence, those of `recompute`."""
         return self.recompute(batch).logprobs
+
+    def prompt_logprobs(self, prompt: ModelInput) -> np.ndarray:
+        """[P - 1] float32: of a prompt's tokens but the first, at temperature 1."""
+        return score_prompt(self.model, prompt).logprobs
 
     def replay_experts(self, on: bool) -> None:
         """Make the policy's forwards use the experts that the engine recorded, or their own (`on=False`)."""
@@ -203,7 +208,7 @@ class Trainer:
         self._has_gradient = True
 
     def drop_gradient(self) -> None:
-        """Forget what was accumulated since the last step."""
+        """Drop the gradient accumulated since the last step."""
         self._masters.zero_grad()
         self._has_gradient = False
 
@@ -290,7 +295,7 @@ class Trainer:
     def _begin(self) -> None:
         if not self._has_gradient:
             self._masters.zero_grad()  # others may have differentiated through the shared model
-        self._has_gradient = False  # until the whole gradient is there; an exception on the way leaves none
+        self._has_gradient = False  # until the whole gradient is summed; an exception before leaves none
 
     def _collect(self, step: StepBatch, work: Callable[[MicroBatch], Callable[[], None]]) -> None:
         """Differentiate this rank's micro-batches, and sum all ranks' gradients. `work` does the forward of one and
@@ -368,7 +373,7 @@ class Trainer:
 
 
 def _peak(device: torch.device) -> dict[str, float]:
-    """The most that tensors took on a GPU since this was last asked."""
+    """Peak memory of tensors on a GPU since the last call."""
     if device.type != "cuda":
         return {}
     peak = torch.cuda.max_memory_allocated(device)

@@ -1,12 +1,10 @@
 """`rlloop serve api` killed at any moment: nothing is lost, nothing is done twice, results come after a restart."""
 
 import threading
-import time
 
-import httpx
 import pytest
 
-from tests.support.api_client import Api, output, sampled
+from tests.support.api_client import Patient, output, sampled
 from tests.support.api_process import ApiProcess, free_port
 from tests.support.checkpoints import make_checkpoint
 
@@ -18,31 +16,6 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed") / "tiny"
     make_checkpoint(folder, "qwen3")
     return folder
-
-
-class Patient(Api):
-    """Sends a request again until it is answered, as Tinker's client does."""
-
-    answered = 0
-
-    def post(self, route, /, **body):
-        return self._again(lambda: super(Patient, self).post(route, **body))
-
-    def forward_backward_(self, tokens, **options):
-        options.setdefault("seq_id", self.next())
-        return self._again(lambda: super(Patient, self).forward_backward_(tokens, **options))
-
-    def _again(self, send):
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                answer = send()
-                if answer.status_code not in (429, 503):
-                    self.answered += 1
-                    return answer
-            except httpx.TransportError:
-                assert time.monotonic() < deadline
-            time.sleep(0.02)
 
 
 def train(api, base_model):

@@ -90,7 +90,7 @@ def test_one_engine_or_three_and_a_killed_one_give_the_bits_of_a_local_run(tmp_p
     while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 2):
         time.sleep(0.01)
     victims = [pid for pid, command in workers("three").items() if "ray::Replica" in command]
-    assert victims, "no replica was there to be killed"
+    assert victims, ("no replica was there to be killed", process.communicate()[0])
     heard = listening(workers("three"))
     assert len(heard) > 3
     assert [each for each in heard if each[0] not in LOOPBACK] == []
@@ -101,29 +101,31 @@ def test_one_engine_or_three_and_a_killed_one_give_the_bits_of_a_local_run(tmp_p
     assert len(list(read_records(metrics))) == 7
 
 
-@pytest.fixture
-def cluster(monkeypatch, tmp_path):
+ATTACHED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64, "RLLOOP_TEST_RUN": f"{SUITE}/cluster"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
     """A cluster that somebody else started, which asks for a token. Its address."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "5" * 64)
-    monkeypatch.setenv("RLLOOP_TEST_RUN", f"{SUITE}/cluster")
+    place = tmp_path_factory.mktemp("cluster")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=2"]
     command += ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
-    with (tmp_path / "ray.log").open("w") as log:
-        head = subprocess.Popen(command, stdout=log, stderr=log)
-    while head.poll() is None and "Ray runtime started" not in (tmp_path / "ray.log").read_text():
+    with (place / "ray.log").open("w") as log:
+        head = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **ATTACHED})
+    while head.poll() is None and "Ray runtime started" not in (place / "ray.log").read_text():
         time.sleep(0.05)
-    assert head.poll() is None, (tmp_path / "ray.log").read_text()
+    assert head.poll() is None, (place / "ray.log").read_text()
     yield f"127.0.0.1:{port}"
     head.send_signal(signal.SIGTERM)
     head.wait(timeout=60)
 
 
-def test_a_running_cluster_is_attached_to_by_address_and_left_running_and_empty(tmp_path, local, cluster, monkeypatch):
-    finish(train(tmp_path / "attached", "launch=ray", "ray.replicas=1", f"ray.address={cluster}"))
+def test_a_running_cluster_is_attached_to_by_address_and_left_running_and_empty(tmp_path, local, cluster):
+    attached = ("launch=ray", "ray.replicas=1", f"ray.address={cluster}")
+    finish(train(tmp_path / "attached", *attached, env={**os.environ, **ATTACHED}))
     same(tmp_path / "attached", local)
     left = workers("cluster").values()
     assert any("raylet" in command for command in left), "the cluster is not ours to stop"
@@ -140,10 +142,11 @@ def test_an_address_where_nobody_listens_is_refused_at_once(tmp_path):
     assert f"no Ray cluster answers at ray.address={address}: [Errno" in output
 
 
-def test_a_worker_that_cannot_start_says_why(tmp_path):
+def test_a_worker_that_cannot_start_says_why(tmp_path, cluster):
     make_model(tmp_path)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"torn")
-    process = train(tmp_path / "run", "launch=ray", "ray.replicas=0")
+    attached = ("launch=ray", "ray.replicas=0", f"ray.address={cluster}")
+    process = train(tmp_path / "run", *attached, env={**os.environ, **ATTACHED})
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "rlloop: trainer could not start: " in output

@@ -25,7 +25,7 @@ from tests.support.weight_history import KEY, PUBLIC, history, same
 
 
 class Fault(SyncError):
-    """What tests raise."""
+    """Error raised by these tests."""
 
 
 class FaultyStore:

@@ -50,7 +50,7 @@ def resumed(folder: Path, name: str, saved: dict[str, int], layout: dict[str, in
 
 
 def sampled_elsewhere(trains: dict[str, int], samples: dict[str, int]) -> list[Any]:
-    """What an engine of another layout draws with the trainer's adapter, before and after an update."""
+    """Draws of an engine in another layout with the trainer's adapter, before and after an update."""
     trainer = ranked(CASES["experts"], trains)
     model = trainer.model
     if trains != samples:
@@ -66,7 +66,7 @@ def sampled_elsewhere(trains: dict[str, int], samples: dict[str, int]) -> list[A
 
 
 def packed_elsewhere(folder: Path, reads: dict[str, int], samples: dict[str, int]) -> list[Any]:
-    """What an engine draws over a packed base that was loaded in another layout."""
+    """Draws of an engine over a packed base that was loaded in another layout."""
     model = load_model(folder, dtype=DTYPE, context=join(CPU, Layout(**reads)))
     if reads != samples:
         model = Model(model.config, model.profile, join(CPU, Layout(**samples)), weights_of=model)

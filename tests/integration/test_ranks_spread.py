@@ -29,7 +29,7 @@ TRAINED = {  # by number of ranks: a case, and layouts
 SAMPLED = {2: [{"pp": 2}], 4: [{"pp": 2, "tp": 2}, {"tp": 4, "ep": 4}]}
 FAMILIES = ("qwen3_moe", "nemotron_h")
 PROMPTS = [[5, 7, 9, 11], [4, 6], [8] * 9]
-SAMPLING = [SamplingParams(max_tokens=9, seed=seed, temperature=0.7 + 0.3 * seed) for seed in range(3)]
+SAMPLING = [SamplingParams(max_tokens=6, seed=seed, temperature=0.7 + 0.3 * seed) for seed in range(3)]
 
 
 def trained(folder: Path, case: str, layout: dict[str, int]) -> tuple[str, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""An engine's adapters: which its requests have, and the slots of a step's rows."""
+"""An engine's adapters: those of its requests, and the slots of a step's rows."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class EngineAdapters:
         self.set_version(0)
 
     def set_version(self, version: int) -> None:
-        """The model's own adapter, if it has one, is now that of `version`."""
+        """Mark the model's own adapter, if it has one, as that of `version`."""
         own = self.model.adapter
         self._own = None if own is None else LoadedAdapter.live(own, version)
 
     @property
     def own(self) -> bool:
-        """True if requests that name no adapter have the model's."""
+        """True if requests that name no adapter use the model's own."""
         return self._own is not None
 
     def _check(self) -> None:
@@ -51,7 +51,7 @@ class EngineAdapters:
             )
 
     def read(self, folder: str | Path) -> AdapterWeights:
-        """Checked against the model, which is left as it is."""
+        """Read a PEFT folder and check it against the model, which does not change."""
         self._check()
         return read_adapter(self.model, folder)
 
@@ -69,14 +69,14 @@ class EngineAdapters:
         self.model.adapters.drop(name)
 
     def named(self, name: str | None) -> LoadedAdapter | None:
-        """Raises `ConfigError` for an unknown name, and where no request can name one."""
+        """The adapter of this name. Raises `ConfigError` for an unknown name, and if requests cannot name adapters."""
         if name is None:
             return None
         self._check()
         return self.model.adapters.get(name)
 
     def of_rows(self, table: RequestTable, rows: np.ndarray) -> np.ndarray | None:
-        """[S] int64 the slot of each request's adapter, −1: none; None where all have the model's own, or none.
+        """[S] int64: the slot of each request's adapter, −1: none; None if all use the model's own, or none at all.
 
         Adapters that are in no slot are copied into one.
         """
@@ -86,15 +86,17 @@ class EngineAdapters:
 
     def slots_of(self, adapters: Sequence[LoadedAdapter | None]) -> np.ndarray:
         """`of_rows` of requests with these adapters, at most `slots` different ones; None: the model's own, or none."""
-        adapters = [each or self._own for each in adapters]
-        slots = self.model.adapters.place([each for each in adapters if each is not None])
-        return np.array([-1 if each is None else slots[each] for each in adapters])
+        placed: dict[LoadedAdapter | None, int] = dict.fromkeys(adapters, -1)
+        wanted = {each: each or self._own for each in placed}
+        slots = self.model.adapters.place([each for each in wanted.values() if each is not None])
+        placed = {each: -1 if own is None else slots[own] for each, own in wanted.items()}
+        return np.fromiter((placed[each] for each in adapters), np.int64, len(adapters))
 
     def on_device(self, slots: np.ndarray | None, device: torch.device) -> AdapterSlots | None:
-        return None if slots is None else self.model.adapters.rows(on_device(slots, device))
+        return None if slots is None else self.model.adapters.rows(on_device(slots, device), single(slots))
 
     def counted(self, stats: EngineStats) -> EngineStats:
-        """With the model's counts of swaps."""
+        """`stats` with the model's counts of adapter swaps."""
         made = self.model.adapters.stats
         return replace(
             stats,
@@ -104,8 +106,13 @@ class EngineAdapters:
         )
 
 
+def single(slots: np.ndarray) -> bool:
+    """True if no two rows have different adapters, by their slots; −1: none."""
+    return len(np.unique(slots[slots >= 0])) <= 1
+
+
 class AdapterVerbs:
-    """The methods by which engines load and drop adapters."""
+    """Mixin of engines that load and drop adapters."""
 
     _adapters: EngineAdapters
     _stats: EngineStats
@@ -116,10 +123,10 @@ class AdapterVerbs:
     def load_adapter(self, name: str, folder: str | Path) -> int:
         """Load a PEFT folder under `name`, between steps, while requests run; returns its version, from 1 on.
 
-        A name that is loaded already gets a new version: requests that are here keep theirs, later ones have the new
-        one, and no cached block of one is the other's. The adapter is the model's: its other engines have it, too.
+        A loaded name gets a new version: current requests keep theirs, later ones use the new one, and cached blocks
+        are never shared between versions. The adapter belongs to the model, so its other engines have it, too.
 
-        Raises `ConfigError` or `ModelError` as `rlloop.load_adapter`, and then nothing has changed.
+        Raises `ConfigError` or `ModelError` as `rlloop.load_adapter`; then nothing has changed.
         """
         return self.add_adapter(name, self.read_adapter(folder))
 
@@ -131,7 +138,7 @@ class AdapterVerbs:
         return self._adapters.read(folder)
 
     def add_adapter(self, name: str, weights: AdapterWeights) -> int:
-        """`load_adapter` of weights that are in memory and were checked (`AdapterWeights.check`): no file between.
+        """`load_adapter` for weights in memory that were checked (`AdapterWeights.check`).
 
         Raises `ConfigError` for a rank above `adapter_rank`.
         """

@@ -1,6 +1,6 @@
 """The model's discrete choices (experts, selected past tokens) for every cached token, stored by cache slot.
 
-A cached prefix brings its choices along.
+A cached prefix keeps its choices.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ChoiceStore:
 
     @classmethod
     def of(cls, model: Model, num_slots: int) -> ChoiceStore | None:
-        """None for a model without experts and indexers."""
+        """The store for a model; None for a model without experts and indexers."""
         store = cls(model.route_shape(), model.indexed_layers(), num_slots, model.context.device, model.stage)
         return None if store.experts is None and store.selected is None else store
 
@@ -88,7 +88,7 @@ class ChoiceStore:
         return finish
 
     def _of_all_stages(self, own: np.ndarray) -> np.ndarray:
-        """Every stage has zeros where others have their layers. Collective."""
+        """Sum over pipeline stages, of which each has zeros at other stages' layers. Collective."""
         return own if self._stage is None else sum(self._stage.gather_objects(own), np.zeros_like(own))
 
 

@@ -1,15 +1,15 @@
 """The embedded engine: schedule, run, postprocess.
 
-It samples with the very model object that is trained, so its logprobs are the trainer's bits: alone or among hundreds
-of other requests, at any page size, chunk size, cache state or preemption.
+It samples with the model object that is trained, so its logprobs have the trainer's bits: for any batch, page size,
+chunk size, cache state or preemption.
 
-On a GPU decoding overlaps: while a step runs, the next one is scheduled and started, with tokens that only the device
-knows yet, and the host learns of both a step later.
+On a GPU decoding overlaps with scheduling: while a step runs, the next one is started with tokens that are still on the
+device, and the host reads results one step later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +23,18 @@ from rlloop.models.logits_processing import on_device, warp_for
 from rlloop.models.peer_gathers import open_peers
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.scoring import likeliest, score_prompt
+from rlloop.models.vision import check_images
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessing
 from rlloop.numerics.operators.distribution import check_drawn
 from rlloop.parallel.context import ALONE
 from rlloop.rollout.engine.adapters import AdapterVerbs, EngineAdapters
 from rlloop.rollout.engine.choice_store import ChoiceStore
+from rlloop.rollout.engine.feature_cache import FeatureCache
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.graphs import DecodeGraphs, packed
 from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token
 from rlloop.rollout.engine.request import Request
+from rlloop.rollout.engine.saved_states import SavedStates
 from rlloop.rollout.engine.scheduler import ScheduledStep, Scheduler
 from rlloop.rollout.engine.validation import Limits
 from rlloop.types import NOTHING, Alternatives, Completion, ModelInput, Part, PromptScores, SamplingParams
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
     from rlloop.models import Model
 
 DEFAULT_CACHE_BYTES = 4 << 30
+SAVED_STATES = 64
+STATE_BYTES = 8 << 30  # of recurrent states on a GPU
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements; rows are independent, so cutting them changes no bits
 Drawn = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids int64, logprobs and raw logprobs float32, [E] each
 
@@ -60,20 +65,20 @@ class Engine(AdapterVerbs, EngineFrontEnd):
     - `max_batch_tokens`: tokens computed in one step; longer prompts are cut into chunks.
     - `max_cache_tokens`: tokens of the key-value cache. None: `max_running` whole contexts, or 4 GiB if that is less.
     - `prefix_caching`: keep the blocks of finished requests for others that begin alike, until the policy changes.
-      Off for models with recurrent layers: a block holds keys and values of its tokens, but not the state after them.
-    - `max_running`: requests in one step.
+      With recurrent layers, states at the ends of the `SAVED_STATES` latest prompts' last whole blocks are kept, too.
+    - `max_running`: requests in one step; with recurrent layers on a GPU fewer, if their states take more than 8 GiB.
     - `record_choices`: keep which experts and past tokens the model chose for each token; `Completion` has them.
     - `adapter_slots`, `adapter_rank`: room for adapters on the model's device: how many may run at once, of which rank
       at most. More may be loaded: their requests wait for a slot. Memory is taken by the weights that adapters adapt.
     - `seed`: of the stream that requests without a seed of their own draw theirs from.
 
-    None of these decides a completion's bits, `seed` apart.
+    None of these but `seed` changes a completion's bits.
 
     The model's parameters may change in place (they do, in training); call `set_version` after.
 
-    Over tensor-parallel ranks each has an engine of the same settings, and every method is called on all of them alike,
-    with the same arguments: they schedule and draw the same. Ranks along dp_shard that share experts (data-parallel
-    attention) have requests of their own, and take steps together: all call `generate`, some perhaps for nothing.
+    Each tensor-parallel rank has an engine with the same settings, and every method is called on all of them with the
+    same arguments: they schedule and draw the same. Ranks along dp_shard that share experts (data-parallel attention)
+    have their own requests and take steps together: all call `generate`, some perhaps with no prompts.
     """
 
     def __init__(
@@ -104,10 +109,17 @@ class Engine(AdapterVerbs, EngineFrontEnd):
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._adapters = EngineAdapters(model, adapter_slots, adapter_rank)
-        self._prefix_caching = prefix_caching and not model.recurrent
+        self._prefix_caching = prefix_caching
         self._device = model.context.device
         self._together = model.context.ranks("ep") if model.context.layout.expert_leaves > 1 else ALONE
-        spec, dtype = model.cache_spec(), model.dtype
+        spec, states, dtype = model.cache_spec(), model.state_spec(), model.dtype
+        self._saved_states = min(SAVED_STATES, max_running) if prefix_caching and model.recurrent else 0
+        if model.recurrent and self._device.type != "cpu":  # where memory is taken before it is used
+            rows = STATE_BYTES // max(1, bytes_per_token(states, torch.float32))
+            for axis in ("tp", "pp"):
+                rows = min(model.context.ranks(axis).gather_objects(rows))
+            self._saved_states = min(self._saved_states, rows // 4)
+            max_running = self._max_running = max(1, min(max_running, rows - self._saved_states))
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
             room = DEFAULT_CACHE_BYTES // max(1, bytes_per_token(spec, dtype))
@@ -121,16 +133,16 @@ class Engine(AdapterVerbs, EngineFrontEnd):
         self._num_blocks = max_cache_tokens // page_size
         room = self._num_blocks * page_size
         super().__init__(Limits(model.vocab_size, model.max_positions, room, model.eos_token_ids), seed)
-        states = model.state_spec()
-        self._cache = PagedCache(spec, room, dtype, self._device, states, max_running)
+        self._cache = PagedCache(spec, room, dtype, self._device, states, max_running + self._saved_states)
         self._choices = ChoiceStore.of(model, room) if record_choices else None
+        self._images = FeatureCache(model)
         self._graphs = None
         open_peers(model, model.context.tp, self._device, max_batch_tokens)
         if self._device.type == "cuda":
             self._graphs = DecodeGraphs(model, self._cache, page_size, self._choices)
         self._scheduler = self._new_scheduler()
         self._flight: _Flight | None = None
-        self._ended: list[tuple[Request, bool]] = []  # not handed out yet, and whether a stop token ended them
+        self._ended: list[tuple[Request, bool]] = []  # not returned yet, and True if a stop token ended them
         self._last_warp: tuple[list[SamplingParams], LogitsProcessing] = ([], LogitsProcessing())
 
     # ---------------------------------------------------------------------------------------------- step by step
@@ -151,6 +163,26 @@ class Engine(AdapterVerbs, EngineFrontEnd):
     def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0, adapter: str | None = None) -> PromptScores:
         model = self.model if adapter is None else self.model.with_adapter(adapter)
         return score_prompt(model, prompt, top_logprobs)
+
+    def prefill_logprobs(self, prompts: Sequence[ModelInput | list[int]]) -> list[np.ndarray]:
+        """[P - 1] float32 each: logprobs of a prompt's tokens but the first, at temperature 1, as prefill computes
+        them: in chunks, over pages, without the prefix cache. `score` takes the trainer's path.
+        """
+        assert not self.has_work, "requests are in flight"
+        params, requests = SamplingParams(max_tokens=1, seed=0), list[Request]()
+        for prompt in prompts:
+            self._check(prompt, params)
+        for prompt in prompts:
+            requests.append(Request.of(self._next_id, prompt, params, self.limits.eos_token_ids))
+            requests[-1].scored, self._next_id = {}, self._next_id + 1
+            self._scheduler.add(requests[-1])
+        try:
+            while self.has_work:
+                self.step()
+        finally:
+            self.abort_all()
+        parts = ([each.scored[begin] for begin in sorted(each.scored)] for each in requests if each.scored is not None)
+        return [np.concatenate([np.zeros(0, np.float32), *part]) for part in parts]
 
     @property
     def in_flight(self) -> int:
@@ -175,7 +207,7 @@ class Engine(AdapterVerbs, EngineFrontEnd):
             if self._flight is not None and not self._flight.batch.alive.any():
                 self._flight = None
         except BaseException:
-            # Blocks are named when they are scheduled; after a step that did not finish, they may hold anything.
+            # Blocks are named when scheduled; after a step that failed, their contents are undefined.
             self._scheduler, self._flight = self._new_scheduler(), None
             raise
         if self._flight is not None and self._choices is not None:  # their choices come after the step in flight
@@ -183,7 +215,7 @@ class Engine(AdapterVerbs, EngineFrontEnd):
         return self._completions(ended + late)
 
     def _step_together(self) -> list[tuple[int, Completion]]:
-        """A step of every rank that shares experts. One whose requests are done works for the others' tokens."""
+        """A step of all ranks that share experts; ranks without requests run their experts on the others' tokens."""
         batch = self._scheduler.schedule() if self._scheduler.num_requests else None
         wishes = self._together.gather(torch.tensor([self._wishes(batch)]))
         works, eager, rows, pages, warped = wishes.amax(0).tolist()
@@ -201,8 +233,8 @@ class Engine(AdapterVerbs, EngineFrontEnd):
         return []
 
     def _wishes(self, batch: ScheduledStep | None) -> tuple[int, ...]:
-        """What a step needs of all ranks: (it has work, no graph can run it, rows and pages of the graph, the graph
-        leaves drawing to the host)."""
+        """This rank's requirements for a step that all ranks take together: (has work, needs the path without a graph,
+        rows of the graph, pages of the graph, draws on the host)."""
         if batch is None:
             return (0, 0, 0, 0, 0)
         if self._graphs is None or not (batch.emits.all() and (batch.counts == 1).all()):
@@ -228,7 +260,7 @@ class Engine(AdapterVerbs, EngineFrontEnd):
         return self._completions(ended) + [(r.id, r.completion(self.policy_version, "abort")) for r in drained]
 
     def _settle(self) -> None:
-        """Wait for the step in flight: a request that is taken out needs all of its tokens."""
+        """Wait for the step in flight, so that a request that is removed has all of its tokens."""
         if self._flight is not None:
             flight, self._flight = self._flight, None
             self._ended += self._finish(flight)
@@ -241,8 +273,9 @@ class Engine(AdapterVerbs, EngineFrontEnd):
 
     def _forget_cached(self) -> None:
         self.model.refresh()
-        self._scheduler.blocks.forget(self.policy_version)
+        self._scheduler.forget(self.policy_version)
         self._adapters.set_version(self.policy_version)
+        self._images.forget()
         if self._graphs is not None:
             self._graphs.check_weights()
 
@@ -257,10 +290,11 @@ class Engine(AdapterVerbs, EngineFrontEnd):
     def _start(
         self, batch: ScheduledStep, tokens_before: Tensor | None = None, *, eager: bool = False, warped: bool = False
     ) -> _Flight:
-        """Compute the batch's tokens and draw the next one for each request that emits. `tokens_before` [E] are what
-        the step before drew, where the batch was scheduled ahead of them. `eager`: without a graph; `warped`: not with
-        one that draws."""
+        """Compute the batch's tokens and draw the next one for each request that emits. `tokens_before` [E]: tokens
+        drawn by the step before, if the batch was scheduled ahead of them. `eager`: without a CUDA graph; `warped`:
+        not with a graph that draws."""
         table = self._scheduler.table
+        self._cache.copy_states(batch.restores)
         end = np.cumsum(batch.counts)
         query_start = np.concatenate(([0], end))
         sequence = np.repeat(np.arange(len(batch.rows)), batch.counts)  # [T] which request each flat token is of
@@ -270,13 +304,15 @@ class Engine(AdapterVerbs, EngineFrontEnd):
         block_start = table.blocks[batch.rows, :blocks] * self.page_size
         slots = block_start[sequence, index // self.page_size] + index % self.page_size
         emitting, slots_of = batch.rows[batch.emits], self._adapters.of_rows(table, batch.rows)
-        decodes = len(emitting) == end[-1] and positions.ndim == 1  # one token each
+        scores = bool(table.scored[batch.rows].any())
+        decodes = len(emitting) == end[-1] and positions.ndim == 1 and not scores  # one token each
         if self._graphs is not None and decodes and not eager:
             if tokens_before is None:
                 tokens = self._tensor(table.tokens[batch.rows, index])
             else:
                 tokens = self._picked(tokens_before, batch.source)
-            where, warp = (tokens, slots_of, index, positions, slots, block_start), self._warp(emitting)
+            where = (tokens, slots_of, index, positions, slots, block_start, batch.rows)
+            warp = self._warp(emitting)
             if not warped and self._draws_plainly(warp) and not table.top[emitting].any():
                 token_ids, drawn = self._graphs.draw(*where, table.seed[emitting])
             else:
@@ -285,12 +321,15 @@ class Engine(AdapterVerbs, EngineFrontEnd):
             tokens_now = table.tokens[batch.rows[sequence], index]
             adapters = self._adapters.on_device(None if slots_of is None else slots_of[sequence], self._device)
             hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start, adapters)
+            if scores:
+                self._score_prompts(batch, query_start, hidden)
             last, vocabulary = hidden[self._tensor(end[batch.emits] - 1)], self.model.vocab_size
             at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // vocabulary)
             adapters = self._adapters.on_device(None if slots_of is None else slots_of[batch.emits], self._device)
             spans = (slice(begin, begin + at_once) for begin in range(0, len(last), at_once))
             parts = (self.model.logits(last[span], adapters and adapters.at(span)) for span in spans)
             token_ids, drawn = self._sample(parts, emitting, self._warp(emitting))
+        self._cache.copy_states(batch.saves)
         self._scheduler.advance(batch)
         return _Flight(batch, token_ids, self._to_host(drawn))
 
@@ -307,14 +346,27 @@ class Engine(AdapterVerbs, EngineFrontEnd):
             contiguous=False,
         )
         routes = None if self._choices is None else RoutingRecord()
+        images = self._images.placed(self._scheduler.table, batch, query_start)
         tokens, at = self._tensor(token_ids), self._tensor(positions)
-        hidden = self.model.hidden(tokens, at, layout, self._cache, routes=routes, adapters=adapters)
+        hidden = self.model.hidden(tokens, at, layout, self._cache, routes=routes, adapters=adapters, images=images)
         if self._choices is not None and routes is not None:
             self._choices.write(self._cache.slots, routes)
         return hidden
 
+    def _score_prompts(self, batch: ScheduledStep, query_start: np.ndarray, hidden: Tensor) -> None:
+        """Keep logprobs of the prompt tokens that come after the step's."""
+        table = self._scheduler.table
+        for index in np.flatnonzero(table.scored[batch.rows]).tolist():
+            request, begin = table.request(int(batch.rows[index])), int(batch.context[index])
+            end = min(begin + int(batch.counts[index]), len(request.prompt_ids) - 1)
+            if begin < end and request.scored is not None:
+                rows = hidden[query_start[index] : query_start[index] + end - begin]
+                targets = self._tensor(request.token_ids[begin + 1 : end + 1])
+                logprobs, _ = self.model.output.token_logprob(rows, targets, LogitsProcessing())
+                request.scored[begin] = logprobs.cpu().numpy()
+
     def _draws_plainly(self, warp: LogitsProcessing) -> bool:
-        """True where a graph can draw: no distribution is warped, and sampling is rlloop's, which never waits."""
+        """True if a CUDA graph can draw: no distribution is warped, and sampling is rlloop's, which never waits."""
         plain = all(value is None for value in vars(warp).values())
         return plain and self.model.ops.profile.token_logprob == "rlloop"
 
@@ -341,7 +393,7 @@ class Engine(AdapterVerbs, EngineFrontEnd):
         request.likeliest[made:] = [likeliest(self.model, logits, request.top, request.sampling, made)]
 
     def _to_host(self, drawn: Tensor) -> Callable[[], Drawn]:
-        """Starts the copy to the host; call the result to wait for it."""
+        """Start the copy to the host; calling the result waits for it."""
         landed, event = drawn.to("cpu", non_blocking=True), None  # in pinned memory
         if drawn.is_cuda:
             event = torch.cuda.Event()
@@ -364,7 +416,7 @@ class Engine(AdapterVerbs, EngineFrontEnd):
         return tokens if np.array_equal(source, np.arange(len(tokens))) else tokens[self._tensor(source)]
 
     def _warp(self, rows: np.ndarray) -> LogitsProcessing:
-        """The rows' warp: the last step's where nothing changed, since building one is a loop over the requests."""
+        """The rows' logits processing; the last step's if nothing changed, since building it loops over requests."""
         table = self._scheduler.table
         sampling = [table.request(row).sampling for row in rows.tolist()]
         banning = bool((table.length[rows] < table.min_length[rows]).any())
@@ -394,7 +446,13 @@ class Engine(AdapterVerbs, EngineFrontEnd):
             choices=self._choices,
             adapter_slots=self._adapters.slots,
             own_adapter=self._adapters.own,
+            states=SavedStates(self._max_running, self._saved_states) if self._saved_states else None,
         )
+
+    def _check(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
+        super()._check(prompt, sampling, top_logprobs)
+        if isinstance(prompt, ModelInput) and prompt.contents:
+            check_images(prompt, self.model.config)
 
     def _accept(
         self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None

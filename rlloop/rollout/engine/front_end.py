@@ -1,4 +1,4 @@
-"""The front end of every engine: requests are checked, numbered and seeded here, and a backend computes them.
+"""Front end shared by all engines: checks, numbers and seeds requests; a backend computes them.
 
 A backend is a subclass: rlloop's own scheduler (`engine.Engine`), vLLM in this process (`vllm.engine.VllmEngine`) or
 behind HTTP (`vllm.remote_vllm.ServedEngine`).
@@ -17,7 +17,7 @@ from rlloop.errors import ConfigError
 from rlloop.parallel.progress import tick
 from rlloop.rollout.engine.scheduler import EngineStats
 from rlloop.rollout.engine.validation import Limits, adapter_for_each, check_request, drawn_seed, one_for_each
-from rlloop.types import Completion, ModelInput, Part, PromptScores, SamplingParams, as_model_input
+from rlloop.types import Completion, ModelInput, Part, PromptScores, SamplingParams, as_model_input, changed
 
 
 class EngineFrontEnd(ABC):
@@ -48,7 +48,7 @@ class EngineFrontEnd(ABC):
 
     @abstractmethod
     def so_far(self, request_id: int, begin: int = 0) -> Part:
-        """The tokens of a request in flight, from its `begin`-th on; none of one that waits or has ended."""
+        """The tokens of a request in flight, from the `begin`-th on; empty if it waits or has ended."""
 
     @abstractmethod
     def abort(self, request_id: int) -> Completion | None:
@@ -60,7 +60,7 @@ class EngineFrontEnd(ABC):
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides the bits. The engine's own settings do not, so they are not in it."""
+        """Everything that decides the bits; the engine's own settings do not, so they are left out."""
 
     @abstractmethod
     def _accept(
@@ -82,18 +82,18 @@ class EngineFrontEnd(ABC):
 
     @abstractmethod
     def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0) -> PromptScores:
-        """The logprobs of a prompt's own tokens, in one forward of the trainer's kind: nothing is cached or sampled."""
+        """Logprobs of a prompt's own tokens, from one forward on the trainer's path; nothing is cached or sampled."""
 
     @abstractmethod
     def _forget_cached(self) -> None:
         """Drop everything computed with weights of another version. Called with nothing in flight."""
 
     def _goes_on(self) -> bool:
-        """True while `generate` has to take steps."""
+        """True while `generate` must take further steps."""
         return self.has_work
 
     def _rest(self) -> None:  # noqa: B027
-        """Called whenever `generate` returns or raises, with nothing in flight."""
+        """Hook called when `generate` returns or raises, with nothing in flight."""
 
     # ---------------------------------------------------------------------------------------------- whole batches
 
@@ -106,9 +106,9 @@ class EngineFrontEnd(ABC):
     ) -> list[Completion]:
         """Continue every prompt, token ids or a `ModelInput`; completions come in the order of the prompts.
 
-        `sampling` is one for all, or a list with one for each; so are `adapters`, names of loaded ones (None: the model
-        as it is), of which any number may be among the prompts. `on_progress(finished, tokens)` is called after each
-        step with the number of finished completions and of tokens generated so far.
+        `sampling` is one for all, or a list with one for each; so is `adapters`, names of loaded adapters (None: the
+        model's own, or the base). `on_progress(finished, tokens)` is called after each step with the numbers of
+        finished completions and of generated tokens so far.
         """
         if self.has_work:
             raise ConfigError("generate was called while requests are in flight; step() until has_work is False")
@@ -127,7 +127,7 @@ class EngineFrontEnd(ABC):
                 if on_progress is not None:
                     on_progress(len(done), self._stats.made_tokens - before)
         finally:
-            self.abort_all()  # nothing is left unless an exception or an interrupt passes through
+            self.abort_all()  # requests are left only after an exception or an interrupt
             self._rest()
         return [done[id] for id in ids]
 
@@ -163,7 +163,7 @@ class EngineFrontEnd(ABC):
             sampling = dataclasses.replace(sampling, seed=drawn_seed(self._seed, id))
         model_input = as_model_input(prompt)
         ids = np.asarray(model_input.token_ids).tolist()  # Python's integers, whatever kind they were
-        self._accept(id, dataclasses.replace(model_input, token_ids=ids), sampling, top_logprobs, adapter)
+        self._accept(id, changed(model_input, token_ids=ids), sampling, top_logprobs, adapter)
         return id
 
     @property
@@ -173,7 +173,7 @@ class EngineFrontEnd(ABC):
     # ---------------------------------------------------------------------------------------------- weights and facts
 
     def set_version(self, version: int) -> None:
-        """The model's weights are now those of `version`: forget everything computed with others."""
+        """Declare the model's weights to be those of `version`; drops everything computed with others."""
         if self.has_work:
             raise ConfigError(
                 f"set_version({version}) came while {self.in_flight} requests are in flight; a completion has one "
@@ -192,7 +192,7 @@ class EngineFrontEnd(ABC):
         return dataclasses.replace(self._stats)
 
     def _count(self, prompt_ids: list[int], token_ids: list[int], cached: int = 0) -> None:
-        """Counts a completion, where the backend has no counts of its own. `cached`: of the prompt's tokens."""
+        """Count a completion, for backends without counts of their own. `cached`: prompt tokens found in the cache."""
         stats = self._stats
         stats.requests += 1
         stats.prompt_tokens += len(prompt_ids)

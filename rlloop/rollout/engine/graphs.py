@@ -1,10 +1,10 @@
 """Decode steps on a GPU as CUDA graphs: one launch in place of some hundreds.
 
-A graph is recorded for a number of rows and of pages a row, rounded up, when a step first needs it. It reads tokens,
-indices, positions, slots, seeds and pages from buffers of its own, and the weights where they lie, so the next replay
-sees an update in place. Rows that nobody uses decode token 0 at position 0 of a slot that nobody reads.
+A graph is recorded for a (rounded up) number of rows and of pages per row, when a step first needs it. It reads tokens,
+indices, positions, slots, seeds, state rows and pages from its own buffers, and the weights in place, so the next
+replay sees their update. Unused rows decode token 0 at position 0 into a spare slot.
 
-Where no row's distribution is warped, the graph draws the tokens, too.
+If no row's distribution is warped (truncated, scaled or banned), the graph draws the tokens as well.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from torch import Tensor
 
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
+from rlloop.rollout.engine.adapters import single
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.kv_cache import PagedCache
 
 if TYPE_CHECKING:
     from rlloop.models import Model
 
-LEAST_TOKENS = 1024  # what the pages of a row hold at least
+LEAST_TOKENS = 1024  # smallest number of tokens in a row's pages
 ADAPTER, SLOT = 1, 4  # columns of `_Recorded.inputs`
-PAGES = 6  # the column of `_Recorded.inputs` where they begin
+ROW = 6  # of the recurrent states
+PAGES = 7  # the column of `_Recorded.inputs` where they begin
 
 
 @dataclass(frozen=True)
 class _Recorded:
     graph: torch.cuda.CUDAGraph
-    inputs: Tensor  # [R, 6 + B] int64: token, adapter's slot, index, position, slot, seed, first slots of pages
+    inputs: Tensor  # [R, 7 + B] int64: token, adapter's slot, index, position, slot, seed, row, first slots of pages
     layout: AttentionLayout  # filled from them
     outputs: tuple[Tensor, ...]  # logits; or ids [R] int64 and, packed, [3, R] int32
 
@@ -42,29 +44,30 @@ class DecodeGraphs:
 
     def __init__(self, model: Model, cache: PagedCache, page_size: int, choices: ChoiceStore | None) -> None:
         self._model, self._cache, self._page_size, self._choices = model, cache, page_size, choices
-        self._recorded: dict[tuple[int, int, bool, bool], _Recorded] = {}
+        self._recorded: dict[tuple[int, int, bool, str], _Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._made_of, self._adapters_at = (model.ops, self._addresses()), []
+        self._made_of, self._adapters_at = (model.ops, self._addresses()), 0
         self.least = (1, 1)  # rows and pages of the graphs that are replayed
 
     def check_weights(self) -> None:
-        """Forget the graphs where parameters lie elsewhere by now, or meet other operations."""
+        """Drop the graphs if parameters were moved, or operations replaced."""
         if self._made_of != (now := (self._model.ops, self._addresses())):
             self._recorded.clear()
             self._made_of = now
 
     def logits(
         self, tokens: Tensor, adapters: np.ndarray | None, index: np.ndarray, positions: np.ndarray, slots: np.ndarray,
-        pages: np.ndarray,
+        pages: np.ndarray, rows: np.ndarray,
     ) -> Tensor:  # fmt: skip
         """Logits of one token a row, as `Model.logits` has them. The host need not know the tokens.
 
         tokens, adapters' slots (−1: none; None: all rows have the model's own), index in the sequence, position for the
-        rope, slots [S]; pages [S, B]: the first slots of each row's.
+        rope, slots [S]; pages [S, B]: the first slots of each row's; rows [S] of the states.
 
-        What it returns is valid until the next call.
+        The result is valid until the next call.
         """
-        (logits,) = self._replay(False, tokens, adapters, pages, index, positions, slots)
+        seeds = np.zeros_like(rows)
+        (logits,) = self._replay(False, tokens, adapters, pages, index, positions, slots, seeds, rows)
         return logits[: len(tokens)]
 
     def draw(
@@ -75,20 +78,21 @@ class DecodeGraphs:
         positions: np.ndarray,
         slots: np.ndarray,
         pages: np.ndarray,
+        rows: np.ndarray,
         seeds: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
-        """The next tokens, drawn from unwarped distributions: ids [S] and, as `packed` has them, [3, S]."""
-        ids, made = self._replay(True, tokens, adapters, pages, index, positions, slots, seeds)
+        """The next tokens, drawn from unwarped distributions: ids [S], and [3, S] as returned by `packed`."""
+        ids, made = self._replay(True, tokens, adapters, pages, index, positions, slots, seeds, rows)
         return ids[: len(tokens)], made[:, : len(tokens)]
 
     def shape(self, rows: int, pages: int, *, draws: bool = False) -> tuple[int, int]:
-        """The rows and pages of the graph that decodes so many. Those that draw keep no logits: there may be many."""
+        """Rows and pages of the smallest graph for this many. Graphs that draw keep no logits, so many may exist."""
         return rounded(rows, finely=draws), at_least(
             pages, min(LEAST_TOKENS, self._model.max_positions) // self._page_size
         )
 
     def idle(self, draws: bool) -> None:
-        """Replay the graph of size `least`, with nothing to decode: others of the layout need its experts."""
+        """Replay a graph with nothing to decode, since other ranks need this rank's experts."""
         nothing = np.zeros(0, np.int64)
         self._replay(
             draws, torch.empty(0, dtype=torch.int64, device=self._model.device), None, nothing[:, None], nothing
@@ -97,9 +101,9 @@ class DecodeGraphs:
     def _replay(
         self, draws: bool, tokens: Tensor, adapters: np.ndarray | None, pages: np.ndarray, *columns: np.ndarray
     ) -> tuple[Tensor, ...]:
-        adapted = adapters is not None
-        if adapted and self._adapters_at != (now := self._model.adapters.addresses()):
-            self._recorded = {key: step for key, step in self._recorded.items() if not key[3]}
+        adapted = "none" if adapters is None else "one" if single(adapters) else "many"
+        if adapters is not None and self._adapters_at != (now := self._model.adapters.moves):
+            self._recorded = {key: step for key, step in self._recorded.items() if key[3] == "none"}
             self._adapters_at = now
         (rows, width), count = self.shape(len(tokens), pages.shape[1], draws=draws), len(tokens)
         rows, width = max(rows, self.least[0]), max(width, self.least[1])
@@ -107,6 +111,7 @@ class DecodeGraphs:
         given = torch.empty(rows, PAGES + width, dtype=torch.int64, pin_memory=True)
         host = given.numpy()
         host[:, :PAGES], host[:, PAGES:], host[:, SLOT] = 0, self._cache.spare, self._cache.spare
+        host[:, ROW] = self._cache.spare_row
         if adapters is not None:
             host[:, ADAPTER], host[:count, ADAPTER] = -1, adapters
         for column, values in enumerate(columns, ADAPTER + 1):
@@ -117,10 +122,10 @@ class DecodeGraphs:
         step.graph.replay()
         return step.outputs
 
-    def _record(self, rows: int, width: int, draws: bool, adapted: bool) -> _Recorded:
+    def _record(self, rows: int, width: int, draws: bool, adapted: str) -> _Recorded:
         device, output = self._model.device, self._model.output
         inputs = torch.zeros(rows, PAGES + width, dtype=torch.int64, device=device)
-        inputs[:, SLOT], inputs[:, PAGES:] = self._cache.spare, self._cache.spare
+        inputs[:, SLOT], inputs[:, PAGES:], inputs[:, ROW] = self._cache.spare, self._cache.spare, self._cache.spare_row
         layout = AttentionLayout(
             query_start=torch.arange(rows + 1, device=device),
             context=torch.zeros(rows, dtype=torch.int64, device=device),
@@ -130,13 +135,15 @@ class DecodeGraphs:
         )
 
         def work() -> tuple[Tensor, ...]:
-            tokens, adapter, index, positions, slots, seeds = (inputs[:, i].contiguous() for i in range(PAGES))
+            tokens, adapter, index, positions, slots, seeds, state_rows = (
+                inputs[:, i].contiguous() for i in range(PAGES)
+            )
             layout.context.copy_(index)
             layout.block_start.copy_(inputs[:, PAGES:])
-            self._cache.slots = slots
-            adapters = self._model.adapters.rows(adapter) if adapted else None
+            self._cache.slots, self._cache.rows = slots, state_rows
+            adapters = None if adapted == "none" else self._model.adapters.rows(adapter, adapted == "one")
             routes = None if self._choices is None else RoutingRecord()
-            tokens = tokens.clamp(min=0)  # -1: no token could be drawn, of which the host knows later
+            tokens = tokens.clamp(min=0)  # -1: no token could be drawn; the host checks later
             hidden = self._model.hidden(
                 tokens, positions, layout, self._cache, routes=routes, even=True, adapters=adapters
             )
@@ -148,7 +155,7 @@ class DecodeGraphs:
             made = output.sample(logits, LogitsProcessing(), seeds, index + 1)
             return made[0], packed(*made)
 
-        work()  # compiles what has to be
+        work()  # compiles kernels first
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             made = work()

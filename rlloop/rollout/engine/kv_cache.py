@@ -1,14 +1,15 @@
-"""The paged key-value cache: the blocks' owners, and the tensors behind the blocks.
+"""The paged key-value cache: allocation of blocks, and the tensors that they index.
 
 A block is `page_size` consecutive slots; a slot holds one token's keys and values in every layer. Full blocks are named
-by the digest of a key (`BlockKey`) over all that decides their contents, so equal names mean equal contents and a block
-can be shared by any request that begins alike.
+by the digest of a key (`BlockKey`) over everything that decides their contents, so equal names mean equal contents, and
+requests with a common prefix share blocks.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
@@ -23,7 +24,7 @@ from rlloop.types import ModelInput
 
 @dataclass(frozen=True)
 class SequenceKey:
-    """All that decides the keys and values of a whole sequence besides its tokens."""
+    """Everything besides its tokens that decides a sequence's keys and values."""
 
     policy_version: int
     adapter: str | None = None
@@ -35,7 +36,7 @@ class SequenceKey:
 
 @dataclass(frozen=True)
 class BlockKey:
-    """All that decides the keys and values of one full block: its own tokens, and everything before them."""
+    """Everything that decides the keys and values of a full block: its tokens and everything before them."""
 
     parent: bytes  # name of the block before it; of the first one, the sequence's
     token_ids: np.ndarray  # [page_size] int64
@@ -47,7 +48,7 @@ class BlockKey:
 
 
 class BlockManager:
-    """Hands out blocks, counts their users and remembers full ones after the last user left.
+    """Allocates blocks, counts references, and keeps full blocks for reuse after the last reference is gone.
 
     A block is in exactly one of three states: in use (references > 0), free but remembered (its name can still be
     matched; the least recently freed is evicted first) or blank.
@@ -80,7 +81,7 @@ class BlockManager:
     ) -> list[bytes]:
         """Extend `hashes`, in place, to the names of the first `count` blocks of `token_ids`.
 
-        `model_input`: what the tokens stand for; None for text. `adapter`: the one that computes them.
+        `model_input`: contents of the tokens; None for text. `adapter`: the one that computes them.
         """
         size = self.page_size
         for begin in range(len(hashes) * size, count * size, size):
@@ -132,13 +133,13 @@ class BlockManager:
                     self._blank.append(block)
 
     def remember(self, block: int, name: bytes) -> None:
-        """The block is full, or will be before anyone reads it. If another one has that name, it stays unnamed."""
+        """Name a block that is full, or will be before it is read. It stays unnamed if another block has the name."""
         if self.prefix_caching and name not in self._block_of:
             self._block_of[name] = block
             self._name_of[block] = name
 
     def forget(self, policy_version: int) -> None:
-        """Drop every name: what was computed is not what `policy_version` would compute."""
+        """Drop every name: cached contents are not those of `policy_version`."""
         self._version = policy_version
         self._block_of.clear()
         self._name_of.clear()
@@ -157,12 +158,11 @@ class BlockManager:
 
 
 class PagedCache:
-    """The stores of all layers. `slots` says where the tokens of the current step go. On a GPU there is a `spare` slot,
-    which nobody reads, for rows that only fill up a batch.
+    """The stores of all layers. `slots` are those of the current step's tokens. On a GPU, padding rows of a batch use a
+    `spare` slot and a `spare_row` of states, which are never read.
 
-    Built from `Model.cache_spec()`, so it holds keys and values, latents, or whatever a layer declares per token; and
-    from `Model.state_spec()`, for `num_rows` sequences at a time: what a recurrent layer keeps of each. `rows` says
-    which row each sequence of the current step has.
+    Built from `Model.cache_spec()` (keys and values, latents, or other data per token) and `Model.state_spec()`
+    (recurrent states, for `num_rows` sequences at a time). `rows` are those of the current step's sequences.
     """
 
     def __init__(
@@ -174,9 +174,9 @@ class PagedCache:
         states: list[dict[str, tuple[int, ...]]] | None = None,
         num_rows: int = 0,
     ) -> None:
-        self.spare = num_slots
+        self.spare, self.spare_row = num_slots, num_rows
         if device.type != "cpu":
-            num_slots += 1
+            num_slots, num_rows = num_slots + 1, num_rows + 1
         self.stores = [
             {name: _zeros((num_slots, *shape), dtype, device) for name, shape in layer.items()} for layer in spec
         ]
@@ -188,11 +188,20 @@ class PagedCache:
         self.rows = torch.empty(0, dtype=torch.int64, device=device)
 
     def carried(self, layer: int, name: str) -> RecurrentState:
-        """A recurrent layer's state of this step's sequences. A sequence that begins finds zeros there."""
+        """A recurrent layer's states of this step's sequences; zeros for sequences that begin."""
         return RecurrentState(self.states[layer][name], self.rows)
 
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies rows of all states, each (from, to); no row is both."""
+        if not pairs:
+            return
+        source, target = torch.tensor(pairs, device=self.rows.device).T
+        for layer in self.states:
+            for store in layer.values():
+                store.index_copy_(0, target, store.index_select(0, source))
+
     def places(self, layer: int, *names: str) -> tuple[Tensor, ...]:
-        """The slots of this step's tokens, and the stores of these names: where `write` would put them."""
+        """The slots [T] that `write` would use for this step's tokens, and the stores of these names."""
         return self.slots, *(self.stores[layer][name] for name in names)
 
     def write(self, layer: int, **tensors: Tensor) -> tuple[Tensor, ...]:

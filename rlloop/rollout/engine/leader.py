@@ -1,7 +1,7 @@
-"""One engine over tensor-parallel ranks for callers on the first of them, as servers are.
+"""One engine over tensor-parallel ranks, called on the first rank only, as by a server.
 
-The first rank's engine sends each call that changes its state to the others, which repeat it: what a step admits, ends
-and computes is the same on every rank.
+The first rank's engine sends each state-changing call to the others, which repeat it, so a step admits, ends and
+computes the same requests on every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Call = tuple[str, tuple[Any, ...]]  # a method, and its arguments
 
 
 class LeadingEngine(Engine):
-    """The first rank's engine. Callers use it as any engine; the other ranks are in `follow` until `close`.
+    """The first rank's engine, used like any engine; the other ranks run `follow` until `close`.
 
     `weights`: a model on this rank that has the parameters whole; `set_version` hands its values to all ranks. None:
     the weights stay as they are.
@@ -32,7 +32,7 @@ class LeadingEngine(Engine):
         self._calls: list[Call] = []  # not sent yet
 
     def _send(self, method: str, *args: Any) -> None:
-        """Send the calls that wait, and one in which ranks meet, so they must make it at the same time."""
+        """Send the queued calls, then one with collectives, which all ranks must make at the same time."""
         self.model.context.tp.broadcast_object([*self._calls, (method, args)])
         self._calls = []
 

@@ -1,8 +1,7 @@
 """Requests: as objects while they wait, as rows of arrays while they run.
 
-A decode step touches every running request. Kept as rows of arrays, 512 of them cost a handful of numpy calls instead
-of 512 turns of a Python loop; so a request moves into a row when it is admitted, and back into its object when it is
-preempted.
+A decode step updates every running request. As rows of arrays, 512 requests take a few numpy calls instead of 512
+iterations of a Python loop. So a request moves into a row on admission, and back into its object on preemption.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rlloop.types import Alternatives, Completion, FinishReason, ModelInput, Sam
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way to a completion.
+    """A prompt and its completion so far.
 
     Example: `Request.of(0, [4, 6, 8], SamplingParams(max_tokens=8, seed=1), eos_token_ids=(2,))`.
     """
@@ -28,14 +27,15 @@ class Request:
     model_input: ModelInput  # the prompt
     sampling: SamplingParams  # its seed is set
     stop_ids: tuple[int, ...]  # what ends it: its own stop tokens, and the model's end of sequence unless ignored
-    token_ids: np.ndarray  # [known] int64: the prompt, then what was made of it before it was last preempted
-    logprobs: np.ndarray  # [known] float32 by absolute position; those of the prompt mean nothing
+    token_ids: np.ndarray  # [known] int64: the prompt, then tokens generated before the last preemption
+    logprobs: np.ndarray  # [known] float32 by absolute position; undefined for the prompt
     raw_logprobs: np.ndarray  # [known] float32, likewise
     choices: Callable[[], Choices] = lambda: (None, None)  # waits for experts and selections of its computed tokens
-    block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as anyone asked
-    adapter: LoadedAdapter | None = None  # which computes it; None: the model as it is
-    top: int = 0  # how many of the likeliest tokens are kept beside each that is drawn
+    block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as computed
+    adapter: LoadedAdapter | None = None  # the adapter that computes it; None: the model's own, or none
+    top: int = 0  # number of likeliest tokens recorded for each drawn token
     likeliest: list[Alternatives] = field(default_factory=list)  # one a token made, where they are
+    scored: dict[int, np.ndarray] | None = None  # prefill's logprobs of the prompt, by first token; None: not requested
 
     @classmethod
     def of(
@@ -105,6 +105,7 @@ class RequestTable:
         self.seed = np.zeros(max_rows, dtype=np.int64)
         self.top = np.zeros(max_rows, dtype=np.int64)  # see Request
         self.adapted = np.zeros(max_rows, dtype=bool)  # requests with an adapter
+        self.scored = np.zeros(max_rows, dtype=bool)  # prompts whose logprobs are requested
         self.placed = np.zeros(max_rows, dtype=bool)  # prompts that bring positions of their own
         self.shift = np.zeros(max_rows, dtype=np.int64)  # a token's rope position less its index, after the prompt
         self.row_of: dict[int, int] = {}  # by the request's id
@@ -137,7 +138,7 @@ class RequestTable:
         self.prompt_length[row], self.max_length[row] = len(request.prompt_ids), limit
         self.min_length[row] = len(request.prompt_ids) + request.sampling.min_tokens
         self.seed[row], self.top[row] = request.sampling.seed, request.top
-        self.adapted[row] = request.adapter is not None
+        self.adapted[row], self.scored[row] = request.adapter is not None, request.scored is not None
         self.placed[row], self.shift[row] = request.model_input.positions is not None, 0
         if self.placed[row]:
             after = len(request.model_input)
@@ -155,7 +156,7 @@ class RequestTable:
             at = np.arange(self.computed[row])
             slots = self.blocks[row, at // self.page_size] * self.page_size + at % self.page_size
             request.choices = self.choices.begin_read(slots)
-        self.requests[row], self.placed[row] = None, False
+        self.requests[row], self.placed[row], self.scored[row] = None, False, False
         del self.row_of[request.id]
         self._free.append(row)
         return request, self.blocks[row, : self.num_blocks[row]].tolist()
@@ -190,7 +191,7 @@ class RequestTable:
 
 
 def _widened(array: np.ndarray, width: int, fill: int) -> np.ndarray:
-    # Fresh zeros are no memory until they are written, and few rows are ever as long as the longest request.
+    # Fresh zeros take no memory until written, and few rows are as long as the longest request.
     wide = np.zeros((len(array), width), array.dtype) if fill == 0 else np.full((len(array), width), fill, array.dtype)
     wide[:, : array.shape[1]] = array
     return wide

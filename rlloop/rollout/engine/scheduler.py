@@ -1,9 +1,9 @@
-"""The scheduler: it chooses the tokens of each step, and records the tokens that the step drew.
+"""The scheduler: chooses the tokens of each step, and records the tokens that the step drew.
 
-First come, first served. Running requests go first, in the order of admission; what is left of the token budget goes to
-waiting ones, long prompts in chunks. When blocks run out, the request admitted last gives way: it waits again, first in
-the queue, keeps its tokens, and computes their keys and values anew later. None of this can be seen in a completion:
-the bits of a token depend on its own sequence alone.
+First come, first served. Running requests go first, in the order of admission; the rest of the token budget goes to
+waiting ones, long prompts in chunks. When blocks run out, the request admitted last is preempted: it returns to the
+front of the queue with its tokens, whose keys and values are recomputed later. None of this changes a completion, since
+the bits of a token depend only on its own sequence.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.kv_cache import BlockManager
 from rlloop.rollout.engine.request import Request, RequestTable
+from rlloop.rollout.engine.saved_states import SavedStates
 
 PATIENCE, LOOK_AHEAD = 256, 1024  # requests that pass one whose adapter has no slot; that are looked at for it
 
@@ -32,6 +33,8 @@ class ScheduledStep:
     alive: np.ndarray  # [S] bool: not ended meanwhile, so its new token counts
     source: np.ndarray | None = None  # [S] which of the emitting requests of the step before made its token, where that
     # step is not over and the table does not know the token
+    restores: tuple[tuple[int, int], ...] = ()  # rows of recurrent states to copy before the step, from and to
+    saves: tuple[tuple[int, int], ...] = ()  # and after it
 
 
 @dataclass
@@ -42,10 +45,10 @@ class EngineStats:
     requests: int = 0
     prompt_tokens: int = 0
     made_tokens: int = 0
-    computed_tokens: int = 0  # that went through the model: all but cache hits, and again after a preemption
+    computed_tokens: int = 0  # computed by the model: all but cache hits; recomputed ones count again
     cached_tokens: int = 0  # that admissions found in the prefix cache
     preemptions: int = 0
-    adapter_waits: int = 0  # steps in which a request waited for a slot, since as many other adapters were running
+    adapter_waits: int = 0  # steps in which a request waited for an adapter slot
     adapter_swaps: int = 0  # copies of adapters from the host into slots, of all engines over the model
     adapter_swap_bytes: int = 0
     adapter_swap_seconds: float = 0.0  # of the host
@@ -66,8 +69,10 @@ class Scheduler:
         choices: ChoiceStore | None = None,
         adapter_slots: int = 1,
         own_adapter: bool = False,
+        states: SavedStates | None = None,
     ) -> None:
-        """`adapter_slots`: adapters that may run at once. `own_adapter`: requests that name none have the model's."""
+        """`adapter_slots`: adapters that may run at once. `own_adapter`: requests that name none have the model's.
+        `states`: saved recurrent states; None: the model has no recurrent layers."""
         self.blocks = blocks
         self.stats = stats
         self.max_batch_tokens = max_batch_tokens
@@ -75,13 +80,20 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running = np.zeros(0, dtype=np.int64)  # rows, in order of admission
         self._ahead: ScheduledStep | None = None
+        self.states = states
         self._adapter_slots, self._own_adapter = adapter_slots, own_adapter
         self._adapters: Counter[str | None] = Counter()  # running requests of each adapter that takes a slot
-        self._passed = 0  # requests that were admitted before the one that waits longest, which lacks a slot
+        self._passed = 0  # requests admitted ahead of the first waiting one, which lacks a slot
 
     @property
     def num_requests(self) -> int:
         return len(self.waiting) + len(self.running)
+
+    def forget(self, policy_version: int) -> None:
+        """Drop everything cached; the policy has changed."""
+        self.blocks.forget(policy_version)
+        if self.states is not None:
+            self.states.forget()
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -89,7 +101,7 @@ class Scheduler:
         self.stats.prompt_tokens += len(request.prompt_ids)
 
     def remove(self, request_id: int) -> Request | None:
-        """Take a request out, wherever it is; None if it is not here."""
+        """Remove a waiting or running request; None if it is unknown."""
         for request in self.waiting:
             if request.id == request_id:
                 self.waiting.remove(request)
@@ -101,39 +113,51 @@ class Scheduler:
         return None
 
     def drain(self) -> list[Request]:
-        """Take every request out."""
+        """Remove all requests."""
         requests = [self._release(row) for row in self.running.tolist()] + list(self.waiting)
         self.running = self.running[:0]
         self.waiting.clear()
         return requests
 
     def schedule(self) -> ScheduledStep:
-        """Choose the step's tokens and see that each has a slot. Empty only when there are no requests."""
+        """Choose the step's tokens and allocate a slot for each. Empty only when there are no requests."""
         preempted = self._make_room()
         table, rows = self.table, self.running
-        context = table.computed[rows]
-        pending = table.length[rows] - context
+        context, pending = table.computed[rows], self._pending(rows)
         counts = np.clip(self.max_batch_tokens - (np.cumsum(pending) - pending), 0, pending)
         chosen = counts > 0
         rows, context, counts = rows[chosen], context[chosen], counts[chosen]
         after, size = context + counts, self.blocks.page_size
         for index in np.flatnonzero(after // size > context // size).tolist():
             self._remember(int(rows[index]), int(context[index]), int(after[index]))
+        restores: list[tuple[int, int]] = []
         if self.waiting and not preempted:
-            admitted = self._admit(self.max_batch_tokens - int(counts.sum()))
+            admitted = self._admit(self.max_batch_tokens - int(counts.sum()), restores)
             if admitted:
                 new_rows, new_counts = np.array(admitted).T
                 self.running = np.concatenate((self.running, new_rows))
                 rows, counts = np.concatenate((rows, new_rows)), np.concatenate((counts, new_counts))
                 context = table.computed[rows]
-        self._ahead = None
-        return ScheduledStep(rows, context, counts, context + counts == table.length[rows], np.ones(len(rows), bool))
+        self._ahead, after = None, context + counts
+        saves = () if self.states is None else rows[(after == self.states.stops[rows]) & (counts > 0)].tolist()
+        return ScheduledStep(
+            rows, context, counts, after == table.length[rows], np.ones(len(rows), bool), restores=tuple(restores),
+            saves=tuple((row, self.states.save(row)) for row in saves) if self.states is not None else (),
+        )  # fmt: skip
+
+    def _pending(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens of each row to compute at once: all that are known, or those up to where its state is to be saved."""
+        computed, end = self.table.computed[rows], self.table.length[rows]
+        if self.states is not None:
+            stops = self.states.stops[rows]
+            end = np.where(stops > computed, stops, end)
+        return end - computed
 
     def schedule_ahead(self, before: ScheduledStep) -> ScheduledStep | None:
-        """The step after `before`, which has been advanced and makes tokens that nobody knows yet.
+        """Schedule the step after `before`, which is running, so its tokens are not known yet.
 
-        A request that then turns out to have ended has computed one token for nothing. None where the step has to wait
-        for `before`: a request could come in or would have to give way, or somebody's prompt is not through.
+        A request that turns out to have ended has computed one token in vain. None if the step must wait for `before`:
+        a request could be admitted or must be preempted, or a prompt is unfinished.
         """
         self._ahead, table = None, self.table
         rows = self.running[table.length[self.running] < table.max_length[self.running]]
@@ -152,7 +176,7 @@ class Scheduler:
         return self._ahead
 
     def advance(self, batch: ScheduledStep) -> None:
-        """The batch is on its way: its tokens count as computed, and those it makes as known."""
+        """Mark a started batch: its tokens count as computed, and those it draws as known."""
         table = self.table
         table.computed[batch.rows] += batch.counts
         table.length[batch.rows[batch.emits]] += 1
@@ -170,7 +194,7 @@ class Scheduler:
         table.tokens[rows, at] = token_ids
         table.logprobs[rows, at] = logprobs[counts]
         table.raw_logprobs[rows, at] = raw_logprobs[counts]
-        if batch.source is not None:  # scheduled when its tokens were not known, so nothing could be named
+        if batch.source is not None:  # scheduled before its tokens were known, so its blocks could not be named
             for row, after in zip(rows.tolist(), at.tolist(), strict=True):
                 if after % self.blocks.page_size == 0:
                     self._remember(row, after - 1, after)
@@ -186,7 +210,7 @@ class Scheduler:
         return [(self._release(row), stop) for row, stop in zip(gone.tolist(), stopped[ended].tolist(), strict=True)]
 
     def _make_room(self) -> bool:
-        """A block for each running request that outgrew its own; preempts the last admitted until there are enough."""
+        """Append a block to each running request that needs one; preempts the last admitted until enough are free."""
         table, size, preempted = self.table, self.blocks.page_size, False
         needy = self._without_slot(self.running)
         while not self.blocks.may_append(len(needy)):
@@ -206,8 +230,9 @@ class Scheduler:
             table.blocks[row, table.num_blocks[row]] = self.blocks.append()
             table.num_blocks[row] += 1
 
-    def _admit(self, budget: int) -> list[tuple[int, int]]:
-        """Move waiting requests into rows while tokens, blocks and rows last. Returns (row, tokens to compute now)."""
+    def _admit(self, budget: int, restores: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Move waiting requests into rows while tokens, blocks and rows last. Returns (row, tokens to compute now), and
+        adds to `restores` from which row of states to which."""
         admitted = []
         while budget > 0 and (index := self._next_waiting()) is not None:
             request = self.waiting[index]
@@ -221,7 +246,13 @@ class Scheduler:
                 self._adapters[request.adapter_key] += 1
             computed = len(shared) * self.blocks.page_size
             row = self.table.load(request, self.blocks.allocate(shared, fresh), computed)
-            count = min(budget, len(request.token_ids) - computed)
+            if self.states is not None:
+                if shared:
+                    restores.append((self.states.row(request.block_hashes[len(shared) - 1]), row))
+                if (last := (len(request.prompt_ids) - 1) // self.blocks.page_size) > len(shared):
+                    self.states.expect(row, last * self.blocks.page_size, request.block_hashes[last - 1])
+            known = len(request.token_ids) - computed
+            count = min(budget, known if self.states is None else int(self._pending(np.array([row]))[0]))
             budget -= count
             self.stats.cached_tokens += computed
             # At once, so that the next request of the same group shares blocks that this very step fills.
@@ -232,7 +263,7 @@ class Scheduler:
         return admitted
 
     def _next_waiting(self) -> int | None:
-        """Which waiting request comes next: the first, or while its adapter has no slot, the first whose has one.
+        """Index of the next waiting request: the first, or while its adapter has no slot, the first whose adapter has.
 
         No more than `PATIENCE` requests pass the first one.
         """
@@ -247,27 +278,35 @@ class Scheduler:
         return request.adapter is not None or self._own_adapter
 
     def _has_slot(self, request: Request) -> bool:
-        """True where its adapter is running, one more may run, or it needs none."""
+        """True if its adapter is running, one more may run, or it needs none."""
         free = len(self._adapters) < self._adapter_slots
         return free or not self._takes_slot(request) or request.adapter_key in self._adapters
 
     def _place_for(self, request: Request, newcomers: int) -> tuple[list[int], int] | None:
-        """The cached blocks that it begins with and how many more it needs, if there is room for it now."""
+        """Its leading cached blocks and the number of further ones that it needs; None if there is no room now."""
         known = len(request.token_ids)
         # The last known token is always computed: its hidden state is what the next token is drawn from.
         shared = self._cached_blocks(request, (known - 1) // self.blocks.page_size)
+        if self.states is not None:
+            names = request.block_hashes[: (known - 1) // self.blocks.page_size]
+            most = self.states.longest(names)
+            if most is not None and most > len(shared):  # the state is there yet, but some of the blocks are not
+                most = self.states.longest(names[: len(shared)])
+            if most is None:
+                return None
+            shared = shared[:most]
         fresh = -(-known // self.blocks.page_size) - len(shared)
-        # Leave each running request room to grow by a block, or the newcomer would soon be preempted for it.
+        # Leave each running request room to grow by a block; otherwise the new one would soon be preempted.
         room = self.blocks.can_allocate(shared, fresh + len(self.running) + newcomers)
         return (shared, fresh) if room and self.table.num_free else None
 
     def _cached_blocks(self, request: Request, count: int) -> list[int]:
-        if not self.blocks.prefix_caching:
+        if not self.blocks.prefix_caching or request.scored is not None:
             return []
         return self.blocks.match(self._names(request, request.token_ids, count)[:count])
 
     def _names(self, request: Request, token_ids: np.ndarray, count: int) -> list[bytes]:
-        """The names of its first `count` blocks, and of those after them that were asked for before."""
+        """The names of its first `count` blocks, and of further ones computed before."""
         return self.blocks.chain(request.block_hashes, token_ids, count, request.model_input, request.adapter_key)
 
     def _remember(self, row: int, computed: int, after: int) -> None:
@@ -284,6 +323,8 @@ class Scheduler:
         self.stats.preemptions += 1
 
     def _release(self, row: int) -> Request:
+        if self.states is not None:
+            self.states.leave(row)
         request, blocks = self.table.unload(row)
         self.blocks.deallocate(blocks)
         if self._takes_slot(request):

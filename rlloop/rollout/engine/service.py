@@ -1,21 +1,19 @@
-"""An engine in a thread of its own: callers in any thread share its batches; weights change between batches."""
+"""An engine in its own thread: callers in any thread share its batches; weights change between batches."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
 from rlloop.errors import ConfigError
 from rlloop.protocols import Listener, SteppedEngine
+from rlloop.rollout.engine.jobs import Job, each_once
 from rlloop.rollout.errors import Busy, VersionUnavailable
-from rlloop.types import Completion, SamplingParams
+from rlloop.types import Completion, ModelInput, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -24,32 +22,11 @@ PauseMode = Literal["wait", "abort", "keep"]
 SHUT = "the engine was shut down"
 
 
-@dataclass(eq=False)
-class _Job:
-    """One call of `submit`: its requests are answered together."""
-
-    prompts: Sequence[list[int]]
-    sampling: Sequence[SamplingParams]
-    lowest: int | None
-    highest: int | None
-    listener: Listener | None = None
-    top: int = 0
-    score: int | None = None
-    only_score: bool = False
-    adapters: Sequence[str | None] = ()  # one each; empty: none is named
-    answer: Future[list[Completion]] = field(default_factory=Future)
-    scored: int = 0  # prompts
-    ids: list[int] = field(default_factory=list)
-    index: dict[int, int] = field(default_factory=dict)  # of each id's prompt
-    told: dict[int, int] = field(default_factory=dict)  # how many tokens of each request the listener knows
-    done: dict[int, Completion] = field(default_factory=dict)
-
-
 class EngineService:
-    """Owns `engine`: nothing else may call it while the service runs.
+    """Runs `engine`, which nothing else may call while the service runs.
 
-    A completion has one version. So a change of weights waits until what runs is finished, while what comes in the
-    meantime waits for the change; `change_weights` runs it with nothing in flight.
+    A completion has one version of the weights. So a change of weights waits for running requests, and new requests
+    wait for the change; `change_weights` runs it with nothing in flight.
     """
 
     def __init__(self, engine: SteppedEngine, *, max_waiting: int = 4096) -> None:
@@ -57,24 +34,24 @@ class EngineService:
         one call of more."""
         self._engine, self._max_waiting = engine, max_waiting
         self._changed = threading.Condition()
-        self._inbox: list[_Job] = []
+        self._inbox: list[Job] = []
         self._cancelled: set[Future[list[Completion]]] = set()
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []  # of `_between_steps`
         self._pause: tuple[Callable[[], Any], Future[Any]] | None = None
-        self._halt: tuple[PauseMode, Future[None]] | None = None  # whoever waits in `pause`, and for what
+        self._halt: tuple[PauseMode, Future[None]] | None = None  # the caller that waits in `pause`, and its mode
         self._paused = False
         self._closed, self._why = False, SHUT
-        self._admitted: list[_Job] = []  # taken from the inbox, and on their way into the engine
-        self._unscored: list[_Job] = []  # admitted, and their prompts are to be scored first
-        self._running: dict[int, _Job] = {}  # by request id
+        self._admitted: list[Job] = []  # taken from the inbox, not yet in the engine
+        self._unscored: list[Job] = []  # admitted, with prompts still to be scored
+        self._running: dict[int, Job] = {}  # by request id
         self._load = 0
-        self.halted: str | None = None  # why nothing may be served; written in the engine's thread
+        self.halted: str | None = None  # reason why nothing may be served; written in the engine's thread
         self._thread = threading.Thread(target=self._work, daemon=True, name="engine")
         self._thread.start()
 
     @property
     def version(self) -> int:
-        """-1: none that may serve."""
+        """The version of the weights; -1 if they must not be served."""
         return self._engine.policy_version if self.halted is None else -1
 
     @property
@@ -101,7 +78,7 @@ class EngineService:
 
     def submit(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[ModelInput | list[int]],
         sampling: Sequence[SamplingParams],
         lowest: int | None = None,
         highest: int | None = None,
@@ -114,21 +91,21 @@ class EngineService:
     ) -> Future[list[Completion]]:
         """Completions in the order of the prompts, all made by one version from `lowest` to `highest`.
 
-        `listener` hears of tokens as they are made. `top`: alternatives beside each. `score`: tell the listener the
-        logprobs of the prompts' own tokens first, with so many alternatives; one prompt a step of the engine, and a
-        list that follows itself in `prompts` is scored once. `only_score`: make nothing, so completions are empty.
-        `adapters`: names, one each; empty: the model as it is.
+        `listener` receives tokens as they are drawn. `top`: number of alternatives for each. `score`: first report the
+        logprobs of the prompts' own tokens to the listener, with this many alternatives; one prompt per engine step,
+        and consecutive uses of one list in `prompts` are scored once. `only_score`: generate nothing, so completions
+        are empty. `adapters`: a name for each prompt; empty: none.
 
-        The future raises `VersionUnavailable` where the engine, once it gets to them, has another version, and
-        `ConfigError` for prompts that it cannot take.
+        The future raises `VersionUnavailable` if the engine has another version when the call's turn comes, and
+        `ConfigError` for prompts that it cannot take. Raises `Busy` when too many requests wait.
         """
-        job = _Job(prompts, sampling, lowest, highest, listener, top, score, only_score, adapters)
+        job = Job(prompts, sampling, lowest, highest, listener, top, score, only_score, adapters)
         job.answer.set_running_or_notify_cancel()  # only `cancel` ends it early
         with self._changed:
             self._check_open()
             if len(prompts) > self._max_waiting:
                 raise ConfigError(
-                    f"one request has {len(prompts)} prompts, and {self._max_waiting} may wait here at all; send it in "
+                    f"one request has {len(prompts)} prompts, and at most {self._max_waiting} may wait; send it in "
                     "parts, or start the engine with a larger --max-waiting"
                 )
             if self._load + len(prompts) > self._max_waiting:
@@ -139,14 +116,15 @@ class EngineService:
         return job.answer
 
     def cancel(self, answer: Future[list[Completion]]) -> None:
-        """End the call: nobody waits for its answer."""
+        """Cancel a call; its future gets `Busy`."""
         with self._changed:
             self._cancelled.add(answer)
             self._changed.notify()
 
     def change_weights(self, change: Callable[[], T]) -> T:
-        """Run `change` in the engine's thread once nothing is in flight. Returns or raises what it does; where it
-        raises, the weights are of no version, and nothing is served until another change succeeds."""
+        """Run `change` in the engine's thread once nothing is in flight; returns its result or raises its error.
+
+        After an error the weights have no version, and nothing is served until another change succeeds."""
         answer: Future[T] = Future()
         with self._changed:
             self._check_open()
@@ -169,7 +147,7 @@ class EngineService:
         return self._between_steps(lambda: engine.add_adapter(name, weights))
 
     def drop_adapter(self, name: str) -> None:
-        """As `Engine.drop_adapter`; requests that have it are finished with it."""
+        """As `Engine.drop_adapter`; current requests finish with the adapter."""
         engine: Any = self._engine
         self._between_steps(lambda: engine.drop_adapter(name))
 
@@ -183,11 +161,11 @@ class EngineService:
         return answer.result()
 
     def pause(self, mode: PauseMode = "wait") -> None:
-        """Compute nothing from when this returns until `resume`; what comes in the meantime waits.
+        """Stop computing until `resume`; returns once stopped. New requests wait.
 
-        What is in flight is finished first (`wait`), ends now, so that its callers get what there is (`abort`), or
-        stays as it is and goes on after (`keep`). A change of weights that comes meanwhile finds nothing in flight
-        after the first two; after `keep` it waits for `resume`, since a completion has one version.
+        Requests in flight are finished first (`wait`), end now with the tokens that they have (`abort`), or continue
+        after the pause (`keep`). A change of weights runs during the pause after `wait` and `abort`; after `keep` it
+        waits for `resume`, since a completion has one version.
         """
         answer: Future[None] = Future()
         with self._changed:
@@ -203,7 +181,7 @@ class EngineService:
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread. Callers that still wait, for an answer, a pause or a change of weights, get `Busy`."""
+        """End the thread. Calls, pauses and changes of weights that are still waiting get `Busy`."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -219,12 +197,12 @@ class EngineService:
         why = SHUT
         try:
             self._serve()
-        except Exception as error:  # the engine cannot even be told to drop a request: nobody is to wait for it
+        except Exception as error:  # the engine cannot even drop a request, so no caller may wait for it
             why = self.halted = f"the engine failed: {type(error).__name__} {error}"
             log.exception("the engine failed, and serves nothing any more")
         with self._changed:
             self._closed, self._why = True, why
-        for job in _each([*self._running.values(), *self._unscored, *self._admitted, *self._inbox]):
+        for job in each_once([*self._running.values(), *self._unscored, *self._admitted, *self._inbox]):
             if not job.answer.done():
                 job.answer.set_exception(Busy(why))
         for waiting in (self._halt, self._pause, *self._calls):
@@ -248,7 +226,7 @@ class EngineService:
             for call, answer in calls:
                 try:
                     answer.set_result(call())
-                except Exception as error:  # belongs to who asked
+                except Exception as error:  # goes to the caller
                     answer.set_exception(error)
             if halt is not None and (halt[0] != "wait" or not self._has_work):
                 self._stop(*halt)
@@ -264,7 +242,7 @@ class EngineService:
                 self._change(*pause)
 
     def _may_work(self) -> bool:
-        if self._paused:  # a change of weights needs no computing, where nothing is in flight
+        if self._paused:  # with nothing in flight, a change of weights needs no computing
             return self._pause is not None and not self._has_work
         return bool(self._inbox or self._pause or self._has_work)
 
@@ -277,53 +255,46 @@ class EngineService:
             for request, job in list(self._running.items()):
                 if request in self._running and (made := self._engine.abort(request)) is not None:
                     self._keep(job, request, made)
-            for job in _each([*self._running.values(), *self._unscored]):
-                self._fail(job, Busy("ended in a pause, and nothing is left of it"))
+            for job in each_once([*self._running.values(), *self._unscored]):
+                self._fail(job, Busy("aborted by a pause before any token was drawn"))
         with self._changed:
             self._halt, self._paused = None, True
         answer.set_result(None)
 
-    def _admit(self, job: _Job) -> None:
-        have = self._engine.policy_version if self.halted is None else -1
-        if (
-            self.halted is not None
-            or (job.lowest is not None and have < job.lowest)
-            or (job.highest is not None and have > job.highest)
-        ):
-            self._finish(job, error=VersionUnavailable(have, job.lowest, job.highest))
+    def _admit(self, job: Job) -> None:
+        if self.halted is not None or not job.accepts(self._engine.policy_version):
+            self._finish(job, error=VersionUnavailable(self.version, job.lowest, job.highest))
             return
         if job.score is None or not job.prompts:
             self._start(job)
         else:
             self._unscored.append(job)
 
-    def _start(self, job: _Job) -> None:
+    def _start(self, job: Job) -> None:
         if job.only_score or not job.prompts:
-            none, version = np.zeros(0, np.float32), self._engine.policy_version
-            each = zip(job.prompts, job.sampling, strict=True)
-            empty = [Completion(prompt, [], none, none, version, "length", params) for prompt, params in each]
+            empty = job.without_tokens(self._engine.policy_version)
             if all(self._heard(job, index, completion) for index, completion in enumerate(empty)):
                 self._finish(job, empty)
             return
         try:
             for index, (prompt, params) in enumerate(zip(job.prompts, job.sampling, strict=True)):
-                job.ids.append(self._engine.add_request(prompt, params, top_logprobs=job.top, **_named(job, index)))
-        except Exception as error:  # the caller's mistake, by name, or the engine's: neither is anybody else's
+                job.ids.append(self._engine.add_request(prompt, params, top_logprobs=job.top, **job.arguments(index)))
+        except Exception as error:  # the caller's mistake or the engine's; other jobs are not affected
             self._fail(job, error)
             return
         job.index = {request: index for index, request in enumerate(job.ids)}
         self._running.update(dict.fromkeys(job.ids, job))
 
-    def _score(self, job: _Job) -> None:
-        """The job's next prompt."""
+    def _score(self, job: Job) -> None:
+        """Score the job's next prompt."""
         begin, prompts = job.scored, job.prompts
         try:
-            scores = self._engine.score(prompts[begin], job.score or 0, **_named(job, begin))
+            scores = self._engine.score(prompts[begin], job.score or 0, **job.arguments(begin))
             while job.scored < len(prompts) and prompts[job.scored] is prompts[begin]:
                 if job.listener is not None:
                     job.listener.scored(job.scored, scores)
                 job.scored += 1
-        except Exception as error:  # belongs to who asked
+        except Exception as error:  # goes to the caller
             self._fail(job, error)
             return
         if job.scored == len(prompts):
@@ -337,8 +308,8 @@ class EngineService:
             return
         try:
             finished = self._engine.step()
-        except Exception as error:  # the engine dropped everything in flight: each caller hears why, and it goes on
-            for job in _each(self._running.values()):
+        except Exception as error:  # the engine dropped everything in flight: each caller gets the error
+            for job in each_once(self._running.values()):
                 self._finish(job, error=error)
             self._running.clear()
             return
@@ -349,20 +320,14 @@ class EngineService:
             if request in self._running:
                 self._tell(job, request)
 
-    def _tell(self, job: _Job, request: int, completion: Completion | None = None) -> None:
-        """Report a request's new tokens to its listener, which may end it. `completion`: all of it, once it ended."""
+    def _tell(self, job: Job, request: int, completion: Completion | None = None) -> None:
+        """Report a request's new tokens to its listener, which may end it. `completion`: the whole, if it has ended."""
         kept = None
         if job.listener is not None:
-            told = job.told.get(request, 0)
-            if completion is None:
-                part = self._engine.so_far(request, told)
-            else:
-                part = completion.part(told)
-                part = part[:-1] if completion.finish_reason == "stop" else part
-            job.told[request] = told + len(part.token_ids)
+            part = job.unheard(self._engine, request, completion)
             try:
                 kept = job.listener.made(job.index[request], part) if part.token_ids else None
-            except Exception as error:  # belongs to who listens
+            except Exception as error:  # the listener's, so its caller gets it
                 self._fail(job, error)
                 return
         if kept is not None:
@@ -372,17 +337,17 @@ class EngineService:
         if completion is not None:
             self._keep(job, request, completion)
 
-    def _keep(self, job: _Job, request: int, completion: Completion) -> None:
+    def _keep(self, job: Job, request: int, completion: Completion) -> None:
         self._running.pop(request, None)
         job.done[request] = completion
         if self._heard(job, job.index[request], completion) and len(job.done) == len(job.ids):
             self._finish(job, [job.done[request] for request in job.ids])
 
-    def _heard(self, job: _Job, index: int, completion: Completion) -> bool:
+    def _heard(self, job: Job, index: int, completion: Completion) -> bool:
         try:
             if job.listener is not None:
                 job.listener.finished(index, completion)
-        except Exception as error:  # belongs to who listens
+        except Exception as error:  # the listener's, so its caller gets it
             self._fail(job, error)
             return False
         return True
@@ -393,7 +358,7 @@ class EngineService:
         try:
             result = change()
             self.halted = None
-        except Exception as error:  # belongs to who asked for the change
+        except Exception as error:  # goes to the caller of the change
             self.halted, failure = halted or self.halted, error
         with self._changed:
             self._pause = None
@@ -405,7 +370,7 @@ class EngineService:
     def _drop(self, cancelled: set[Future[list[Completion]]]) -> None:
         if not cancelled:
             return
-        for job in _each([*self._running.values(), *self._unscored, *self._admitted]):
+        for job in each_once([*self._running.values(), *self._unscored, *self._admitted]):
             if job.answer in cancelled:
                 self._fail(job, Busy("cancelled"))
         with self._changed:
@@ -414,7 +379,7 @@ class EngineService:
         for job in waiting:
             self._finish(job, error=Busy("cancelled"))
 
-    def _fail(self, job: _Job, error: BaseException) -> None:
+    def _fail(self, job: Job, error: BaseException) -> None:
         """Drop the job's requests, in the engine and here, and raise `error` to its caller."""
         self._unscored = [other for other in self._unscored if other is not job]
         for request in job.ids:
@@ -423,7 +388,7 @@ class EngineService:
         self._finish(job, error=error)
 
     def _finish(
-        self, job: _Job, completions: list[Completion] | None = None, error: BaseException | None = None
+        self, job: Job, completions: list[Completion] | None = None, error: BaseException | None = None
     ) -> None:
         with self._changed:
             self._load -= len(job.prompts)
@@ -432,13 +397,3 @@ class EngineService:
         else:
             assert completions is not None
             job.answer.set_result(completions)
-
-
-def _named(job: _Job, index: int) -> dict[str, Any]:
-    """The engine's argument for a request that names an adapter; engines without adapters have no such argument."""
-    return {} if not job.adapters or job.adapters[index] is None else {"adapter": job.adapters[index]}
-
-
-def _each(jobs: Iterable[_Job]) -> Iterable[_Job]:
-    """Each job once, though it has many requests."""
-    return list({id(job): job for job in jobs}.values())

@@ -1,4 +1,4 @@
-"""Checks of requests, and the seeds of requests that have none of their own."""
+"""Checks of requests, and seeds for requests without one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Limits:
 
     vocabulary: int  # tokens
     positions: int  # of the model
-    cache_tokens: int  # that one request may have in the cache
+    cache_tokens: int  # tokens that one request may have in the cache
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -63,7 +63,7 @@ def check_request(prompt: ModelInput | list[int], sampling: SamplingParams, limi
 def one_for_each(
     prompts: Sequence[ModelInput | list[int]], sampling: SamplingParams | list[SamplingParams]
 ) -> list[SamplingParams]:
-    """The parameters of each prompt. Raises `ConfigError` where they are neither one for all nor as many."""
+    """The sampling parameters of each prompt. Raises `ConfigError` unless there is one for all, or one for each."""
     each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     if not isinstance(each, Sequence) or not all(isinstance(params, SamplingParams) for params in each):
         raise ConfigError(f"sampling is {sampling!r:.60}; it must be SamplingParams, or a list of one for each prompt")
@@ -75,7 +75,7 @@ def one_for_each(
 def adapter_for_each(
     prompts: Sequence[ModelInput | list[int]], adapters: str | Sequence[str | None] | None
 ) -> list[str | None]:
-    """The adapter's name of each prompt. Raises `ConfigError` where they are neither one for all nor as many."""
+    """The adapter's name of each prompt. Raises `ConfigError` unless there is one for all, or one for each."""
     if adapters is None or isinstance(adapters, str):
         return [adapters] * len(prompts)
     if len(adapters) != len(prompts):
@@ -84,6 +84,6 @@ def adapter_for_each(
 
 
 def drawn_seed(seed: int, counter: int) -> int:
-    """The `counter`-th number, below 2**63, of the stream that an engine's own seed names."""
+    """The `counter`-th number, below 2**63, of the random stream of an engine's seed."""
     digest = blake2b(b"%d/%d" % (seed, counter), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

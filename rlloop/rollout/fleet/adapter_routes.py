@@ -1,9 +1,9 @@
-"""Adapters of an engine over HTTP: listed as models, and loaded and dropped while requests run by vLLM's routes.
+"""An engine's adapters over HTTP: listed as models; loaded and dropped, while requests run, by vLLM's routes.
 
     POST /v1/load_lora_adapter      {"lora_name": "poet", "lora_path": "poet-2"}; "load_inplace": true replaces one
     POST /v1/unload_lora_adapter    {"lora_name": "poet"}
 
-`lora_path` is a PEFT folder of the server's own, under the folder that it was started with for this.
+`lora_path` is a PEFT folder on the server, below the folder given by `--adapter-root`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AdapterRoutes:
     """Loads and drops adapters of a service's engine."""
 
     def __init__(self, service: EngineService, base: str, root: Path | None) -> None:
-        """`base`: the base model's name; `root`: the folder that adapters may be loaded from, None: none may."""
+        """`base`: the base model's name; `root`: the folder that adapters may be loaded from; None: none may be."""
         self._service, self._base, self._root = service, base, root
         self.routes: Sequence[BaseRoute] = [
             Route("/v1/load_lora_adapter", self._load, methods=["POST"]),

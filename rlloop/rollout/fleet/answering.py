@@ -1,4 +1,4 @@
-"""OpenAI's routes, and the one for token ids: a request becomes an answer, whole or as server-sent events.
+"""Serves OpenAI's routes and the one for token ids, with whole answers or server-sent events.
 
 Tokens are streamed as the engine draws them; when a client disconnects, its requests are cancelled in the engine.
 """
@@ -41,18 +41,20 @@ Told = tuple[int, Part | Completion]  # index of the choice, and its new tokens;
 async def outcome(
     service: EngineService, request: Request, future: Future[list[Completion]], keep: bool = False
 ) -> list[Completion] | None:
-    """The completions; None where the client disconnected: cancelled then, unless it may ask again (`keep`)."""
+    """The completions; None if the client disconnected, which cancels them unless it may retry (`keep`)."""
     made = asyncio.wrap_future(future)
     if await _came(request, made):
         return made.result()
-    made.add_done_callback(lambda late: late.cancelled() or late.exception())  # seen, though nobody waits
+    made.add_done_callback(
+        lambda late: late.cancelled() or late.exception()
+    )  # retrieved, so that asyncio does not warn
     if not keep:
         service.cancel(future)
     return None
 
 
 async def _came(request: Request, awaited: asyncio.Future[Any]) -> bool:
-    """Waits for it; False where the client disconnected before."""
+    """Wait for it; False if the client disconnected first."""
     left = asyncio.create_task(gone(request))
     await asyncio.wait({awaited, left}, return_when=asyncio.FIRST_COMPLETED)
     left.cancel()
@@ -97,7 +99,7 @@ def written(
     tokenizer: Tokenizer | None,
     heard: Listening | None = None,
 ) -> bytes:
-    """The whole answer as JSON. `heard`: scores, and choices that a stop string ended, where the request had any."""
+    """The whole answer as JSON. `heard`: scores and choices ended by a stop string, if the request had a listener."""
     scores, stopped = (heard.scores, heard.stopped) if heard is not None else ({}, set[int]())
     pieces = [
         Choice(index, ask, tokenizer).end(made, scores.get(index), index in stopped)
@@ -161,7 +163,7 @@ class OpenAiRoutes:
 
     async def _whole(self, request: Request, dialect: Dialect, ask: Generation) -> Response:
         listener = Listening(ask, self._served.tokenizer, None)
-        needed = ask.stops or ask.score is not None  # else nobody has to look at each step
+        needed = ask.stops or ask.score is not None  # otherwise no step needs a listener
         completions = await outcome(self._service, request, self._submit(ask, listener if needed else None))
         if completions is None:
             return Response(status_code=LEFT)
@@ -223,7 +225,7 @@ class OpenAiRoutes:
     def _submit(self, ask: Generation, listener: Listening | None) -> Future[list[Completion]]:
         adapters = () if ask.model == self._served.model else [ask.model] * len(ask.prompts)
         return self._service.submit(
-            ask.prompts, ask.sampling, ask.lowest, ask.highest,
+            ask.asked, ask.sampling, ask.lowest, ask.highest,
             listener=listener, top=ask.logprobs or 0, score=ask.score, only_score=ask.only_score,
             adapters=adapters,
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The parts of an assistant's text: reasoning, content and tool calls, in the marks that its chat template writes.
+"""Parses an assistant's text into reasoning, content and tool calls, by its chat template's markers.
 
 Templates of the Qwen and Hermes families write a call as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
-and reasoning as `<think>...</think>`. A template without these marks has no such parts to be parsed.
+and reasoning as `<think>...</think>`. Nothing is parsed for a template without these markers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AssistantText:
 def parse(text: str, *, tools: bool, reasoning: bool, opened: bool = False) -> AssistantText:
     """`tools`, `reasoning`: which parts to look for. `opened`: the prompt ends inside of reasoning.
 
-    A call that is no JSON object with a name stays in the content, as the model wrote it.
+    A call that is not a JSON object with a name stays in the content unchanged.
     """
     thought = None
     if reasoning and (opened or text.lstrip().startswith(OPENING)):

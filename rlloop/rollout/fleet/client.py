@@ -1,7 +1,7 @@
 """Clients of an engine server: `RemoteEngine` for a loop, `EngineClient` for a pool.
 
-Only idempotent requests are retried: a generation carries an idempotency key, under which its engine makes it once;
-everything else reads, or repeats what was said.
+Only idempotent requests are retried: a generation carries an idempotency key, so its engine computes it once; all other
+requests read state or set it to the same value.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from rlloop.errors import ConfigError, RlloopError
+from rlloop.inputs import ids_alone
 from rlloop.rollout.engine.validation import adapter_for_each, one_for_each
 from rlloop.rollout.errors import BadAnswer, Busy, EngineLost, Fenced, VersionUnavailable, WrongToken
 from rlloop.rollout.fleet.wire import (
@@ -28,12 +29,14 @@ from rlloop.rollout.fleet.wire import (
     Ask,
     EngineState,
     Lease,
+    arrived,
     decode,
+    digest_of,
     error_of,
     reading,
     unpack,
 )
-from rlloop.types import Completion, SamplingParams
+from rlloop.types import Completion, ModelInput, SamplingParams
 from rlloop.web.clients import CONNECT_SECONDS, async_client
 
 PROMPTS_PER_CALL = 256
@@ -43,7 +46,7 @@ T = TypeVar("T")
 
 
 class EngineClient:
-    """One engine. For one event loop."""
+    """Client of one engine, for one event loop."""
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class EngineClient:
         `vocabulary`: tokens that the model has, where that is known."""
         self.url, self._lease, self._attempts = url.rstrip("/"), Lease(holder, term), attempts
         self._timeout, self._vocabulary = timeout, vocabulary
-        self._telling: set[asyncio.Task[None]] = set()  # cancellations on their way to the engine
+        self._telling: set[asyncio.Task[None]] = set()  # cancellations being sent
         self._http = async_client(
             token=token,
             ca_file=ca_file,
@@ -76,18 +79,18 @@ class EngineClient:
         return decode(content, EngineState, f"the state of {self.url}")
 
     async def lease(self, timeout: float | None = None) -> None:
-        """Drive the engine from now on. Raises `Fenced` where a later term does."""
+        """Take over the engine. Raises `Fenced` if a process of a later term has."""
         await self._send("POST", "/rlloop/lease", timeout=timeout, content=msgspec.msgpack.encode(self._lease))
 
     async def wake(self, version: int, wait: float) -> EngineState:
-        """Have the engine look for new weights; its state once `version` serves, or after `wait` seconds."""
+        """Make the engine look for new weights; returns its state once `version` serves, or after `wait` seconds."""
         params = {"version": version, "wait": wait}
         content = await self._send("POST", "/rlloop/weights/wake", params=params, timeout=wait + 10.0)
         return decode(content, EngineState, f"the state of {self.url}")
 
     async def generate(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[ModelInput | list[int]],
         sampling: Sequence[SamplingParams],
         *,
         lowest: int | None = None,
@@ -95,14 +98,14 @@ class EngineClient:
         boot: str | None = None,
         adapters: Sequence[str | None] | None = None,
     ) -> list[Completion]:
-        """Completions in order. `boot`: the engine's process that is meant. `adapters`: names of ones that it has
-        loaded, one each; None: the model as it is.
+        """Completions in order. `boot`: identity of the expected engine process. `adapters`: names of loaded adapters,
+        one for each prompt; None: none.
 
-        Raises `EngineLost`, `VersionUnavailable`, `Fenced`, `Busy` (later, or elsewhere), `BadAnswer` (the engine is
-        not in order) or `ConfigError` (the request is not). Cancelled, it tells the engine to stop.
+        Raises `EngineLost`, `VersionUnavailable`, `Fenced`, `Busy` (try later or elsewhere), `BadAnswer` (the engine is
+        at fault) or `ConfigError` (the request is). If cancelled, it tells the engine to stop.
         """
         names = None if adapters is None or not any(adapters) else list(adapters)
-        ask = Ask(list(prompts), list(sampling), lowest, highest, self._lease.holder, self._lease.term, names)
+        ask = Ask(ids_alone(prompts), list(sampling), lowest, highest, self._lease.holder, self._lease.term, names)
         key = secrets.token_hex(16)
         headers = {"Idempotency-Key": key, "Content-Type": CONTENT_TYPE}
         try:
@@ -122,20 +125,27 @@ class EngineClient:
         await self._http.aclose()
 
     async def _forget(self, key: str) -> None:
-        with contextlib.suppress(httpx.HTTPError):  # an engine that is gone has nothing to stop
+        with contextlib.suppress(httpx.HTTPError):  # a lost engine has nothing to stop
             await self._http.delete(f"/rlloop/requests/{key}", timeout=2.0)
 
     async def _send(self, method: str, path: str, *, timeout: float | None = None, **request: Any) -> bytes:
         """The answer's body. Raises one of the errors of `generate`."""
         if timeout is not None:
             request["timeout"] = httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS))
+        if "content" in request:
+            request["headers"] = {**request.get("headers", {}), **digest_of(request["content"])}
 
         async def once() -> httpx.Response:
             try:
-                async with asyncio.timeout(timeout or self._timeout):  # however slowly it trickles
-                    return await self._http.request(method, path, **request)
+                async with asyncio.timeout(timeout or self._timeout):  # even if bytes arrive slowly
+                    reply = await self._http.request(method, path, **request)
             except TimeoutError:
                 raise httpx.ReadTimeout("the answer takes too long") from None
+            if not arrived(reply.headers, reply.content):
+                raise httpx.ReadError("the answer arrived damaged")
+            if reply.status_code == 400 and error_of(reply.content).get("code") == "damaged":
+                raise httpx.WriteError("the request arrived damaged")
+            return reply
 
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(httpx.TransportError),
@@ -208,7 +218,7 @@ async def _cancel_others() -> None:
 class RemoteEngine:
     """An engine behind `rlloop serve engine`, as the Engine of a loop. Not thread-safe.
 
-    Asks for exactly `policy_version`, which `set_version` sets; None, as at first: whatever the engine serves.
+    Requests exactly `policy_version`, which `set_version` sets; None, the initial value, accepts any version.
     """
 
     def __init__(
@@ -219,7 +229,7 @@ class RemoteEngine:
         ca_file: str | Path | None = None,
         timeout: float = 600.0,
     ) -> None:
-        """`timeout`: seconds that an answer may take, and that the engine may take to get to a version."""
+        """`timeout`: limit in seconds for an answer, and for the engine to reach a version."""
         self._timeout = timeout
         self._version: int | None = None
         self._thread = LoopThread(f"client of {url}")
@@ -240,7 +250,7 @@ class RemoteEngine:
 
     def generate(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[ModelInput | list[int]],
         sampling: SamplingParams | list[SamplingParams],
         adapters: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
@@ -256,14 +266,14 @@ class RemoteEngine:
         self._thread.close()
 
     async def _generate(
-        self, prompts: list[list[int]], each: list[SamplingParams], names: list[str | None]
+        self, prompts: Sequence[ModelInput | list[int]], each: list[SamplingParams], names: list[str | None]
     ) -> list[Completion]:
         parts = [slice(start, start + PROMPTS_PER_CALL) for start in range(0, len(prompts), PROMPTS_PER_CALL)]
         made = await asyncio.gather(*(self._call(prompts[part], each[part], names[part]) for part in parts))
         return [completion for part in made for completion in part]
 
     async def _call(
-        self, prompts: list[list[int]], each: list[SamplingParams], names: list[str | None]
+        self, prompts: Sequence[ModelInput | list[int]], each: list[SamplingParams], names: list[str | None]
     ) -> list[Completion]:
         version, clock = self._version, asyncio.get_running_loop().time
         deadline = clock() + self._timeout
@@ -277,7 +287,7 @@ class RemoteEngine:
                     serves = (await self._client.wake(version, wait=min(10.0, self._timeout))).version == version
                 except Busy:  # others wait for weights there already
                     serves = False
-                if not serves:  # it may have answered at once
+                if not serves:  # the engine may have answered at once
                     await asyncio.sleep(0.5)
             except Busy:
                 if clock() > deadline:

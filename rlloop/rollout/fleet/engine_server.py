@@ -5,18 +5,18 @@
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter   vLLM's (rlloop.rollout.fleet.adapter_routes)
     POST /inference/v1/generate      token ids both ways, as vLLM has it (rlloop.rollout.fleet.token_api)
     POST /rlloop/generate            exact float32 logprobs, seeds, versions (rlloop.rollout.fleet.wire)
-    DELETE /rlloop/requests/{key}    cancel it: nobody waits for its answer
+    DELETE /rlloop/requests/{key}    cancel a request
     POST /rlloop/lease               fencing: take over driving the engine
     GET  /rlloop/state               version, load, fingerprint
     GET  /rlloop/weights             state of the replica
     POST /rlloop/weights/wake        look for new weights now; `?version=N&wait=S` answers when they serve
-    POST /rlloop/pause               `?mode=wait|abort|keep`: computes nothing once this answers; what comes in waits
+    POST /rlloop/pause               `?mode=wait|abort|keep`: answers once computing has stopped; new requests wait
     POST /rlloop/resume
     GET  /health                     503 until the newest weights serve
     GET  /metrics                    Prometheus
 
-A request whose version is not served is refused with 409, which also makes the replica look for it. A request with an
-`Idempotency-Key` is made once: asked again, after a broken connection say, the same answer comes.
+A request for a version that is not served is refused with 409, and the replica looks for that version. A request with
+an `Idempotency-Key` is computed once; a retry, for example after a broken connection, gets the same answer.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from rlloop.errors import ConfigError, RlloopError
+from rlloop.models.vision_processor import ImageProcessor
 from rlloop.rollout.engine.service import EngineService, PauseMode
 from rlloop.rollout.engine.validation import adapter_for_each, one_for_each
 from rlloop.rollout.errors import Busy, VersionUnavailable
@@ -54,7 +55,7 @@ from rlloop.rollout.fleet.text import Tokenizer
 from rlloop.types import Completion
 from rlloop.web.requests import parsed, refusal, whole_number
 
-REMEMBERED = 1024  # completions in the answers that are kept for those who ask again
+REMEMBERED = 1024  # completions in answers that are kept for retries
 WAITING = 64  # calls that may wait for weights; a client has as many connections
 PAUSE_MODES: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}
 
@@ -85,7 +86,7 @@ class Follower(Protocol):
     def wake(self) -> None: ...
 
     def wait_for(self, version: int, seconds: float) -> None:
-        """Returns when the version, or a later one, serves; or when the time is over."""
+        """Wait until this version or a later one serves, or for at most `seconds`."""
         ...
 
 
@@ -105,17 +106,19 @@ class EngineServer:
         lifespan: Callable[[EngineServer], AbstractAsyncContextManager[None]] | None = None,
         beside: Sequence[BaseRoute] = (),
         adapter_root: Path | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
-        """`model`: the name that OpenAI's clients ask for; `logprobs_mode`: which logprobs they get where they do not
-        say, those sampled with or the raw ones. `lifespan` is entered while the server runs. `beside`: more routes.
-        `adapter_root`: the folder that clients may have adapters loaded from; None: none."""
+        """`model`: the name for OpenAI's clients; `logprobs_mode`: the default logprobs for them, those sampled with or
+        the raw ones. `lifespan` is entered while the server runs. `beside`: more routes. `adapter_root`: the folder
+        that clients may load adapters from; None: loading is refused. `images`: the model's image processor; None: it
+        reads text only."""
         self.service, self.name, self.region, self.follower = service, name, region, follower
         self.boot = secrets.token_hex(8)
         self._fingerprint = service.fingerprint()
         self._lease = wire.Lease("", 0)
         self._remembered: OrderedDict[str, tuple[bytes, Future[list[Completion]]]] = OrderedDict()
         self._refused = 0
-        self._pausing = False  # a pause waits for what is in flight
+        self._pausing = False  # a pause waits for requests in flight
         self._waiting = CapacityLimiter(WAITING)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Numbers(self))
@@ -130,7 +133,9 @@ class EngineServer:
 
         self.app = Starlette(
             routes=[
-                *OpenAiRoutes(service, Served(model, tokenizer, service.longest, logprobs_mode), adapter_root).routes,
+                *OpenAiRoutes(
+                    service, Served(model, tokenizer, service.longest, logprobs_mode, images), adapter_root
+                ).routes,
                 Route("/rlloop/generate", self._generate, methods=["POST"]),
                 Route("/rlloop/requests/{key}", self._forget, methods=["DELETE"]),
                 Route("/rlloop/lease", self._take_lease, methods=["POST"]),
@@ -158,6 +163,8 @@ class EngineServer:
 
     async def _generate(self, request: Request) -> Response:
         body = await request.body()
+        if not wire.arrived(request.headers, body):
+            return _damaged()
         ask = await run_in_threadpool(parsed, body, wire.Ask, packed=True)  # thousands of parameters are checked
         each = one_for_each(ask.prompts, ask.sampling)
         names = () if ask.adapters is None else adapter_for_each(ask.prompts, ask.adapters)
@@ -180,10 +187,10 @@ class EngineServer:
         if completions is None:
             return Response(status_code=LEFT)
         answer = wire.Answer([wire.pack(made) for made in completions], self.boot)
-        return Response(await run_in_threadpool(msgspec.msgpack.encode, answer), media_type=wire.CONTENT_TYPE)
+        return await run_in_threadpool(_packed, answer)
 
     def _forget_oldest(self) -> None:
-        room = REMEMBERED  # a completion may be a megabyte, where it says which experts it took
+        room = REMEMBERED  # a completion may be a megabyte if it lists its experts
         for key, (_, future) in reversed(list(self._remembered.items())):
             if future.done():
                 room -= 1 if future.exception() is not None else max(1, len(future.result()))
@@ -200,10 +207,13 @@ class EngineServer:
     # ---------------------------------------------------------------------------------------------- fencing
 
     async def _take_lease(self, request: Request) -> Response:
-        lease = parsed(await request.body(), wire.Lease, packed=True)
+        body = await request.body()
+        if not wire.arrived(request.headers, body):
+            return _damaged()
+        lease = parsed(body, wire.Lease, packed=True)
         if lease.holder == self._lease.holder and lease.term < self._lease.term:
             return self._fenced(lease.term)
-        if lease != self._lease:  # what the former holder waited for, nobody does now
+        if lease != self._lease:  # requests of the former holder are no longer awaited
             for _, future in self._remembered.values():
                 self.service.cancel(future)
             self._remembered.clear()
@@ -270,7 +280,7 @@ class EngineServer:
         return refusal(409, "version_passed" if error.passed else "version_behind", str(error), have=error.have)
 
     async def _state(self, request: Request) -> Response:
-        return Response(msgspec.msgpack.encode(self.state()), media_type=wire.CONTENT_TYPE)
+        return _packed(self.state())
 
     async def _weights(self, request: Request) -> Response:
         state = self.state()
@@ -285,13 +295,13 @@ class EngineServer:
             seconds = min(float(request.query_params.get("wait", "0")), 60.0)
         except ValueError:
             raise ConfigError("wait must be a number of seconds") from None
-        if self.follower is not None:  # else its weights are what they are
+        if self.follower is not None:  # otherwise its weights never change
             self.follower.wake()
             if seconds > 0:
                 if self._waiting.available_tokens < 1:
-                    raise Busy(f"{WAITING} calls wait for weights; at most so many may")
+                    raise Busy(f"{WAITING} calls wait for weights, the most allowed")
                 wait = partial(self.follower.wait_for, version, seconds)
-                await to_thread.run_sync(wait, limiter=self._waiting)  # in no thread that others need
+                await to_thread.run_sync(wait, limiter=self._waiting)  # not in a thread that other requests need
         return await self._state(request)
 
     async def _health(self, request: Request) -> Response:
@@ -325,13 +335,22 @@ class EngineServer:
         ]
 
 
+def _packed(content: msgspec.Struct) -> Response:
+    body = msgspec.msgpack.encode(content)
+    return Response(body, media_type=wire.CONTENT_TYPE, headers=wire.digest_of(body))
+
+
+def _damaged() -> Response:
+    return refusal(400, "damaged", "the body is not the one that its Content-Digest is of; send it again")
+
+
 def _bad_request(request: Request, error: Exception) -> Response:
     code, param = (error.code, error.param) if isinstance(error, BadField) else ("bad_request", None)
     return refusal(400, code, str(error), param=param)
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    """Answers of the router (unknown path, wrong method) and of the guard in front of it (a body that is too large)."""
+    """Error answers of the router (unknown path, wrong method) and of the guard before it (body too large)."""
     assert isinstance(error, HTTPException)
     codes = {404: "not_found", 405: "method_not_allowed", 408: "stalled", 413: "too_large"}
     text = f"{request.method} {request.scope['path']}: {error.detail}"

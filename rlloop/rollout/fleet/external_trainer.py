@@ -1,4 +1,4 @@
-"""Publishing for trainers that are not rlloop's: safetensors in, a published version out."""
+"""Publishing for other frameworks' trainers: turns safetensors into a published version."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ Place = Annotated[int, msgspec.Meta(ge=0)]
 
 class _Tensor(msgspec.Struct):
     dtype: str
-    shape: list[Annotated[int, msgspec.Meta(ge=1)]]  # a tensor without elements is no weight
+    shape: list[Annotated[int, msgspec.Meta(ge=1)]]  # a tensor without elements is not a weight
     data_offsets: tuple[Place, Place]
 
 
 def read_safetensors(content: bytes) -> dict[str, Bits]:
-    """The tensors of a safetensors file, as bits. Raises `ConfigError` for what is none, and for empty tensors."""
+    """The tensors of a safetensors file, as bits. Raises `ConfigError` for other content and for empty tensors."""
     length = int.from_bytes(content[:8], "little")
     try:
         header = msgspec.json.decode(content[8 : 8 + length], type=dict[str, msgspec.Raw])
@@ -55,7 +55,7 @@ def read_safetensors(content: bytes) -> dict[str, Bits]:
         data = memoryview(content)[8 + length :]
         return {name: _bits(name, entry, data) for name, entry in sorted(header.items())}
     except UNREADABLE as error:
-        raise ConfigError(f"the body is no safetensors file of weights: {error}") from None
+        raise ConfigError(f"the body is not a safetensors file of weights: {error}") from None
 
 
 def _bits(name: str, entry: msgspec.Raw, data: memoryview) -> Bits:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from rlloop.errors import ConfigError
 from rlloop.rollout.fleet.text import Decode, Tokenizer, Writer
-from rlloop.types import Completion, Part, PromptScores, SamplingParams
+from rlloop.types import Completion, ModelInput, Part, PromptScores, SamplingParams
+
+if TYPE_CHECKING:
+    from rlloop.models.vision_processor import ImageProcessor  # imports torch
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 CONTEXT = 8  # tokens of a prompt after which an echoed completion's are read
@@ -20,7 +23,7 @@ LOGPROBS_MODES: dict[str, LogprobsMode] = {mode: mode for mode in get_args(Logpr
 
 
 class BadField(ConfigError):
-    """A request that cannot be honoured, because of one of its fields."""
+    """A request with an unsupported or invalid field."""
 
     def __init__(self, param: str | None, message: str, code: str = "bad_request") -> None:
         super().__init__(message)
@@ -35,11 +38,13 @@ class Served:
     tokenizer: Tokenizer | None
     longest: int  # tokens of a prompt and its completion
     logprobs_mode: LogprobsMode = "processed_logprobs"
+    images: ImageProcessor | None = None  # None: its model reads text only
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """`prompts` and `sampling` have one each choice; the choices of one prompt follow each other and share its list."""
+    """A parsed request. `prompts` and `sampling` have one entry per choice; a prompt's choices are consecutive and
+    share its list."""
 
     model: str
     prompts: list[list[int]]
@@ -51,7 +56,7 @@ class Generation:
     keep_stop: bool = False  # in the text
     skip_special_tokens: bool = True  # likewise
     logprobs: int | None = None  # of each token, with so many alternatives
-    raw: bool = False  # whether these are at temperature 1 and untruncated
+    raw: bool = False  # True: at temperature 1, untruncated
     prompt_logprobs: int | None = None
     echo: bool = False  # text and tokens begin with the prompt's
     only_score: bool = False  # make no tokens
@@ -63,14 +68,20 @@ class Generation:
     parses_reasoning: bool = False
     reasoning_opened: bool = False  # the prompt ends inside of reasoning
     request_id: str = ""  # the caller's own
-    experts_from: int | None = None  # the first token of the prompt whose experts are told; None: tell none
+    experts_from: int | None = None  # first prompt token whose experts are returned; None: return none
+    image_prompt: ModelInput | None = None  # the one prompt, where it has images
+
+    @property
+    def asked(self) -> Sequence[ModelInput | list[int]]:
+        """The engine's inputs, one for each choice."""
+        return self.prompts if self.image_prompt is None else [self.image_prompt] * len(self.prompts)
 
     def decode(self, tokenizer: Tokenizer) -> Decode:
         return lambda ids: tokenizer.decode(ids, self.skip_special_tokens)
 
     @property
     def score(self) -> int | None:
-        """Alternatives a token with which the engine is to score the prompts; None: it need not."""
+        """Number of alternatives per token for scoring the prompts; None: no scoring."""
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in asked if count is not None), default=None)
 
@@ -89,7 +100,7 @@ class Prompt:
 
 @dataclass
 class Piece:
-    """The new part of one choice since its last piece; or all of it."""
+    """A choice's new content since its last piece; or the whole choice."""
 
     index: int
     part: Part
@@ -116,7 +127,7 @@ class Choice:
         return self._piece(part, part.token_ids, scores)
 
     def end(self, completion: Completion, scores: PromptScores | None, stopped: bool) -> Piece:
-        """The last piece: all that no earlier one had. `stopped`: by a stop string, so its last token is text."""
+        """The last piece: everything not in earlier ones. `stopped`: by a stop string, so its last token is text."""
         rest = completion.part(self._told)
         ended = completion.finish_reason == "stop" and not stopped
         written = rest.token_ids[:-1] if ended and not self._ask.keep_stop else rest.token_ids
@@ -130,7 +141,7 @@ class Choice:
         return piece
 
     def _piece(self, part: Part, written: list[int], scores: PromptScores | None) -> Piece:
-        """`written`: those of its tokens that stand in the text."""
+        """`written`: the number of its tokens that are part of the text."""
         piece = Piece(self._index, part)
         if self._told == 0:
             piece.prompt, piece.text = replace(self._prompt, scores=scores), self._before
@@ -139,13 +150,13 @@ class Choice:
             before = len(writer.offsets)
             piece.text += writer.write(written)
             piece.offsets = [len(self._before) + at for at in writer.offsets[before:]]
-            if written != part.token_ids:  # what ended it begins where the text ends
+            if written != part.token_ids:  # the ending token or stop begins where the text ends
                 piece.offsets.append(len(self._before) + writer.length)
         return piece
 
 
 def writer_for(index: int, ask: Generation, tokenizer: Tokenizer | None) -> Writer | None:
-    """The writer of one choice's text; None where the model has no tokenizer."""
+    """The writer of one choice's text; None if the model has no tokenizer."""
     if tokenizer is None:
         return None
     return Writer(

@@ -1,7 +1,7 @@
 """Membership of a pool of engines, and admission to service.
 
-An engine serves once its weights are of the version asked for and its canary, a few completions, has the bits that its
-hardware class must have. One that fails that is quarantined: out until it is started anew, or until the next version.
+An engine serves once its weights are of the requested version and its canary, a few completions, has the bits expected
+of its hardware class. An engine that fails is quarantined until it restarts, or until the next version.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Record = Callable[[Mapping[str, Any]], object]  # receives an event
 class PoolClient(Protocol):
     """One engine of a pool, wherever it runs: over HTTP (`client.EngineClient`) or in an actor (`launch.ray_pool`).
 
-    Raises `EngineLost` where the engine cannot be reached; a call of a process that was replaced is lost, too.
+    Raises `EngineLost` if the engine cannot be reached, or if its process was replaced during the call.
     """
 
     async def state(self, timeout: float | None = None) -> EngineState: ...
 
     async def lease(self, timeout: float | None = None) -> None:
-        """Drive the engine from now on."""
+        """Take over the engine."""
         ...
 
     async def wake(self, version: int, wait: float) -> EngineState:
-        """Have the engine take the weights of `version`; its state then, or after `wait` seconds."""
+        """Make the engine load the weights of `version`; returns its state then, or after `wait` seconds."""
         ...
 
     async def generate(
@@ -57,34 +57,34 @@ class PoolClient(Protocol):
 
 @dataclass(frozen=True)
 class PoolSettings:
-    heartbeat: float = 1.0  # seconds between looks at an engine
-    timeout: float = 3.0  # seconds of one look, which is tried three times before an engine counts as lost
-    patience: float = 120.0  # seconds without any engine that serves, after which the run stops
-    settle: float = 10.0  # seconds that a new version waits for the slower engines, once one serves
+    heartbeat: float = 1.0  # seconds between health checks of an engine
+    timeout: float = 3.0  # limit of one check in seconds; after three failed ones an engine counts as lost
+    patience: float = 120.0  # seconds without a serving engine after which the run stops
+    settle: float = 10.0  # seconds that a new version waits for slower engines, once one serves
     calls: int = 2  # at a time to one engine
     chunk: int = 128  # prompts of one call, at most
-    hedge: float | None = None  # seconds after which an unanswered call is made elsewhere as well
-    affinity: int = 16  # leading tokens by which prompts are alike
-    together: int = 32  # prompts that are alike stay in one call, up to so many
-    canary_every_version: bool = True  # False: only when an engine joins, or is back after a restart
-    canary_seconds: float | None = 30.0  # for a few short completions; None: as long as it takes
-    origins: bool = True  # whether completions say which engine made them
+    hedge: float | None = None  # seconds after which an unanswered call is repeated on another engine
+    affinity: int = 16  # number of leading tokens that group prompts
+    together: int = 32  # limit of prompts with a common prefix kept in one call
+    canary_every_version: bool = True  # False: only when an engine joins or has restarted
+    canary_seconds: float | None = 30.0  # seconds for the canary's completions; None: no limit
+    origins: bool = True  # True: completions name the engine that computed them
 
 
 @dataclass(frozen=True)
 class Canary:
-    """Completions that every engine of `hardware` must make, bit for bit."""
+    """Completions that every engine of a hardware class must reproduce, bit for bit."""
 
     prompts: list[list[int]]
     sampling: list[SamplingParams]
-    hardware: str | None = None  # None: nothing is known; the first engine of each class sets what the others must make
+    hardware: str | None = None  # None: unknown; the first engine of each class sets them for the others
     expected: list[Completion] | None = None
-    reference: Callable[[], Awaitable[list[Completion]]] | None = None  # makes `expected`, once an engine needs it
+    reference: Callable[[], Awaitable[list[Completion]]] | None = None  # computes `expected`, once an engine needs it
 
 
 @dataclass(eq=False)
 class Member:
-    """One engine, as the pool knows it."""
+    """The pool's state of one engine."""
 
     url: str
     region: str
@@ -99,7 +99,7 @@ class Member:
     kick: asyncio.Event = field(default_factory=asyncio.Event)
     caretaker: asyncio.Task[None] | None = None
     seen: float = 0.0
-    why: str = ""  # it is out of service: the reason
+    why: str = ""  # reason why it is out of service
     last: EngineState | None = None
 
     @property
@@ -108,7 +108,7 @@ class Member:
 
     @property
     def load(self) -> int:
-        """Prompts under way."""
+        """Number of prompts in flight."""
         return sum(map(len, self.calls.values()))
 
 
@@ -133,7 +133,7 @@ class Membership:
         self._canary: Canary | None = None
         self._references: dict[str, list[Completion]] = {}
         self._changed = asyncio.Event()
-        self._synced: dict[str, dict[str, float]] = {}  # member -> what its last sync took
+        self._synced: dict[str, dict[str, float]] = {}  # member -> cost of its last sync
         self._leaving: list[asyncio.Task[None]] = []
         self._unwritten: Exception | None = None
 
@@ -165,7 +165,7 @@ class Membership:
         ]  # fmt: skip
 
     async def _attend(self, member: Member) -> None:
-        """The caretaker of one engine: polls it for as long as it is a member."""
+        """Poll an engine as long as it is a member."""
         settings = self.settings
         while True:
             member.kick.clear()
@@ -179,7 +179,7 @@ class Membership:
             except (EngineLost, Busy, VersionUnavailable) as error:
                 if time.monotonic() - member.seen > settings.timeout or not member.boot:
                     self.out(member, "lost", str(error))
-            except Exception as error:  # a bad answer, a refusal, or one that nobody thought of
+            except Exception as error:  # a bad answer, a refusal, or an unexpected error
                 self.condemn(member, reason(error))
             left = settings.heartbeat - (time.monotonic() - began)
             if left > 0:
@@ -211,7 +211,7 @@ class Membership:
         return bool(run_id and self._run_id) and run_id != self._run_id
 
     async def _admit(self, member: Member) -> None:
-        """Into service, if its canary has the right bits."""
+        """Put an engine into service if its canary has the right bits."""
         version, canary = self.version, self._canary
         if canary is not None and (self.settings.canary_every_version or member.proven != member.boot):
             await self._prove(member, version, canary)
@@ -225,14 +225,14 @@ class Membership:
         self._changed.set()
 
     async def _prove(self, member: Member, version: int, canary: Canary) -> None:
-        """Raises where the engine's canary is late, cut short, or has other bits than its hardware class."""
+        """Raises if the engine's canary is late, cut short, or has other bits than its hardware class."""
         seconds = self.settings.canary_seconds
         asked = member.client.generate(
             canary.prompts, canary.sampling, lowest=version, highest=version, boot=member.boot
         )
         try:
             completions = await asyncio.wait_for(asked, seconds)
-        except TimeoutError:  # a line that was cut says nothing, and nobody else looks at this engine meanwhile
+        except TimeoutError:  # a partition proves nothing, and no other check of this engine runs meanwhile
             raise EngineLost(f"its canary took more than {seconds:g} s") from None
         if version != self.version:
             return
@@ -246,7 +246,7 @@ class Membership:
             raise BadAnswer(f"the bits of its canary at version {version} are not those of {member.hardware}")
 
     def out(self, member: Member, status: Status, why: str) -> None:
-        """Takes a member out of service. Its calls are made elsewhere."""
+        """Take a member out of service; its calls are repeated on other engines."""
         if member.status == status:
             return
         was, member.status, member.why = member.status, status, why[:500]
@@ -259,12 +259,12 @@ class Membership:
         self._changed.set()
 
     def condemn(self, member: Member, why: str) -> None:
-        """Quarantined until it is started anew, or until the next version."""
+        """Quarantine a member until it restarts, or until the next version."""
         member.condemned = self.version
         self.out(member, "quarantined", why)
 
     def note(self, event: str, member: Member, **facts: Any) -> None:
-        """Never raises: it is no engine's fault that a disk is full. `check` does."""
+        """Record an event. Never raises, since a full disk is not an engine's fault; `check` raises later."""
         try:
             self._record({"event": event, "engine": member.name, "version": self.version, "time": time.time(), **facts})
         except Exception as error:
@@ -272,7 +272,7 @@ class Membership:
             self._changed.set()
 
     def check(self) -> None:
-        """Raises why the records cannot be written, where they cannot."""
+        """Raises the error that kept an event from being recorded, if any."""
         if self._unwritten is not None:
             raise self._unwritten
 
@@ -285,7 +285,7 @@ class Membership:
         began = time.monotonic()
         if version != self.version:
             self.version, self._canary, self._references, self._synced = version, canary, {}, {}
-            self._published = time.time()
+            self._published = time.monotonic()
             if canary is not None and canary.hardware is not None and canary.expected is not None:
                 self._references[canary.hardware] = canary.expected
             for member in self._all.values():
@@ -312,7 +312,7 @@ class Membership:
         return {"sync/live_seconds": time.monotonic() - began}
 
     def _sync_facts(self, member: Member) -> dict[str, float]:
-        facts = {"seconds": time.time() - self._published}
+        facts = {"seconds": time.monotonic() - self._published}
         weights = member.last.weights if member.last is not None else None
         if weights is not None and weights.version == self.version:
             facts |= {**weights.seconds(), "fetched_bytes": float(weights.wire_bytes)}
@@ -367,5 +367,5 @@ def same_bits(a: Completion, b: Completion) -> bool:
 
 
 def hardware_class(fingerprint: Mapping[str, Any]) -> str:
-    """Engines of one class must make the same bits."""
+    """The hardware class of an engine: engines of one class must produce the same bits."""
     return hashlib.blake2b(msgspec.json.encode(fingerprint, order="deterministic"), digest_size=8).hexdigest()

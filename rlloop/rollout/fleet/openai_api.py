@@ -1,10 +1,10 @@
 """OpenAI's `POST /v1/completions`, and the fields it shares with `/v1/chat/completions` (`openai_chat`).
 
 Extensions: each choice has `token_ids`, `raw_logprobs`, `seed` and `policy_version`; a request may have
-`min_version` and `policy_version` (exactly this one). Fields of vLLM's that mean something here are accepted, too.
+`min_version` and `policy_version` (exactly this one). vLLM's fields are accepted where they have a meaning here.
 A float32 is written with enough digits to restore its bits.
 
-What cannot be honoured is refused by name, never dropped. docs/openai.md has a table of all fields.
+Unsupported fields are refused by name, never dropped. docs/openai.md has a table of all fields.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlloop.types import Alternatives, SamplingParams
 MOST_CHOICES = 1 << 16  # of one request
 MOST_LOGPROBS = 20  # alternatives a token
 MOST_STOPS, LONGEST_STOP = 16, 256  # strings, and characters of one
-# Fields that are known for the values that change nothing, and refused with any other.
+# Fields accepted only with the values that change nothing.
 IDLE: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -44,7 +44,7 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-# Fields whose value makes no difference to the answer, whatever it is.
+# Fields that never change the answer.
 IGNORED = {
     "user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention", "service_tier",
     "parallel_tool_calls", "prediction", "spaces_between_special_tokens",
@@ -146,7 +146,7 @@ class Completions:
         }
 
     def _logprobs(self, ask: Generation, piece: Piece, name: Name) -> dict[str, Any]:
-        """The prompt's tokens first, where they are echoed; of its first one nobody knows the logprob."""
+        """Logprobs of the echoed prompt, if any, then of the completion; the prompt's first token has none."""
         part, offsets = piece.part, piece.offsets or [0] * len(piece.part.token_ids)
         ids, values = part.token_ids, exact(part.raw_logprobs if ask.raw else part.logprobs)
         top = [_named(row, name) for row in beside(ids, values, part.alternatives, ask.logprobs or 0, ask.raw)]
@@ -168,7 +168,7 @@ class Completions:
 def _named(row: list[tuple[int, float | None]], name: Name) -> dict[str, float | None]:
     named: dict[str, float | None] = {}
     for id, value in row:
-        named.setdefault(name(id), value)  # of two that are called alike, the likelier
+        named.setdefault(name(id), value)  # of two tokens with the same text, the likelier
     return named
 
 
@@ -348,7 +348,8 @@ def of_prompt(ask: Generation, piece: Piece, name: Name) -> dict[str, Any]:
 def beside(
     ids: Sequence[int], values: Sequence[float | None], likeliest: Alternatives | None, count: int, raw: bool,
 ) -> list[list[tuple[int, float | None]]]:  # fmt: skip
-    """For each token, (id, logprob) of the `count` likeliest that are possible, and of itself where it is none."""
+    """For each token, (id, logprob) of the `count` likeliest possible tokens, and of the token itself if not among
+    them."""
     rows: list[list[tuple[int, float | None]]] = [[] for _ in ids]
     if likeliest is not None and count:
         found = (likeliest.raw_logprobs if raw else likeliest.logprobs)[:, :count]
@@ -361,5 +362,5 @@ def beside(
 
 
 def exact(values: np.ndarray) -> list[float | None]:
-    """A float32 as a double is itself, and JSON writes doubles so that they come back. JSON has no infinities."""
+    """Float32 values as doubles, which JSON writes exactly; None for infinities, which JSON lacks."""
     return [value if np.isfinite(value) else None for value in values.astype(np.float64).tolist()]

@@ -1,11 +1,16 @@
 """OpenAI's `POST /v1/chat/completions`: messages go through the chat template of the model's folder, text comes back.
 
-Fields and extras are those of `openai_api`; `chat_parsing` parses tool calls and reasoning. What a conversation goes on
-with is `token_ids`, not the text made of them.
+A message's images are `image_url` parts with data URIs.
+
+Fields and extras are those of `openai_api`; `chat_parsing` parses tool calls and reasoning. Continue a conversation
+with `token_ids`, not with their text.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -19,13 +24,16 @@ from rlloop.rollout.fleet.chat_parsing import OPENING, parse
 from rlloop.rollout.fleet.generation import BadField, Generation, Piece, Served
 from rlloop.rollout.fleet.openai_api import Fields, Name, beside, exact, generation, of_prompt, ours, read
 from rlloop.rollout.fleet.text import HALF
+from rlloop.types import Image, ModelInput
+
+MOST_IMAGES = 64  # of one request
 
 
 class ChatFields(Fields):
     """Fields of a body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None  # None: what there is room for
+    max_completion_tokens: int | None = None  # None: as many as there is room for
     logprobs: bool = False
     top_logprobs: int | None = None
     echo: bool = False
@@ -41,7 +49,7 @@ class Chat:
 
     def parse(self, body: bytes, served: Served) -> Generation:
         given = read(body, ChatFields)
-        ids, opened = _ids(given, served)
+        ids, opened, prompt = _prompt(given, served)
         tokens = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
         if given.max_tokens not in (None, tokens):
             text = f"max_tokens is {given.max_tokens} and max_completion_tokens {tokens}; give one of the two"
@@ -64,6 +72,7 @@ class Chat:
         return generation(
             given, served, [ids], tokens, logprobs, "top_logprobs", prompt_field="messages",
             parses_tools=parses_tools, parses_reasoning=given.separate_reasoning, reasoning_opened=opened,
+            image_prompt=prompt,
             skip_special_tokens=given.skip_special_tokens and not (parses_tools or given.separate_reasoning),
         )  # fmt: skip
 
@@ -90,7 +99,7 @@ class Chat:
 
 
 def _parse(choice: dict[str, Any], text: str, ask: Generation) -> None:
-    """Takes reasoning and tool calls out of a choice's text; `finish_reason` is then `tool_calls`, as OpenAI has it."""
+    """Move reasoning and tool calls out of a choice's text; with calls `finish_reason` is `tool_calls`, as OpenAI's."""
     parsed = parse(text, tools=ask.parses_tools, reasoning=ask.parses_reasoning, opened=ask.reasoning_opened)
     message = choice["message"]
     message["content"] = parsed.content
@@ -105,35 +114,78 @@ def _parse(choice: dict[str, Any], text: str, ask: Generation) -> None:
         choice["finish_reason"] = "tool_calls" if choice["finish_reason"] == "stop" else choice["finish_reason"]
 
 
-def _ids(given: ChatFields, served: Served) -> tuple[list[int], bool]:
-    """Ids of the prompt, and whether it ends inside of reasoning."""
+def _prompt(given: ChatFields, served: Served) -> tuple[list[int], bool, ModelInput | None]:
+    """Ids of the prompt, whether it ends inside of reasoning, and itself where it has images."""
     tokenizer = served.tokenizer
     if tokenizer is None or not tokenizer.has_template:
         lacks = "tokenizer" if tokenizer is None else "chat template"
         text = f"messages need a chat template, and this engine's model folder has no {lacks}; use /v1/completions"
         raise BadField("messages", text, "no_chat_template")
-    messages = [_message(place, message) for place, message in enumerate(given.messages)]
+    images: list[Image] = []
+    messages = [_message(place, message, served, images) for place, message in enumerate(given.messages)]
     if not messages:
         raise BadField("messages", "messages is empty; it must have at least one")
     try:
         text = tokenizer.render(messages, given.chat_template_kwargs or {}, given.tools)
     except ConfigError as error:
         raise BadField("messages", str(error)) from None
-    return tokenizer.encode(text, given.add_special_tokens), text.rstrip().endswith(OPENING)
+    ids, opened = tokenizer.encode(text, given.add_special_tokens), text.rstrip().endswith(OPENING)
+    if served.images is None:
+        return ids, opened, None
+    try:  # also without images: a text must not contain placeholders
+        prompt = served.images.prompt(ids, images)
+    except ConfigError as error:
+        raise BadField("messages", f"after its chat template, {error}") from None
+    return prompt.token_ids, opened, prompt if images else None
 
 
-def _message(place: int, message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its content as text, which templates concatenate."""
+def _message(place: int, message: dict[str, Any], served: Served, images: list[Image]) -> dict[str, Any]:
+    """The message with its content as text, which templates concatenate; or as parts, where one of them is an image.
+
+    `images` gets these.
+    """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise BadField("messages", f"messages[{place}] has the role {role!r:.40}; it must be text such as 'user'")
     parts = content if isinstance(content, list) else [{"type": "text", "text": "" if content is None else content}]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    written = [text for text in texts if isinstance(text, str)]
-    if len(written) < len(parts):
-        given = f"messages[{place}] has the content {content!r:.60}"
-        raise BadField("messages", f'{given}; it must be text, or a list of {{"type": "text", "text": ...}}')
-    return {**message, "content": "\n".join(written)}
+    read, pictures = list[dict[str, Any]](), 0
+    for part in parts:
+        fields = part if isinstance(part, dict) else {}
+        kind, text = fields.get("type"), fields.get("text")
+        if kind == "text" and isinstance(text, str):
+            read.append({"type": "text", "text": text})
+        elif kind == "image_url":
+            images.append(_image(f"messages[{place}]", fields.get("image_url"), served))
+            if len(images) > MOST_IMAGES:
+                raise BadField("messages", f"messages has more than {MOST_IMAGES} images")
+            read.append({"type": "image"})
+            pictures += 1
+        else:
+            given = f"messages[{place}] has the content {content!r:.60}"
+            raise BadField("messages", f'{given}; it must be text, or a list of {{"type": "text", "text": ...}}')
+    if pictures:
+        return {**message, "content": read}
+    return {**message, "content": "\n".join(part["text"] for part in read)}
+
+
+def _image(where: str, given: Any, served: Served) -> Image:
+    """The image of an `image_url` part. The URL must be a data URI; this server downloads nothing."""
+    if served.images is None:
+        raise BadField("messages", f"{where} has an image, and this engine's model reads text alone")
+    url = given.get("url") if isinstance(given, dict) else given
+    head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
+    if not comma or not re.fullmatch(r"data:image/\w+;base64", head):
+        raise BadField(
+            "messages",
+            f"{where} has the image_url {url!r:.60}; it must be data:image/png;base64,... (or jpeg, webp, gif, bmp): "
+            "this server fetches nothing",
+        )
+    try:
+        return served.images.image(base64.b64decode(data, validate=True))
+    except binascii.Error as error:
+        raise BadField("messages", f"{where} has an image_url that is no base64: {error}") from None
+    except ConfigError as error:
+        raise BadField("messages", f"{where}: {error}") from None
 
 
 def _logprobs(ask: Generation, piece: Piece, name: Name) -> dict[str, Any] | None:

@@ -1,10 +1,9 @@
-"""A pool of engines as one engine: requests are dealt out, and those of an engine that fails are made again elsewhere.
+"""A pool of engines used as one: requests are distributed, and those of a failed engine are repeated on others.
 
-A request's completion is a function of weights, prompt and seed. So work is cut into chunks that any engine may make:
-an engine with room takes the chunks whose prompts begin like what it served before, then chunks that wait for others.
-The chunks of an engine that dies, stalls or answers nonsense are made again elsewhere, with the same seeds: the same
-bits. `membership` decides which engines may serve. The engines may be servers (`http_pool`) or actors
-(`rlloop.launch.ray_pool`): the rules are the same.
+A completion is a function of weights, prompt and seed, so work is split into chunks that any engine may compute. An
+engine with room takes chunks whose prefix it served before, then other waiting chunks. Chunks of an engine that dies,
+stalls or answers wrongly are repeated on others with the same seeds, hence the same bits. `membership` decides which
+engines may serve. Engines are servers (`http_pool`) or Ray actors (`rlloop.launch.ray_pool`), under the same rules.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlloop.errors import ConfigError
-from rlloop.rollout.engine.validation import one_for_each
+from rlloop.inputs import ids_alone
 from rlloop.rollout.errors import BadAnswer, Busy, EngineLost, NoEngine, VersionUnavailable, WrongToken
 from rlloop.rollout.fleet.client import EngineClient, LoopThread
 from rlloop.rollout.fleet.membership import (
@@ -37,12 +36,12 @@ from rlloop.rollout.fleet.membership import (
     reason,
 )
 from rlloop.rollout.fleet.wire import EngineState
-from rlloop.types import Completion, SamplingParams
+from rlloop.types import Completion, ModelInput, SamplingParams
 
 T = TypeVar("T")
-SESSIONS = 1 << 16  # whose engines are remembered
+SESSIONS = 1 << 16  # sessions whose engines are remembered
 TRIES = 10  # failed tries of a chunk, over at least `fleet.patience` seconds, before its batch fails
-PASSING = (Busy, EngineLost, VersionUnavailable)  # temporary: an engine with one of these may be in order
+PASSING = (Busy, EngineLost, VersionUnavailable)  # temporary: the engine may be healthy
 
 
 @dataclass(eq=False)
@@ -69,15 +68,15 @@ class _Chunk:
     hedged: bool = False
     tries: int = 0  # that failed
     since: float = 0.0  # when the first of them did
-    refused: dict[Member, Exception] = field(default_factory=dict)  # by which engines: it may be the request's fault
+    refused: dict[Member, Exception] = field(default_factory=dict)  # by engine; the request may be at fault
 
     def __len__(self) -> int:
         return len(self.indices)
 
 
 class EnginePool:
-    """For one caller at a time in each method, and many who generate; all the work is done in an event loop of its
-    own."""
+    """Distributes requests over engines, in its own event loop. `generate` and `begin` may be called concurrently; each
+    other method by one caller at a time."""
 
     def __init__(
         self,
@@ -88,8 +87,8 @@ class EnginePool:
         run_id: str = "",
         objection: Callable[[EngineState], str | None] = lambda state: None,
     ) -> None:
-        """`record` receives events. `connect` gives the client of an address. `run_id`: the run whose weights engines
-        must have; "": any. `objection` says why an engine must not serve, by its own account of itself."""
+        """`record` receives events. `connect` makes the client of an address. `run_id`: the run whose weights engines
+        must have; "": any. `objection` returns the reason why an engine of this state must not serve, or None."""
         self.settings = settings
         self._members = Membership(settings, record, connect, objection, self._pump, run_id)
         self._queue: list[_Chunk] = []
@@ -100,11 +99,11 @@ class EnginePool:
     # ---------------------------------------------------------------------------------------------- for any thread
 
     def join(self, url: str, region: str) -> None:
-        """Attend to an engine from now on; one that is known is looked at now."""
+        """Add an engine; a known one is checked at once."""
         self._thread.run(_run(lambda: self._members.join(url, region)))
 
     def leave(self, url: str) -> None:
-        """The engine is about to go."""
+        """Remove an engine that is shutting down."""
         self._thread.run(_run(lambda: self._members.leave(url)))
 
     def members(self) -> list[dict[str, Any]]:
@@ -112,40 +111,41 @@ class EnginePool:
 
     @property
     def version(self) -> int:
-        """The version that serves, or is to; -1 before the first."""
+        """The current version, which engines serve or are loading; -1 before the first."""
         return self._members.version
 
     @property
     def longest(self) -> int:
-        """Tokens that a prompt and its completion may have together, at any engine that serves; 0: none does."""
+        """Tokens that a prompt and its completion may have together on every serving engine; 0 if none serves."""
         states = [member.last for member in self._members.serving()]
         return min((state.longest for state in states if state is not None and state.longest > 0), default=0)
 
     def serve_version(self, version: int, canary: Canary | None) -> dict[str, float]:
-        """From now on only `version` serves. Returns metrics once engines serve it; raises `NoEngine`."""
+        """Serve only `version` from now on. Returns metrics once engines serve it; raises `NoEngine`."""
         return self._thread.run(self._members.serve_version(version, canary))
 
     def generate(
-        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], version: int
+        self, prompts: Sequence[ModelInput | list[int]], sampling: Sequence[SamplingParams], version: int
     ) -> list[Completion]:
-        """Completions in order, each whole, made with the weights of `version`. Raises `NoEngine`; `VersionUnavailable`
-        where the fleet is to serve another, or comes to while this waits; and what every engine refuses it for:
-        `ConfigError`, or `Fenced` where another process of the run has taken over."""
+        """Whole completions in order, computed with the weights of `version`.
+
+        Raises `NoEngine`; `VersionUnavailable` if the fleet serves another version or changes to one; and if every
+        engine refuses the request: `ConfigError`, or `Fenced` when another process of the run has taken over."""
         return self._thread.run(self._generate(prompts, sampling, version))
 
     def begin(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[ModelInput | list[int]],
         sampling: Sequence[SamplingParams],
         version: int,
         session: str | None = None,
     ) -> Future[list[Completion]]:
-        """Like `generate`, for callers that do not wait in a thread. `session` names a conversation: its turns go to
-        the engine that served the last one, which has their prefix cached, as long as that has room."""
+        """Like `generate`, without blocking the caller's thread. `session` names a conversation, whose turns go to the
+        engine that served the last one and has the prefix cached, as long as it has room."""
         return self._thread.start(self._generate(prompts, sampling, version, session))
 
     def take_metrics(self) -> dict[str, float]:
-        """`fleet/*`: what happened since the last call."""
+        """The metrics `fleet/*` since the last call."""
         return self._thread.run(_run(self._members.take_metrics))
 
     def close(self) -> None:
@@ -155,17 +155,18 @@ class EnginePool:
     # ---------------------------------------------------------------------------------------------- work
 
     async def _close(self) -> None:
-        self._batches.clear()  # nothing is made again
+        self._batches.clear()  # nothing is repeated
         self._queue.clear()
         await self._members.close()
 
     async def _generate(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[ModelInput | list[int]],
         sampling: Sequence[SamplingParams],
         version: int,
         session: str | None = None,
     ) -> list[Completion]:
+        prompts = ids_alone(prompts)
         if not prompts:
             return []
         if version != self._members.version:
@@ -173,7 +174,7 @@ class EnginePool:
         seeded = [
             params if params.seed is not None else dataclasses.replace(params, seed=secrets.randbits(63))
             for params in sampling
-        ]  # two engines can only make the same completion of a seed that is known
+        ]  # engines can only repeat a completion with a known seed
         batch = _Batch(
             prompts, seeded, version, [None] * len(prompts), asyncio.get_running_loop().create_future(), session
         )  # fmt: skip
@@ -202,7 +203,7 @@ class EnginePool:
         return [completion for completion in batch.completions if completion is not None]
 
     def _cut(self, batch: _Batch) -> list[_Chunk]:
-        """Prompts that begin alike stay together as far as chunks of a good size allow."""
+        """Split a batch into chunks; prompts with a common prefix stay together as far as the chunk size allows."""
         size = math.ceil(len(batch.prompts) / (max(1, len(self._members.serving())) * self.settings.calls))
         size = min(max(size, 1), self.settings.chunk)
         alike: dict[bytes, list[int]] = {}
@@ -258,7 +259,7 @@ class EnginePool:
         return None if member in chunk.refused else member
 
     def _home(self, chunk: _Chunk) -> Member:
-        """The engine that serves what begins like this, as long as the same engines serve."""
+        """The preferred engine of the chunk's prefix, by rendezvous hashing over the serving engines."""
         return max(
             self._members.serving(), key=lambda member: hashlib.blake2b(chunk.prefix + member.name.encode()).digest()
         )
@@ -267,7 +268,7 @@ class EnginePool:
         chunk.began = time.monotonic()
         task = asyncio.create_task(self._call(member, chunk))
         member.calls[task] = chunk
-        task.add_done_callback(partial(self._ended, member, chunk))  # comes even to a call that never began
+        task.add_done_callback(partial(self._ended, member, chunk))  # runs even for a call that never began
 
     def _hedge(self, free: list[Member]) -> None:
         after, now = self.settings.hedge, time.monotonic()
@@ -284,7 +285,7 @@ class EnginePool:
                     self._start(min(others, key=lambda each: each.load), chunk)
 
     async def _call(self, member: Member, chunk: _Chunk) -> None:
-        """One chunk at one engine. Raises what kept it from being made."""
+        """Compute one chunk on one engine. Raises the error that prevented it."""
         batch = chunk.batch
         try:
             completions = await member.client.generate(
@@ -309,7 +310,7 @@ class EnginePool:
             if failure is not None and not chunk.done and chunk.batch in self._batches:
                 self._again(member, chunk, failure)
             self._pump()
-        except Exception as error:  # a mistake of ours must not be waited for
+        except Exception as error:  # a bug must not leave callers waiting
             self._fail(chunk.batch, error)
 
     def _fail(self, batch: _Batch, error: Exception) -> None:
@@ -339,7 +340,7 @@ class EnginePool:
 
     def _again(self, member: Member, chunk: _Chunk, failure: BaseException) -> None:
         have, version = self._members.version, chunk.batch.version
-        if have != version:  # no engine will make it any more
+        if have != version:  # no engine serves it any more
             self._fail(chunk.batch, VersionUnavailable(have, version, version))
             return
         why = reason(failure) if isinstance(failure, Exception) else "its engine is out of service"
@@ -349,18 +350,16 @@ class EnginePool:
         request_fault = isinstance(failure, ConfigError) and not isinstance(failure, WrongToken)  # as the engine says
         if isinstance(failure, Exception) and not passing and not isinstance(failure, BadAnswer | WrongToken):
             chunk.refused[member] = failure
-        if member.status == "serving":  # its caretaker has not seen it yet
+        if member.status == "serving":  # its poll has not noticed yet
             if passing:
-                self._members.out(member, "behind", why)  # it must show that it is in order
+                self._members.out(member, "behind", why)  # it must pass a check first
                 member.kick.set()
             elif not request_fault:
                 self._members.condemn(member, why)
         if any(theirs is chunk for other in self._members.all() for theirs in other.calls.values()):
             return
         if chunk.tries >= TRIES and time.monotonic() - chunk.since > self.settings.patience:
-            self._fail(
-                chunk.batch, NoEngine(f"{len(chunk)} prompts were not made in {chunk.tries} tries; the last: {why}")
-            )
+            self._fail(chunk.batch, NoEngine(f"{len(chunk)} prompts failed in {chunk.tries} tries; the last: {why}"))
         chunk.hedged = False
         self._queue.insert(0, chunk)
         self._members.counts["reissued"] += len(chunk.indices)
@@ -382,35 +381,10 @@ def http_pool(
     vocabulary: int | None = None,
     objection: Callable[[EngineState], str | None] = lambda state: None,
 ) -> EnginePool:
-    """A pool of engine servers, whose addresses are URLs. `holder` is the run, and `term` fences off its earlier
-    processes (`rlloop.rollout.fleet.wire.Lease`). `vocabulary`: tokens that the model has, where that is known."""
+    """A pool of engine servers, addressed by URLs. `holder` is the run, and `term` fences off its earlier processes
+    (`rlloop.rollout.fleet.wire.Lease`). `vocabulary`: the model's vocabulary size, if known."""
 
     def connect(url: str) -> EngineClient:
         return EngineClient(url, token=token, ca_file=ca_file, holder=holder, term=term, vocabulary=vocabulary)
 
     return EnginePool(settings, record, connect, run_id=holder, objection=objection)
-
-
-class PoolEngine:
-    """A pool as the engine of a loop: every request is made by exactly the version that was published last."""
-
-    def __init__(self, pool: EnginePool, fingerprint: dict[str, Any]) -> None:
-        self.pool, self._fingerprint = pool, fingerprint
-        self.policy_version = -1
-
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
-        return self.pool.generate(prompts, one_for_each(prompts, sampling), self.policy_version)
-
-    def begin(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> Future[list[Completion]]:
-        """Like `generate`, for callers that do not wait in a thread."""
-        return self.pool.begin(prompts, sampling, self.policy_version)
-
-    def serve_version(self, version: int, canary: Canary | None) -> dict[str, float]:
-        """Like `EnginePool.serve_version`; further requests are made by `version`."""
-        metrics = self.pool.serve_version(version, canary)
-        self.policy_version = version
-        return metrics
-
-    def fingerprint(self) -> dict[str, Any]:
-        """The trainer's: under `parity.mode=require` no engine of another is let in, and else each tells its own."""
-        return self._fingerprint

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from rlloop.chat import TOKENIZER_FILES, ChatTokenizer, Message
 
-HALF = "\ufffd"  # written by tokenizers for bytes that are no character, or not yet one
-PATIENCE = 16  # tokens after which such bytes are taken for what they are
+HALF = "\ufffd"  # written by tokenizers for bytes that are not, or not yet, a character
+PATIENCE = 16  # tokens after which such bytes are accepted as they are
 Decode = Callable[[list[int]], str]
 
 
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
 
 
 class FolderTokenizer:
-    """A tokenizer sets itself up anew in `encode`, and nobody else may use it then; for `decode` there is another."""
+    """A folder's tokenizer. `encode` reconfigures its tokenizer, which is locked; `decode` uses a second one."""
 
     def __init__(self, folder: Path) -> None:
         self._chat = ChatTokenizer(folder)
@@ -56,15 +56,15 @@ class FolderTokenizer:
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
-    """A model folder's own tokenizer; None where it has none."""
+    """A model folder's tokenizer; None if it has none."""
     return FolderTokenizer(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
 
 
 class Detokenizer:
     """Incremental detokenizer: each token's addition to the text; all additions together are `decode` of all ids.
 
-    A window of the last tokens is decoded, since what a token looks like depends on its neighbours. `context`: tokens
-    that come before, whose text is not repeated.
+    A window of the last tokens is decoded, since a token's text depends on its neighbours. `context`: preceding tokens,
+    whose text is not repeated.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
@@ -75,7 +75,7 @@ class Detokenizer:
     def feed(self, token_ids: Sequence[int]) -> str:
         text, written = self._decode([*self._window, *token_ids]), self._written()
         if text == written:
-            return ""  # nor will they: special tokens that are left out
+            return ""  # special tokens that are skipped
         self._window += token_ids
         if text.endswith(HALF) and len(self._window) - self._old < PATIENCE:
             return ""
@@ -95,10 +95,10 @@ class Detokenizer:
 
 
 class Writer:
-    """The text of one choice as far as it is certain: a stop string, and what may become one, is held back.
+    """The final text of one choice so far: stop strings, and text that may become one, are held back.
 
-    A stop ends the choice with the token by which the text has it, be it in the midst of the token, so tokens and text
-    end together; of two, the one that is complete first. `least`: tokens before which none is looked for.
+    A stop string ends the choice with the token that completes it, even inside the token, so tokens and text end
+    together; of two, the one completed first counts. `least`: tokens before which stops are ignored.
     """
 
     def __init__(

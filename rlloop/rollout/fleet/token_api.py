@@ -20,9 +20,9 @@ import numpy as np
 from rlloop.rollout.fleet.generation import BadField, Generation, Piece, Served
 from rlloop.rollout.fleet.openai_api import Fields, Name, beside, decoded, exact, fields_of, generation, of_prompt, ours
 
-# Fields of vLLM's for what needs another kind of request, with the values that ask for nothing.
+# vLLM's fields for unsupported kinds of requests, with the values that request nothing.
 IDLE: dict[str, tuple[Any, ...]] = {"features": ({},), "content_parts": ([],), "kv_transfer_params": ({},)}
-# Those that make no difference to the tokens. A salt parts caches, which tell by their timing alone.
+# Fields without effect on tokens. A salt separates caches, which only changes timing.
 IGNORED = {"cache_salt", "detokenize", "output_kind"}
 
 
@@ -98,7 +98,7 @@ def _named(id: int, value: float | None, name: Name) -> dict[str, Any]:
 
 
 def _experts(chosen: np.ndarray, start: int) -> dict[str, Any]:
-    """`chosen` is [tokens, layers, top_k]; `data` stands first, where clients look for it."""
+    """`chosen` is [tokens, layers, top_k]; `data` comes first, where clients expect it."""
     rows = np.ascontiguousarray(chosen[start:])
     data = base64.b64encode(rows.tobytes()).decode()
     return {"data": data, "shape": list(rows.shape), "start": start, "dtype": rows.dtype.name}

@@ -8,8 +8,8 @@
 
 And, for trainers that are not rlloop's (`rlloop serve trainer`), which publish and sample through it:
 
-    POST /fleet/publish?step=N    the weights as safetensors: the newest version from now on, served when it answers
-    POST /fleet/generate          rlloop.rollout.fleet.wire.Ask -> Answer, made by whichever engines serve the version
+    POST /fleet/publish?step=N    the weights as safetensors: publishes them, and answers once engines serve them
+    POST /fleet/generate          rlloop.rollout.fleet.wire.Ask -> Answer, from engines that serve the version
     POST /inference/v1/generate   token ids both ways (rlloop.rollout.fleet.token_api); requests of one X-Session-ID go
                                   to the engine that has the session's prefix
 """
@@ -51,8 +51,8 @@ class Joining(msgspec.Struct, forbid_unknown_fields=True):
 def trainer_app(
     store: Store, pool: EnginePool, squash: Callable[[int], bool], publish: Publish | None = None
 ) -> Starlette:
-    """`squash`: the publisher's. `publish`: only for trainers elsewhere; without it neither publishing nor sampling is
-    offered."""
+    """The server's application. `squash`: the publisher's. `publish`: for other frameworks' trainers; without it the
+    routes for publishing and sampling are absent."""
     served = StoreRoutes(store, squash)
     registry = CollectorRegistry()
     Gauge("rlloop_store_served_bytes", "bytes of weights given out", registry=registry).set_function(
@@ -96,7 +96,7 @@ def trainer_app(
         have, lowest = pool.version, max(ask.lowest or 0, 0)
         if have < lowest or (ask.highest is not None and have > ask.highest):
             raise VersionUnavailable(have, lowest, ask.highest)
-        # In no thread of the pool: those are for the weights and the joining that it may have to wait for.
+        # Not in the thread pool, which serves the weights and joins that this may wait for.
         made = await asyncio.wrap_future(pool.begin(ask.prompts, each, have))
         answer = wire.Answer([wire.pack(completion) for completion in made], "fleet")
         return Response(msgspec.msgpack.encode(answer), media_type=wire.CONTENT_TYPE)

@@ -23,11 +23,11 @@ class Source(msgspec.Struct, frozen=True):
     """The source of an engine's weights."""
 
     store: str  # a folder, or a URL
-    public_key: str  # 64 hexadecimal digits: whose versions are taken
-    relay: str | None = None  # asked first; the store, where it fails
-    token: str | None = None  # for either, where it is a server
+    public_key: str  # 64 hexadecimal digits: the key that must have signed versions
+    relay: str | None = None  # read first; the store is the fallback
+    token: str | None = None  # for servers
     ca_file: str | None = None
-    run_id: str | None = None  # the only run whose versions are taken; None: the first that is met,
+    run_id: str | None = None  # the only run whose versions are accepted; None: the first one found,
     any_run: bool = False  # or each
 
     def open(self) -> Store:
@@ -45,7 +45,7 @@ def open_served(url: str, token: str | None, ca_file: str | Path | None) -> Stor
 
 
 class Followed(Protocol):
-    """A replica of the weights: `rlloop.sync.replica.Replica`, here or in another process."""
+    """A replica of the weights: `rlloop.sync.replica.Replica`, in this process or another."""
 
     @property
     def state(self) -> State: ...
@@ -113,7 +113,7 @@ class ReplicaFollower:
             self._changed.notify_all()
 
     def wait_for(self, version: int, seconds: float) -> None:
-        """Until exactly `version` serves, looking for it again and again, or until the time is over."""
+        """Poll until exactly `version` serves, or for at most `seconds`."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while not (self._replica.ready and self._service.version == version) and self.status != "failed":
@@ -142,7 +142,7 @@ class ReplicaFollower:
             try:
                 if self._replica.poll():
                     self._progress = Progress.of(self._service.version, self._replica.metrics)
-            except Exception as error:  # memory that ran out, say: the engine tells it, and the next look tries again
+            except Exception as error:  # such as out of memory: the engine reports it, and the next poll tries again
                 self._odd = str(error) or type(error).__name__
             with self._changed:
                 self._caught_up = not self.error

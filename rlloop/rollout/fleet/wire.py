@@ -1,11 +1,15 @@
 """The wire format between engine servers and their clients: msgpack, float32 as bytes, so that every bit arrives.
 
 POST /rlloop/generate   Ask -> Answer
+
+Content carries a digest (RFC 9530), since plain HTTP may deliver flipped bits; damaged content is sent again.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +24,7 @@ from rlloop.types import WHOLE, Completion, FinishReason, SamplingParams
 
 CONTENT_TYPE = "application/msgpack"
 LARGEST = 1e-3  # of a logprob: rounding may bring one a little above 0
+DIGEST = "content-digest"
 MOST_PROMPTS = 1 << 14  # of one request: a third of a second of a core, to check
 
 T = TypeVar("T")
@@ -38,7 +43,7 @@ class Ask(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class Lease(msgspec.Struct, forbid_unknown_fields=True):
-    """Fencing: `holder` drives the engine from now on, in its `term`-th life. Earlier terms are refused."""
+    """Fencing: `holder`'s process number `term` takes over the engine; earlier terms are refused from then on."""
 
     holder: str
     term: int
@@ -62,7 +67,7 @@ class Made(msgspec.Struct, array_like=True):
 
 class Answer(msgspec.Struct):
     completions: list[Made]
-    boot: str  # names the engine's process: an answer of an earlier one is none of the present one's
+    boot: str  # identifies the engine's process, so that an earlier one's answers are recognised
 
 
 class Progress(msgspec.Struct):
@@ -108,6 +113,16 @@ class EngineState(msgspec.Struct):
     longest: int = 0  # tokens that a prompt and its completion may have together; 0: not told
 
 
+def digest_of(content: bytes) -> dict[str, str]:
+    """The header with the content's digest."""
+    return {DIGEST: f"sha-256=:{base64.b64encode(hashlib.sha256(content).digest()).decode()}:"}
+
+
+def arrived(headers: Mapping[str, str], content: bytes) -> bool:
+    """False if `headers` has a digest that does not match the content."""
+    return headers.get(DIGEST) in (None, *digest_of(content).values())
+
+
 @contextmanager
 def reading(what: str) -> Iterator[None]:
     """Raises any error inside as `BadAnswer`: the answer is at fault."""
@@ -115,7 +130,7 @@ def reading(what: str) -> Iterator[None]:
         yield
     except RlloopError:
         raise
-    except Exception as error:  # text that is no UTF-8, a number beyond 64 bits, arrays of odd types, ...
+    except Exception as error:  # invalid UTF-8, numbers above 64 bits, arrays of unexpected types, ...
         raise BadAnswer(f"{what} cannot be read: {type(error).__name__} {error}") from None
 
 
@@ -145,7 +160,8 @@ def pack_array(array: np.ndarray | None) -> Array | None:
 
 
 def unpack(ask: Ask, answer: Answer, vocabulary: int | None = None) -> list[Completion]:
-    """Raises `BadAnswer` where the answer is not one to `ask`. `vocabulary`: tokens that the model has, where known."""
+    """The completions. Raises `BadAnswer` if the answer does not fit `ask`. `vocabulary`: the vocabulary size, if
+    known."""
     if len(answer.completions) != len(ask.prompts):
         raise BadAnswer(f"{len(ask.prompts)} prompts were answered by {len(answer.completions)} completions")
     return [
@@ -176,7 +192,7 @@ def _unpack(prompt: list[int], params: SamplingParams, made: Made, ask: Ask, voc
     if not (logprobs <= LARGEST).all() or not (
         (raw <= LARGEST).all() or np.isnan(raw).all()
     ):  # it may tell no raw ones
-        raise BadAnswer("a logprob is above 0, or no number")
+        raise BadAnswer("a logprob is above 0, or not a number")
     read = len(prompt) + len(tokens) - 1 if made.finish_reason in WHOLE else None
     return Completion(
         prompt_ids=prompt,
@@ -204,7 +220,7 @@ def unpack_array(packed: Array | None, rows: int | None = None) -> np.ndarray | 
 
 
 def error_of(body: bytes) -> Mapping[str, Any]:
-    """The error in a refusal's body; empty where it is not one of ours."""
+    """The error message in a refusal's body; empty if it is not rlloop's."""
     try:
         content = msgspec.json.decode(body)
     except UNREADABLE:

@@ -1,4 +1,4 @@
-"""vLLM as rollout engine: its scheduler, paging, prefix cache and server around rlloop's model, or around its own.
+"""vLLM as rollout engine: its scheduler, paging, prefix cache and server, around rlloop's model or its own.
 
 `build` creates the engine that `rollout.engine` names. Nothing here imports vLLM until an engine is built, or vLLM
 itself calls in.

@@ -1,4 +1,4 @@
-"""vLLM's pages, read by our attention with its fixed tiles.
+"""rlloop's attention, with its fixed tiles, over vLLM's pages.
 
 Each store of a layer (keys, values, or whatever `Model.cache_spec` names) is one paged tensor of vLLM's, so a slot is
 vLLM's slot and the stores need no other layout than [slots, ...].
@@ -44,7 +44,7 @@ class StepMetadata:
     def blocks(self) -> Tensor:
         """The pages of each request. [S, B] int32"""
         lengths = self._step.seq_lens
-        longest = self._step.max_seq_len if lengths.is_cuda else int(lengths.max())  # of the two, the host knows one
+        longest = self._step.max_seq_len if lengths.is_cuda else int(lengths.max())  # exactly one is known on the host
         return self._step.block_table_tensor[:, : -(-longest // self.block_size)]
 
     @cached_property
@@ -97,7 +97,7 @@ class FixedTileBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """vLLM 0.26 asks so."""
+        """The cache's shape, as vLLM 0.26 requests it."""
         return num_blocks, block_size, num_kv_heads, head_size
 
     @classmethod

@@ -1,4 +1,4 @@
-"""vLLM as scheduler: it pages and shares prefixes; every number comes from the trainer's own model and operations."""
+"""vLLM as scheduler and pager; all arithmetic is the trainer's own model and operations."""
 
 from __future__ import annotations
 
@@ -86,6 +86,10 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
     ) -> None:
         """`sleep`: whenever `generate` returns, as beside a trainer in the same memory."""
         versions.require()
+        if model.config.vision is not None:
+            raise ConfigError(
+                f"{model.config.architecture} has a vision tower, which is not proven inside vLLM; use engine=embedded"
+            )
         if model.recurrent:
             raise ConfigError(
                 f"{model.config.architecture} has recurrent layers, whose states have no place in vLLM's pages here; "
@@ -99,7 +103,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         self._sleeps, self._asleep = sleep, False
         self._model = model
         self._requests: dict[str, _Request] = {}  # by vLLM's id
-        self._held: dict[str, _Request] = {}  # those of them that wait for an adapter's slot, and vLLM does not have
+        self._held: dict[str, _Request] = {}  # requests that wait for an adapter's slot, not yet in vLLM
         self._adapters = EngineAdapters(model, adapter_slots, adapter_rank)
         self._chooses = bool(model.route_shape() or model.indexed_layers())
         spec = model.cache_spec()
@@ -108,7 +112,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
             whole = max_running * -(-model.max_positions // page_size) * page_size
             max_cache_tokens = max(model.max_positions, min(whole, DEFAULT_CACHE_BYTES // token_bytes))
         super().__init__(Limits(model.vocab_size, model.max_positions, max_cache_tokens, model.eos_token_ids), seed)
-        blocks = -(-max_cache_tokens // page_size) + 1  # vLLM keeps one to itself
+        blocks = -(-max_cache_tokens // page_size) + 1  # vLLM reserves one
         gc.collect()  # collect unreferenced engines before allocating
         if sleep and model.device.type == "cuda" and any(other.sleeps for other in _LIVE):
             raise ConfigError("another vLLM engine with sleep=True lives in this process; close it first")
@@ -133,7 +137,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         )
         client = self._llm.engine_core
         if finalizer := getattr(client, "_finalizer", None):
-            finalizer.detach()  # it would take away what other engines of this process stand on
+            finalizer.detach()  # it would destroy state of other engines in this process
         self._end = weakref.finalize(self, _shut_down, client.engine_core, live)
         if self.raw_column:
             requests, adapters = self._requests, self._adapters
@@ -198,7 +202,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         return made
 
     def _drop(self) -> None:
-        """Blocks are named when they are scheduled; after a step that did not finish, they may hold anything."""
+        """Drop all requests and cached blocks: after a failed step, named blocks have undefined contents."""
         ids = [id for id in self._requests if id not in self._held]
         self._requests.clear()
         self._held.clear()
@@ -220,7 +224,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
     # ---------------------------------------------------------------------------------------------- weights and facts
 
     def sleep(self) -> None:
-        """Free the caches' memory until `wake_up`, or until the next request. The weights stay."""
+        """Free the caches' memory until `wake_up` or the next request. The weights stay."""
         if self._asleep:
             return
         if self.has_work:
@@ -238,7 +242,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         self._asleep = self._live.asleep = False
 
     def fingerprint(self) -> dict[str, Any]:
-        """The model's: vLLM decides no bits."""
+        """The model's fingerprint, since vLLM decides no bits."""
         return self.model.fingerprint()
 
     def close(self) -> None:
@@ -276,7 +280,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         self._admit()
 
     def _admit(self) -> None:
-        """Give vLLM the requests that wait for a slot, as far as there are slots for their adapters."""
+        """Pass waiting requests to vLLM as far as there are slots for their adapters."""
         running = {each.adapter for id, each in self._requests.items() if id not in self._held} - {None}
         room = self._adapters.slots - self._adapters.own
         for id, request in list(self._held.items()):
@@ -353,7 +357,7 @@ def _slots_of(ids: list[str], requests: dict[str, _Request], adapters: EngineAda
 
 
 class _Life:
-    """Marks a live engine of this process. Held by the engine, so it is gone with an engine that could not start."""
+    """Marks a live engine of this process. Held by the engine, so it is freed with an engine that could not start."""
 
     def __init__(self, sleeps: bool, guest: bool) -> None:
         """`sleeps`: by vLLM's sleep mode, which is the process's. `guest`: the process group is of a run's ranks."""
@@ -368,7 +372,7 @@ def _shut_down(core: Any, live: _Life) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel
 
     if live.sleeps and live.asleep:
-        core.collective_rpc("restore_caches")  # what sleeps cannot be freed
+        core.collective_rpc("restore_caches")  # sleeping memory cannot be freed
     _LIVE.discard(live)
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()

@@ -40,18 +40,18 @@ class GpuWorker(WorkerMixin, Worker):
         _allocator().sleep(())  # the worker's own method looks at memory that other processes take
 
     def restore_caches(self) -> None:
-        """Zeros, as at the start: what nobody wrote may be read and weighed with zero, so it must be a number."""
-        torch.cuda.empty_cache()  # what the trainer has freed, torch keeps
+        """Fill with zeros, as at the start: unwritten slots may be read with weight 0, so they must be finite."""
+        torch.cuda.empty_cache()  # torch keeps memory freed by the trainer
         _allocator().wake_up()
         for cache in self.model_runner.kv_caches:
             cache.zero_()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
-        """Only caches sleep: weights are the trainer's, or written while the caches sleep."""
+        """Put only caches to sleep: weights are the trainer's, or written while the caches sleep."""
         if tag != "kv_cache" or not self.vllm_config.model_config.enable_sleep_mode:
             return nullcontext()
         gc.collect()
-        _allocator().release_pools()  # what an engine before this one left
+        _allocator().release_pools()  # memory left by an earlier engine
         return super()._maybe_get_memory_pool_context(tag)
 
 
@@ -61,7 +61,7 @@ def _allocator() -> Any:
 
 
 class _Checked(AsyncModelRunnerOutput):
-    """A step's tokens, which the host checks when they arrive: it begins the next step before that."""
+    """A step's tokens, checked when they arrive on the host, after the next step has begun."""
 
     def __init__(self, output: AsyncModelRunnerOutput) -> None:
         self._output = output

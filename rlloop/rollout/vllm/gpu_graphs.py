@@ -12,13 +12,13 @@ from rlloop.rollout.engine.graphs import LEAST_TOKENS, at_least, rounded
 from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
 from rlloop.rollout.vllm.sampler import Replayed, Rows
 
-SPARE = 0  # a slot of vLLM's null block, which nobody reads
+SPARE = 0  # a slot of vLLM's null block, which is never read
 
 
 class StepGraphs:
-    """Steps in which every request has one token to compute, for one view of the weights: one replay, drawn tokens too.
+    """Decode steps of one view of the weights: each is one replay of a graph, drawing of tokens included.
 
-    Rows that nobody uses decode token 0 at position 0 of a slot that nobody reads.
+    Unused rows decode token 0 at position 0 into a slot that is never read.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class StepGraphs:
         self._policy, self._stores, self._choices = policy, stores, choices
         self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Replayed]] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        # What graphs read, and so must outlive them. Each begins where vectors can be loaded from.
+        # Inputs of graphs, which must outlive them; each is aligned for vector loads.
         self._most, device = rounded(most + most % 2), policy.device
         self._start = torch.arange(self._most + 1, device=device)
         self._numbers = torch.zeros(5, self._most, dtype=torch.int64, device=device)
@@ -37,7 +37,7 @@ class StepGraphs:
         self._rows: Rows | None = None  # whose parameters these are
 
     def replay(self, tokens: Tensor, positions: Tensor, step: StepMetadata, rows: Rows) -> Replayed:
-        """tokens, positions [N]. What it returns is valid until the next call."""
+        """tokens, positions [N]. The result is valid until the next call."""
         count, blocks = len(tokens), step.blocks
         columns = at_least(blocks.shape[1], LEAST_TOKENS // step.block_size)
         if columns not in self._pages:

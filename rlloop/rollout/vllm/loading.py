@@ -1,4 +1,4 @@
-"""Configuration and load formats by which vLLM loads our model, and models lent to engines of this process."""
+"""Configuration and load formats by which vLLM loads rlloop's model, and models shared with engines in this process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ROUTERS: WeakKeyDictionary[nn.Module, tuple[int, int, int] | None] = WeakKeyDic
 
 
 def lend(model: Model) -> dict[str, str]:
-    """Makes `model` known to the engines of this process. Returns the `additional_config` that asks for it."""
+    """Register `model` for engines of this process. Returns the `additional_config` that selects it."""
     name = str(id(model))
     _LENT[name] = model
     return {LENT_AS: name}
@@ -106,13 +106,13 @@ class OnGpu(VerifyAndUpdateConfig):
 
 
 class Loader(BaseModelLoader):
-    """Load format `rlloop`: the model arrives with its weights, since rlloop reads them (or they were lent)."""
+    """Load format `rlloop`: rlloop reads the weights itself, or the model was shared by this process."""
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Folders are local."""
+        """Nothing to download: folders are local."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """They are there."""
+        """Nothing to load: the model has its weights."""
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         return initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix).eval()
@@ -127,7 +127,7 @@ class StockLoader(BaseModelLoader):
     """
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Weights are lent."""
+        """Nothing to download: the weights are shared in this process."""
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         config = get_current_vllm_config()

@@ -1,4 +1,4 @@
-"""rlloop's model as vLLM sees one: the very `Model` of the trainer, with its caches in vLLM's pages."""
+"""rlloop's model under vLLM's model interface: the trainer's `Model`, with its caches in vLLM's pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlloop.rollout.vllm.sampler import Replayed, Rows
 
 
 class RlloopForCausalLM(nn.Module):
-    """Every number comes of `policy`; vLLM decides which tokens are computed when, and where their keys lie."""
+    """All arithmetic is `policy`'s; vLLM decides the order of tokens and the slots of their keys."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -48,9 +48,11 @@ class RlloopForCausalLM(nn.Module):
             self.stores.append(stores)
         self._any_store = next(iter(known))
         self._most = vllm_config.scheduler_config.max_num_seqs
-        self.choices: ChoiceStore | None = None  # where each token's choices go; the worker sets it
-        self.rows: Callable[[], Rows]  # what this step's requests ask for; the worker sets it, too
-        self.slots: Callable[[], np.ndarray | None] | None = None  # its requests' adapters; an engine here sets it
+        self.choices: ChoiceStore | None = None  # recorder of each token's choices; set by the worker
+        self.rows: Callable[[], Rows]  # sampling parameters of this step's requests; set by the worker
+        self.slots: Callable[[], np.ndarray | None] | None = (
+            None  # its requests' adapters; set by an engine in this process
+        )
         self.step: StepMetadata | None = None  # the last
         self._of_requests: AdapterSlots | None = None  # in it
         self.replayed: Replayed | None = None  # what a graph made of it, if one did

@@ -29,7 +29,7 @@ class CpuPlatform(cpu.CpuPlatform):
         preload = os.environ.get("LD_PRELOAD")
         super().check_and_update_config(vllm_config)
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-            # vLLM means its workers' processes. There are none, and whatever else this process starts is not meant.
+            # vLLM intends this for its workers' processes. There are none, and other child processes are not affected.
             os.environ.pop("LD_PRELOAD", None)
             if preload is not None:
                 os.environ["LD_PRELOAD"] = preload

@@ -1,8 +1,8 @@
-"""Proxy that lets exact routes of a `vllm serve` through, and nothing else.
+"""Proxy that passes exact routes of a `vllm serve` and refuses all others.
 
-vLLM's API key covers /v1 alone: its routes for weights, pausing, caches, profiling and remote calls answer anyone who
-reaches the port. So vLLM listens on loopback, and this stands in front: exact routes, each of its own method; our
-token; no header of the caller's but its content type. Everything else is a 404, whatever vLLM would have said.
+vLLM's API key covers only /v1: its routes for weights, pausing, caches, profiling and remote calls answer anyone who
+reaches the port. So vLLM listens on loopback behind this proxy, which passes exact routes and methods, requires
+rlloop's token, and forwards only the content type of the caller's headers. Everything else is a 404.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def proxy_app(upstream: httpx.AsyncClient, allowed: Mapping[str, str] = ALLOWED)
             sending, left = asyncio.create_task(upstream.send(sent, stream=True)), asyncio.create_task(gone(request))
             await asyncio.wait({sending, left}, return_when=asyncio.FIRST_COMPLETED)
             left.cancel()
-            if not sending.done():  # so that vLLM stops computing what nobody waits for
+            if not sending.done():  # so that vLLM stops computing for a client that disconnected
                 sending.cancel()
                 return Response(status_code=499)
             try:

@@ -23,7 +23,7 @@ MOST_ENDED = 4096  # requests of a server whose choices wait to be fetched; olde
 
 
 class Recorder:
-    """A slot holds its token's choices as long as its keys, so a cached prefix brings them along.
+    """Stores choices by cache slot, as long as the slot's keys, so cached prefixes keep theirs.
 
     Nothing is copied to the host in a step. A request's choices are read when it has ended, before the next step that
     vLLM begins could write into its slots; those of a preempted one, whose slots others get, before that step.

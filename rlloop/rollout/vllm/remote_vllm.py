@@ -1,11 +1,11 @@
-"""A `vllm serve` as an engine of a fleet: its tokens and weights, over routes of vLLM's that only this process may use.
+"""A `vllm serve` as an engine of a fleet: sampling and weights, over vLLM's routes, which only this process can reach.
 
 `ServedEngine` is what `EngineService` drives, so admission, versions, pauses and the server's routes are the embedded
 engine's. The replica is in vLLM's worker (`rlloop.rollout.vllm.worker_replica`); `ServedReplica` has it look for new
 weights, and runs its changes with nothing in flight, vLLM paused and its caches dropped.
 
-Each completion says from which weights vLLM made it. Where they are not those that were committed last (vLLM was
-started anew, or somebody else changed them), it is refused and the weights are brought over again.
+Each completion names the weights that vLLM sampled it with. If they are not the last committed ones (vLLM was
+restarted, or its weights were changed by others), it is refused and the weights are sent again.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ServedEngine(EngineFrontEnd):
         """vLLM has: its caches are dropped in the pause in which its weights change."""
 
     def hold(self) -> None:
-        """Compute nothing more, and keep what is in flight."""
+        """Suspend computing; requests in flight are kept."""
         self._upstream.post("/pause", mode="keep")
         self._held = True
 
@@ -160,7 +160,9 @@ class ServedEngine(EngineFrontEnd):
                 columns = [{each.id: each.logprob for each in row.top_logprobs} for row in rows]
                 raw = np.array([row[RAW_ID] for row in columns], np.float32)
         except (msgspec.DecodeError, ValueError, KeyError) as error:
-            raise UpstreamError(f"vLLM at {self._upstream.url} answered what is no completion: {error!r}") from None
+            raise UpstreamError(
+                f"vLLM at {self._upstream.url} answered something that is not a completion: {error!r}"
+            ) from None
         if self.facts.says_weights or chosen is None:
             labels = [each.version for each in made.weight_versions or ()]
         else:
@@ -186,7 +188,7 @@ class ServedEngine(EngineFrontEnd):
         ids = list(self._running)
         self._running.clear()
         with suppress(UpstreamError):  # what failed may be vLLM itself
-            if ids:  # none would mean all, anybody's
+            if ids:  # an empty list would mean all requests, also other clients'
                 self._end(ids)
 
     def _end(self, ids: Sequence[int]) -> None:
@@ -198,13 +200,13 @@ class ServedEngine(EngineFrontEnd):
 
 
 def _rows(packed: Array | None, count: int) -> np.ndarray | None:
-    """The first `count` of what was recorded: whole blocks of tokens come."""
+    """The first `count` recorded rows; recordings come in whole blocks of tokens."""
     array = unpack_array(packed)
     return None if array is None or count == 0 else array[:count]
 
 
 class ServedService(EngineService):
-    """vLLM goes on by itself, so what is kept in a pause must be kept there."""
+    """The service of a `ServedEngine`: vLLM runs by itself, so requests kept in a pause must be held in vLLM."""
 
     def __init__(self, engine: ServedEngine, *, max_waiting: int = 4096) -> None:
         self._served = engine
@@ -236,7 +238,7 @@ class ServedReplica:
         self._upstream, self._engine, self._exclusively = upstream, engine, exclusively
         self._source, self.any_run = msgspec.json.encode(source).decode(), source.any_run
         self._last: ReplicaState | None = None
-        self._lost = ""  # why vLLM could not be asked
+        self._lost = ""  # reason why vLLM could not be reached
         self._paused = 0.0
 
     @property
@@ -266,7 +268,7 @@ class ServedReplica:
         return {**known, "sync/pause_seconds": self._paused}
 
     def poll(self) -> bool:
-        """Have the worker look for newer weights, and bring them over. Returns whether others serve now."""
+        """Have the worker fetch newer weights. Returns True if new ones serve now."""
         before = self._engine.label
         try:
             state = self._look("rlloop_follow", self._source)
@@ -291,7 +293,7 @@ class ServedReplica:
         return self._last
 
     def _settle(self) -> None:
-        """Run what waits in the worker. Then vLLM's weights, what it calls them and what is said here are one."""
+        """Run the worker's pending change, after which vLLM's weights, its name for them and this state agree."""
         began = time.perf_counter()
         self._upstream.post("/pause", mode="wait")  # which drops its caches, too
         state = self._upstream.rpc(ReplicaState, "rlloop_commit")

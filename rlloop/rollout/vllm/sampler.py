@@ -1,4 +1,4 @@
-"""Our sampler in vLLM's place: a token and its logprob by the operations that the trainer scores with."""
+"""rlloop's sampler in place of vLLM's: tokens and logprobs by the operations that the trainer scores with."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Replayed:
     drawn: Drawn | None  # None: the sampler has to
 
     def __getitem__(self, rows: object) -> Replayed:
-        """vLLM picks the rows that it wants tokens of: all."""
+        """Row selection by vLLM, which must select all rows."""
         return self
 
 
 class ExactSampler(Sampler):
-    """Takes a row's random number from its request's seed and its position, so nothing depends on the batch.
+    """Draws a row's random number from its request's seed and position, so nothing depends on the batch.
 
-    Nothing here waits for a GPU, nor for tokens: vLLM may begin a step before the host knows the last one's.
+    Nothing here synchronises with a GPU or waits for tokens: vLLM may start a step before the host has the last one's.
     """
 
     def __init__(self, runner: Any, policy: Model) -> None:
@@ -92,13 +92,13 @@ class ExactSampler(Sampler):
             ids = tokens[:, None].expand_as(both).int().contiguous()
             if columns > 1:
                 ids[:, 1] = RAW_ID
-            # Ranks would cost a pass over the vocabulary, and nobody asked.
+            # Token ranks would cost a pass over the vocabulary, and are not requested.
             out = LogprobsTensors(ids, both.contiguous(), 0 * tokens)
         return SamplerOutput(sampled_token_ids=tokens.int()[:, None], logprobs_tensors=out)
 
 
 def ours(params: VllmParams, request_id: str) -> SamplingParams:
-    """A request's parameters as rlloop's. A request without a seed gets one from its id."""
+    """A request's parameters as rlloop's. A request without a seed gets one derived from its id."""
     seed = params.seed
     if seed is None:
         seed = int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "little") >> 1
@@ -116,7 +116,8 @@ def ours(params: VllmParams, request_id: str) -> SamplingParams:
 
 
 class OnlyExact(LogitsProcessor):
-    """Changes no logits: it is vLLM's hook for refusing a request as it comes in, with an answer 400 of the server."""
+    """Logits processor that changes nothing; vLLM's hook for refusing requests on arrival, with the server's status
+    400."""
 
     @classmethod
     def validate_params(cls, sampling_params: VllmParams) -> None:
@@ -144,7 +145,7 @@ class OnlyExact(LogitsProcessor):
         ours(given, "")  # refuses what rlloop's parameters cannot be
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        """Keeps nothing."""
+        """No state."""
 
     def apply(self, logits: Tensor) -> Tensor:
         return logits
@@ -153,4 +154,4 @@ class OnlyExact(LogitsProcessor):
         return True
 
     def update_state(self, batch_update: Any) -> None:
-        """Has no state."""
+        """Does nothing: there is no state."""

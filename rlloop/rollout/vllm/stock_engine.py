@@ -27,10 +27,10 @@ CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim of the only shape th
 
 
 class StockVllmEngine(VllmEngine):
-    """Continues prompts with vLLM's own model and kernels: not bit-exact, so for `parity.mode=observe` or `fallback`.
+    """Samples with vLLM's own model and kernels: not bit-exact, so only for `parity.mode=observe` or `fallback`.
 
-    vLLM has parameters of its own. `set_version` copies those of `model` into them, in place and fused as vLLM has
-    them, compares digests of what is there afterwards, and forgets what was computed with others.
+    vLLM has its own parameters. `set_version` copies those of `model` into them, in place and in vLLM's fused layout,
+    compares digests afterwards, and drops everything computed with others.
     """
 
     raw_column = False
@@ -50,7 +50,7 @@ class StockVllmEngine(VllmEngine):
 
     @torch.no_grad()
     def set_version(self, version: int) -> None:
-        """Raises `SyncError` where a name reaches no live parameter, or what is served is not what was sent."""
+        """Copy the weights. Raises `SyncError` if a name matches no live parameter, or if digests differ afterwards."""
         sent, live = named_weights(self.model), self.live_parts()
         tied = {HEAD} if self.model.config.tied else set()
         if apart := sorted((sent.keys() ^ live.keys()) - tied):
@@ -87,11 +87,11 @@ class StockVllmEngine(VllmEngine):
             settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], settings["max_model_len"])
             if latent is not None:
                 _check_latent(latent)
-                settings["attention_backend"] = "CPU_MLA"  # where AMX has its own, kv_b_proj is taken apart and let go
+                settings["attention_backend"] = "CPU_MLA"  # with AMX's kernel, kv_b_proj is split and freed
         elif latent is not None and latent.indexer is not None:
             raise ConfigError("rollout.engine=vllm_stock with an indexer was not tried; rollout.engine=vllm runs it")
         elif self.model.route_shape() is not None:
-            settings["moe_backend"] = "triton"  # whose weights lie as a checkpoint has them
+            settings["moe_backend"] = "triton"  # whose weights have a checkpoint's layout
         page = -(-settings["block_size"] // least) * least
         settings["kv_cache_memory_bytes"] *= page // settings["block_size"] + 1  # a page more than whole ones need
         settings["block_size"] = page
@@ -99,7 +99,7 @@ class StockVllmEngine(VllmEngine):
 
 
 def _check_latent(latent: LatentConfig) -> None:
-    """Raises `ConfigError` for what vLLM's CPU kernel for latent attention does not know."""
+    """Raises `ConfigError` for shapes that vLLM's CPU kernel for latent attention does not support."""
     if latent.indexer is None and (latent.kv_rank, latent.rope_dim) == CPU_LATENT:
         return
     given = f"{latent.kv_rank} and {latent.rope_dim}" if latent.indexer is None else "an indexer"

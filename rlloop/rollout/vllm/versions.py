@@ -1,4 +1,4 @@
-"""Detects the installed vLLM, and the reasons why it cannot be used. Imports neither vLLM nor torch."""
+"""Detects the installed vLLM, and reasons why it cannot be used. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 

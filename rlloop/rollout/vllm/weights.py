@@ -1,4 +1,4 @@
-"""A live stock model's weights by Hugging Face name, where vLLM multiplies by them."""
+"""A live stock model's weights by Hugging Face name, as views of the tensors that vLLM multiplies with."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix whose numbers lie in another order, as a kernel wants them: written and read where they lie."""
+    """A matrix stored in a kernel's own order; written and read in place."""
 
     live: Tensor  # [n] contiguous: one expert's packed matrix
-    places: Tensor  # [N, K] int64: where each number lies in it
+    places: Tensor  # [N, K] int64: index of each number in it
 
     def copy_(self, weight: Tensor) -> None:
         self.live[self.places] = weight.to(self.live.dtype)
@@ -42,7 +42,7 @@ def live_parts(model: Any) -> dict[str, Part]:
         prefix, _, leaf = path.rpartition(".")
         for kind, tensor in module.named_parameters(recurse=False):
             if kind in PRODUCTS or (leaf == "routed_experts" and kind == "e_score_correction_bias"):
-                continue  # made anew by `renew`; and the router's own, which stands there under its name
+                continue  # recomputed by `renew`; and the router's own, which is listed under its name
             if leaf in fused and hasattr(module, "output_sizes"):
                 rows = dict(zip((f"{prefix}.{name}.{kind}" for name in fused[leaf]), module.output_sizes, strict=True))
                 parts |= split(tensor.detach(), rows)

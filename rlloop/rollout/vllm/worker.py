@@ -27,7 +27,8 @@ class CpuWorker(WorkerMixin, CPUWorker):
             model.rows = sampler.rows
 
     def release_caches(self) -> None:
-        """vLLM's own sleep mode does nothing on a CPU. All that holds a cache lets go: layers, views, the runner."""
+        """Free the caches on a CPU, where vLLM's sleep mode does nothing: drop them from layers, views and the
+        runner."""
         runner = self.model_runner
         for layer in runner.compilation_config.static_forward_context.values():
             if isinstance(layer, PagedStore):
@@ -36,6 +37,6 @@ class CpuWorker(WorkerMixin, CPUWorker):
         runner.kv_caches.clear()
 
     def restore_caches(self) -> None:
-        """Zeros, as at the start: what nobody wrote may be read and weighed with zero, so it must be a number."""
+        """Fill with zeros, as at the start: unwritten slots may be read with weight 0, so they must be finite."""
         runner = self.model_runner
         runner.initialize_kv_cache_tensors(runner.kv_cache_config, runner._kernel_block_sizes)

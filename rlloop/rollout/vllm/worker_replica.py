@@ -3,7 +3,7 @@
     vllm serve ... --worker-extension-cls rlloop.rollout.vllm.worker_replica.Following
 
 The replica lives in the worker, where the weights are: it fetches, stages and verifies in a thread while vLLM serves.
-What must happen with nothing in flight waits there until `rlloop serve proxy`, which alone can see to that, has it run.
+A commit, which needs nothing in flight, waits there until `rlloop serve proxy`, which can ensure that, runs it.
 The proxy calls the methods whose names begin with `rlloop_`, through vLLM's `collective_rpc`; what crosses is JSON.
 """
 
@@ -114,7 +114,7 @@ class WorkerReplica:
         self._boot, self._changes, self._step = secrets.token_hex(8), 0, TORN
 
     def look(self) -> None:
-        """For newer weights, unless it does so already. Raises what no look should have."""
+        """Look for newer weights, unless a look is running. Raises unexpected errors of the last look."""
         last = self._polling
         if last is None or last.done():
             self._polling = self._pool.submit(self._replica.poll)
@@ -150,7 +150,7 @@ class WorkerReplica:
             answer.set_result(result)
 
     def close(self) -> None:
-        """Another takes its place: what waits never happens."""
+        """Replaced by another replica: pending changes are dropped."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, None
@@ -162,7 +162,7 @@ class WorkerReplica:
         return PartsTarget(live, self._set_version, self._exclusively, tied)
 
     def _set_version(self, step: int) -> None:
-        """Called in `commit`; what was computed with others, the proxy has vLLM forget."""
+        """Called in `commit`; the proxy makes vLLM drop everything computed with earlier weights."""
         if step != TORN:
             self._renew()
         self._step = step

@@ -1,4 +1,4 @@
-"""Where kernels, recipes' models and the dashboard's indices are kept, and who may write there."""
+"""Cache folders of kernels, recipes' models and the dashboard's indices, and their permissions."""
 
 import os
 import subprocess

@@ -119,7 +119,7 @@ def test_logprobs_of_another_stack_with_labels_of_its_own(tmp_path: Path) -> Non
 
 
 def test_a_runs_conversations(tmp_path: Path) -> None:
-    """What the policy wrote is compared, turn by turn, what was said to it is not."""
+    """The policy's turns are compared one by one; the environment's replies are not."""
     make_checkpoint(tmp_path / "model")
     engine, prompts = Engine(load_model(tmp_path / "model")), [[5, 6, 7], [8, 9]]
     params = SamplingParams(max_tokens=6, min_tokens=4, seed=3)

@@ -61,7 +61,7 @@ def test_every_public_name_has_a_section():
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name is a module, or an attribute of one that can be imported here."""
+    """True if a dotted name is a module, or an attribute of a module that can be imported here."""
     parts = name.split(".")
     depth = next(count for count in range(len(parts), 0, -1) if is_module(".".join(parts[:count])))
     try:

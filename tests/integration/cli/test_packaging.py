@@ -1,4 +1,4 @@
-"""What `pip install` brings: the package with its recipes, and a command that starts at once."""
+"""The installed wheel: the package with its recipes, and a command that starts at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unpacked(tmp_path_factory) -> Path:
 
 
 def python(code: str, site: Path, cwd: Path) -> str:
-    """What `code` prints where only the wheel's rlloop can be imported."""
+    """Output of `code` where only the wheel's rlloop can be imported."""
     program = f"import sys; sys.path.insert(0, {str(site)!r}); {code}"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, env=environment)

@@ -6,7 +6,6 @@ The environment is that of the tests, since setting one up needs the network.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -19,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from rlloop.cache import cache_root
 from rlloop.runs.folder import read_records
 from tests.support.dashboard_runs import serving
 
@@ -76,15 +74,11 @@ def smaller(words: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def clone() -> Path:
-    """A fresh clone, always in one place and with the same times, by both of which numba knows its kernels again."""
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("a clone needs git, and the tests of a checkout")
-    place = cache_root() / f"clone-{hashlib.sha256(bytes(ROOT)).hexdigest()[:12]}"
-    shutil.rmtree(place, ignore_errors=True)
+    place = tmp_path_factory.mktemp("clone") / "rlloop"
     subprocess.run(["git", "clone", "--quiet", "--depth=1", ROOT.as_uri(), place], check=True)
-    for file in place.rglob("*.py"):
-        os.utime(file, (0, 0))
     return place
 
 

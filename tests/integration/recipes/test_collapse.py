@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from pathlib import Path
 
 import pytest
 
 from rlloop.cli.main import main
-from rlloop.config.run import Anchor, ParityMode
+from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.compose import build, compose_recipe
 from rlloop.recipes.countdown import warmstart
@@ -37,6 +38,12 @@ def working_folder(tmp_path, cache, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@functools.cache
+def control(recipe: str, *overrides: str) -> RunConfig:
+    """The arm that others are compared with, which stays as it is."""
+    return build(compose_recipe(recipe, overrides))
+
+
 def train(*overrides: str) -> int:
     return main(["train", "--config-name", "countdown/collapse", *TINY, *overrides])
 
@@ -44,9 +51,8 @@ def train(*overrides: str) -> int:
 @pytest.mark.parametrize("arm", ARMS)
 def test_arms_differ_in_the_engine_alone(arm):
     # On the device that has every arm's kernels: a CPU refuses those of fp8.
-    zero, other = (
-        build(compose_recipe("countdown/collapse", [f"arm={name}", "device=cuda"])) for name in ("zero_kld", arm)
-    )
+    zero = control("countdown/collapse", "arm=zero_kld", "device=cuda")
+    other = build(compose_recipe("countdown/collapse", [f"arm={arm}", "device=cuda"]))
     departs = bool(other.rollout.drift.declared) or other.rollout.profile != zero.rollout.profile
     assert (other.parity.mode is ParityMode.observe) == departs == (arm != "zero_kld")
     if arm.endswith("_tis"):
@@ -109,7 +115,8 @@ MIXTURES = sorted(file.stem for file in (Path(warmstart.__file__).parent / "mixt
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_arms_of_the_mixture_differ_in_the_engine_and_in_replay_alone(name):
-    zero, other = (build(compose_recipe("countdown/collapse_moe", [f"mixture={each}"])) for each in ("zero_kld", name))
+    zero = control("countdown/collapse_moe", "mixture=zero_kld")
+    other = build(compose_recipe("countdown/collapse_moe", [f"mixture={name}"]))
     assert (other.parity.mode is ParityMode.observe) == (name != "zero_kld")
     assert other.parity.replay == name.endswith("_replay")
     differs = other.rollout.profile != zero.rollout.profile, bool(other.rollout.drift.declared)

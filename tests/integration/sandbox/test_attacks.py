@@ -1,4 +1,4 @@
-"""What hostile programs could do outside of the sandbox, and cannot inside, whoever runs it."""
+"""Attacks of hostile programs that succeed outside the sandbox and fail inside it, as root or as another user."""
 
 import json
 import os
@@ -26,7 +26,7 @@ NOBODY = 65534
 
 @cache
 def world(mode: str, user: int, *denied: str) -> dict:
-    """What became of everybody. Another user's Python is this one, where it is seen from a public folder."""
+    """Outcome of each attack. Another user runs this same Python, mounted in a public folder."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         place.chmod(0o755)
@@ -89,7 +89,7 @@ def test_without_namespaces_something_else_keeps_memory_apart_or_nothing_runs(us
 
 
 def judged(code: bytes, machine: str, number: int, *arguments: int) -> int:
-    """What a classic BPF program answers. Jumps, loads and comparisons are all it has."""
+    """Result of a classic BPF program, which has only jumps, loads and comparisons."""
     padded = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("<IIQ6Q", number, ARCHITECTURES.get(machine, 0x40000003), 0, *padded)
     program, place, word = list(struct.iter_unpack("<HBBI", code)), 0, 0

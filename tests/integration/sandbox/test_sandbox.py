@@ -1,4 +1,4 @@
-"""What a program may not do, and that the sandbox outlives every attempt."""
+"""Operations that the sandbox forbids, and its survival of every attempt."""
 
 import asyncio
 import ctypes

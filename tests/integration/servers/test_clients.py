@@ -1,4 +1,4 @@
-"""What another process answers: raw bytes, so many, and not for ever."""
+"""Limits of the HTTP client on answers of another process: raw bytes, their number, and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client may hold on to by saying nothing: nothing for long, and never the server."""
+"""Silent clients: each loses its connection soon, and none can stall the server."""
 
 from __future__ import annotations
 

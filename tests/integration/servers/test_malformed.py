@@ -203,7 +203,7 @@ def server(request, tmp_path):
 
 @pytest.fixture
 def errors():
-    """What the server writes into its log."""
+    """Lines of the server's log."""
     found: list[str] = []
 
     class Handler(logging.Handler):

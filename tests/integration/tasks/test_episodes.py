@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import httpx
 import numpy as np
 import pytest
 
 from rlloop import Engine, SamplingParams
+from rlloop.loop.joining import joined
 from rlloop.rollout.errors import EngineLost
-from rlloop.tasks.episodes import EpisodeServer
+from rlloop.tasks.episodes import Episodes, EpisodeServer
 from rlloop.tasks.verifiers_tasks import not_a_chain
 from rlloop.types import Completion
 from tests.support.tiny_models import tiny_qwen3
@@ -21,11 +23,21 @@ def engine():
     return Engine(tiny_qwen3(64))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server():
     server = EpisodeServer("rlloop", 128, eos_token_ids=(2,))
     yield server
     server.close()
+
+
+@pytest.fixture
+def episodes(server):
+    return server.episodes()
+
+
+def client(episodes: Episodes, server: EpisodeServer, session: str) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {server.key}", "X-Session-ID": session}
+    return httpx.AsyncClient(base_url=episodes.url, headers=headers, trust_env=False, timeout=60)
 
 
 def body(prompt: list[int], seed: int) -> dict:
@@ -33,22 +45,31 @@ def body(prompt: list[int], seed: int) -> dict:
     return {"model": "rlloop", "token_ids": prompt, "sampling_params": sampling}
 
 
-async def talk(server: EpisodeServer, name: str, seed: int, turns: int, pause: float = 0.0) -> list[int]:
-    headers = {"Authorization": f"Bearer {server.key}", "X-Session-ID": name}
+def play(episodes: Episodes, engine, *work):
+    running = [episodes.begin(each) for each in work]
+    episodes.advance(engine)
+    return [each.exception() or each.result() for each in running]
+
+
+async def talk(
+    episodes: Episodes, server: EpisodeServer, name: str, seed: int, turns: int, pause: float = 0.0
+) -> list[int]:
     ids = [3, 4, seed % 7]
-    async with httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False, timeout=60) as http:
+    async with client(episodes, server, name) as http:
         for _ in range(turns):
-            answer = await http.post("/inference/v1/generate", json=body(ids, seed))
+            answer = await http.post("inference/v1/generate", json=body(ids, seed))
             answer.raise_for_status()
             ids = [*ids, *answer.json()["choices"][0]["token_ids"], 9]
             await asyncio.sleep(pause)
     return ids
 
 
-def test_every_turn_is_the_engines_and_is_kept_by_its_session(server, engine):
-    played = server.play(engine, [talk(server, f"s{n}", n, 1 + n % 3, 0.01 * n) for n in range(5)])
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_every_turn_is_the_engines_and_is_kept_by_its_session(server, engine, pieces):
+    episodes = server.episodes(pieces)
+    played = play(episodes, engine, *[talk(episodes, server, f"s{n}", n, 1 + n % 3, 0.01 * n) for n in range(5)])
     for n, ids in enumerate(played):
-        turns = server.turns(f"s{n}")
+        turns = episodes.turns(f"s{n}")
         assert len(turns) == 1 + n % 3
         assert not_a_chain(turns) is None
         assert [*turns[-1].prompt_ids, *turns[-1].token_ids, 9] == ids
@@ -58,32 +79,79 @@ def test_every_turn_is_the_engines_and_is_kept_by_its_session(server, engine):
             assert turn.sampling == params, "the model's own end was named again"
             assert alone.token_ids == turn.token_ids
             assert (alone.logprobs.view("i4") == turn.logprobs.view("i4")).all()
-    assert server.turns("nobody") == []
+    assert episodes.turns("nobody") == []
 
 
-def test_an_episode_that_fails_is_its_exception_and_the_others_go_on(server, engine):
+def test_episodes_go_on_with_other_weights_from_where_they_were_cut(server):
+    """The first episode ends before its turn is whole: the second one's is cut, and goes on with the next version."""
+    engine, episodes = Engine(tiny_qwen3(64)), server.episodes(1)
+
+    async def short() -> None:
+        while not episodes.versions("long"):
+            await asyncio.sleep(0.001)
+
+    async def limited() -> list[int]:
+        async with episodes.limit(30.0):
+            return await talk(episodes, server, "long", 3, 2)
+
+    ended, going = episodes.begin(short()), episodes.begin(limited())
+    episodes.advance(engine, ended.done)
+    assert not going.done()
+    cut = len(episodes.versions("long"))
+    assert 1 <= cut < 4
+    engine.set_version(7)
+    episodes.advance(engine)
+    first, second = episodes.turns("long")
+    assert first.version_spans == ((0, cut), (cut, 4))
+    assert first.versions == (0, 7)
+    assert first.token_versions.tolist() == [0] * cut + [7] * (4 - cut)
+    assert second.versions is None
+    assert second.policy_version == 7
+    whole = joined([first, second], "stop")
+    assert whole.turns == ((0, 4), (5, 9))
+    assert whole.versions == (0, 7, 7)
+    assert whole.token_versions.tolist() == [0] * cut + [7] * (8 - cut)
+    assert going.result()[3:] == [*first.token_ids, 9, *second.token_ids, 9]
+
+
+def test_a_time_limit_stands_still_while_nothing_advances(server, engine):
+    episodes = server.episodes()
+
+    async def limited() -> None:
+        async with episodes.limit(0.2):
+            await asyncio.Event().wait()
+
+    done = episodes.begin(asyncio.sleep(0))
+    waiting = episodes.begin(limited())
+    episodes.advance(engine, done.done)
+    time.sleep(0.3)
+    assert not waiting.done()
+    episodes.advance(engine)
+    assert isinstance(waiting.exception(), TimeoutError)
+
+
+def test_an_episode_that_fails_is_its_exception_and_the_others_go_on(server, episodes, engine):
     async def wrong() -> list[int]:
         raise ValueError("no such tool")
 
-    one, other = server.play(engine, [wrong(), talk(server, "b", 1, 2)])
+    one, other = play(episodes, engine, wrong(), talk(episodes, server, "b", 1, 2))
     assert isinstance(one, ValueError)
     assert isinstance(other, list)
 
 
-def test_a_request_that_the_engine_cannot_take_fails_its_caller_alone(server, engine):
+def test_a_request_that_the_engine_cannot_take_fails_its_caller_alone(server, episodes, engine):
     async def large() -> int:
-        headers = {"Authorization": f"Bearer {server.key}", "X-Session-ID": "a"}
-        async with httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False, timeout=60) as http:
-            refused = await http.post("/inference/v1/generate", json=body([3] * 200, 1))
-            unknown = await http.post("/inference/v1/generate", json=body([3], 1), headers={"X-Session-ID": ""})
+        async with client(episodes, server, "a") as http:
+            refused = await http.post("inference/v1/generate", json=body([3] * 200, 1))
+            unknown = await http.post("inference/v1/generate", json=body([3], 1), headers={"X-Session-ID": ""})
             return refused.status_code + unknown.status_code
 
-    codes, other = server.play(engine, [large(), talk(server, "b", 1, 1)])
+    codes, other = play(episodes, engine, large(), talk(episodes, server, "b", 1, 1))
     assert codes == 800
     assert isinstance(other, list)
 
 
-def test_an_engine_that_fails_ends_the_step(server):
+def test_an_engine_that_fails_ends_the_step(server, episodes):
     class Broken:
         policy_version = 0
 
@@ -91,7 +159,7 @@ def test_an_engine_that_fails_ends_the_step(server):
             raise EngineLost("it is gone")
 
     with pytest.raises(EngineLost, match="it is gone"):
-        server.play(Broken(), [talk(server, "a", 1, 1)])  # pyright: ignore[reportArgumentType]
+        play(episodes, Broken(), talk(episodes, server, "a", 1, 1))
 
 
 def turn(prompt: list[int], made: list[int]) -> Completion:

@@ -7,7 +7,7 @@ import pytest
 from rlloop.errors import ConfigError
 from rlloop.loop.conversations import Conversations
 from rlloop.rewards.episode import episode_reward
-from rlloop.tasks.tools import gym_environment
+from rlloop.tasks.tools import _gym_opening, gym_environment
 from rlloop.testing import FakeEngine, FakePolicy
 from rlloop.types import Example, SamplingParams
 from tests.support.talks import KNOWN, TalkTask
@@ -77,6 +77,13 @@ def test_an_episode_is_a_conversation_and_a_crash_rejects_its_own():
     assert whole.broken is None
     assert "RuntimeError: out of order" in broken.broken
     assert Echo.closed == 2
+
+
+def test_what_reset_observes_opens_the_prompt():
+    seen = [_gym_opening(Example(id, [], "", {}), id="Echo-v0").observation for id in ("e0", "e0", "e1", "e7")]
+    assert seen[0] == seen[1]
+    assert set(seen) <= set("012345678")
+    assert _gym_opening(Example("e0", [], "", {}), id="Echo-v0", opening=False).observation is None
 
 
 def test_spaces_that_are_no_texts_are_refused():

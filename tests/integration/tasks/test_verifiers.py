@@ -68,8 +68,21 @@ def test_a_harness_that_needs_a_container_is_refused_before_anything_starts(plac
     assert "needs a container" in capsys.readouterr().err
     assert train("task.name=nothing_here") == 2
     assert "verifiers cannot load it" in capsys.readouterr().err
-    assert train("task.name=talk_twice", "rollout.partial.prompts=1", "algorithm.anchor=rollout") == 2
-    assert "has no environment of rlloop's" in capsys.readouterr().err
+
+
+def test_episodes_go_on_with_new_weights_at_zero_difference(place):
+    """`late` waits in its environment until the first step is trained."""
+    partial = ["rollout.partial.prompts=1", "rollout.partial.slice_tokens=2", "algorithm.anchor=rollout"]
+    assert train("task.name=talk_late", *partial, "trainer.num_steps=3", "checkpoint.every=1", "trainer.lr=1e-2") == 0
+    records = [each for each in read_records(place / "run/metrics.jsonl") if each["step"]]
+    assert all(record["parity/tokens_different"] == 0 for record in records)
+    assert records[0]["rollout/groups_carried"] == 1
+    assert max(record["rollout/version_lag_max"] for record in records) >= 1
+    rows = [row for file in rollout_files(place / "run") for row in read_rollouts(file)]
+    assert len({row["uid"] for row in rows}) == len(rows) == 6
+    assert any(len(set(row.get("versions", ()))) > 1 for row in rows)
+    problems = [problem for check in verify(place / "run", Extent(None, run_code=True)) for problem in check.problems]
+    assert problems == []
 
 
 @pytest.mark.skipif(find_spec("openenv") is None, reason="needs openenv")

@@ -1,4 +1,4 @@
-"""What a caller of the engine sees, on a model that caches latents. Bits against other settings: tests/parity."""
+"""The engine's public behaviour, on a model that caches latents. Bits against other settings: tests/contract."""
 
 from __future__ import annotations
 

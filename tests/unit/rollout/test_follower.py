@@ -1,4 +1,4 @@
-"""What an engine says of its weights while they change."""
+"""A follower's status while its engine's weights change."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ TOKENS = st.integers(1, 2)  # few, so that prefixes are shared
 
 
 class AnyTraffic(RuleBasedStateMachine):
-    """Whatever comes, in whatever order: the checks are those of `Simulation`."""
+    """Random requests in random order; `Simulation` has the checks."""
 
     @initialize(
         num_blocks=st.integers(3, 12),
@@ -67,7 +67,7 @@ class AnyTraffic(RuleBasedStateMachine):
 
 
 AnyTraffic.TestCase.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
-TestAnyTraffic = AnyTraffic.TestCase
+TestAnyTraffic = pytest.mark.slow(AnyTraffic.TestCase)
 
 
 def test_a_full_cache_preempts_and_everything_still_finishes():

@@ -57,6 +57,7 @@ def test_prometheus_serves_the_newest_step(tmp_path):
     assert f'rlloop_step{{run="{tmp_path.name}"}} 1.0' in page
 
 
+@pytest.mark.slow
 def test_wandb_is_offline_without_a_key_and_keeps_its_id(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -1,0 +1,176 @@
+"""Long runs: journals whose older parts are rotated, and rollouts of many steps in one file, are still one history."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from rlloop.dashboard.runs import Metrics, Tail
+from rlloop.errors import RunError
+from rlloop.runs import folder as runs
+from rlloop.runs.folder import RunFolder, read_records, read_rollouts, rollout_file, rollout_files, step_of
+from rlloop.runs.journal import Journal, compress, open_journal, pack, segments, unpack
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Rotate as soon as there is anything to."""
+    monkeypatch.setattr(runs, "SEGMENT", 100)
+    monkeypatch.setattr(runs, "PACKED", 4)
+
+
+def take(folder: RunFolder, steps) -> None:
+    for step in steps:
+        folder.metrics.append({"step": step, "value": step * 1.5})
+        folder.parity.append({"step": step, "hash": f"{step:064x}"})
+        folder.fleet.append({"event": "serving", "version": step})
+        folder.write_rollouts(step, [{"uid": f"{step}/0/0"}])
+        if step % 5 == 0:
+            folder.rotate(step)
+
+
+def steps_of(path, name="metrics.jsonl", key="step"):
+    return [record[key] for record in read_records(path / name)]
+
+
+def rows_of(path):
+    return [read_rollouts(file)[0]["uid"] for file in rollout_files(path)]
+
+
+def test_a_long_run_is_one_history_in_few_files(tmp_path, often):
+    with RunFolder(tmp_path / "run") as folder:
+        take(folder, range(1, 43))
+    run = tmp_path / "run"
+    assert len(segments(run / "metrics.jsonl")) == 8
+    assert steps_of(run) == steps_of(run, "parity.jsonl") == list(range(1, 43))
+    assert steps_of(run, "fleet.jsonl", "version") == list(range(1, 43))
+    assert rows_of(run) == [f"{step}/0/0" for step in range(1, 43)]
+    assert [step_of(file) for file in rollout_files(run)] == list(range(1, 43))
+    assert len(list((run / "rollouts").iterdir())) == 10  # eight archives and two steps
+    assert read_rollouts(rollout_file(run, 23)) == [{"uid": "23/0/0"}]
+    assert rollout_file(run, 43) is None
+
+
+@pytest.mark.parametrize("keep", [42, 40, 37, 20, 3, None])
+def test_a_resume_goes_back_into_what_was_rotated(tmp_path, often, keep):
+    with RunFolder(tmp_path / "run") as folder:
+        take(folder, range(1, 43))
+    left = list(range(1, (keep or 0) + 1))
+    with RunFolder(tmp_path / "run") as folder:
+        assert folder.rewind(keep) == 42 - len(left)
+        run = folder.path
+        assert steps_of(run) == steps_of(run, "parity.jsonl") == left
+        assert rows_of(run) == [f"{step}/0/0" for step in left]
+        aside = run / "orphaned" / "1"
+        if keep != 42:
+            assert steps_of(aside) == list(range(len(left) + 1, 43))
+            assert rows_of(aside) == [f"{step}/0/0" for step in range(len(left) + 1, 43)]
+        take(folder, range(len(left) + 1, 50))
+    assert steps_of(run) == list(range(1, 50))
+    assert rows_of(run) == [f"{step}/0/0" for step in range(1, 50)]
+    served = steps_of(run, "fleet.jsonl", "version")
+    assert served == [*range(1, 43), *range(len(left) + 1, 50)]  # what served is never taken back
+
+
+def test_a_kill_in_a_rotation_or_a_packing_leaves_every_line_once(tmp_path, often, monkeypatch):
+    class Killed(Exception):
+        pass
+
+    def killed(*_):
+        raise Killed
+
+    with RunFolder(tmp_path / "run") as folder:
+        take(folder, range(1, 13))
+        monkeypatch.setattr("rlloop.runs.journal.compress", killed)  # the plain segment stays
+        with pytest.raises(Killed):
+            folder.metrics.rotate(12)
+        monkeypatch.undo()
+        assert steps_of(folder.path) == list(range(1, 13))
+        loose = [file for file in rollout_files(folder.path) if isinstance(file, type(folder.path))]
+        archive = folder.rollouts / "step_00000012.zip"
+        contents = {file: file.read_bytes() for file in loose}
+        pack(loose, archive)
+        for file, content in contents.items():  # as if it had ended before they were deleted
+            file.write_bytes(content)
+        assert rows_of(folder.path) == [f"{step}/0/0" for step in range(1, 13)]
+        folder.rewind(12)
+        assert steps_of(folder.path) == list(range(1, 13))
+        assert [each.suffix for each in segments(folder.path / "metrics.jsonl")] == [".zst"] * 3
+        assert not any(file.exists() for file in loose)
+        plain = folder.path / "rotated" / "metrics_00000012.jsonl"
+        plain.write_bytes(b"".join(line for line in open_journal(folder.path / "metrics.jsonl")))
+        assert steps_of(folder.path) == list(range(1, 13))  # compressed, and not yet deleted
+        compress(plain)
+
+
+def test_a_rotation_changes_no_byte_for_readers(tmp_path):
+    journal = Journal(tmp_path / "metrics.jsonl")
+    tail, metrics = Tail(journal.path), Metrics(journal.path)
+    seen, whole = [], b""
+    for step in range(60):
+        whole += journal.append({"step": step, "loss": step / 7})
+        if step % 7 == 3:
+            journal.rotate(step)
+        if step % 4 == 1:
+            assert not tail.rewound()
+            seen += [record["step"] for _, _, record in tail.new()]
+            metrics.refresh()
+    with open_journal(journal.path) as file:
+        assert file.read() == whole
+        for at in (0, 5, 300, 777, len(whole) - 3, len(whole)):
+            assert file.seek(at) == at
+            assert file.read(40) == whole[at : at + 40]
+        assert file.seek(-9, os.SEEK_END) == len(whole) - 9
+        assert file.read() == whole[-9:]
+    assert seen == list(range(58))
+    assert tail.generation == 0
+    assert metrics.record(11) == {"step": 11, "loss": 11 / 7}
+
+
+def test_reading_while_it_is_written_and_rotated(tmp_path):
+    journal, stop = Journal(tmp_path / "metrics.jsonl"), threading.Event()
+    journal.append({"step": 0})
+
+    def write():
+        step = 0
+        while not stop.is_set() and step < 3000:
+            step += 1
+            journal.append({"step": step})
+            if step % 50 == 0:
+                journal.rotate(step)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(40):
+            found = steps_of(tmp_path)
+            assert found == list(range(len(found)))
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_damage_is_named(tmp_path, often):
+    with RunFolder(tmp_path / "run") as folder:
+        take(folder, range(1, 13))
+    [segment, *_] = segments(folder.path / "metrics.jsonl")
+    segment.write_bytes(segment.read_bytes()[:-4])
+    with pytest.raises(RunError, match=r"metrics_00000005\.jsonl\.zst is damaged"):
+        steps_of(folder.path)
+    archive = folder.rollouts / "step_00000005.zip"
+    archive.write_bytes(archive.read_bytes()[:50])
+    with pytest.raises(RunError, match=r"step_00000005\.zip is damaged"):
+        rollout_files(folder.path)
+
+
+def test_packed_files_come_back_as_they_were(tmp_path):
+    files = []
+    for step in (1, 2):
+        files.append(tmp_path / f"step_{step:08d}.jsonl.zst")
+        files[-1].write_bytes(os.urandom(100))
+    before = [(file.read_bytes(), file.stat().st_mtime_ns) for file in files]
+    pack(files, tmp_path / "step_00000002.zip")
+    unpack(tmp_path / "step_00000002.zip")
+    assert [(file.read_bytes(), file.stat().st_mtime_ns) for file in files] == before
