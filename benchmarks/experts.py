@@ -37,7 +37,7 @@ MODEL = {
 
 
 def loop_over_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
-    """What frameworks without a grouped kernel do: each expert's tokens in turn, by torch's own product."""
+    """Baseline without a grouped kernel: one torch product per expert, in turn."""
     made = x.new_empty(*chosen.shape, x.shape[1])
     for expert in range(len(down)):
         token, slot = torch.where(chosen == expert)
@@ -66,7 +66,7 @@ def layers(seconds: float, quick: bool) -> list[Figure]:
 
 
 def recording(model: Model, rounds: int) -> list[Figure]:
-    """What an engine pays for keeping every token's experts: bytes, and its rollouts' time."""
+    """Cost of recording every token's experts: bytes, and time of a rollout."""
     prompts = [list(range(i, i + 16)) for i in range(64)]
     sampling = [SamplingParams(max_tokens=48, seed=i, ignore_eos=True) for i in range(len(prompts))]
     engines, best = [Engine(model, record_choices=record) for record in (True, False)], [float("inf")] * 2

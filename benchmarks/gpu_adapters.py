@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_adapters.py [--shape 0.6b 8b] [--vllm]
 
-Adapters of rank 32 over all linear layers lie above a random dense model. Requests have 64 tokens and make 128. An
-engine of the base alone, one with adapters and vLLM's (`--vllm`: multi-LoRA with 64 slots, the same PEFT folder) take
-turns; medians of three rounds count, after one to warm up. The 64 adapters have the same numbers under names of their
+Adapters of rank 32 over all linear layers lie above a random dense model. Requests have 64 tokens and make 128, and
+then 1: `decode` is what the other 127 steps take, `requests` the whole. An engine of the base alone, one with adapters
+and vLLM's (`--vllm`: multi-LoRA with 64 slots, the same PEFT folder) take turns; medians of three rounds count, after
+one to warm up. The 64 adapters have the same numbers under names of their
 own: what is read from memory is as much as if they differed.
 """
 
@@ -16,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from rlloop.parallel.layout import Layout
 
 ADAPTERS, RANK, PROMPT, NEW, ROUNDS = 64, 32, 64, 128, 3
 ROWS = (1, 32, 256)
-Round = Callable[[list[list[int]], int], None]  # prompts, adapters among them
+Round = Callable[[list[list[int]], int, int], None]  # prompts, adapters among them, tokens of each
 
 
 def an_adapter(model: Any) -> AdapterWeights:
@@ -45,11 +47,11 @@ def an_adapter(model: Any) -> AdapterWeights:
 
 
 def rlloop_side(engine: rlloop.Engine) -> Round:
-    def run(prompts: list[list[int]], adapters: int) -> None:
+    def run(prompts: list[list[int]], adapters: int, new: int) -> None:
         names = [f"adapter-{i % adapters}" if adapters else None for i in range(len(prompts))]
-        sampling = [SamplingParams(max_tokens=NEW, seed=i, ignore_eos=True) for i in range(len(prompts))]
+        sampling = [SamplingParams(max_tokens=new, seed=i, ignore_eos=True) for i in range(len(prompts))]
         made = engine.generate(prompts, sampling, adapters=names)
-        assert all(len(each.logprobs) == NEW for each in made)
+        assert all(len(each.logprobs) == new for each in made)
 
     return run
 
@@ -65,15 +67,15 @@ def vllm_side(base: Path, adapter: Path) -> Round:
         enable_lora=True, max_loras=ADAPTERS, max_lora_rank=RANK, disable_log_stats=True,
     )  # fmt: skip
 
-    def run(prompts: list[list[int]], adapters: int) -> None:
+    def run(prompts: list[list[int]], adapters: int, new: int) -> None:
         which = [
             LoRARequest(f"adapter-{i % adapters}", 1 + i % adapters, str(adapter)) if adapters else None
             for i in range(len(prompts))
         ]
-        sampling = vllm.SamplingParams(max_tokens=NEW, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
+        sampling = vllm.SamplingParams(max_tokens=new, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
         given: Any = [{"prompt_token_ids": ids} for ids in prompts]
         made = engine.generate(given, sampling, use_tqdm=False, lora_request=which if adapters else None)
-        assert all(len(each.outputs[0].token_ids) == NEW for each in made)
+        assert all(len(each.outputs[0].token_ids) == new for each in made)
 
     return run
 
@@ -94,30 +96,35 @@ def measure(shape: str, vllm: bool, place: Path) -> list[Figure]:
     kinds = [(rows, 1) for rows in ROWS] + [(max(ROWS), ADAPTERS)]
     works = [(name, rows, n) for rows, n in kinds for name in runs if name != "base"]
     works += [("base", rows, 0) for rows in ROWS]
-    speeds: dict[tuple[str, int, int], list[float]] = {work: [] for work in works}
+    speeds: dict[tuple[str, str, int, int], list[float]] = defaultdict(list)
     vocab = model.config.vocab_size
     for index in range(ROUNDS + 1):
         for name, rows, adapters in works:
             prompts = np.random.default_rng([index, rows, adapters]).integers(3, vocab, (rows, PROMPT)).tolist()
             began = time.perf_counter()
-            runs[name](prompts, adapters)
+            runs[name](prompts, adapters, NEW)
+            ended = time.perf_counter()
+            runs[name]([ids[::-1] for ids in prompts], adapters, 1)
             if index:
-                speeds[name, rows, adapters].append(rows * NEW / (time.perf_counter() - began))
-    for (name, rows, adapters), each in speeds.items():
-        least, middle, most = min(each), statistics.median(each), max(each)
-        print(
-            f"{shape} {name}, {rows} rows, {adapters} adapters: {least:,.0f} {middle:,.0f} {most:,.0f}", file=sys.stderr
-        )
+                first = time.perf_counter() - ended
+                speeds["requests", name, rows, adapters].append(rows * NEW / (ended - began))
+                speeds["decode", name, rows, adapters].append(rows * (NEW - 1) / (ended - began - first))
+    for (what, name, rows, adapters), each in speeds.items():
+        line = f"{shape} {what} {name}, {rows} rows, {adapters} adapters: "
+        print(line + f"{min(each):,.0f} {statistics.median(each):,.0f} {max(each):,.0f}", file=sys.stderr)
     figures = []
-    for rows, adapters in kinds:
-        own, name = statistics.median(speeds["rlloop", rows, adapters]), f"{shape}, {rows} rows, {adapters} adapters"
-        peers = [("the base alone", statistics.median(speeds["base", rows, 0]), 0.92 if adapters == 1 else None)]
-        if vllm:
-            peers.append(("vLLM multi-LoRA", statistics.median(speeds["vLLM", rows, adapters]), 1.2))
-        figures += [
-            Figure(name=f"decode, {name}", unit="tokens/s", value=own, peer=peer, peer_value=value, aim=aim)
-            for peer, value, aim in peers
-        ]
+    for what in ("decode", "requests"):
+        for rows, adapters in kinds:
+            own = statistics.median(speeds[what, "rlloop", rows, adapters])
+            aim = 0.92 if adapters == 1 and what == "decode" else None
+            peers = [("the base alone", statistics.median(speeds[what, "base", rows, 0]), aim)]
+            if vllm:
+                peers.append(("vLLM multi-LoRA", statistics.median(speeds[what, "vLLM", rows, adapters]), 1.2))
+            name = f"{what}, {shape}, {rows} rows, {adapters} adapters"
+            figures += [
+                Figure(name=name, unit="tokens/s", value=own, peer=peer, peer_value=value, aim=aim)
+                for peer, value, aim in peers
+            ]
     return figures
 
 

@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What has to be moved, of a product with few rows."""
+        """Bytes that a product of few rows has to move."""
         return 2 * (self.width * self.outputs + self.rows * (self.width + self.outputs))
 
     def figure(self, peer: str, ours: float, theirs: float, aim: float) -> Figure:

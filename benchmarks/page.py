@@ -27,7 +27,7 @@ def records(name: str) -> list[dict[str, Any]]:
 
 def table(names: list[str]) -> str:
     """A Markdown table of the named results, and under it where, with what and at which commit they were measured."""
-    rows = ["| what | rlloop | beside it | ratio | aim |", "|---|---|---|---|---|"]
+    rows = ["| measure | rlloop | compared with | ratio | aim |", "|---|---|---|---|---|"]
     sources: dict[str, None] = {}
     for each in (record for name in names for record in records(name)):
         peer = f"{each['peer']}: {number(each['peer_value'])}" if each["peer"] else ""

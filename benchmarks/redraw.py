@@ -1,4 +1,4 @@
-"""What the live comparison costs a trainer: raw logprobs, and every token drawn again, from the update's own logits.
+"""Cost of the live comparison in the trainer: raw logprobs, and redrawing every token, from the update's own logits.
 
     python benchmarks/redraw.py [--device cuda] [--rounds 9] [--no-write]
 

@@ -97,7 +97,7 @@ def rlloop_steps(folder: Path, budget: int) -> dict[str, Step]:
 
 
 def plain_steps(folder: Path, budget: int) -> dict[str, Step]:
-    """What one would write without a framework."""
+    """Baseline: a plain training loop on transformers, without a framework."""
     import torch
     from transformers import AutoModelForCausalLM
 

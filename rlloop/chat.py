@@ -1,7 +1,7 @@
-"""A model folder's tokenizer and chat template: messages to token ids, without tokenising the policy's text again.
+"""A model folder's tokenizer and chat template: converts messages to token ids without retokenising the policy's text.
 
-The policy's turns stay the ids that it sampled. Rendering a whole conversation again would tokenise its text a second
-time, perhaps differently, so only the part between two of its turns is rendered (`ChatTokenizer.between`).
+The policy's turns keep their sampled ids. Rendering a whole conversation again would tokenise its text a second time,
+perhaps differently, so only the part between two turns is rendered (`ChatTokenizer.between`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Template = Literal["auto", "chat", "raw"]
 
 # With any of these, transformers loads the folder's own tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-MARK = "\u2063policy\u2063"  # stands for the policy's text while the rest is rendered
+KNOWN = 1024  # texts between two turns whose ids are kept
+MARK = "\u2063policy\u2063"  # placeholder for the policy's text while the rest is rendered
 
 
 class ChatTokenizer:
@@ -56,14 +57,17 @@ class ChatTokenizer:
         self.is_chat = has_template and template != "raw"
         self._arguments = dict(arguments or {})
         self._eos = frozenset(eos_token_ids)
+        self._between: dict[tuple[int | None, str], list[int]] = {}  # by the closing token and the messages
 
-    def prompt(self, content: str | Sequence[Message], system: str | None = None) -> tuple[str, list[int]]:
-        """The policy's prompt as text and ids. Without a template, the contents, one a line."""
+    def prompt(
+        self, content: str | Sequence[Message], system: str | None = None, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
+        """The policy's prompt as text and ids. Without a template, the contents, one a line, and no `tools`."""
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
         if self.is_chat:
-            text = self.render(messages)
+            text = self.render(messages, tools=tools)
             return text, self.ids(text)
         text = "\n".join(str(message["content"]) for message in messages)
         return text, list(self.tokenizer(text)["input_ids"])
@@ -76,11 +80,16 @@ class ChatTokenizer:
         """
         if not self.is_chat:
             return self.ids("\n" + "".join(f"{message['content']}\n" for message in messages))
-        spoken = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}, *messages]
-        rest = self.render(spoken).partition(MARK)[2]
-        if stop is not None:
-            rest = rest.removeprefix(self.tokenizer.decode([stop]))
-        return self.ids(rest)
+        key = stop, repr(messages)
+        if key not in self._between:  # environments often say the same, and a template takes a millisecond
+            spoken = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}, *messages]
+            rest = self.render(spoken).partition(MARK)[2]
+            if stop is not None:
+                rest = rest.removeprefix(self.tokenizer.decode([stop]))
+            if len(self._between) == KNOWN:
+                self._between.clear()
+            self._between[key] = self.ids(rest)
+        return list(self._between[key])
 
     def closing(self, eos_token_ids: Sequence[int]) -> int:
         """The token that ends the assistant's turn in the chat template; without one, the first end of sequence."""
@@ -111,7 +120,7 @@ class ChatTokenizer:
         from jinja2 import TemplateError
 
         apply, more = self.tokenizer.apply_chat_template, arguments or {}
-        if taken := sorted(more.keys() & signature(apply).parameters.keys()):
+        if more and (taken := sorted(more.keys() & signature(apply).parameters.keys())):
             raise ConfigError(
                 f"{', '.join(taken)} cannot be set for a chat template, only arguments that the template itself reads"
             )

@@ -10,7 +10,17 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from rlloop.metrics import Reduction
-from rlloop.types import Completion, Example, Part, PromptScores, Recomputed, RewardResult, Sample, SamplingParams
+from rlloop.types import (
+    Completion,
+    Example,
+    ModelInput,
+    Part,
+    PromptScores,
+    Recomputed,
+    RewardResult,
+    Sample,
+    SamplingParams,
+)
 
 
 class Engine(Protocol):
@@ -21,7 +31,9 @@ class Engine(Protocol):
         """The version of the weights that sample; each completion carries it."""
         ...
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[ModelInput | list[int]], sampling: SamplingParams | list[SamplingParams]
+    ) -> list[Completion]:
         """Completions in the order of the prompts; `sampling` is one for all, or a list with one for each.
 
         A completion is a function of weights, prompt and sampling parameters, whatever it is batched with.
@@ -41,18 +53,21 @@ class InProcessEngine(Engine, Protocol):
     """
 
     def set_version(self, version: int) -> None:
-        """The parameters, changed in place, are those of `version` now: forget what was computed with earlier ones."""
+        """Declare the parameters, changed in place, to be those of `version`: drop everything computed with earlier
+        ones."""
         ...
 
 
 @runtime_checkable
 class OverlappingEngine(Engine, Protocol):
-    """An engine that computes by itself, elsewhere, and takes a batch while others are on their way.
+    """An engine that computes elsewhere and accepts a batch while others are in flight.
 
     Optional: without `begin`, a conversation's next turn waits for the call of `generate` that others' turns are in.
     """
 
-    def begin(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> Future[list[Completion]]:
+    def begin(
+        self, prompts: Sequence[ModelInput | list[int]], sampling: list[SamplingParams]
+    ) -> Future[list[Completion]]:
         """As `generate`; the future has the completions, or raises what that would."""
         ...
 
@@ -67,7 +82,7 @@ class UpdateResult(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
-        """`loss/*` and `is/*` (importance sampling) of the loss, and whatever else the trainer measured."""
+        """`loss/*` and `is/*` (importance sampling) of the loss, and the trainer's further measurements."""
         ...
 
 
@@ -79,8 +94,8 @@ class Trainer(Protocol):
     ) -> UpdateResult:
         """Add the gradient of `loss` over the batch.
 
-        `old_logprobs`, [T] a sample, are what the policy ratio divides by; None: this very forward's logprobs, so that
-        the ratio is 1.
+        `old_logprobs`, [T] per sample, are the policy ratio's denominators; None: this forward's logprobs, so that the
+        ratio is 1.
         """
         ...
 
@@ -104,7 +119,8 @@ class Trainer(Protocol):
         ...
 
     def replay_experts(self, on: bool) -> None:
-        """Switch on or off that forwards take the experts in `Completion.routed_experts` instead of their own."""
+        """Switch router replay on or off: forwards use the experts of `Completion.routed_experts` instead of their
+        own."""
         ...
 
     def save(self, folder: Path) -> None: ...
@@ -118,7 +134,8 @@ class WeightSync(Protocol):
     """Brings the trainer's weights to the engines."""
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Called with nothing being sampled. Returns `sync/*` metrics; empty where nothing has to move."""
+        """Bring engines to `version`; called while nothing is sampled. Returns `sync/*` metrics, empty if nothing
+        moves."""
         ...
 
 
@@ -146,7 +163,7 @@ class Checkpoint(Protocol):
 
 
 class Checkpoints(Protocol):
-    """The store of a run's last few checkpoints, each complete or absent, whatever kills the process."""
+    """The store of a run's last few checkpoints, each complete or absent even if the process is killed."""
 
     def save(self, step: int, writers: Iterable[Callable[[Path], None]]) -> Path:
         """Each writer adds its files to the folder it is given. Returns the checkpoint's folder."""
@@ -234,7 +251,7 @@ class SteppedEngine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """True while some request has not been handed out by `step` yet."""
+        """True while the completion of some request has not been returned by `step`."""
         ...
 
     @property
@@ -242,8 +259,8 @@ class SteppedEngine(Protocol):
         """Tokens that a prompt and its completion may have together."""
         ...
 
-    def add_request(self, prompt: list[int], sampling: SamplingParams, /, *, top_logprobs: int = 0) -> int:
-        """Queue one prompt; returns the id under which `step` will hand out its completion.
+    def add_request(self, prompt: ModelInput | list[int], sampling: SamplingParams, /, *, top_logprobs: int = 0) -> int:
+        """Queue one prompt; returns the id under which `step` will return its completion.
 
         Raises `ConfigError` for a request that the engine cannot take.
         """
@@ -253,7 +270,7 @@ class SteppedEngine(Protocol):
         """The tokens of a request in flight, from its `begin`-th on."""
         ...
 
-    def score(self, prompt: list[int], top_logprobs: int = 0, /) -> PromptScores:
+    def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0, /) -> PromptScores:
         """The logprobs of a prompt's own tokens."""
         ...
 
@@ -284,8 +301,8 @@ class Listener(Protocol):
     def scored(self, index: int, scores: PromptScores) -> None: ...
 
     def made(self, index: int, part: Part) -> int | None:
-        """The completion's new tokens, without the stop token. Returns None to go on, or the number of the completion's
-        tokens to keep: it ends there, as if a stop token had come."""
+        """Receive the completion's new tokens, without the stop token. Returns None to continue, or the number of the
+        completion's tokens to keep: it ends there, as with a stop token."""
         ...
 
     def finished(self, index: int, completion: Completion) -> None: ...

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlloop.cache import cache_root
+from rlloop.inputs import ids_alone
 from rlloop.loop.parts import Parts
 from rlloop.metrics import Mean, Reduction
 from rlloop.parity.asked import Vocabulary
-from rlloop.types import Completion, Example, Recomputed, RewardResult, Sample, SamplingParams
+from rlloop.types import Completion, Example, ModelInput, Recomputed, RewardResult, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from rlloop.rollout import Engine
@@ -100,10 +101,12 @@ class FakeEngine:
     def set_version(self, version: int) -> None:
         self.policy_version = version
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[ModelInput | list[int]], sampling: SamplingParams | list[SamplingParams]
+    ) -> list[Completion]:
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         self.generated += len(prompts)
-        return [self._complete(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+        return [self._complete(prompt, params) for prompt, params in zip(ids_alone(prompts), each, strict=True)]
 
     def _complete(self, prompt: list[int], params: SamplingParams) -> Completion:
         table = self.policy.logprobs()

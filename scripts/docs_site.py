@@ -53,7 +53,7 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def _repository_path(file: File) -> PurePosixPath:
-    """Where the page's text stands in the repository."""
+    """Path of the page's source in the repository."""
     names = {uri: name for name, uri in PAGES.items()}
     return PurePosixPath(names.get(file.src_uri, f"docs/{file.src_uri}"))
 

@@ -104,7 +104,7 @@ def _comments(kind: type) -> dict[str, str]:
 
 
 def _allowed(kind: type, field: dataclasses.Field[Any], hint: Any) -> str | None:
-    """What the key's limit says, or the section itself of a value that cannot be."""
+    """Text of the key's allowed values: from its limit, or from the error that its section raises for a bad value."""
     if limit := field.metadata.get("limit"):
         return limit.says
     inner = {hint, *(get_args(hint) if type(None) in get_args(hint) else ())}

@@ -26,7 +26,7 @@ class Problem:
         """Example: `3-5-7-22`."""
         return "-".join(map(str, (*self.numbers, self.target)))
 
-    @property
+    @functools.cached_property
     def digest(self) -> int:
         return int.from_bytes(blake2b(self.id.encode(), digest_size=8).digest(), "big")
 

@@ -133,7 +133,7 @@ def _require_fields(rows: Rows, data: DataSection, source: str) -> None:
 
 
 class RowProblem(ConfigError):
-    """Why a row cannot be used. Equal `kind`s are counted together; the text follows "row 7"."""
+    """Reason why a row cannot be used. Equal `kind`s are counted together; the text follows "row 7"."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)

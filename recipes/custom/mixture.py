@@ -39,7 +39,7 @@ class Curriculum:
         return made
 
     def open(self, step: int, size: int) -> int:
-        """How many of `size` rows step `step`, from 1, may draw."""
+        """Number of rows, of `size` in ascending order, that step `step` (from 1) may draw from."""
         share = self.start + (1.0 - self.start) * min(1.0, (step - 1) / self.steps)
         return max(1, round(share * size))
 

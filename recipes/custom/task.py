@@ -12,7 +12,7 @@ import numpy as np
 from rlloop.chat import ChatTokenizer, Template
 from rlloop.config.instantiate import bind
 from rlloop.errors import ConfigError
-from rlloop.loop.environments import Environment, Message
+from rlloop.loop.environments import Environment, Message, opening_of
 from rlloop.types import Example
 
 from .data import DataSection, Problems, Row, RowProblem, Rows, is_messages, read_rows, row_id
@@ -65,6 +65,7 @@ class Custom:
         if max_turns < 1:
             raise ConfigError(f"task.max_turns is {max_turns}; it must be at least 1")
         self.environment = environment_factory(environment) if environment else None
+        self._opening = opening_of(self.environment)
         config = read_config(self.path)
         self.max_turns = max_turns
         self.max_conversation_tokens = min(config.max_positions, max_sequence_tokens)
@@ -167,10 +168,24 @@ class Custom:
                 "a last message of the assistant's",
                 ": the last message is the assistant's, and it is the policy's turn to write",
             )
-        rendered, ids = self.chat.prompt(cast("str | list[Any]", content), data.system)
-        text = content if isinstance(content, str) else rendered
         id = row_id(row, data.id_key)
-        return Example(id=f"{name}/{id}" if name else id, prompt_ids=ids, prompt=text, data=row)
+        id, tools = f"{name}/{id}" if name else id, ()
+        if self._opening is not None:
+            opening = self._opening(Example(id, [], content if isinstance(content, str) else "", row))
+            content, tools = _opened(content, opening.observation), opening.tools
+        rendered, ids = self.chat.prompt(cast("str | list[Any]", content), data.system, tools)
+        text = content if isinstance(content, str) else rendered
+        return Example(id=id, prompt_ids=ids, prompt=text, data=row)
+
+
+def _opened(content: Any, observation: str | None) -> Any:
+    """A prompt with what its environment observes first."""
+    if observation is None:
+        return content
+    if isinstance(content, str):
+        return content + observation
+    *before, last = content
+    return [*before, {**last, "content": last["content"] + observation}]
 
 
 def _source(name: str, data: DataSection, examples: Sequence[Example], weights: list[tuple[int, float]]) -> Source:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +17,7 @@ from rlloop.loop.step_data import reward_metrics, rollout_metrics, training_samp
 from rlloop.parity.asked import ending_fault, fault_of
 from rlloop.parity.certificate import bits_digest
 from rlloop.parity.monitor import compare
-from rlloop.runs.folder import read_records, read_rollouts, step_of
+from rlloop.runs.images import ImageStore
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams, stop_ids
 
 CLOSE = {"rel_tol": 1e-9, "abs_tol": 1e-12}  # another machine's libraries may add in another order
@@ -130,63 +129,6 @@ class Outcomes:
         return counts + "; ages not checked: the loop is not rlloop's" * self.own
 
 
-class Fleet:
-    """fleet.jsonl against the completions: each comes from an engine that served its version."""
-
-    name = "fleet"
-
-    def __init__(self, run: History) -> None:
-        self.completions = 0
-        events = list(read_records(run.path / "fleet.jsonl"))
-        self.served = {(event["engine"], event["version"]) for event in events if event["event"] == "serving"}
-        self.engines = {engine for engine, _ in self.served}
-        if run.config.get("launch") == "ray":  # completions of actors do not name their engine
-            self.served |= {(None, version) for _, version in self.served}
-        self.count = Counter(event["event"] for event in events)
-
-    def check(self, step: Rollouts) -> list[str]:
-        self.completions += len(step.rows)
-        return [
-            f"{row.uid} is of {row.origin}, which never served {row.policy_version}"
-            for row in step.rows
-            if (row.origin, row.policy_version) not in self.served
-        ]
-
-    def summary(self) -> str:
-        events = ", ".join(f"{number} {event}" for event, number in sorted(self.count.items()))
-        return f"{self.completions} completions of {len(self.engines)} engines; {events}"
-
-
-class Orphaned:
-    """Completions that a resume set aside were sampled again with the same bits: none was chosen by its luck."""
-
-    name = "orphaned"
-
-    def __init__(self, run: History) -> None:
-        partial = (run.config.get("rollout") or {}).get("partial") or {}
-        self.repeatable, self.compared = run.mode == "require" and not partial.get("prompts"), 0
-        self.files: dict[int, list[Path]] = {}
-        for file in sorted((run.path / "orphaned").glob("*/rollouts/step_*.jsonl.zst")):
-            self.files.setdefault(step_of(file), []).append(file)
-
-    def check(self, step: Rollouts) -> list[str]:
-        problems, now = [], {row.uid: row for row in step.rows}
-        for file in self.files.get(step.step, []) if self.repeatable else []:
-            for row in read_rollouts(file):
-                again = now.get(row["uid"])
-                if again is None or row["engine"] != again.engine:
-                    continue  # not sampled again yet, or on another machine
-                self.compared += 1
-                if any(row[key] != getattr(again, key) for key in ("token_ids", "logprobs", "policy_version")):
-                    problems.append(f"{row['uid']}, sampled again after a crash, is another completion")
-        return problems
-
-    def summary(self) -> str:
-        if not self.repeatable:
-            return "kept beside; the run does not promise that they are repeated bit for bit"
-        return f"{self.compared} completions were sampled again, bit for bit"
-
-
 class Requests:
     """Completions against their requests: the task's prompts in order, sampling parameters and seed; and each ends as
     its finish reason says."""
@@ -279,6 +221,9 @@ class Requests:
         ids = list(example.prompt_ids) or row.prompt_ids  # none where another library renders the prompt
         if (row.example, row.prompt, row.prompt_ids) != (example.id, example.prompt, ids):
             return [f"{row.uid}: its prompt is not the task's ({example.id})"]
+        asked = [] if example.model_input is None else [span.digest for span in example.model_input.contents]
+        if [each["digest"] for each in row.images or ()] != asked:
+            return [f"{row.uid}: its images are not the task's ({example.id})"]
         return []
 
     def _fault(self, row: Row, asked: SamplingParams) -> str | None:
@@ -405,9 +350,14 @@ def _same(stored: Any, value: Any) -> bool:
     return stored == value
 
 
-def as_sample(row: Row) -> Sample:
-    """The sample that a row records. Raises `ValueError` where tokens and logprobs do not fit each other."""
-    logprobs = floats(row.logprobs)
+def as_sample(row: Row, images: ImageStore | None = None) -> Sample:
+    """The sample that a row records. Raises `ValueError` where tokens and logprobs do not fit each other.
+
+    With the run's `images` the prompt has those that the row names. Raises `RunError` where one is missing.
+    """
+    logprobs, prompt = floats(row.logprobs), None
+    if images is not None and row.images:
+        prompt = images.prompt(row.prompt_ids, [(each["start"], each["end"], each["digest"]) for each in row.images])
     completion = Completion(
         prompt_ids=row.prompt_ids,
         token_ids=row.token_ids,
@@ -418,6 +368,8 @@ def as_sample(row: Row) -> Sample:
         sampling=SamplingParams(**{"max_tokens": 1, **row.sampling}),
         turns=None if row.turns is None else tuple(row.turns),
         versions=None if row.versions is None else tuple(row.versions),
+        version_spans=None if row.version_spans is None else tuple(row.version_spans),
+        model_input=prompt,
     )
     written = completion.written
     if len(logprobs) != len(written) or (written and written[-1] >= len(completion.token_ids)):

@@ -17,10 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlloop.config.run import RunConfig
-from rlloop.errors import RlloopError
+from rlloop.errors import RlloopError, RunError
 from rlloop.launch.compose import build
 from rlloop.parity.certificate import Statement
-from rlloop.runs.folder import SIGNATURES, is_own_loop, read_config, rollout_files, step_of
+from rlloop.runs.folder import SIGNATURES, RolloutFile, is_own_loop, read_config, rollout_files, step_of
+from rlloop.runs.journal import open_journal
 
 Id = Annotated[int, Meta(ge=0, lt=2**31)]
 Step = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -62,7 +63,9 @@ class Row(msgspec.Struct):
     origin: str | None = None
     turns: list[tuple[Id, Id]] | None = None
     versions: list[Step] | None = None
+    version_spans: list[tuple[Id, Id]] | None = None
     routed_experts: Any = None
+    images: list[dict[str, Any]] | None = None
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -213,8 +216,12 @@ class History:
     def _lines(self, name: str, file: Path | None = None) -> list[bytes]:
         """A journal's lines with their line ends. A torn last line is left out; `torn` has its length."""
         try:
-            lines = (file or self.path / name).read_bytes().splitlines(keepends=True)
+            with open_journal(file or self.path / name) as journal:
+                lines = journal.read().splitlines(keepends=True)
         except FileNotFoundError:
+            return []
+        except RunError as error:
+            self.problems.append(str(error))
             return []
         except OSError as error:
             self.problems.append(f"{name} cannot be read: {error.strerror}")
@@ -245,9 +252,9 @@ class History:
             self.problems.append(f"{name} has a record of step {step!r:.20}")
         return good
 
-    def _rollout_files(self) -> dict[int, Path]:
-        files: dict[int, Path] = {}
-        for file in rollout_files(self.path):
+    def _rollout_files(self) -> dict[int, RolloutFile]:
+        files: dict[int, RolloutFile] = {}
+        for file in self._try(lambda: rollout_files(self.path)) or []:
             try:
                 files[step_of(file)] = file
             except ValueError:

@@ -14,6 +14,7 @@ from rlloop.audit.parts import Parts
 from rlloop.config.run import ParityMode
 from rlloop.errors import RlloopError
 from rlloop.parity.certificate import content_digest
+from rlloop.runs.images import ImageStore
 from rlloop.trainer.checkpoint import CheckpointStore, find_damage
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class Rescored:
                 self.unread.append(f"{_name(version)} cannot be read: {error}")
                 continue
             try:
-                differences = _differences(model, version, rows, self.draws)
+                differences = _differences(model, version, rows, self.draws, ImageStore(self.run.path))
             except (RlloopError, ValueError, OverflowError) as error:
                 problems.append(f"completions of {_name(version)} cannot be computed: {error}")
                 continue
@@ -133,20 +134,25 @@ class Rescored:
         return text
 
 
-def _differences(model: Model, version: int, rows: list[Row], draws: bool) -> list[str]:
+def _differences(model: Model, version: int, rows: list[Row], draws: bool, images: ImageStore) -> list[str]:
     """Completions whose logprobs or, with `draws`, tokens of `version` differ from the stored ones, drawn again with
     `model`."""
     from rlloop.audit.completions import as_sample
     from rlloop.models import ScoreRow, redraw
 
     problems = []
-    samples = [as_sample(row) for row in rows]
+    samples = [as_sample(row, images) for row in rows]
     score_rows = []
     for sample in samples:
         completion = sample.completion
         ids = [*completion.prompt_ids, *completion.token_ids]
         score_rows.append(
-            ScoreRow(ids, [len(completion.prompt_ids) + at for at in completion.written], completion.sampling)
+            ScoreRow(
+                ids,
+                [len(completion.prompt_ids) + at for at in completion.written],
+                completion.sampling,
+                model_input=completion.model_input,
+            )
         )
     for sample, drawn in zip(samples, redraw(model, score_rows, max_tokens=BATCH_TOKENS), strict=True):
         completion = sample.completion

@@ -12,13 +12,12 @@ from rlloop.audit.completions import (
     Aggregates,
     CompletionCheck,
     Files,
-    Fleet,
-    Orphaned,
     Outcomes,
     Requests,
 )
 from rlloop.audit.history import Check, History
 from rlloop.audit.parts import Parts, find_parts
+from rlloop.audit.provenance import Fleet, Orphaned
 from rlloop.audit.rescore import Rescored
 from rlloop.audit.rewards import Rewards
 from rlloop.parity.witness import read_public_key

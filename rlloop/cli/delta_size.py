@@ -1,4 +1,4 @@
-"""`rlloop delta A B`: the size of a weight sync between two checkpoints, by rlloop's codec, by others, and in theory.
+"""`rlloop delta A B`: the size of a weight sync between two checkpoints: by rlloop's codec, by others, in theory.
 
 References: coding which n of N elements changed takes log2 C(N, n) bits, and their steps take their entropy. The
 unconditional reference is that sum for each tensor; the conditional one, which knows the old exponents as receivers do,
@@ -60,7 +60,7 @@ def sizes(new: Bits, old: Bits) -> Sizes:
         index_value=index_value,
     )
     ordering = ORDERINGS.get(new.dtype)
-    if ordering is None:
+    if ordering is None or ordering.bits > 16:
         return measured
     before, after = old.array.reshape(-1), new.array.reshape(-1)
     steps = ordered(after, ordering) - ordered(before, ordering)

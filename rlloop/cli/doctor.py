@@ -1,4 +1,4 @@
-"""`rlloop doctor`: what this machine can do, or the layouts in which a model fits."""
+"""`rlloop doctor`: abilities of this machine, or the layouts in which a model fits."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ def main(arguments: Sequence[str]) -> int:
         "--compile", action="store_true", help="compile the CPU kernels now, on all cores, so that no run waits for it"
     )
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="predict memory for this model; needs --gpus")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to lay it over")
-    parser.add_argument("--memory", type=float, metavar="GIB", help="of one GPU (default: this machine's)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to distribute it over")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="memory of one GPU (default: this machine's)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--tokens", type=int, default=16384, metavar="T", help="of a micro-batch (default: 16384)")
+    parser.add_argument(
+        "--tokens", type=int, default=16384, metavar="T", help="tokens of a micro-batch (default: 16384)"
+    )
     parser.add_argument(
         "--offload", choices=("none", "moments", "masters"), default="none", help="trainer.offload (default: none)"
     )

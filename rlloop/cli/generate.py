@@ -37,10 +37,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to complete; with --chat, the first message")
     parser.add_argument("--chat", action="store_true", help="a conversation, by the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="with --chat: the system's message")
-    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of a completion (default: 256)")
+    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="limit of a completion (default: 256)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: 1)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: 1")
-    parser.add_argument("--seed", type=int, metavar="N", help="default: another each time")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of sampling (default: a new one each time)")
     parser.add_argument(
         "-n", "--number", type=int, default=1, metavar="N", help="completions of the prompt (default: 1)"
     )

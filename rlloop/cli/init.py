@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", metavar="FOLDER", help="the model's folder, for model.path")
     given = parser.parse_args(arguments)
     if not given.name.isidentifier():
-        raise ConfigError(f"{given.name!r} is no name for a recipe; use letters, digits and _, as in my_task")
+        raise ConfigError(f"{given.name!r} is not a recipe's name; use letters, digits and _, as in my_task")
     folder = Path("recipes") / given.name
     if folder.exists():
         raise ConfigError(f"{folder} exists already; choose another name, or edit what is there")

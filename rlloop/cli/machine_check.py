@@ -1,4 +1,4 @@
-"""The report of `rlloop doctor`: abilities of this machine, and how to get those that it lacks."""
+"""The report of `rlloop doctor`: abilities of this machine, and instructions for missing ones."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # a user's own rewards and tasks, by dotted path
+        sys.path.append(here)  # so that a user's rewards and tasks can be imported by dotted path
     full_error = "--full-error" in arguments or os.environ.get("RLLOOP_TRACEBACK") == "1"
     try:
         return _dispatch([text for text in arguments if text != "--full-error"])

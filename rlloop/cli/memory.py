@@ -26,7 +26,7 @@ def examine_model(
         raise ConfigError(MASTERS_STAY.format(dtype))
     config = read_config(folder)
     if memory is None and not torch.cuda.is_available():
-        raise ConfigError("this machine has no GPU to take the memory of; add --memory GIB, as in --memory 80")
+        raise ConfigError("this machine has no GPU whose memory could be read; add --memory GIB, as in --memory 80")
     memory = memory or torch.cuda.get_device_properties(0).total_memory / GIB
     needs = [predict(config, layout, DTYPES[dtype], tokens, offload) for layout in layouts(config, gpus)]
     yield Line(

@@ -54,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("parity", DESCRIPTION, EXAMPLES)
-    parser.add_argument("a", metavar="A", help="takes the engine's part in the formulas")
-    parser.add_argument("b", metavar="B", help="takes the trainer's part")
+    parser.add_argument("a", metavar="A", help="the engine's side in the formulas")
+    parser.add_argument("b", metavar="B", help="the trainer's side")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of models (default: %(default)s)")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",

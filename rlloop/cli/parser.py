@@ -1,4 +1,4 @@
-"""The parser that the commands share, and what a shell completes in it.
+"""The commands' shared argument parser, with shell completion.
 
 `eval "$(register-python-argcomplete rlloop)"` switches completion on in bash and zsh.
 """
@@ -19,7 +19,7 @@ COLUMNS = re.compile(r" +\S.*?\S {2,}")  # of a line in a list: what is explaine
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that answers a shell's request for completions before it parses."""
+    """An `ArgumentParser` with shell completion."""
 
     _answering = False  # argcomplete parses the words so far with this same parser
 
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Texts as they are laid out; on a narrow terminal paragraphs are filled, and the second column of a list is."""
+    """Keeps the layout of help texts; on a narrow terminal it wraps paragraphs and second columns of lists."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if all(len(line) <= width for line in text.splitlines()):
@@ -61,7 +61,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 def new_parser(command: str, description: str, epilog: str = "") -> Parser:
-    """A parser of `rlloop COMMAND`, with texts as they are laid out where there is room. No abbreviated options."""
+    """A parser of `rlloop COMMAND` that keeps the layout of texts. Options cannot be abbreviated."""
     return Parser(
         prog=f"rlloop {command}",
         description=description,
@@ -72,7 +72,7 @@ def new_parser(command: str, description: str, epilog: str = "") -> Parser:
 
 
 def completed_command(names: Sequence[str]) -> str | None:
-    """The command in whose arguments a shell wants completions; None: none is written yet, or no shell asks."""
+    """The command whose arguments a shell completes; None without a command or a completion request."""
     words = os.environ.get("COMP_LINE", "").split(" ")
     if COMPLETING not in os.environ or len(words) < 3 or words[1] not in names:
         return None

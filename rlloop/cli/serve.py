@@ -126,7 +126,7 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
 
 
 def _followed_adapter(given: argparse.Namespace, layout: Layout) -> LoraSection | None:
-    """The adapter that `--lora-rank` asks for, zeros until a version comes; None: whole weights are followed."""
+    """The adapter of `--lora-rank`, zeros until the first version; None: whole weights are followed."""
     if given.lora_rank == 0:
         return None
     if given.store is None:
@@ -149,7 +149,7 @@ def _named_adapters(given: argparse.Namespace) -> dict[str, Path]:
     if folders and given.engine is EngineKind.vllm_stock:
         raise ConfigError("--adapter is for rlloop's own model: set --engine embedded or vllm")
     if given.adapter_root is not None and not given.adapter_root.is_dir():
-        raise ConfigError(f"--adapter-root {given.adapter_root} is no folder")
+        raise ConfigError(f"--adapter-root {given.adapter_root} is not a folder")
     return folders
 
 
@@ -164,6 +164,7 @@ def _serve_member(
     beside: Sequence[BaseRoute] = (),
 ) -> None:
     """Serve as an engine until a signal, joined to a trainer if `--join` is given."""
+    from rlloop.models.vision_processor import ImageProcessor
     from rlloop.rollout.fleet.engine_server import EngineServer
     from rlloop.rollout.fleet.text import tokenizer_of
 
@@ -175,6 +176,7 @@ def _serve_member(
         region=given.region,
         model=model,
         tokenizer=tokenizer_of(folder),
+        images=ImageProcessor.if_any(folder) if kind == "engine" else None,
         logprobs_mode=given.logprobs_mode,
         follower=follower,
         lifespan=None if joining is None else joining.lifespan,
@@ -218,7 +220,7 @@ def _source(given: argparse.Namespace, token: str | None) -> Source | None:
 
 
 class _Joining:
-    """Announces this engine to a trainer every few seconds, and its departure at the end."""
+    """Joins this engine to a trainer, repeatedly as a heartbeat, and leaves at the end."""
 
     EVERY = 3.0  # seconds
 
@@ -283,7 +285,7 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
     ca_file = None if given.ca_file is None else str(given.ca_file)
     fleet = FleetConfig(FleetKind.regions, engines=engines, patience=given.patience, ca_file=ca_file)
     _create_folder(given.signing_key.parent, f"--signing-key {given.signing_key}")
-    if read_token(given.token_file) is None:  # clients of this server have weights signed, so a token is required
+    if read_token(given.token_file) is None:  # this server signs clients' weights, so a token is required
         given.token_file = _create_token(given.signing_key.with_name(given.signing_key.name + ".token"))
     listen = _listen(given)
     if "://" not in given.store:

@@ -49,11 +49,10 @@ def api(given: argparse.Namespace, stack: ExitStack) -> None:
     import torch  # slow to import, so after the checks
 
     from rlloop.api.server import ApiServer
-    from rlloop.training.service import TrainingService
+    from rlloop.training.service_process import ProcessTrainingService
 
     if given.threads is not None:
         torch.set_num_threads(given.threads)
-    sys.setswitchinterval(5e-4)  # requests are answered while the service computes: 5 ms at each hand-over are too long
     bits = {
         "dtype": given.dtype, "device": given.device, "leaf_tokens": given.leaf_tokens,
         "max_lora_rank": given.max_lora_rank,
@@ -65,7 +64,7 @@ def api(given: argparse.Namespace, stack: ExitStack) -> None:
         "checkpoint_layers": given.checkpoint_layers,
     }  # fmt: skip
     if given.ray is None:
-        service = TrainingService(given.model, **chosen)
+        service = ProcessTrainingService(given.model, died=_end, **chosen)
     else:
         from rlloop.launch.ray_service import RayTrainingService
 
@@ -78,14 +77,13 @@ def api(given: argparse.Namespace, stack: ExitStack) -> None:
 
 
 def _end(reason: str) -> None:
-    """End at once, as if killed: commands that had no result yet are executed when the server is started again."""
+    """End at once, as if killed: unfinished commands are executed when the server is started again."""
     print(f"rlloop api: {reason}; start it again, with the same --folder, to go on", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def take_shape(given: argparse.Namespace) -> None:
-    """Replace options by what the shape says. Raises `ConfigError` for a shape of another model, or of several
-    accelerators."""
+    """Set options from the shape. Raises `ConfigError` for a shape of another model, or of several accelerators."""
     from rlloop.training.shapes import resolve_training_profile
 
     shape = resolve_training_profile(given.shape, files=given.shape_file)

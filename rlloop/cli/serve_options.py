@@ -221,8 +221,8 @@ def _api_options(options: argparse.ArgumentParser) -> None:
         help="run model and engine in an actor of this Ray cluster (auto: of the one here); without a value, of a new "
         "Ray on this machine",
     )  # fmt: skip
-    options.add_argument("--ray-cpus", type=float, default=1.0, help="CPUs that the actor takes")
-    options.add_argument("--ray-gpus", type=float, default=0.0, help="GPUs that the actor takes; --shape says 1")
+    options.add_argument("--ray-cpus", type=float, default=1.0, help="CPUs that the actor reserves")
+    options.add_argument("--ray-gpus", type=float, default=0.0, help="GPUs that the actor reserves; --shape sets 1")
     options.add_argument("--dtype", default="float32", help="dtype of the model")
     options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     options.add_argument("--threads", type=int, help="CPU threads; default: all")
@@ -232,14 +232,16 @@ def _api_options(options: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     options.add_argument("--leaf-tokens", type=int, default=16384, help="tokens of a micro-batch; decides bits")
     options.add_argument("--max-lora-rank", type=int, default=64, help="largest rank of an adapter")
-    options.add_argument("--adapter-slots", type=int, default=8, help="adapters on the device at a time")
+    options.add_argument("--adapter-slots", type=int, default=8, help="adapters on the device at the same time")
     options.add_argument(
         "--keep-samplers", type=int, default=8, help="a model's unnamed samplers that stay, the newest, in memory"
     )
-    options.add_argument("--max-running", type=int, default=256, help="completions of one step of the engine")
-    options.add_argument("--checkpoint-layers", type=int, default=0, help="every n-th layer is computed again backward")
-    options.add_argument("--models-per-key", type=int, default=16, help="models of a client at a time")
-    options.add_argument("--futures-per-key", type=int, default=10_000, help="requests of a client in flight")
-    options.add_argument("--bytes-per-key", type=int, default=1 << 30, help="bytes of those requests")
+    options.add_argument("--max-running", type=int, default=256, help="limit of completions in one step of the engine")
+    options.add_argument(
+        "--checkpoint-layers", type=int, default=0, help="recompute every n-th layer in the backward pass (0: none)"
+    )
+    options.add_argument("--models-per-key", type=int, default=16, help="limit of models of one client")
+    options.add_argument("--futures-per-key", type=int, default=10_000, help="limit of a client's requests in flight")
+    options.add_argument("--bytes-per-key", type=int, default=1 << 30, help="limit of those requests' bytes")
     options.add_argument("--idle", type=float, default=900.0, help="seconds without a heartbeat that end a session")
     options.add_argument("--state-every", type=int, default=50, help="updates of a model between states in its log")

@@ -63,7 +63,7 @@ def engine_over(layout: Layout, given: argparse.Namespace) -> Iterator[tuple[Eng
 
 @contextmanager
 def _rank(given: argparse.Namespace, layout: Layout, address: str, rank: int) -> Iterator[Callable[[Any], Any]]:
-    """A maker of this rank's engine, of a class like `Engine`, among the others."""
+    """A factory of this rank's engine, of a class like `Engine`."""
     import torch
 
     from rlloop.models import load_model

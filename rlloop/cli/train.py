@@ -104,13 +104,13 @@ def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]
         command = shlex.join(["rlloop", "train", "--config-name", recipe, *again, f"run.dir={_quoted(folder)}"])
         checked.append((recipe, config, as_container(composed), folder, command))
 
-    from rlloop.launch.run import Job  # imports torch, so mistakes in a configuration are reported before
+    from rlloop.launch.run import Job  # imports torch, so it comes after the configuration's checks
 
     return [Job(*fields) for fields in checked]
 
 
 def _quoted(folder: Path) -> str:
-    """A folder as an override's value. A multirun's folders have characters of the override grammar in their names."""
+    """A folder quoted as an override's value, since multirun folders' names have characters of the override grammar."""
     return f'"{folder}"' if set(str(folder)) & set("=, ") else str(folder)
 
 

@@ -1,4 +1,4 @@
-"""The `algorithm` section: a loss and an advantage estimator, and what surrounds them. Imports no torch."""
+"""The section `algorithm`: loss, advantage estimator, and related settings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Anchor(StrEnum):
 class CriticConfig:
     """PPO's critic: a second copy of the model with a value head. In one process (`launch=local`, layouts of 1)."""
 
-    lr: float = limited(0.0, zero_or_more("no critic"))  # peak learning rate of its AdamW
-    gamma: float = limited(1.0, ABOVE_ZERO_TO_ONE)  # discount by token
-    lam: float = limited(0.95, UNIT)  # of generalised advantage estimation
-    clip: float = limited(0.2, zero_or_more("off"))  # of values: the most that one moves in a step
-    epochs: int = limited(1, at_least(1))  # its updates on the batch of a step
-    normalize: bool = True  # advantages: to mean 0 and deviation 1 over the tokens of a step
+    lr: float = limited(0.0, zero_or_more("no critic"))  # peak learning rate of the critic's AdamW
+    gamma: float = limited(1.0, ABOVE_ZERO_TO_ONE)  # discount per token
+    lam: float = limited(0.95, UNIT)  # lambda of generalised advantage estimation (GAE)
+    clip: float = limited(0.2, zero_or_more("off"))  # limit of a value's change in a step
+    epochs: int = limited(1, at_least(1))  # critic's updates on the batch of a step
+    normalize: bool = True  # scale advantages to mean 0 and deviation 1 over the tokens of a step
 
     def __post_init__(self) -> None:
         check_limits("algorithm.critic", self)
@@ -57,17 +57,27 @@ class AlgorithmConfig:
 
     loss: Any = MISSING  # grpo, dapo, ...; or {_target_: package.loss, ...}: docs/extending.md
     advantage: Any = MISSING  # group_norm, group_mean, ...; or {_target_: package.advantage, ...}
-    loss_args: dict[str, Any] = field(default_factory=dict)  # of a loss by name
-    advantage_args: dict[str, Any] = field(default_factory=dict)  # of an advantage by name
-    anchor: Anchor = Anchor.trainer  # whose logprobs the policy ratio divides by: the trainer's own, or the engine's
-    correction: dict[str, Any] = field(default_factory=dict)  # name -> its arguments; the factors of several multiply
-    dynamic_sampling: bool = False  # do not train on groups whose rewards are all equal
+    loss_args: dict[str, Any] = field(default_factory=dict)  # arguments of a loss given by name
+    advantage_args: dict[str, Any] = field(default_factory=dict)  # arguments of an advantage given by name
+    anchor: Anchor = (
+        Anchor.trainer
+    )  # side whose logprobs are the policy ratio's denominator: trainer or rollout (the engine)
+    correction: dict[str, Any] = field(
+        default_factory=dict
+    )  # name -> arguments; factors of several corrections multiply
+    dynamic_sampling: bool = False  # leave out groups whose rewards are all equal
     best_only: bool = False  # train only on the samples with their group's best reward, where rewards differ
-    max_refills: int = limited(0, zero_or_more("none"))  # with it: further batches of prompts that a step may sample
-    reward_kl_coef: float = limited(0.0, zero_or_more("off"))  # of KL(policy ‖ reference), taken from each reward
+    max_refills: int = limited(
+        0, zero_or_more("none")
+    )  # with dynamic_sampling: further batches of prompts that a step may sample
+    reward_kl_coef: float = limited(
+        0.0, zero_or_more("off")
+    )  # coefficient of KL(policy ‖ reference), subtracted from each reward
     reward_kl: str = limited("k1", one_of("k1", "k2", "k3"))  # estimate of that KL, summed over a completion
-    overlong_buffer: int = limited(0, zero_or_more("off"))  # last tokens of rollout.max_tokens, where a penalty grows
-    overlong_penalty: float = limited(1.0, ZERO_OR_MORE)  # the whole penalty, of a turn that fills its budget
+    overlong_buffer: int = limited(
+        0, zero_or_more("off")
+    )  # last tokens of rollout.max_tokens, over which a penalty grows
+    overlong_penalty: float = limited(1.0, ZERO_OR_MORE)  # penalty of a turn that uses its whole budget
     critic: CriticConfig = field(default_factory=CriticConfig)
 
     def __post_init__(self) -> None:

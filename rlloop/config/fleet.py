@@ -33,25 +33,31 @@ class FleetConfig:
     """
 
     kind: FleetKind = FleetKind.node  # chosen as fleet=node or fleet=regions
-    max_version_lag: int = limited(0, zero_or_more("on-policy"))  # steps that a trained sample's weights may be old
-    engines: dict[str, list[str]] = field(default_factory=dict)  # region -> URLs. Engines may also join by themselves
-    host: str = "127.0.0.1"  # where the trainer serves its weights and lets engines join
-    port: int = limited(0, Limit(lambda x: 0 <= x < 65536, "0 (any free one) to 65535"))
-    token_file: str | None = None  # what every request must bring; null: $RLLOOP_TOKEN
-    certificate: str | None = None  # PEM: the trainer's end speaks TLS
-    key: str | None = None  # PEM: of that certificate
-    ca_file: str | None = None  # PEM: whose certificates engines must have; null: the system's authorities
-    store: str | None = None  # of the versions: a folder or an fsspec URL; null: weights/ in the run's folder
-    signing_key: str | None = None  # Ed25519; null: signing_key in the run's folder, created when missing
-    anchor_every: int = limited(50, at_least(1))  # versions between whole copies, which engines that join begin from
-    canary_prompts: int = limited(2, zero_or_more("none"))  # completions an engine must make right to serve a version
-    heartbeat: float = limited(1.0, SECONDS)  # between looks at an engine
-    timeout: float = limited(3.0, SECONDS)  # of one look, which is tried three times before an engine counts as lost
-    patience: float = limited(120.0, SECONDS)  # without any engine, after which the run stops
-    settle: float = limited(10.0, ZERO_OR_MORE_SECONDS)  # that a new version waits for the slower engines
-    calls: int = limited(2, at_least(1))  # at a time to one engine
-    chunk: int = limited(128, at_least(1))  # prompts of one call, at most
-    hedge: float | None = limited(None, or_null(SECONDS, "off"))  # age of a call when another engine is asked as well
+    max_version_lag: int = limited(
+        0, zero_or_more("on-policy")
+    )  # oldest version of a trained sample's weights, in steps
+    engines: dict[str, list[str]] = field(default_factory=dict)  # region -> URLs; engines may also join by themselves
+    host: str = "127.0.0.1"  # address on which the trainer serves its weights and engines join
+    port: int = limited(0, Limit(lambda x: 0 <= x < 65536, "0 (any free one) to 65535"))  # port of that address
+    token_file: str | None = None  # file with the token that every request must have; null: $RLLOOP_TOKEN
+    certificate: str | None = None  # PEM; the trainer's server speaks TLS
+    key: str | None = None  # PEM: the certificate's private key
+    ca_file: str | None = None  # PEM: authorities that engines' certificates must come from; null: the system's
+    store: str | None = None  # store of the versions: a folder or an fsspec URL; null: weights/ in the run's folder
+    signing_key: str | None = None  # Ed25519, in PEM; null: signing_key in the run's folder, created if missing
+    anchor_every: int = limited(50, at_least(1))  # versions between whole copies, from which joining engines start
+    canary_prompts: int = limited(
+        2, zero_or_more("none")
+    )  # completions that an engine must reproduce to serve a version
+    heartbeat: float = limited(1.0, SECONDS)  # seconds between health checks of an engine
+    timeout: float = limited(3.0, SECONDS)  # limit of one check; after three failed ones an engine counts as lost
+    patience: float = limited(120.0, SECONDS)  # seconds without any engine after which the run stops
+    settle: float = limited(10.0, ZERO_OR_MORE_SECONDS)  # seconds that a new version waits for slower engines
+    calls: int = limited(2, at_least(1))  # concurrent calls to one engine
+    chunk: int = limited(128, at_least(1))  # limit of prompts in one call
+    hedge: float | None = limited(
+        None, or_null(SECONDS, "off")
+    )  # seconds after which an unanswered call is repeated on another engine
 
     def __post_init__(self) -> None:
         check_limits("fleet", self)

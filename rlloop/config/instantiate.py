@@ -1,4 +1,4 @@
-"""`_target_` in a configuration: the dotted path of a function or class; located, its arguments checked, bound."""
+"""`_target_` in a configuration: imports a dotted path's function or class, checks its arguments and binds them."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _check(
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """Its annotations; none where they name what exists for type checkers alone."""
+    """Its annotations; empty if they name types that exist for type checkers only."""
     function = target.__init__ if inspect.isclass(target) else target
     try:
         return get_type_hints(function) if inspect.isroutine(function) else {}

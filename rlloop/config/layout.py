@@ -62,7 +62,7 @@ class World:
 
     @property
     def stages_agree(self) -> bool:
-        """Whether each rank's trainer has the layers of its engine: all, or the same stage of a pipeline."""
+        """True if each rank's trainer holds its engine's layers: all of them, or the same pipeline stage."""
         return self.trainer.pp == 1 or all(
             self.trainer.coordinates(rank)["pp"] == self.engine.coordinates(rank % self.engine.world_size)["pp"]
             for rank in range(self.size)

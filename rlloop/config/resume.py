@@ -1,4 +1,4 @@
-"""Resuming: a configuration is compared, key by key, with the one that the run began with."""
+"""Resuming: compares a configuration, key by key, with the one that the run began with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlloop.config.fleet import FleetConfig
 from rlloop.config.run import AlgorithmConfig, RunConfig
 from rlloop.errors import RunError
 
-# Keys that say where, how long and how often, but do not reach a weight or a record: a resumed run may change them.
+# Keys of places, durations and intervals that affect no weight or record: a resumed run may change them.
 RESUMABLE = (
     "run.dir",
     "launch",
@@ -30,7 +30,7 @@ RESUMABLE = (
     "sinks.",
     *(f"fleet.{name}" for name in ("engines.", *vars(FleetConfig())) if name != "max_version_lag"),
 )
-# Keys that shape the engine's work but not its bits, as long as the contract is enforced.
+# Keys that affect the engine's work but not its bits, as long as parity is enforced.
 RESUMABLE_UNDER_CONTRACT = tuple(
     f"rollout.{key}" for key in ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")
 )

@@ -1,4 +1,4 @@
-"""The `rollout` section: how completions are sampled, and by which engine. Imports neither torch, ray nor vllm."""
+"""The section `rollout`: sampling of completions, and the engine. Imports neither torch, ray nor vllm."""
 
 from __future__ import annotations
 
@@ -36,10 +36,16 @@ class EngineKind(StrEnum):
 class PartialConfig:
     """Conversations that go on from step to step: docs/agents.md."""
 
-    prompts: int = limited(0, zero_or_more("off: a step waits for all of its groups"))  # played beyond num_prompts
-    max_version_lag: int = limited(2, at_least(1))  # steps that the oldest token of a trained sample may be old
-    # Groups that would become older than that are waited for, or dropped (rejected, with the reason).
-    overdue: str = limited("wait", one_of("wait", "drop"))
+    prompts: int = limited(
+        0, zero_or_more("off: a step waits for all of its groups")
+    )  # groups in progress beyond num_prompts
+    max_version_lag: int = limited(2, at_least(1))  # largest age, in steps, of the oldest token of a trained sample
+    overdue: str = limited(
+        "wait", one_of("wait", "drop")
+    )  # for groups that would become older: wait for them, or drop (reject) them, with the reason
+    slice_tokens: int = limited(
+        0, zero_or_more("off: turns are sampled whole")
+    )  # tokens requested at a time; between slices a step may begin and the weights change
 
     def __post_init__(self) -> None:
         check_limits("rollout.partial", self)
@@ -47,20 +53,22 @@ class PartialConfig:
 
 @dataclass
 class RolloutConfig:
-    num_prompts: int = limited(32, at_least(1))  # of one step
+    num_prompts: int = limited(32, at_least(1))  # prompts of a step
     group_size: int = limited(16, at_least(1))  # completions of each prompt
-    max_tokens: int = limited(256, at_least(1))  # of one completion; of one turn in a conversation
-    min_tokens: int = 0  # before these, no stop token is drawn
-    temperature: float = limited(1.0, SAMPLED)
-    top_p: float = limited(1.0, ABOVE_ZERO_TO_ONE)  # nucleus sampling: the likeliest tokens with this mass
+    max_tokens: int = limited(256, at_least(1))  # limit of a completion; of a turn in a conversation
+    min_tokens: int = 0  # tokens before which no stop token is drawn
+    temperature: float = limited(1.0, SAMPLED)  # sampling temperature
+    top_p: float = limited(
+        1.0, ABOVE_ZERO_TO_ONE
+    )  # nucleus sampling: only the likeliest tokens with this total probability
     top_k: int = limited(0, zero_or_more("off"))  # only the k likeliest tokens
-    min_p: float = limited(0.0, UNIT)  # only tokens this likely, relative to the likeliest
-    engine: Any = EngineKind.embedded  # vllm, vllm_stock: docs/vllm.md; one of your own: docs/extending.md
+    min_p: float = limited(0.0, UNIT)  # only tokens at least this likely, relative to the likeliest
+    engine: Any = EngineKind.embedded  # embedded; vllm, vllm_stock: docs/vllm.md; one of your own: docs/extending.md
     page_size: int = limited(16, at_least(1))  # tokens of one block of the key-value cache
-    max_batch_tokens: int = limited(8192, at_least(1))  # tokens of one engine step
-    max_cache_tokens: int | None = None  # None: what fits the batch and the model's context
-    prefix_caching: bool = True  # prompts that begin alike share cache blocks
-    sleep: bool = False  # of a vLLM engine: give its cache's memory back while the trainer works
+    max_batch_tokens: int = limited(8192, at_least(1))  # limit of tokens in an engine step
+    max_cache_tokens: int | None = None  # None: as many as the batch and the model's context need
+    prefix_caching: bool = True  # prompts with a common prefix share cache blocks
+    sleep: bool = False  # vLLM engines: free the cache's memory while the trainer works
     profile: RolloutProfile = field(default_factory=RolloutProfile)
     partial: PartialConfig = field(default_factory=PartialConfig)
     drift: DriftConfig = field(default_factory=DriftConfig)

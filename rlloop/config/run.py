@@ -7,7 +7,6 @@ name, before anything starts. Each `__post_init__` checks its own section, `RunC
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from omegaconf import MISSING
@@ -15,136 +14,40 @@ from omegaconf import MISSING
 from rlloop.config.algorithm import AlgorithmConfig, Anchor
 from rlloop.config.fleet import FleetConfig, FleetKind
 from rlloop.config.layout import World
-from rlloop.config.limits import (
-    ABOVE_ZERO_TO_ONE,
-    BELOW_ONE,
-    POSITIVE,
-    SECONDS,
-    Limit,
-    at_least,
-    check_limits,
-    limited,
-    or_null,
-    require,
-    zero_or_more,
-)
+from rlloop.config.limits import Limit, check_limits, limited, require
 from rlloop.config.model import ModelSection
 from rlloop.config.numerics import RolloutProfile
 from rlloop.config.rollout import EngineKind, RolloutConfig
+from rlloop.config.sections import (
+    CertificateConfig,
+    CheckpointConfig,
+    EvalConfig,
+    Launch,
+    ParityConfig,
+    ParityMode,
+    RayConfig,
+    RunSection,
+    ScoringConfig,
+)
 from rlloop.config.trainer import MASTERS_STAY, TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.numerics.implementations import is_outside
 from rlloop.numerics.profile import SETTINGS
 from rlloop.parallel.layout import Layout
 
-GPU_SHARE = Limit(ABOVE_ZERO_TO_ONE.holds, "above 0 and at most 1: a rank lies on one GPU")
-
-
-class Launch(StrEnum):
-    local = "local"
-    ray = "ray"
-
-
-class ParityMode(StrEnum):
-    require = "require"
-    fallback = "fallback"
-    observe = "observe"
-
-
-@dataclass
-class RunSection:
-    dir: str | None = None  # None: runs/<recipe>/<time>. In a multirun: the folder of the jobs' folders
-
-
-@dataclass
-class ScoringConfig:
-    """Execution of the reward; its own arguments stand in `reward`."""
-
-    timeout: float = limited(60.0, SECONDS)  # of one sample; a sample that takes longer is rejected, with that reason
-    concurrency: int = limited(64, at_least(1))  # samples at a time, for an async reward
-    retries: int = limited(0, zero_or_more("none"))  # of a failed step of an environment that declares `idempotent`
-
-    def __post_init__(self) -> None:
-        check_limits("scoring", self)
-
-
-@dataclass
-class ParityConfig:
-    mode: ParityMode = ParityMode.require  # what a difference between engine and trainer does: docs/how-it-works.md
-    max_k3: float = limited(0.1, POSITIVE)  # fallback: train-inference KL (estimate k3, in nats) that stops the run
-    replay: bool = False  # observe: the trainer takes the engine's experts in every step, not its own
-    redraw: bool = True  # the trainer draws every trained token again by its seed, and compares the ids
-
-    def __post_init__(self) -> None:
-        check_limits("parity", self)
-        require(
-            "parity.replay", self.replay, not self.replay or self.mode is ParityMode.observe,
-            f"false under parity.mode={self.mode}: require would not see choices that differ, and fallback replays by "
-            "itself once they do",
-        )  # fmt: skip
-
-
-@dataclass
-class CertificateConfig:
-    """Signing and witnessing of the certificate's head, at each checkpoint: docs/runs.md."""
-
-    key: str | None = None  # PEM of an Ed25519 private key, which signs it
-    witness: str | None = None  # an http(s) address that it is posted to, or a file that it is appended to
-
-
-@dataclass
-class CheckpointConfig:
-    every: int = limited(50, zero_or_more("only the last step"))  # steps; the last step is always saved
-    keep: int = limited(2, at_least(1))  # newest checkpoints that stay
-
-    def __post_init__(self) -> None:
-        check_limits("checkpoint", self)
-
-
-@dataclass
-class EvalConfig:
-    every: int = limited(50, zero_or_more("only first and last"))  # steps; always before the first and after the last
-    num_draws: int = limited(1000, at_least(1))  # held-out completions
-    temperature: float = limited(1.0, zero_or_more("greedy"))  # of held-out completions
-    # The collapse rule, declared before the run: held-out reward at or below `collapse_fraction` of its running best in
-    # `collapse_evals` evaluations in a row, or a gradient that is not finite. `rlloop compare` judges by it.
-    collapse_fraction: float = limited(0.5, BELOW_ONE)  # of the running best
-    collapse_evals: int = limited(3, at_least(1))  # evaluations in a row
-
-    def __post_init__(self) -> None:
-        check_limits("eval", self)
-
-
-@dataclass
-class RayConfig:
-    """For launch=ray."""
-
-    address: str | None = None  # a running cluster's; null: Ray is started on this machine, for this run
-    replicas: int | None = limited(  # engines besides those that share the trainer's ranks
-        None, or_null(zero_or_more("none"), "1 beside a trainer of one rank, else 0")
-    )
-    cpus_per_worker: float = limited(1.0, POSITIVE)  # what each worker, one for each rank, reserves
-    gpus_per_worker: float = limited(1.0, GPU_SHARE)  # on a GPU: at 0.5, two workers of one rank share one
-    timeout: float = limited(60.0, SECONDS)  # to wait for room
-    elastic: bool = False  # after the death of a rank: go on from the last checkpoint on those that are left
-    rank_timeout: float = limited(600.0, SECONDS)  # without progress of a rank, which ends the run with its number
-
-    def __post_init__(self) -> None:
-        check_limits("ray", self)
-
 
 @dataclass
 class RunConfig:
-    seed: int = limited(0, Limit(lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"))  # of data and sampling
+    seed: int = limited(0, Limit(lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"))  # seed of data and sampling
     device: str = "cpu"  # cpu, cuda or cuda:N
     launch: Launch = Launch.local  # local: one process; ray: actors on one or more machines
     ray: RayConfig = field(default_factory=RayConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
-    task: dict[str, Any] = field(default_factory=dict)  # `_target_` and its arguments
-    data: dict[str, Any] = field(default_factory=dict)  # free: for recipes whose task reads files
-    reward: dict[str, Any] = field(default_factory=dict)  # `_target_` and its arguments
+    task: dict[str, Any] = field(default_factory=dict)  # `_target_` and arguments of the task
+    data: dict[str, Any] = field(default_factory=dict)  # free form, for recipes whose task reads files
+    reward: dict[str, Any] = field(default_factory=dict)  # `_target_` and arguments of the reward
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -153,7 +56,7 @@ class RunConfig:
     certificate: CertificateConfig = field(default_factory=CertificateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    sinks: dict[str, Any] = field(default_factory=dict)  # name -> options; see rlloop.runs.sinks
+    sinks: dict[str, Any] = field(default_factory=dict)  # sink name -> options; see rlloop.runs.sinks
 
     def __post_init__(self) -> None:
         check_limits("", self)
@@ -298,11 +201,15 @@ class RunConfig:
         prompts = f"rollout.partial.prompts={self.rollout.partial.prompts}"
         if not self.rollout.partial.prompts:
             return
-        elsewhere = self.launch is not Launch.local or self.fleet.kind is FleetKind.regions
-        if elsewhere or self.world.size > 1:
+        if self.fleet.max_version_lag:
             raise ConfigError(
-                f"{prompts} needs engine and trainer in one process: set launch=local and fleet=node, and leave the "
-                "layouts at 1; or rollout.partial.prompts=0"
+                f"fleet.max_version_lag={self.fleet.max_version_lag} samples whole batches ahead, and {prompts} "
+                "carries single conversations; set one of them to 0"
+            )
+        if self.trainer.shard == "parameters" and self.trainer.layout.checked("trainer").dp_shard > 1:
+            raise ConfigError(
+                f"{prompts} compares tokens under past versions, whose weights trainer.shard=parameters has in pieces "
+                "that no forward gathers; set trainer.shard to another, or rollout.partial.prompts=0"
             )
         if self.rollout.drift.declared or self.rollout.profile != RolloutProfile():
             raise ConfigError(f"rollout.drift and rollout.profile compare one version at a time; {prompts} mixes them")

@@ -1,6 +1,6 @@
-"""The `task` group: `task=NAME` puts one of these in place of the recipe's own section; `task.KEY=VALUE` sets its keys.
+"""The `task` group: `task=NAME` replaces the recipe's section by one of these; `task.KEY=VALUE` sets its keys.
 
-A recipe's inline section is used without it, and a recipe's folder `task/` with YAML files is a group of its own.
+Without it the recipe's inline section is used. A recipe's folder `task/` with YAML files is a group as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TASKS: dict[str, dict[str, Any]] = {
         **_ROOM,
     },
 }
-# Rewards of tasks that bring their own verdict: put in place of the recipe's unless `reward...` is given.
+# Rewards of tasks that score their own episodes; they replace the recipe's unless `reward...` is set.
 REWARDS: dict[str, dict[str, Any]] = {
     "verifiers": {"_target_": "rlloop.rewards.episode.episode_reward"},
     "reasoning_gym": {"_target_": "rlloop.tasks.reasoning_gym_tasks.reward"},

@@ -32,22 +32,29 @@ class Schedule(StrEnum):
 
 @dataclass
 class TrainerConfig:
-    num_steps: int = limited(100, at_least(1))  # rollout batches, each with its update
+    num_steps: int = limited(100, at_least(1))  # steps: rollout batches, each with its update
     lr: float = limited(1e-5, ZERO_OR_MORE)  # peak learning rate of AdamW
-    schedule: Schedule = Schedule.constant  # of the learning rate, after the warm-up
-    warmup_steps: int = limited(0, zero_or_more("off"))  # optimizer steps
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
-    eps: float = limited(1e-8, POSITIVE)  # AdamW's
-    weight_decay: float = limited(0.0, ZERO_OR_MORE)  # decoupled, as in AdamW
-    grad_clip: float = limited(1.0, zero_or_more("off"))  # global norm
-    max_batch_tokens: int = limited(16384, at_least(2))  # tokens of one micro-batch (one forward and backward)
-    num_minibatches: int = limited(1, at_least(1))  # optimizer steps a rollout batch is split into, by whole groups
-    balance_coef: float = limited(0.0, zero_or_more("off"))  # of the experts' load-balancing loss
-    expert_bias_rate: float = limited(0.0, BELOW_ONE)  # step of the experts' biases towards even loads; 0: off
-    shard: str = limited("optimizer", one_of("optimizer", "parameters"))  # split over layout.dp_shard: docs/ranks.md
-    # Kept in host memory and brought to the GPU in blocks, with the same bits: AdamW's moments, or masters as well.
-    offload: str = limited("none", one_of("none", "moments", "masters"))
-    checkpoint_layers: str = "none"  # recomputed in the backward pass, which saves memory: none, all, every n-th
+    schedule: Schedule = Schedule.constant  # schedule of the learning rate after the warm-up
+    warmup_steps: int = limited(0, zero_or_more("off"))  # optimizer steps of linear warm-up
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's betas
+    eps: float = limited(1e-8, POSITIVE)  # AdamW's epsilon
+    weight_decay: float = limited(0.0, ZERO_OR_MORE)  # decoupled weight decay of AdamW
+    grad_clip: float = limited(1.0, zero_or_more("off"))  # limit of the gradient's global norm
+    max_batch_tokens: int = limited(16384, at_least(2))  # tokens of a micro-batch (one forward and backward)
+    num_minibatches: int = limited(1, at_least(1))  # optimizer steps per rollout batch, which is split by whole groups
+    balance_coef: float = limited(0.0, zero_or_more("off"))  # coefficient of the experts' load-balancing loss
+    expert_bias_rate: float = limited(
+        0.0, BELOW_ONE
+    )  # update step of the experts' routing biases towards even loads; 0: off
+    shard: str = limited(
+        "optimizer", one_of("optimizer", "parameters")
+    )  # state sharded over layout.dp_shard: docs/ranks.md
+    offload: str = limited(
+        "none", one_of("none", "moments", "masters")
+    )  # optimizer state kept in host memory, with the same bits: AdamW's moments, or the masters too
+    checkpoint_layers: str = (
+        "none"  # layers recomputed in the backward pass to save memory: none, all, or n for every n-th
+    )
     layout: LayoutConfig = field(default_factory=LayoutConfig)
 
     def __post_init__(self) -> None:

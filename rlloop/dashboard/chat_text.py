@@ -49,7 +49,8 @@ def plain(text: str) -> str:
 
 
 def question_of(prompt: str, most: int) -> str:
-    """What a prompt asks, for a list: its last message that the policy did not write. Without markers, its end."""
+    """Short text of a prompt for lists: the last message not written by the policy; without markers, the prompt's
+    end. At most `most` characters."""
     messages = messages_of(prompt)
     asked = [content for role, content in messages if role != "assistant"]
     if not asked:

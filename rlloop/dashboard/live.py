@@ -57,7 +57,7 @@ class Dashboard:
             self._watchers.discard(queue)
 
     async def _look(self) -> None:
-        """Look for changes of the runs' files as long as a client listens."""
+        """Check the runs' files for changes as long as a client listens."""
         seen: dict[str, tuple[Any, str]] = {}  # run -> its files' signature, its status
         known: list[str] = []
         rounds = 0

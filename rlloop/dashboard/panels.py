@@ -85,6 +85,10 @@ SECTIONS: tuple[Section, ...] = (
         "Parity",
         (
             _kl("KL, k3", "parity/k3", "Train-inference KL, mean of r − 1 − d. 0 means equal bits."),
+            _kl("KL of image tokens", "parity/k3_image", "k3 of a prompt's tokens that are predicted from an image."),
+            _kl("KL of the prompt's text", "parity/k3_text", "k3 of the other tokens of a prompt with images."),
+            Panel("Prompt tokens different", ("parity/prompt_tokens_different",), "Fraction of the compared prompt's "
+                  "tokens whose logprobs differ in a bit.", scale=Scale.fraction, guides=(0.0,)),
             _kl("KL, k1", "parity/k1", "The same KL as mean of mu − pi: noisier, and it may be negative.", 1e-4),
             Panel("Tokens different", ("parity/tokens_different", "parity/raw_different", "parity/redrawn_different"),
                   "Fraction of trained tokens whose logprobs, or raw logprobs, differ in a bit between engine and "
@@ -248,8 +252,8 @@ SECTIONS: tuple[Section, ...] = (
             Panel("Sampled and accepted", ("ledger/sampled", "ledger/accepted"), "Counts by step.", scale=Scale.zero),
             Panel("Held-out without a reward", ("eval/rejected",), "Held-out completions whose reward failed.",
                   scale=Scale.zero),
-            Panel("Tokens compared", ("parity/tokens", "parity/redrawn"), "Every trained token of a step; and of "
-                  "these, those drawn again.", scale=Scale.zero),
+            Panel("Tokens compared", ("parity/tokens", "parity/redrawn", "parity/prompt_tokens"), "Every trained token "
+                  "of a step; of these, those drawn again; and those of one prompt with images.", scale=Scale.zero),
             Panel("Tokens certain", ("parity/tokens_certain",), "Fraction sampled with probability 1: their logprobs "
                   "are 0 on both sides, so only raw ones can differ.", scale=Scale.fraction),
         ),

@@ -24,7 +24,7 @@ import zstandard
 from rlloop.cache import cache_root
 from rlloop.dashboard.chat_text import plain, question_of
 from rlloop.dashboard.tokens import surprise
-from rlloop.runs.folder import rollout_files, step_of
+from rlloop.runs.folder import RolloutFile, rollout_file, rollout_files, step_of
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (step INTEGER PRIMARY KEY, size INTEGER, changed INTEGER, rows INTEGER, problem TEXT);
@@ -119,7 +119,7 @@ class RolloutIndex:
 
     # -------------------------------------------------------------------------------------------- updates
 
-    def pending(self) -> tuple[list[Path], list[int]]:
+    def pending(self) -> tuple[list[RolloutFile], list[int]]:
         """(files that are new or changed, newest step first; steps whose file is gone)."""
         with self._open() as database:
             known = {step: stamp for step, *stamp in database.execute("SELECT step, size, changed FROM files")}
@@ -153,7 +153,7 @@ class RolloutIndex:
         if self._worker is not None:
             self._worker.join()
 
-    def _read(self, file: Path) -> None:
+    def _read(self, file: RolloutFile) -> None:
         step = step_of(file)
         with self._writing:
             try:
@@ -223,21 +223,18 @@ class RolloutIndex:
         return {"total": int(total), "order": order, "rows": [dict(zip(COLUMNS, row, strict=True)) for row in rows]}
 
     def _read_if_new(self, step: int) -> None:
-        file = self._file(step)
-        if file.exists():
+        file = rollout_file(self.run, step)
+        if file is not None:
             stat = file.stat()
             with self._open() as database:
                 known = database.execute("SELECT size, changed FROM files WHERE step = ?", (step,)).fetchone()
             if known != (stat.st_size, stat.st_mtime_ns):
                 self._read(file)
 
-    def _file(self, step: int) -> Path:
-        return self.run / "rollouts" / f"step_{step:08d}.jsonl.zst"
-
     def row(self, step: int, line: int) -> dict[str, Any] | None:
         """One completion's whole record, if there is one. Raises `zstd` and decoding errors for damaged files."""
-        file = self._file(step)
-        if not file.exists():
+        file = rollout_file(self.run, step)
+        if file is None:
             return None
         with _lines(file) as lines:
             text = next((each for number, each in enumerate(lines) if number == line), None)
@@ -269,12 +266,12 @@ def _forget(database: sqlite3.Connection, step: int) -> None:
 
 
 @contextmanager
-def _lines(file: Path) -> Iterator[io.BufferedReader]:
+def _lines(file: RolloutFile) -> Iterator[io.BufferedReader]:
     with file.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as stream:
         yield io.BufferedReader(stream)
 
 
-def _index_rows(step: int, file: Path) -> tuple[list[tuple[Any, ...]], list[tuple[int, int, str]]]:
+def _index_rows(step: int, file: RolloutFile) -> tuple[list[tuple[Any, ...]], list[tuple[int, int, str]]]:
     """Rows of the tables `rollouts` and `texts`."""
     with file.open("rb") as packed:
         whole = zstandard.frame_content_size(packed.read(18))

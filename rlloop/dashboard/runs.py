@@ -22,9 +22,11 @@ from rlloop.config.resume import flatten
 from rlloop.dashboard.notes import NOTES, read_notes
 from rlloop.parity.certificate import find_breaks
 from rlloop.runs.folder import is_own_loop
+from rlloop.runs.journal import ROTATED, open_journal
 
 MARKS = ("metrics.jsonl", "parity.jsonl", "run.log", ".lock")  # a folder with config.yaml and any of these is a run
-INSIDE = {"checkpoints", "rollouts", "orphaned", "wandb", "tensorboard", "__pycache__"}  # not searched for runs
+# Not searched for runs.
+INSIDE = {"checkpoints", "rollouts", "orphaned", ROTATED, "wandb", "tensorboard", "__pycache__"}
 DEPTH = 5  # of folders that are searched
 WRITTEN = ("metrics.jsonl", "parity.jsonl", "summary.json", "rollouts", "run.log", NOTES)  # files that change
 STOPPED = re.compile(r"^[-\d]+ [:\d]+ stopped: (.*(?:\n(?!\d{4}-\d\d-\d\d ).*)*)", re.MULTILINE)  # in run.log
@@ -69,7 +71,7 @@ class Tail:
         if self._at == 0:
             return False
         try:
-            with self.file.open("rb") as handle:
+            with open_journal(self.file) as handle:
                 handle.seek(self._at - len(self._last))
                 same = handle.read(len(self._last)) == self._last
         except FileNotFoundError:
@@ -81,9 +83,11 @@ class Tail:
 
     def new(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """(line, byte offset, object) of every complete line since the last call. A torn last line is read later."""
-        if not self.file.exists():
+        try:
+            journal = open_journal(self.file)
+        except FileNotFoundError:
             return
-        with self.file.open("rb") as handle:
+        with journal as handle:
             handle.seek(self._at)
             for line in handle:
                 if not line.endswith(b"\n"):
@@ -158,7 +162,7 @@ class Metrics:
         row = bisect_left(steps, step)
         if row == len(steps) or steps[row] != step:
             return None
-        with self.tail.file.open("rb") as handle:
+        with open_journal(self.tail.file) as handle:
             handle.seek(self._offsets[row])
             return msgspec.json.decode(handle.readline())
 
@@ -286,7 +290,7 @@ class Run:
         }
 
     def reason(self) -> str | None:
-        """Why the run stopped, from its log; None where that does not say."""
+        """The run's last reason for stopping, from its log; None if the log has none."""
         found = re.findall(
             r"^[-\d]+ [:\d]+ stopped: (.*(?:\n(?!\d{4}-\d\d-\d\d ).*)*)", "\n".join(self.log()), re.MULTILINE
         )
@@ -298,11 +302,12 @@ class Run:
 
     def last_record(self, span: int = 1 << 16) -> tuple[dict[str, Any], str | None]:
         """The newest complete record, and a problem near the file's end, if any."""
-        file = self.path / "metrics.jsonl"
-        if not file.exists():
+        try:
+            journal = open_journal(self.path / "metrics.jsonl")
+        except FileNotFoundError:
             return {}, None
         problem = None
-        with file.open("rb") as handle:
+        with journal as handle:
             size = handle.seek(0, os.SEEK_END)
             handle.seek(max(0, size - span))
             end = handle.read()

@@ -29,7 +29,8 @@ from rlloop.dashboard.notes import write_notes
 from rlloop.dashboard.rollouts import KINDS, ORDERS
 from rlloop.dashboard.runs import Run
 from rlloop.dashboard.tokens import explain, find_tokenizer, load_tokenizer
-from rlloop.errors import UNREADABLE, ConfigError
+from rlloop.errors import UNREADABLE, ConfigError, RunError
+from rlloop.runs.images import ImageStore
 from rlloop.study.analysis import repeats
 from rlloop.web.requests import body_of, parsed, whole_number
 
@@ -214,6 +215,17 @@ def make_app(dashboard: Dashboard) -> Starlette:
             file = find_tokenizer(run.path, {})
         return _reply(explain(row, None if file is None else load_tokenizer(file)))
 
+    def image(request: Request) -> Response:
+        """The picture of an image of a prompt, by its digest: a PNG."""
+        run = _run(dashboard, request)
+        try:
+            file = ImageStore(run.path).picture(request.query_params.get("digest", ""))
+        except RunError as error:
+            raise HTTPException(400, str(error)) from error
+        if file is None:
+            raise HTTPException(404, f"{run.id} has kept no picture of this digest")
+        return FileResponse(file, media_type="image/png", headers={"Cache-Control": "max-age=86400, immutable"})
+
     async def notes(request: Request) -> Response:
         """Replace the note and tags of a run."""
         run = await run_in_threadpool(_run, dashboard, request)
@@ -242,6 +254,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
         ("/", page), ("/api/runs", runs), ("/api/panels", layout), ("/api/totals", totals), ("/api/series", series),
         ("/api/series.csv", series_csv), ("/api/record", record), ("/api/certificate", certificate),
         ("/api/config", config), ("/api/rollouts", rollouts), ("/api/rollout", rollout), ("/api/log", log),
+        ("/api/image", image),
         ("/api/events", events), ("/api/training", training_api), ("/metrics", prometheus),
     ]  # fmt: skip
     return Starlette(

@@ -87,7 +87,9 @@ def surprise(logprobs: Sequence[float | None]) -> float | None:
 def _trace(
     row: Mapping[str, Any], texts: Sequence[str | None], spans: Sequence[Sequence[int]], tokenizer: Tokenizer | None
 ) -> list[dict[str, Any]]:
-    prompt = tokenizer.decode(row["prompt_ids"], skip_special_tokens=False) if tokenizer is not None else row["prompt"]
+    prompt = row["prompt"]
+    if tokenizer is not None and not row.get("images"):  # whose placeholders would fill a page
+        prompt = tokenizer.decode(row["prompt_ids"], skip_special_tokens=False)
     found = messages_of(prompt) or messages_of(row["prompt"])  # a tokenizer may lack the prompt's words
     trace: list[dict[str, Any]] = [{"role": role, "text": text} for role, text in found]
     recorded = row.get("conversation") or []

@@ -22,7 +22,7 @@ class TrainingApi:
     """`url`: of the API, such as http://127.0.0.1:8700. `key`: an operator's sees the sessions of all clients."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        """Raises `ConfigError` for what is no http(s) address."""
+        """Raises `ConfigError` unless `url` is an http(s) address."""
         try:
             address = httpx.URL(url)
         except httpx.InvalidURL:
@@ -35,7 +35,7 @@ class TrainingApi:
         self._client = client(most=MOST, timeout=PATIENCE, headers={"x-api-key": key or OPEN_KEY})
 
     def status(self) -> dict[str, Any]:
-        """What /status tells, and `url`; or `problem`, why it tells nothing."""
+        """The server's `/status` with `url` added; or `url` and `problem`, the reason why there is no status."""
         try:
             answer = self._client.get(f"{self.url}/status")
             content = answer.json() if answer.status_code == 200 else None

@@ -1,4 +1,4 @@
-"""A finding of the doctor on several ranks: which of them compute otherwise, or hold other weights."""
+"""Diagnosis over several ranks: those that compute differently or hold different weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlloop.parity.monitor import Finding
 
 
 def different_weights(trainer: Model, engine: Model) -> dict[str, str]:
-    """This rank's parameters that are not what they should be, with the reason. Collective.
+    """This rank's parameters with wrong values, and the reason for each. Collective.
 
     The trainer's must be those of the ranks that hold the same parts; the engine's, on each rank, the trainer's.
     """
@@ -40,7 +40,7 @@ def different_weights(trainer: Model, engine: Model) -> dict[str, str]:
 
 
 def of_weights(weights: Sequence[dict[str, str]]) -> Finding:
-    """The finding of `different_weights` by rank, some of which have some."""
+    """The finding made of `different_weights` of all ranks, of which at least one is not empty."""
     by_rank = {rank: each for rank, each in enumerate(weights) if each}
     rank, first = next(iter(by_rank.items()))
     name, reason = next(iter(first.items()))
@@ -52,7 +52,7 @@ def of_weights(weights: Sequence[dict[str, str]]) -> Finding:
 
 
 def of_ranks(findings: Sequence[Finding]) -> Finding:
-    """One finding of those of all ranks, which names the ranks on which an operation differs."""
+    """Combine the findings of all ranks into one, which names the ranks on which an operation differs."""
     ranks = [rank for rank, each in enumerate(findings) if each.details["op"] is not None]
     if not ranks:
         return findings[0]

@@ -25,10 +25,12 @@ def fault_of(
     """
     if list(completion.prompt_ids) != list(prompt_ids):
         return f"its prompt is {_ids(completion.prompt_ids)}, and was asked for as {_ids(prompt_ids)}"
-    for name, asked in vars(sampling).items():
+    for name, asked in () if completion.sampling is sampling else vars(sampling).items():
         if (used := getattr(completion.sampling, name)) != asked and (name != "seed" or asked is not None):
             return f"it was made with {name}={used!r}, and asked for with {name}={asked!r}"
-    if wrong := [id for id in completion.token_ids if not 0 <= id < vocabulary.size]:
+    ids = completion.token_ids
+    if ids and not (min(ids) >= 0 and max(ids) < vocabulary.size):
+        wrong = [id for id in ids if not 0 <= id < vocabulary.size]
         return f"token id {wrong[0]} is not in the vocabulary, whose ids are 0 to {vocabulary.size - 1}"
     return ending_fault(completion.token_ids, completion.finish_reason, sampling, vocabulary.eos_token_ids)
 

@@ -151,6 +151,8 @@ def pairs(mine: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, Call]]:
 def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifference) -> Finding:
     """The first operation that differs in computing `token` of `sample`, whose sequence is run again alone."""
     completion = sample.completion
+    if completion.model_input is not None:
+        return Finding("the prompt has images or positions of its own, which the doctor does not run again", {})
     ids = torch.tensor((completion.prompt_ids + completion.token_ids)[: token.position], device=trainer.context.device)
     theirs, their_hidden = trace_whole(trainer, ids)
     ours, our_hidden = _trace_decode(engine, ids, len(completion.prompt_ids))

@@ -27,7 +27,7 @@ from rlloop.models.logits_processing import warp_for
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.profile import IMPLEMENTATIONS, SETTINGS, NumericsProfile, allows, choices
 from rlloop.rollout import Engine
-from rlloop.runs.folder import read_config, read_rollouts, rollout_files
+from rlloop.runs.folder import RolloutFile, read_config, read_rollouts, rollout_files
 from rlloop.runs.rollouts import unpack_experts
 from rlloop.types import SamplingParams
 
@@ -217,7 +217,7 @@ def version_of(folder: Path, run: Path) -> int | None:
     return 0 if began is not None and Path(began).resolve() == folder else None
 
 
-def sampled_versions(run: Path) -> dict[int, Path]:
+def sampled_versions(run: Path) -> dict[int, RolloutFile]:
     """Version of the weights -> the last file with completions that it sampled, by the rows' own word."""
     return {row["policy_version"]: file for file in rollout_files(run) for row in read_rollouts(file)[:1]}
 

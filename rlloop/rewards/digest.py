@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from modulefinder import ModuleFinder
 from pathlib import Path
 from types import CodeType
@@ -67,7 +68,8 @@ def note_reward(folder: RunFolder, reward: Any, step: int) -> str | None:
 
 def _collect(name: str, file: Path, root: Path, top: Path, digests: dict[str, str]) -> None:
     """Add digests of `file` and of what it imports from the folder `root`. Module names start at the folder `top`."""
-    unread = [(name, file)]
+    inside = ".".join(root.relative_to(top).parts)
+    unread, seen = [(name, file)], set[str]()
     while unread:
         name, file = unread.pop()
         if name in digests:
@@ -77,25 +79,26 @@ def _collect(name: str, file: Path, root: Path, top: Path, digests: dict[str, st
         if file.suffix != ".py":
             continue
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        for imported in _imports(compile(source, file, "exec", dont_inherit=True), package):
+        found = {each for each in _imports(source, package) if f"{each}.".startswith(f"{inside}." if inside else "")}
+        for imported in found - seen:
             path = top.joinpath(*imported.split("."))
-            for other in (path.with_suffix(".py"), path / "__init__.py"):
-                if other.is_relative_to(root) and other.is_file():
-                    unread.append((imported, other))
+            unread += [(imported, each) for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()]
+        seen |= found
 
 
-def _imports(module: CodeType, package: str) -> Iterator[str]:
+@functools.lru_cache(maxsize=1024)
+def _imports(source: bytes, package: str) -> frozenset[str]:
     """Modules that may be imported: `from a import b` gives `a` and `a.b`, which need not be a module.
 
     Read from bytecode: `ast.parse` fails where another thread calls it as well (Python 3.11, gh-106905).
     """
-    finder, unread = ModuleFinder(), [module]
+    finder, unread, found = ModuleFinder(), [compile(source, package, "exec", dont_inherit=True)], set[str]()
     while unread:
         code = unread.pop()
         for kind, operands in finder.scan_opcodes(code):
             if kind in ("absolute_import", "relative_import"):
                 level, names, base = operands if kind == "relative_import" else (0, *operands)
                 whole = importlib.util.resolve_name("." * level + base, package) if level else base
-                yield whole
-                yield from (f"{whole}.{each}" for each in names or ())
+                found |= {whole, *(f"{whole}.{each}" for each in names or ())}
         unread += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(found)

@@ -99,8 +99,8 @@ class Judge:
         self._answers = None if cache is None else _opened(Path(cache))
 
     async def ask(self, system: str, question: str, read: Callable[[dict[str, Any]], T]) -> Verdict[T]:
-        """What `read` makes of the judge's answer; where that raises `Unreadable`, the judge is asked again. Raises
-        what the last try raises."""
+        """Ask the judge and parse its answer with `read`; if that raises `Unreadable`, ask again. Raises the last
+        attempt's error."""
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
         body = {**self._settings, "messages": messages}
         key = hashlib.sha256(json.dumps([self.url, body], sort_keys=True).encode()).hexdigest()
@@ -226,8 +226,9 @@ class PairwiseJudge:
     """Compares the completions of one prompt in a step with each other: the share of comparisons won, a tie for half.
 
     Each is compared with the next `opponents` of its group in a ring, in both orders: judges favour a position. Equal
-    texts tie without a question. All comparisons of a step run in one call, which `scoring.timeout` bounds. Components:
-    `judge_cost` and `judge_cached`, the share of answers that the cache had.
+    texts tie without a question. A completion without others, as held-out prompts have, is compared with the reference
+    that `reference_key` names, and without one it is a tie. All comparisons of a step run in one call, which
+    `scoring.timeout` bounds. Components: `judge_cost` and `judge_cached`, the share of answers that the cache had.
     """
 
     batched = True
@@ -256,32 +257,44 @@ class PairwiseJudge:
         groups: dict[str, list[int]] = {}
         for index, example in enumerate(examples):
             groups.setdefault(example.id, []).append(index)
-        for name, members in groups.items():
-            if len(members) == 1:
-                raise ConfigError(f"{name} has one completion; a comparison takes rollout.group_size of 2 or more")
-        pairs = [pair for members in groups.values() for pair in _ring(members, self._opponents)]
-        played = await asyncio.gather(*(self._play(prompts, completions, examples, a, b) for a, b in pairs))
+        pairs: list[tuple[int | None, int | None]] = []  # None: the reference
+        for members in groups.values():
+            pairs += [(members[0], None), (None, members[0])] if len(members) == 1 else _ring(members, self._opponents)
+        played = await asyncio.gather(*(self._play(prompts, completions, examples, *pair) for pair in pairs))
         wins, failed = {index: list[tuple[float, Verdict[float] | None]]() for index in range(len(examples))}, {}
         for (a, b), outcome in zip(pairs, played, strict=True):
-            if isinstance(outcome, RewardFailure):
-                failed |= {a: outcome, b: outcome}
-                continue
-            won, verdict = outcome
-            wins[a].append((won, verdict))
-            wins[b].append((1.0 - won, verdict))
+            for index, first in ((a, True), (b, False)):
+                if index is None:
+                    continue
+                if isinstance(outcome, RewardFailure):
+                    failed[index] = outcome
+                else:
+                    won, verdict = outcome
+                    wins[index].append((won if first else 1.0 - won, verdict))
         return [failed.get(index) or _result(wins[index]) for index in range(len(examples))]
 
     async def close(self) -> None:
         await self.judge.close()
 
     async def _play(
-        self, prompts: list[str], completions: list[str], examples: list[Example], a: int, b: int
+        self, prompts: list[str], completions: list[str], examples: list[Example], a: int | None, b: int | None
     ) -> tuple[float, Verdict[float] | None] | RewardFailure:
-        """What `a` won against `b`: 1, 1/2 or 0."""
-        if completions[a] == completions[b]:
-            return 0.5, None
-        question = _question(prompts[a], examples[a], self._reference, answer_a=completions[a], answer_b=completions[b])
+        """Score of `a` against `b`: 1, 1/2 or 0. None is the reference answer, which the judge sees unlabelled."""
+        index = b if a is None else a
+        assert index is not None
+        shown = self._reference
+        if a is None or b is None:
+            if shown is None:
+                return 0.5, None
+            shown = None
         try:
+            first, second = (
+                _reference_of(examples[index], self._reference) if each is None else completions[each]
+                for each in (a, b)
+            )
+            if first == second:
+                return 0.5, None
+            question = _question(prompts[index], examples[index], shown, answer_a=first, answer_b=second)
             async with self._slots.get():
                 verdict = await self.judge.ask(self._system, question, _won)
         except (RlloopError, httpx.HTTPError) as error:
@@ -334,7 +347,7 @@ def _ring(members: Sequence[int], opponents: int) -> list[tuple[int, int]]:
 
 
 def _won(found: dict[str, Any]) -> float:
-    """What answer A won: 1, 1/2 or 0."""
+    """Score of answer A: 1, 1/2 or 0."""
     shares = {"A": 1.0, "B": 0.0, "TIE": 0.5}
     better = str(found.get("better")).strip().upper()
     if better not in shares:
@@ -352,12 +365,16 @@ def _result(won: Sequence[tuple[float, Verdict[float] | None]]) -> RewardResult:
     return RewardResult(reward, reward > 0.5, components)
 
 
+def _reference_of(example: Example, key: str | None) -> str:
+    if key not in example.data:
+        raise ConfigError(f"example {example.id!r} has no field {key!r} (reward.reference_key)")
+    return str(example.data[key])
+
+
 def _question(prompt: str, example: Example, reference_key: str | None, **answers: str) -> str:
     parts = [f"# Task\n{prompt}"]
     if reference_key is not None:
-        if reference_key not in example.data:
-            raise ConfigError(f"example {example.id!r} has no field {reference_key!r} (reward.reference_key)")
-        parts.append(f"# A right answer\n{example.data[reference_key]}")
+        parts.append(f"# A right answer\n{_reference_of(example, reference_key)}")
     parts += [f"# {name.replace('_', ' ').capitalize()}\n{text}" for name, text in answers.items()]
     return "\n\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""The operations of an engine that keeps its activations or logits in a narrower type: an honest drift, and declared.
+"""Operations of an engine that stores activations or logits in a narrower type, as a declared drift.
 
 Each operation runs by its own contract; what differs is what is stored between one and the next. Products in fp8
 (`Drift.products`) are an exception: those are other kernels.
@@ -39,7 +39,7 @@ class DriftedOps(Ops):
 
     @torch.no_grad()
     def narrow(self, weight: Tensor, source: Tensor) -> None:
-        """From now on `weight` is what `source` rounds to in fp8. In place, since CUDA graphs know the address."""
+        """Set `weight` to `source` rounded to fp8, in place, since CUDA graphs hold the address."""
         values, scale = e4m3_rows(source)
         if weight not in self._fp8:
             self._fp8[weight] = fp8.Fp8(values, scale)

@@ -1,8 +1,8 @@
-"""Episodes that another library plays: it asks for turns over HTTP on loopback, this process's engine makes them.
+"""Episodes run by another library, which requests turns over HTTP on loopback from this process's engine.
 
-The library's tasks run in an event loop of their own; each asks `POST /inference/v1/generate` for its turns, under an
-`X-Session-ID` of its own. The thread that drives the engine takes them as they come, so every episode advances by
-itself, and keeps the completions, with the engine's own logprobs, versions and experts.
+The library's tasks run in a separate event loop; each requests its turns from `POST /inference/v1/generate`, under its
+own `X-Session-ID`. The thread that drives the engine serves them on arrival, so episodes advance independently, and
+keeps the completions with the engine's own logprobs, versions and experts.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import asyncio
 import dataclasses
 import secrets
 import threading
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -23,7 +25,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlloop.errors import ConfigError, RlloopError
-from rlloop.loop.turns import turns_of
+from rlloop.loop.joining import Turn
+from rlloop.loop.turns import Turns, turns_of
 from rlloop.protocols import Engine
 from rlloop.rollout.fleet.answering import written
 from rlloop.rollout.fleet.generation import BadField, Served
@@ -39,9 +42,148 @@ POLL = 0.05  # seconds between looks whether all episodes have ended
 @dataclass(eq=False)
 class _Asked:
     session: str
-    prompt_ids: list[int]
-    sampling: SamplingParams
+    turn: Turn
     answer: Future[Completion] = field(default_factory=Future)
+
+
+_Event = _Asked | tuple[_Asked, Future[Completion]] | None  # a turn is asked for, a piece of one is there, an end
+
+
+class Episodes(Generic[T]):
+    """Episodes that advance during `advance`, and may continue under newer weights.
+
+    Between two calls tools continue, time limits are suspended, and requests for turns wait.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, url: str, slice_tokens: int = 0) -> None:
+        """`url`: at which they ask for turns. `slice_tokens`: as of `rlloop.loop.conversations.UnderWay`."""
+        self.url, self._loop, self._slice = url, loop, slice_tokens
+        self._events: SimpleQueue[_Event] = SimpleQueue()
+        self._turns: dict[str, list[Completion]] = {}  # by session
+        self._making: dict[str, _Asked] = {}  # by session
+        self._running: list[Future[T]] = []
+        self._at_engine = 0
+        self._limits: dict[asyncio.Timeout, float] = {}  # seconds that are left, where they stand still
+        self._paused = False
+
+    def begin(self, episode: Coroutine[Any, Any, T]) -> Future[T]:
+        running = asyncio.run_coroutine_threadsafe(episode, self._loop)
+        self._running.append(running)
+        running.add_done_callback(lambda _: self._events.put(None))
+        return running
+
+    def advance(self, engine: Engine, enough: Callable[[], bool] = lambda: False) -> None:
+        """Run the engine in this thread until all episodes have ended, or until there are `enough`: then turns end, or
+        pieces of them, that the engine has. Raises what the engine raises, with nothing left in flight."""
+        turns, hold, later, advanced = turns_of(engine), enough(), list[_Asked](), 0.0
+        self._at_engine = 0
+        self._loop.call_soon_threadsafe(self._resume)
+        try:
+            while self._at_engine or (self._running and not hold):
+                patience = max(0.0, advanced + turns.linger - time.monotonic()) if turns.has_work else POLL
+                try:
+                    event, advanced = self._events.get(timeout=patience), time.monotonic()
+                except Empty:
+                    if turns.has_work:
+                        turns.work()
+                    continue
+                if event is None:
+                    self._running = [each for each in self._running if not each.done()]
+                    hold = hold or enough()
+                    continue
+                asked = self._heard(*event) if isinstance(event, tuple) else event
+                if asked is not None and hold:
+                    later.append(asked)
+                elif asked is not None:
+                    self._submit(turns, asked)
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            turns.close()
+            for asked in later:
+                self._events.put(asked)
+            self._loop.call_soon_threadsafe(self._pause)
+
+    def turns(self, session: str) -> list[Completion]:
+        """Of one session, in the order in which they were asked for."""
+        return self._turns.get(session, [])
+
+    def versions(self, session: str) -> list[int]:
+        """The versions that sampled a session's tokens."""
+        made = [run[2] for turn in self.turns(session) for run in turn.runs]
+        making = self._making.get(session)
+        return made if making is None else [*made, *(piece.policy_version for piece in making.turn.pieces)]
+
+    def forget(self, session: str) -> None:
+        self._turns.pop(session, None)
+
+    def cancel(self) -> None:
+        """End all episodes, without answering pending requests."""
+        for each in self._running:
+            each.cancel()
+        while not self._events.empty():
+            asked = self._events.get()
+            if isinstance(asked, _Asked) and not asked.answer.cancel():
+                asked.answer.set_exception(RlloopError("the run has ended"))
+
+    @asynccontextmanager
+    async def limit(self, seconds: float) -> AsyncIterator[None]:
+        """A time limit that is suspended while nothing advances. For code in the episodes' event loop."""
+        async with asyncio.timeout(None if self._paused else seconds) as limit:
+            self._limits[limit] = seconds
+            try:
+                yield
+            finally:
+                del self._limits[limit]
+
+    def ask(self, session: str, prompt_ids: list[int], sampling: SamplingParams) -> Future[Completion]:
+        """Request a turn of a session."""
+        asked = _Asked(session, Turn(prompt_ids, sampling))
+        self._events.put(asked)
+        return asked.answer
+
+    def _submit(self, turns: Turns, asked: _Asked) -> None:
+        answer = asked.answer
+        if not answer.running() and not answer.set_running_or_notify_cancel():
+            return  # the client has disconnected
+        try:
+            piece = turns.submit(asked.turn.ids, asked.turn.next_piece(self._slice))
+        except RlloopError as error:  # of this request alone
+            answer.set_exception(error)
+            return
+        self._at_engine += 1
+        self._making[asked.session] = asked
+        piece.add_done_callback(lambda piece: self._events.put((asked, piece)))
+
+    def _heard(self, asked: _Asked, piece: Future[Completion]) -> _Asked | None:
+        """Answer a complete turn, or return it to be continued."""
+        self._at_engine -= 1
+        if (error := piece.exception()) is not None:
+            asked.answer.set_exception(error)
+        elif not asked.turn.add(piece.result()):
+            return asked
+        else:
+            kept, completion = self._turns.setdefault(asked.session, []), asked.turn.completion()
+            if kept and kept[-1].prompt_ids == completion.prompt_ids:  # asked again, after a broken connection say
+                kept.pop()
+            kept.append(completion)
+            asked.answer.set_result(completion)
+        self._making.pop(asked.session, None)
+        return None
+
+    def _resume(self) -> None:
+        self._paused = False
+        for limit, left in self._limits.items():
+            if not limit.expired():
+                limit.reschedule(self._loop.time() + left)
+
+    def _pause(self) -> None:
+        self._paused = True
+        for limit in self._limits:
+            if (when := limit.when()) is not None and not limit.expired():
+                self._limits[limit] = when - self._loop.time()
+                limit.reschedule(None)
 
 
 class EpisodeServer:
@@ -53,15 +195,14 @@ class EpisodeServer:
         self._eos = frozenset(eos_token_ids)
         self.key = secrets.token_hex(16)
         self._served, self._dialect = Served(model, None, longest), Tokens()
-        self._asked: SimpleQueue[_Asked] = SimpleQueue()
-        self._turns: dict[str, list[Completion]] = {}  # by session
+        self._players: dict[str, Episodes[Any]] = {}  # by the path at which they ask
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="episodes")
         self._thread.start()
         app = Starlette(
             routes=[
-                Route("/inference/v1/generate", self._generate, methods=["POST"]),
-                Route("/v1/models", self._models),
+                Route("/{player}/inference/v1/generate", self._generate, methods=["POST"]),
+                Route("/{player}/v1/models", self._models),
             ],
             exception_handlers={
                 ConfigError: lambda _, error: refusal(400, "bad_request", str(error)),
@@ -75,65 +216,17 @@ class EpisodeServer:
         """In the episodes' event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def play(self, engine: Engine, episodes: list[Coroutine[Any, Any, T]]) -> list[T | Exception]:
-        """Runs all episodes to their end, and the engine in this thread. An episode that raises gives its exception;
-        an error of the engine's is raised, with nothing left in flight."""
-        self._turns = {}
-        turns, ended = turns_of(engine), Future[Any]()
-        running = [asyncio.run_coroutine_threadsafe(each, self._loop) for each in episodes]
-        left = len(running)
-        lock = threading.Lock()
-
-        def count(_: Future[T]) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                if left == 0:
-                    ended.set_result(None)
-
-        for each in running:
-            each.add_done_callback(count)
-        try:
-            while running and not ended.done():
-                try:
-                    asked = self._asked.get(timeout=turns.linger if turns.has_work else POLL)
-                except Empty:
-                    if turns.has_work:
-                        turns.work()
-                    continue
-                try:
-                    made = turns.submit(asked.prompt_ids, asked.sampling)
-                except RlloopError as error:  # of this request alone
-                    asked.answer.set_exception(error)
-                else:
-                    made.add_done_callback(lambda made, asked=asked: self._keep(asked, made))
-        finally:
-            for each in running:
-                each.cancel()
-            turns.close()
-            while not self._asked.empty():
-                self._asked.get().answer.cancel()
-        return [each.exception() or each.result() for each in running]  # pyright: ignore[reportReturnType]
-
-    def turns(self, session: str) -> list[Completion]:
-        """Of one session of the last `play`, in the order in which they were asked for."""
-        return self._turns.get(session, [])
+    def episodes(self, slice_tokens: int = 0) -> Episodes[Any]:
+        """Episodes with an address of their own."""
+        name = str(len(self._players))
+        self._players[name] = Episodes(self._loop, f"{self._server.url}/{name}", slice_tokens)
+        return self._players[name]
 
     def close(self) -> None:
         self._server.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def _keep(self, asked: _Asked, made: Future[Completion]) -> None:
-        if (error := made.exception()) is not None:
-            asked.answer.set_exception(error)
-            return
-        kept, completion = self._turns.setdefault(asked.session, []), made.result()
-        if kept and kept[-1].prompt_ids == completion.prompt_ids:  # asked again, after a broken connection say
-            kept.pop()
-        kept.append(completion)
-        asked.answer.set_result(completion)
 
     async def _generate(self, request: Request) -> Response:
         session = request.headers.get("x-session-id")
@@ -143,9 +236,10 @@ class EpisodeServer:
         if len(ask.prompts) != 1 or ask.stream or ask.score is not None or (ask.logprobs or 0) > 1:
             raise BadField("sampling_params", "n, stream, prompt_logprobs and logprobs above 1 are not for training")
         stops = tuple(id for id in ask.sampling[0].stop_token_ids if id not in self._eos)
-        asked = _Asked(session, ask.prompts[0], dataclasses.replace(ask.sampling[0], stop_token_ids=stops))
-        self._asked.put(asked)
-        completion = await asyncio.wrap_future(asked.answer)
+        if (player := self._players.get(request.path_params["player"])) is None:
+            raise BadField(None, f"{request.url.path} is the address of no episodes")
+        sampling = dataclasses.replace(ask.sampling[0], stop_token_ids=stops)
+        completion = await asyncio.wrap_future(player.ask(session, ask.prompts[0], sampling))
         return Response(written(self._dialect, ask, [completion], None), media_type="application/json")
 
     async def _models(self, request: Request) -> Response:

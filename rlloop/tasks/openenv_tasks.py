@@ -1,8 +1,8 @@
-"""Environments of OpenEnv, wherever they are served.
+"""Environments served by OpenEnv.
 
     task.environment={_target_: rlloop.tasks.openenv_tasks.openenv_environment, url: http://host:8000, action: code}
 
-Each conversation is a session of its own over a WebSocket, reset with a seed made of the example's id.
+Each conversation is a separate session over a WebSocket, reset with a seed derived from the example's id.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def openenv_environment(
 
     `observation`: the field that is told to the policy; None: the whole observation as JSON, without what every
     observation has (done, reward, metadata). `reset`: fields of the row that the server's reset takes beside the seed.
-    What the first observation says is the prompt's business: a task whose rows hold it, or whose policy can do without.
+    The first observation is not shown to the policy: rows must contain it, or the task must not need it.
     """
     needs("openenv", "openenv_environment")
     if not url.startswith(("http://", "https://", "ws://", "wss://")):

@@ -19,8 +19,8 @@ SYSTEM = "Solve the problem. End with the final answer between <answer> and </an
 
 
 class ReasoningGym:
-    """A data set's problems. Training and evaluation have seeds of their own, so neither sees the other's problems by
-    more than chance."""
+    """A data set's problems. Training and evaluation use different seeds, so they share problems only by
+    chance."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ def reward(prompt: str, completion: str, example: Example) -> RewardResult:
     answer = extract_answer(completion, tag_name="answer")
     problem = dict(example.data["problem"])
     index = problem.pop("index")
-    problems = _problems(**problem)  # made anew, since what a score needs of a problem may be no JSON
+    problems = _problems(**problem)  # generated again, since a score may need data that are not JSON
     score = float(problems.score_answer(answer if answer is not None else completion.strip(), problems[index]))
     return RewardResult(score, score >= example.data["solved_at"], {"answered": float(answer is not None)})
 

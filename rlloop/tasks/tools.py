@@ -1,11 +1,13 @@
-"""Environments of other makers as `rlloop.loop.environments.Environment`, each named in `task.environment`.
+"""Other libraries' environments as `rlloop.loop.environments.Environment`, named in `task.environment`.
 
     task.environment={_target_: rlloop.tasks.tools.class_environment, environment: mine.Game}     TRL's form
     task.environment={_target_: rlloop.tasks.tools.gym_environment, id: mine:Words-v0}            gymnasium, of texts
 
 TRL's form is a class with `reset(**row)` and public methods, which are its tools: the policy calls one by
 `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and reads what it returns as a message of the role `tool`. A
-turn without a call ends the episode. `reward`, an attribute or method, is the episode's; without one, 0.
+turn without a call ends the episode. The attribute or method `reward` gives the episode's reward; without it, 0. The
+result of `reset` is appended to the prompt's last message, and the chat template gets the tools' signatures and
+docstrings. For that a row is also reset once when its prompt is made, so the result must be a function of the row.
 """
 
 from __future__ import annotations
@@ -17,21 +19,55 @@ from typing import Any
 
 from rlloop.config.instantiate import locate, needs
 from rlloop.errors import ConfigError
-from rlloop.loop.environments import Environment, Reply
+from rlloop.loop.environments import Environment, Opening, Reply, opens
 from rlloop.rollout.fleet.chat_parsing import ToolCall, parse
 from rlloop.types import Example
 
 RESERVED = {"reset", "reward", "close"}  # public, and no tools
 
 
+def _class_opening(example: Example, *, environment: str) -> Opening:
+    made, observation = _reset(example, environment)
+    tools = _Tools(made)
+    try:
+        return Opening(observation, [_schema(name, tool) for name, tool in tools.named.items()])
+    finally:
+        tools.close()
+
+
+@opens(_class_opening)
 def class_environment(example: Example, *, environment: str) -> Environment:
     """A new `environment`, a class by its dotted path, reset with the row's fields that its `reset` takes."""
+    return _Tools(_reset(example, environment)[0])
+
+
+def _reset(example: Example, environment: str) -> tuple[Any, str | None]:
+    """A new environment, and what it observes."""
     made = locate(environment, "task.environment.environment")()
     reset = getattr(made, "reset", None)
     if reset is None:
         raise ConfigError(f"task.environment.environment is {environment}, which has no method reset")
-    reset(**_taken(reset, example.data))
-    return _Tools(made)
+    observation = reset(**_taken(reset, example.data))
+    return made, None if observation is None else str(observation)
+
+
+def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a method, as transformers makes it of a docstring in Google's style; without one, its
+    signature's names."""
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    try:
+        return get_json_schema(tool)
+    except (DocstringParsingException, TypeHintParsingException):
+        parameters = inspect.signature(tool).parameters
+        needed = [each for each, how in parameters.items() if how.default is inspect.Parameter.empty]
+        types = {"type": "object", "properties": {each: {} for each in parameters}, "required": needed}
+        description = (inspect.getdoc(tool) or name).partition("\n")[0]
+        return {"type": "function", "function": {"name": name, "description": description, "parameters": types}}
 
 
 class _Tools:
@@ -39,7 +75,7 @@ class _Tools:
 
     def __init__(self, made: Any) -> None:
         self._made = made
-        self._tools: dict[str, Callable[..., Any]] = {
+        self.named: dict[str, Callable[..., Any]] = {
             name: method
             for name, method in inspect.getmembers(made, callable)
             if not name.startswith("_") and name not in RESERVED
@@ -62,25 +98,38 @@ class _Tools:
             close()
 
     def _called(self, call: ToolCall) -> str:
-        """What the tool returns; an error that the policy can learn from is told to it, as TRL does."""
-        if call.name not in self._tools:
-            return f"error: there is no tool {call.name}; there are {', '.join(self._tools)}"
+        """Call the tool and return its result as text; errors become text that the policy reads, as in TRL."""
+        if call.name not in self.named:
+            return f"error: there is no tool {call.name}; there are {', '.join(self.named)}"
         try:
             arguments = json.loads(call.arguments)
-            inspect.signature(self._tools[call.name]).bind(**arguments)
+            inspect.signature(self.named[call.name]).bind(**arguments)
         except (TypeError, ValueError) as error:
             return f"error: {error}"
         try:
-            return str(self._tools[call.name](**arguments))
+            return str(self.named[call.name](**arguments))
         except Exception as error:  # of the tool: the policy's to read
             return f"error: {type(error).__name__}: {error}"
 
 
-def gym_environment(example: Example, *, id: str) -> Environment:
+def _gym_opening(example: Example, *, id: str, opening: bool = True) -> Opening:
+    if not opening:
+        return Opening()
+    made, observation = _gym_reset(example, id)
+    made.close()
+    return Opening(observation)
+
+
+@opens(_gym_opening)
+def gym_environment(example: Example, *, id: str, opening: bool = True) -> Environment:
     """A gymnasium environment whose observations and actions are texts, reset with a seed made of the example's id.
 
-    What `reset` observes is the prompt's business: a task whose rows hold it, or whose policy can do without.
+    `opening`: what `reset` observes is appended to the prompt's last message; False for rows that hold it already.
     """
+    return _Gym(_gym_reset(example, id)[0])
+
+
+def _gym_reset(example: Example, id: str) -> tuple[Any, str]:
     needs("gymnasium", "gym_environment")
     import gymnasium
     from gymnasium.spaces import Text
@@ -89,8 +138,8 @@ def gym_environment(example: Example, *, id: str) -> Environment:
     for name in ("observation_space", "action_space"):
         if not isinstance(space := getattr(made, name), Text):
             raise ConfigError(f"{id} has {name} {space}; a conversation takes spaces of texts (gymnasium.spaces.Text)")
-    made.reset(seed=int.from_bytes(example.id.encode()[-4:], "little"))
-    return _Gym(made)
+    observation, _ = made.reset(seed=int.from_bytes(example.id.encode()[-4:], "little"))
+    return made, str(observation)
 
 
 class _Gym:

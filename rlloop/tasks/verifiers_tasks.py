@@ -1,15 +1,18 @@
 """Environments of the library `verifiers` (v1), unchanged: `task=verifiers task.name=TASKSET`.
 
-Its own loop runs: a taskset's tasks, a harness's program, tools, rewards. Its training client renders the first prompt
-and what stands between two turns; the policy's tokens stay the ids that the engine sampled. A trace becomes one sample:
-the policy's tokens are compared and trained, all others only read. It must be a chain: each turn's prompt begins with
-all tokens of the turn before. A trace that is none (a harness that rewrites its history) is rejected, saying where.
+The library runs its own loop: a taskset's tasks, a harness's program, tools, rewards. Its training client renders the
+first prompt and the text between turns; the policy's tokens keep the ids that the engine sampled. A trace becomes one
+sample: the policy's tokens are compared and trained, all others are masked. It must be a chain: each turn's prompt
+begins with all tokens of the turn before. Other traces (of a harness that rewrites its history) are rejected, with the
+position.
 """
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -19,19 +22,23 @@ import numpy as np
 from rlloop.chat import ChatTokenizer
 from rlloop.config.instantiate import needs
 from rlloop.errors import ConfigError
-from rlloop.loop.conversations import Played, fault, joined, recorded
+from rlloop.loop.conversations import Played, fault
+from rlloop.loop.joining import joined, recorded
 from rlloop.parity.asked import Vocabulary
 from rlloop.protocols import Engine
-from rlloop.tasks.episodes import EpisodeServer
+from rlloop.tasks.episodes import Episodes, EpisodeServer
 from rlloop.types import Completion, Example, SamplingParams
 
 KEY = "RLLOOP_EPISODES_KEY"  # the environment variable from which verifiers' client reads the address's key
 MODEL = "rlloop"
+TurnsOf = Callable[[str], Sequence[Completion]]
 INFINITE = 1 << 16  # tasks of an endless taskset that make an epoch
 
 
 class Verifiers:
     """A taskset's tasks as examples; the first `held_out` are for evaluation, the others in an order of the seed."""
+
+    carries = True  # its episodes may continue in later steps
 
     def __init__(
         self,
@@ -53,7 +60,7 @@ class Verifiers:
         subprocess runtime where these do not say otherwise. `renderer`: verifiers' renderer settings, such as
         {name: qwen3}; by default what fits the model's chat template. `solved_at`: the reward that counts as solved.
 
-        Raises `ConfigError` for what is not there, or needs a container.
+        Raises `ConfigError` for a missing taskset, and for one that needs a container.
         """
         needs("verifiers", "task=verifiers")
         from pydantic import ValidationError
@@ -105,11 +112,11 @@ class Verifiers:
     def task(self, example: Example) -> Any:
         return self._tasks[example.data["task"]]
 
-    def client(self, server: EpisodeServer) -> Any:
-        """verifiers' training client, for this run's engine."""
+    def client(self, url: str) -> Any:
+        """verifiers' training client, for this run's engine at `url`."""
         from verifiers.v1 import TrainClientConfig
 
-        settings = {"base_url": f"{server.url}/v1", "api_key_var": KEY, "renderer_model_name": str(self.path)}
+        settings = {"base_url": f"{url}/v1", "api_key_var": KEY, "renderer_model_name": str(self.path)}
         return TrainClientConfig.model_validate(
             {**settings, **({"renderer": self._renderer} if self._renderer else {})}
         )
@@ -121,40 +128,31 @@ class Verifiers:
 
 
 class VerifiersPlayer:
-    """Plays verifiers' episodes, and makes samples of their traces."""
+    """Runs verifiers' episodes, and makes samples of their traces."""
 
     def __init__(self, task: Verifiers, vocabulary: Vocabulary, *, timeout: float, concurrency: int) -> None:
         """`timeout`: seconds of an episode. `concurrency`: episodes at a time."""
         self.task, self.vocabulary, self.timeout, self.concurrency = task, vocabulary, timeout, concurrency
         self._server: EpisodeServer | None = None
         self._serving: Any = None
+        self._batch: Episodes[Any] | None = None  # those of `play`
 
     def play(self, engine: Engine, examples: Sequence[Example], sampling: Sequence[SamplingParams]) -> list[Played]:
-        import asyncio
-
-        from verifiers.v1 import ModelContext, Sampling
-        from verifiers.v1.env import RunSlot
-
         server = self._started()
-        room, client, env = asyncio.Semaphore(self.concurrency), self.task.client(server), self.task.env
+        self._batch = self._batch or server.episodes()
+        under_way = VerifiersUnderWay(self, self._batch)
+        played = [under_way.begin(*each) for each in zip(examples, sampling, strict=True)]
+        under_way.advance(engine)
+        return [each.played(self.task.decode) for each in played]
 
-        async def episode(example: Example, params: SamplingParams) -> Any:
-            context = ModelContext(client=client, model=MODEL, sampling=Sampling.model_validate(_asked(params)))
-            async with room:
-                async with asyncio.timeout(self.timeout):
-                    return await env.run_slot(RunSlot(self.task.task(example)), context)
-
-        played = server.play(engine, [episode(*each) for each in zip(examples, sampling, strict=True)])
-        return [
-            self._sample(example, params, each, server)
-            for example, params, each in zip(examples, sampling, played, strict=True)
-        ]
+    def under_way(self, slice_tokens: int) -> VerifiersUnderWay:
+        return VerifiersUnderWay(self, self._started().episodes(slice_tokens))
 
     def close(self) -> None:
         if self._server is not None:
             self._server.run(self._serving.__aexit__(None, None, None))
             self._server.close()
-            self._server = None
+            self._server = self._batch = None
 
     def _started(self) -> EpisodeServer:
         if self._server is None:
@@ -164,25 +162,26 @@ class VerifiersPlayer:
             self._server.run(self._serving.__aenter__())
         return self._server
 
-    def _sample(self, example: Example, params: SamplingParams, played: Any, server: EpisodeServer) -> Played:
+    def sample(self, example: Example, params: SamplingParams, played: Any, turns_of: TurnsOf) -> Played:
+        """`turns_of`: the engine's turns of a trace."""
         if isinstance(played, BaseException):
             why = "timeout" if isinstance(played, TimeoutError) else type(played).__name__
-            return self._broken(example, params, f"verifiers: its episode failed: {why} {played}"[:400])
+            return self.broken(example, params, f"verifiers: its episode failed: {why} {played}"[:400])
         traces = [trace for trace in played.traces if trace.agent.trainable]
         if len(traces) != 1:
             why = f"verifiers: its episode has {len(traces)} trainable traces, and a sample is one"
             why += f" ({_failure(played, *traces)})" if not played.ok else ""
-            return self._broken(example, params, why[:400])
+            return self.broken(example, params, why[:400])
         [trace] = traces
-        turns = server.turns(trace.id)
+        turns = turns_of(trace.id)
         if not turns:
             errors = [*trace.errors, *played.errors]
             why = f"{errors[0].type}: {errors[0].message}" if errors else "the harness asked for no turn"
-            return self._broken(example, params, f"verifiers: {why}"[:400])
+            return self.broken(example, params, f"verifiers: {why}"[:400])
         broken = None if played.ok else _failure(played, trace)
         broken = broken or not_a_chain(turns) or _other_tokens(trace, turns)
         if broken is not None:
-            return self._broken(example, params, f"verifiers: trace {trace.id}: {broken}", turns[0])
+            return self.broken(example, params, f"verifiers: trace {trace.id}: {broken}", turns[0])
         first = turns[0]
         wrong = next((found for turn in turns if (found := self._fault(turn, params))), None)
         completion = joined(turns, turns[-1].finish_reason)
@@ -202,15 +201,87 @@ class VerifiersPlayer:
                 return f"its environment asked for {name}={used!r}, and the run has {name}={getattr(params, name)!r}"
         return fault(turn, turn.prompt_ids, turn.sampling, self.vocabulary)
 
-    def _broken(self, example: Example, params: SamplingParams, why: str, turn: Completion | None = None) -> Played:
+    def broken(self, example: Example, params: SamplingParams, why: str, turn: Completion | None = None) -> Played:
         """A sample that is rejected; its row shows the first turn, where there is one."""
         nothing = np.zeros(0, np.float32)
         completion = turn or Completion([], [], nothing, nothing, 0, "abort", params)
         return Played(example, completion, self.task.decode(completion.token_ids), broken=why)
 
 
+class VerifiersUnderWay:
+    """Episodes under way: a `rlloop.loop.conversations.Carriage`."""
+
+    version: int | None = None
+
+    def __init__(self, player: VerifiersPlayer, episodes: Episodes[Any]) -> None:
+        self.player, self.episodes = player, episodes
+        self._room, self._client = asyncio.Semaphore(player.concurrency), player.task.client(episodes.url)
+
+    def begin(self, example: Example, sampling: SamplingParams) -> VerifiersEpisode:
+        return VerifiersEpisode(self, example, sampling)
+
+    def advance(self, engine: Engine, enough: Callable[[], bool] = lambda: False) -> None:
+        self.episodes.advance(engine, enough)
+
+    def close(self) -> None:
+        self.episodes.cancel()
+
+    async def play(self, slot: Any, params: SamplingParams) -> Any:
+        from verifiers.v1 import ModelContext, Sampling
+
+        context = ModelContext(client=self._client, model=MODEL, sampling=Sampling.model_validate(_asked(params)))
+        async with self._room, self.episodes.limit(self.player.timeout):
+            return await self.player.task.env.run_slot(slot, context)
+
+
+class VerifiersEpisode:
+    """One episode: a `rlloop.loop.conversations.Carried`."""
+
+    def __init__(self, under_way: VerifiersUnderWay, example: Example, sampling: SamplingParams) -> None:
+        from verifiers.v1.env import RunSlot
+
+        self.example, self.sampling, self.version = example, sampling, under_way.version
+        self.broken: str | None = None
+        self._under_way, self._player, self._episodes = under_way, under_way.player, under_way.episodes
+        self._slot = RunSlot(self._player.task.task(example))
+        self._running = self._episodes.begin(under_way.play(self._slot, sampling))
+
+    @property
+    def ended(self) -> bool:
+        return self._running.done()
+
+    @property
+    def made(self) -> list[int]:
+        return [version for trace in [*self._slot.traces] for version in self._episodes.versions(trace.id)]
+
+    def drop(self, why: str) -> None:
+        self.broken = self.broken or why
+        self._running.cancel()
+
+    def played(self, decode: Callable[[list[int]], str]) -> Played:
+        if self.broken is not None:
+            made = self._player.broken(self.example, self.sampling, self.broken)
+        else:
+            outcome = self._running.exception() or self._running.result()
+            made = self._player.sample(self.example, self.sampling, outcome, self._episodes.turns)
+        for trace in self._slot.traces:
+            self._episodes.forget(trace.id)
+        if self.version is None:
+            return made
+        if not made.completion.token_ids:  # of no weights
+            return dataclasses.replace(
+                made, completion=dataclasses.replace(made.completion, policy_version=self.version)
+            )
+        first, last = self.version, self._under_way.version or 0
+        wrong = [
+            each for each in made.completion.versions or [made.completion.policy_version] if not first <= each <= last
+        ]
+        why = f"its weights are of versions {wrong}, and it was asked for of versions {first} to {last}"
+        return dataclasses.replace(made, fault=made.fault or why) if wrong else made
+
+
 def not_a_chain(turns: Sequence[Completion]) -> str | None:
-    """Where a turn's prompt does not begin with all tokens of the turn before; None: nowhere."""
+    """The first turn whose prompt does not begin with all tokens of the turn before, described; None: no such turn."""
     for number, (before, turn) in enumerate(pairwise(turns), 2):
         ids = [*before.prompt_ids, *before.token_ids]
         if turn.prompt_ids[: len(ids)] == ids and len(turn.prompt_ids) > len(ids):

@@ -143,7 +143,7 @@ class Guard:
             self._listener.hold(scope)
         try:
             await answer(scope, exchange.receive, exchange.send)
-        except ClientDisconnect:  # in the middle of its request: there is nobody to answer
+        except ClientDisconnect:  # in the middle of its request, so there is no one to answer
             pass
         finally:
             if self._listener is not None:

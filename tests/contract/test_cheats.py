@@ -51,7 +51,7 @@ WARPS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Asked:
-    """What a cheating engine has to work with."""
+    """Inputs available to a cheating engine."""
 
     prompts: list[list[int]]
     sampling: list[SamplingParams]

@@ -18,6 +18,7 @@ from rlloop.rollout.engine.graphs import packed
 from rlloop.rollout.engine.service import EngineService
 from rlloop.types import Completion, Part, PromptScores, SamplingParams
 from tests.support.checkpoints import make_checkpoint
+from tests.support.image_models import image, make_image_checkpoint, prompt_with
 from tests.support.tiny_models import tiny_qwen3
 from tests.support.traffic import VOCABULARY, bits, traffic
 
@@ -34,8 +35,10 @@ class AtOnce:
         positions: np.ndarray,
         slots: np.ndarray,
         pages: np.ndarray,
+        rows: np.ndarray,
     ) -> Tensor:
         assert adapters is None
+        assert positions.shape == slots.shape  # graphs have room for one position a token
         engine, self.steps = self.engine, self.steps + 1
         at, engine._cache.slots = torch.from_numpy(positions), torch.from_numpy(slots)
         layout = AttentionLayout(
@@ -56,9 +59,10 @@ class AtOnce:
         positions: np.ndarray,
         slots: np.ndarray,
         pages: np.ndarray,
+        rows: np.ndarray,
         seeds: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
-        logits, after = self.logits(tokens, adapters, index, positions, slots, pages), torch.from_numpy(index) + 1
+        logits, after = self.logits(tokens, adapters, index, positions, slots, pages, rows), torch.from_numpy(index) + 1
         made = self.engine.model.ops.sample(logits, LogitsProcessing(), torch.from_numpy(seeds), after)
         return made[0], packed(*made)
 
@@ -142,6 +146,23 @@ def test_choices_of_experts_come_with_a_request_that_ended_meanwhile(tmp_path):
         assert a.routed_experts is not None
         assert b.routed_experts is not None
         assert a.routed_experts.tobytes() == b.routed_experts.tobytes()
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 7}, {"max_running": 2, "page_size": 4}], ids=str)
+def test_prompts_with_images_are_decoded_by_graphs_beside_texts(tmp_path, settings):
+    make_image_checkpoint(tmp_path, "qwen3_vl_moe")
+    model, sampling = load_model(tmp_path), SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+    text = list(range(5, 12))
+    prompts = [
+        prompt_with(text, image(4, 8, 0), text),
+        text,
+        prompt_with(image(12, 10, 1)),
+        prompt_with(text[:2], image(2, 2, 2)),
+    ]
+    engine = overlapping(model, **settings)
+    for made in (engine.generate(prompts, sampling), engine.generate(prompts, sampling)):
+        assert [bits(c) for c in made] == [bits(c) for c in Engine(model).generate(prompts, sampling)]
+    assert engine._graphs.steps >= 20  # of some 24 or more
 
 
 @pytest.mark.parametrize("top", [0, 4])

@@ -32,7 +32,7 @@ def rows_of(seed: int) -> list[ScoreRow]:
 
 
 def compared(folders: list[Path]) -> list[str]:
-    """What differs from one rank, over four ranks: more than there are key-value heads."""
+    """Differences between one rank and four context-parallel ranks, which are more than the key-value heads."""
     different, context, rows = [], join(CPU, Layout(cp=4)), rows_of(0)
     count = sum(LENGTHS)
     for folder in folders:

@@ -25,9 +25,9 @@ SHARED = "model.layers.0.mlp.gate_proj.weight"
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6], list(range(3, 40)), [9]]
 SAMPLING = [
-    SamplingParams(max_tokens=10, seed=1),
+    SamplingParams(max_tokens=6, seed=1),
     SamplingParams(max_tokens=6, temperature=0.0),
-    SamplingParams(max_tokens=12),
+    SamplingParams(max_tokens=8),
 ]
 
 
@@ -45,9 +45,7 @@ LOADS = {"idle": (6, 0), "full": (5, 5), "ragged": (1, 9), "nothing": (0, 0)}  #
 
 def traffic(rank: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     prompts = [[(7 * i + 3 * rank + at) % 290 + 3 for at in range(1 + 5 * i)] for i in range(count)]
-    return prompts, [
-        SamplingParams(max_tokens=3 + 4 * i, seed=i, temperature=1.0 - 0.1 * (i % 3)) for i in range(count)
-    ]
+    return prompts, [SamplingParams(max_tokens=3 + i, seed=i, temperature=1.0 - 0.1 * (i % 3)) for i in range(count)]
 
 
 def attended_apart() -> list[dict[str, Any]]:
@@ -103,7 +101,7 @@ def one_rank() -> list[Any]:
 
 
 def layouts(folder: Path) -> dict[str, Any]:
-    """What engines of each layout sample with the weights of trainers of each, before and after an update."""
+    """Samples of engines in each layout with weights of trainers in each layout, before and after an update."""
     found: dict[str, Any] = {}
     contexts = {tp: join(CPU, Layout(tp=tp)) for tp in (1, 2, 4)}
     for trainer_tp, engine_tp in ((1, 4), (1, 2), (2, 1), (2, 4), (4, 2), (2, 2)):

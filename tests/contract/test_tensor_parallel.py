@@ -36,7 +36,8 @@ def alone(folders: Folders) -> dict[str, bytes]:
 def test_every_family_has_one_ranks_bits(
     folders: Folders, alone: dict[str, bytes], processes: int, sizes: tuple[int, ...]
 ) -> None:
-    for of_rank in run_ranks(processes, over_ranks, folders, *sizes):
-        for found in of_rank:
-            assert found.keys() == alone.keys()
+    for by_rank in zip(*run_ranks(processes, over_ranks, folders, *sizes), strict=True):
+        assert {name for found in by_rank for name in found} == alone.keys()
+        for found in by_rank:
+            assert found
             assert [name for name, value in found.items() if value != alone[name]] == []

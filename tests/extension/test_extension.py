@@ -27,7 +27,7 @@ KERNEL = "model.profile.activation=rlloop_plugin.kernels"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """Where the package is installed."""
+    """Folder that the package is installed in."""
     source, target = tmp_path_factory.mktemp("source") / "package", tmp_path_factory.mktemp("installed")
     shutil.copytree(HERE / "package", source)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]

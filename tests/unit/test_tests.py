@@ -7,7 +7,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def test_no_test_imports_from_another_test():
-    """What tests share lies in tests/support."""
+    """Shared test code belongs in tests/support."""
     files = list(TESTS.rglob("*.py"))
     assert len(files) > 100
     imports = re.compile(r"^\s*(?:from|import) tests\.(?!support\b)\S*", re.MULTILINE)

@@ -7,7 +7,7 @@ import pytest
 
 import rlloop
 from rlloop.errors import ConfigError
-from rlloop.types import ContentSpan, ModelInput, as_model_input
+from rlloop.types import ContentSpan, ModelInput, SamplingParams, as_model_input, changed
 
 
 def test_a_list_is_a_text_at_the_usual_positions() -> None:
@@ -17,6 +17,12 @@ def test_a_list_is_a_text_at_the_usual_positions() -> None:
     assert (text.token_ids, len(text), text.positions, text.contents) == ([4, 6, 8], 3, None, ())
     assert text.positions_at(1, 5).tolist() == [1, 2, 3, 4]
     assert text.content_key(0, 9) == b""
+
+
+def test_a_changed_record_is_a_copy_as_replace_makes_it() -> None:
+    settings = SamplingParams(max_tokens=4, temperature=0.5)
+    assert changed(settings, seed=3) == SamplingParams(max_tokens=4, temperature=0.5, seed=3)
+    assert settings.seed is None
 
 
 def test_tokens_that_follow_go_on_from_the_largest_position() -> None:

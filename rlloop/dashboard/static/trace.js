@@ -1,5 +1,6 @@
 // One completion: its conversation as bubbles by role, the policy's tokens coloured by what they say, its reward by turn.
 
+import { link } from "./api.js";
 import { h, number } from "./dom.js";
 import { address } from "./state.js";
 
@@ -39,6 +40,11 @@ function colourOf(full) {
   return full.compared && full.tokens.some((token) => token.same === false) ? "difference" : "logprob";
 }
 
+// The prompt's images, as the model's vision tower read them.
+const pictures = (run, images) => h("div", { class: "pictures" }, images.map(({ digest, start, end }, index) => h("figure", {},
+  h("img", { src: link("image", { run, digest }), alt: `Image ${index + 1} of the prompt`, onerror: (event) => event.target.replaceWith(h("span", { class: "muted" }, "no picture was kept")) }),
+  h("figcaption", { title: digest }, `tokens ${start} to ${end - 1}, ${digest.slice(0, 8)}`))));
+
 // Elements that show a completion. `linked`: its step is a link.
 export function completion(run, row, full, linked) {
   const inspector = h("div", { class: "inspector", role: "status" });
@@ -57,6 +63,7 @@ export function completion(run, row, full, linked) {
   return [
     h("header", {}, h("h3", {}, `Completion ${full.uid}`), linked ? h("a", { href: address("step", { of: run, step: row.step }) }, `step ${row.step}`) : null, h("span", { class: "grow" }),
       h("a", { href: address("step", { of: run, step: row.step, group: row.grp, order: "order" }) }, "its group")),
+    full.images ? pictures(run, full.images) : null,
     view,
     full.has_text ? null : h("p", { class: "muted" }, "The run's folder holds no tokenizer, so tokens are shown by their ids. The text: ", h("span", { class: "mono" }, full.text)),
     inspector,

@@ -1,4 +1,4 @@
-"""What must not change a loss: how a step is cut and packed, and whatever stands at masked tokens.
+"""Invariance of losses to the division of a step into micro-batches, to packing, and to values at masked tokens.
 
 Each defect that other frameworks were found to have has its test here.
 """

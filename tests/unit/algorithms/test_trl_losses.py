@@ -66,7 +66,7 @@ class Batch:
         )  # fmt: skip
 
     def model(self, which: str) -> Any:
-        """What TRL calls as the model: the answer of its fused head, for these logits."""
+        """Stand-in for the model that TRL calls: its fused head's output for these logits."""
 
         class Model(torch.nn.Module):  # accelerate looks into its modules
             is_gradient_checkpointing = False

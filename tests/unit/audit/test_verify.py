@@ -1,4 +1,4 @@
-"""What `rlloop verify` finds in a history that is not as it should be."""
+"""Findings of `rlloop verify` in damaged or forged histories."""
 
 from __future__ import annotations
 
@@ -141,6 +141,13 @@ def test_what_a_crash_undid_must_come_again(run):
     assert check(run, "orphaned") == []
     change(run, 2, folder="orphaned/1/rollouts", token_ids=[5])
     assert check(run, "orphaned") == ["4/2/0, sampled again after a crash, is another completion"]
+    report = run / "orphaned/1/parity_report.json"
+    for step, problems in ((3, 1), (4, 0)):  # of another step, and of this one: what was wrong is why it was set aside
+        report.write_text(json.dumps({"step": step}))
+        assert len(check(run, "orphaned")) == problems
+    assert "1 of steps that broke parity" in look(run, "orphaned").summary
+    report.write_text("{")
+    assert len(check(run, "orphaned")) == 1
     (run / "config.yaml").write_text(json.dumps({**CONFIG, "parity": {**CONFIG["parity"], "mode": "observe"}}))
     assert check(run, "orphaned") == []
     assert look(run, "re-scored", rescored=5).summary.startswith("not done: parity.mode=observe")

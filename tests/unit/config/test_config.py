@@ -330,6 +330,7 @@ def test_the_resolved_configuration_is_plain_and_whole():
     assert set(plain) == {field.name for field in dataclasses.fields(RunConfig)}
 
 
+@pytest.mark.slow
 def test_every_preset_composes_and_is_found():
     from rlloop.algorithms import advantages_for, loss_for
     from rlloop.algorithms.presets import PRESETS

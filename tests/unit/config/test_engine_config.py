@@ -1,4 +1,4 @@
-"""Which engines can be combined with what, and what is said where vLLM cannot be used. Needs no vLLM."""
+"""Allowed combinations of engines and settings, and errors where vLLM cannot be used. Needs no vLLM."""
 
 from __future__ import annotations
 

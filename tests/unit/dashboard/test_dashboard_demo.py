@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 from rlloop.audit import verify
 from rlloop.dashboard.demo import BEGIN, LIVE, Replay, recorded_runs, unpack
 from rlloop.dashboard.runs import Run, find_runs
@@ -12,6 +14,7 @@ def problems(run) -> list[str]:
     return [problem for check in verify(run) for problem in check.problems]
 
 
+@pytest.mark.slow
 def test_the_demo_lays_out_runs_and_replays_one():
     with recorded_runs(pace=0.01) as (root, note):
         assert LIVE in find_runs(root)
@@ -28,6 +31,7 @@ def test_the_demo_lays_out_runs_and_replays_one():
     assert not root.exists()
 
 
+@pytest.mark.slow
 def test_a_replay_ends_as_the_run_did(tmp_path):
     files = {path: content for path, content in unpack().items() if path.parts[0] == LIVE}
     replay = Replay(tmp_path, files)

@@ -1,4 +1,4 @@
-"""What is made of failures of ranks, and of their progress."""
+"""Errors made from failures of ranks, and reports of their progress."""
 
 import json
 

@@ -14,13 +14,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from rlloop.loop.conversations import Conversations
+from rlloop.loop.conversations import Conversations, SingleTurn
 from rlloop.loop.environments import Reply
 from rlloop.loop.turns import CALLS, LINGER, GeneratedTurns, OverlappedTurns, SteppedTurns, turns_of
 from rlloop.parity.asked import Vocabulary
 from rlloop.rollout import Engine
 from rlloop.rollout.engine.service import EngineService
-from rlloop.testing import FakeEngine, FakePolicy
+from rlloop.testing import FakeEngine, FakePolicy, FakeTask
 from rlloop.types import Completion, Example, SamplingParams
 from tests.support.talks import KNOWN, Countdown, TalkTask
 from tests.support.tiny_models import tiny_qwen3
@@ -92,6 +92,51 @@ def in_lock_step(engine: Engine, asked: list[Example]) -> list[list[Completion]]
                 stop = turn.token_ids[-1] if turn.finish_reason == "stop" else None
                 ids[number] = [*turn.prompt_ids, *turn.token_ids, *task.between(reply.messages, stop)]
     return list(turns.values())
+
+
+@pytest.mark.parametrize("slice_tokens", [1, 4])
+def test_turns_in_pieces_are_the_turns_that_they_would_have_been(engine, slice_tokens):
+    asked = examples(3, 1, 2)
+    params = [SamplingParams(6, min_tokens=3, temperature=0.8, top_p=0.9, seed=each.data["number"]) for each in asked]
+    known, task = Vocabulary(40, (2,)), TalkTask(40)
+    conversations, single = Conversations(task, known), SingleTurn(FakeTask(40), known)
+    under_way, ahead = conversations.under_way(slice_tokens), single.under_way(slice_tokens)
+    talks, alone = ([each.begin(*pair) for pair in zip(asked, params, strict=True)] for each in (under_way, ahead))
+    under_way.advance(engine)
+    ahead.advance(engine)
+    whole = [*conversations.play(engine, asked, params), *single.play(engine, asked, params)]
+    under_way.close()
+    conversations.close()
+    for talk, expected in zip([*talks, *alone], whole, strict=True):
+        played = talk.played(task.decode)
+        assert (played.broken, played.fault) == (None, None)
+        assert played.text == expected.text
+        made, other = played.completion, expected.completion
+        for name in ("prompt_ids", "token_ids", "turns", "versions", "version_spans", "sampling", "finish_reason"):
+            assert getattr(made, name) == getattr(other, name), name
+        assert np.array_equal(made.logprobs.view("i4"), other.logprobs.view("i4"))
+        assert played.example.data == expected.example.data
+
+
+def test_a_turn_that_is_cut_goes_on_with_other_weights_after_its_last_token(engine):
+    """Single turns: the first ends within a piece, and the second, which is longer, is cut there."""
+    under_way = SingleTurn(FakeTask(40), Vocabulary(40, ())).under_way(2)
+    under_way.version = 0
+    short, long = (under_way.begin(examples(1)[0], SamplingParams(n, seed=4, ignore_eos=True)) for n in (2, 5))
+    under_way.advance(engine, lambda: short.ended)
+    assert (short.ended, long.ended, long.made) == (True, False, [0])
+    if isinstance(engine, Engine):
+        engine.set_version(3)
+        under_way.version = 3
+    under_way.advance(engine)
+    made = long.played(str).completion
+    if isinstance(engine, Engine):
+        assert made.versions == (0, 3)
+        assert made.version_spans == ((0, 2), (2, 5))
+        assert made.token_versions.tolist() == [0, 0, 3, 3, 3]
+        assert made.policy_version == 0
+    assert made.sampling == SamplingParams(5, seed=4, ignore_eos=True)
+    assert (len(made.token_ids), made.finish_reason, made.turns) == (5, "length", None)
 
 
 class Backwards(Countdown):
@@ -212,7 +257,7 @@ def test_a_turn_joins_the_batch_while_others_are_being_sampled():
     assert slow.broken is quick.broken is None
 
 
-@pytest.mark.parametrize(("seconds", "linger"), [(0.004, 0.0002), (1.0, LINGER)])
+@pytest.mark.parametrize(("seconds", "linger"), [(0.004, 0.00008), (1.0, LINGER)])
 def test_the_wait_before_a_step_is_a_small_share_of_the_last_one(seconds, linger, monkeypatch):
     clock = SimpleNamespace(monotonic=iter([10.0, 10.0 + seconds]).__next__)
     monkeypatch.setattr("rlloop.loop.turns.time", clock)

@@ -7,18 +7,20 @@ import asyncio
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlloop.audit import verify
 from rlloop.config.fleet import FleetConfig, FleetKind
+from rlloop.config.layout import LayoutConfig
 from rlloop.config.rollout import PartialConfig
 from rlloop.config.run import AlgorithmConfig, Anchor, CheckpointConfig, EvalConfig, Launch, RolloutConfig, RunConfig
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError, ParityError
 from rlloop.loop.environments import Reply
-from rlloop.loop.partial import Partial
+from rlloop.loop.partial import Partial, _Group
 from rlloop.parity.certificate import find_breaks
 from rlloop.rewards.episode import episode_reward
 from rlloop.runs.folder import RunFolder, read_records
@@ -237,12 +239,25 @@ def test_a_stopped_run_loses_no_prompt(tmp_path):
     assert not problems(tmp_path)
 
 
+def test_a_conversation_that_ended_after_the_cut_is_not_lost_by_a_stop(tmp_path):
+    """An episode of another library may end while the trainer learns; it has no sample before the next step."""
+    partial = Partial(config(), History(FakePolicy()))
+    partial._groups = [_Group(1, 2, [SimpleNamespace(ended=True)])]  # pyright: ignore[reportArgumentType]
+    partial.save(tmp_path)
+    again = Partial(config(), History(FakePolicy()))
+    again.restore(tmp_path)
+    assert (again._groups, again._again) == ([], [(1, 2)])
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"algorithm": AlgorithmConfig(loss="grpo", advantage="group_norm")}, "anchor=rollout, or a correction"),
-        ({"launch": Launch.ray}, "needs engine and trainer in one process"),
-        ({"fleet": FleetConfig(FleetKind.regions)}, "needs engine and trainer in one process"),
+        ({"fleet": FleetConfig(FleetKind.regions, max_version_lag=1)}, "samples whole batches ahead"),
+        (
+            {"trainer": TrainerConfig(shard="parameters", layout=LayoutConfig(dp_shard=2)), "launch": Launch.ray},
+            "whose weights trainer.shard=parameters has in pieces",
+        ),
         (
             {"algorithm": AlgorithmConfig(loss="grpo", advantage="group_norm", anchor=Anchor.rollout, **REFILLS)},
             "max_refills asks for prompts in turn",

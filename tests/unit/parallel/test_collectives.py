@@ -3,6 +3,7 @@
 from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 
 import rlloop
@@ -50,6 +51,7 @@ def copies():
     return found
 
 
+@pytest.mark.slow
 def test_copies_have_the_senders_bits():
     for found in run_ranks(3, copies):
         assert all(found.values()), found
@@ -64,6 +66,7 @@ def groups():
     return context.coordinates, found, members, (half.rank, half.first, half.tp.gather_objects(half.first + half.rank))
 
 
+@pytest.mark.slow
 def test_each_axis_has_its_group():
     results = run_ranks(4, groups)
     for rank, (coordinates, found, members, half) in enumerate(results):

@@ -1,4 +1,4 @@
-"""How ranks divide heads, rows and sequences, and what of a whole tensor each has."""
+"""Division of heads, rows and sequences over ranks, and each rank's part of a tensor."""
 
 from itertools import chain
 

@@ -1,4 +1,4 @@
-"""What an engine gives back against what it was asked for, one departure at a time."""
+"""Checks of an engine's completions against its request, one violation at a time."""
 
 from __future__ import annotations
 

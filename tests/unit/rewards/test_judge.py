@@ -143,6 +143,17 @@ def test_pairs_are_compared_in_both_orders(endpoint):
     assert len(endpoint.bodies) == 10 and len(seen) <= 10  # noqa: PT018
 
 
+def test_a_completion_without_others_is_compared_with_the_reference(endpoint):
+    endpoint.answer = lambda question: '{"better": "A"}' if "Answer a\n4" in question else '{"better": "B"}'
+    alone = score(PairwiseJudge(judge=judge(endpoint)), "five", "4", ids=["x", "y"])
+    assert [result.reward for result in alone] == [0.5, 0.5]
+    assert endpoint.bodies == []
+    wrong, right = score(PairwiseJudge(judge=judge(endpoint), reference_key="answer"), "five", "4", ids=["x", "y"])
+    assert (wrong.reward, wrong.solved, right.reward) == (0.0, False, 0.5)
+    assert len(endpoint.bodies) == 2
+    assert all("A right answer" not in body["messages"][-1]["content"] for body in endpoint.bodies)
+
+
 def test_a_comparison_that_fails_rejects_its_two_alone(endpoint):
     endpoint.answer = lambda question: 400 if "bad" in question else '{"better": "tie"}'
     results = score(PairwiseJudge(judge=judge(endpoint)), "good", "bad", "fine", "best", ids=["x", "x", "y", "y"])

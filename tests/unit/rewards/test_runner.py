@@ -77,7 +77,7 @@ def test_a_reward_that_always_hangs_is_given_up_before_the_batch_has_taken_hours
 
 @pytest.fixture
 def held():
-    """What hangs in `wild` goes on after the test, and leaves nothing behind."""
+    """Release what hangs in `wild` after the test, and assert that no thread is left."""
     before = set(threading.enumerate())
     yield
     released.set()

@@ -7,6 +7,7 @@ import pytest
 from rlloop.cli.main import main
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["html", "png"])
 def test_a_report_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys, ending):
     for seed in range(2):
@@ -22,6 +23,7 @@ def test_a_report_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys, end
     assert f"{taken} cannot be written: Is a directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k3", [0.0, 1e-3])
 def test_collapse_is_judged_only_where_there_was_a_mismatch(tmp_path, capsys, k3):
     for seed in range(2):

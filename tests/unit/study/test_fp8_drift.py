@@ -1,4 +1,4 @@
-"""What an engine with fp8 kernels does, as far as a CPU can show it; tests/gpu has the grouped product and engines."""
+"""An engine with fp8 kernels, as far as a CPU can run it; tests/gpu has the grouped product and engines."""
 
 from typing import Any
 

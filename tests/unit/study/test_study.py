@@ -166,6 +166,7 @@ def study(tmp_path) -> Path:
     return tmp_path / "study"
 
 
+@pytest.mark.slow
 def test_compare_reports_a_multirun_in_one_page_with_its_pictures_and_data(study, tmp_path, capsys):
     output = tmp_path / "reports" / "report.html"
     assert main(["compare", str(study), "-o", str(output)]) == 0
@@ -199,6 +200,7 @@ def test_one_run_is_nothing_to_compare(study, capsys):
     assert "is one run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_same_runs_make_the_same_picture(study):
     arms = arms_of([Run.read(path) for path in sorted(study.iterdir())])
     assert draw_arms(arms) == draw_arms(arms)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlloop.errors import ConfigError
+from rlloop.loop.environments import opening_of
+from rlloop.recipes.custom.task import environment_factory
 from rlloop.tasks.tools import class_environment
 from rlloop.types import Example
 
@@ -29,6 +31,20 @@ class Sums:
 
     def _hidden(self) -> str:
         return "secret"
+
+
+class Riddle(Sums):
+    def reset(self, target: int) -> str:
+        super().reset(target)
+        return f" Reach {target}."
+
+    def add(self, number: int) -> int:
+        """Add to the total.
+
+        Args:
+            number: what is added
+        """
+        return super().add(number)
 
 
 class Unset:
@@ -72,6 +88,18 @@ def test_what_a_policy_does_wrong_it_is_told(name, arguments, says):
     [answer] = told(environment.step(call(name, arguments)))
     assert answer.startswith(says)
     assert environment.step("done").reward == 0.0
+
+
+def test_what_reset_returns_and_the_tools_open_the_prompt():
+    factory = environment_factory({"_target_": "rlloop.tasks.tools.class_environment", "environment": f"{HERE}.Riddle"})
+    opening = opening_of(factory)
+    assert opening is not None
+    opened = opening(Example("one", [1], "", {"target": 5}))
+    assert opened.observation == " Reach 5."
+    add, fail = (tool["function"] for tool in opened.tools)
+    assert add["parameters"]["properties"] == {"number": {"type": "integer", "description": "what is added"}}
+    assert (add["description"], fail["name"]) == ("Add to the total.", "fail")  # which has no docstring
+    assert opening_of(lambda example: None) is None
 
 
 def test_a_class_that_cannot_be_reset_is_refused():

@@ -95,6 +95,7 @@ def test_biases_follow_the_load_and_nothing_else_moves_them() -> None:
     assert (still.model.get_parameter(BIAS) == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"balance_coef": 1.0, "lr": 2e-2}, {"expert_bias_rate": 0.05}])
 def test_a_skewed_router_comes_to_use_its_experts(settings: dict[str, float]) -> None:
     loads = []

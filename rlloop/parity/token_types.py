@@ -1,0 +1,61 @@
+"""Comparison of the engine's prefill with the trainer over a prompt with images, by type of token.
+
+Trained tokens of a completion are text, so the engine's reading of images is compared on the prompt: the logprob of
+each of its tokens but the first, by whether the token before it, from which it is predicted, is text or part of an
+image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlloop.inputs import ModelInput
+
+TYPES = ("text", "image")
+
+
+@dataclass(frozen=True)
+class PromptComparison:
+    metrics: dict[str, float]
+    difference: str | None  # the first token that differs; None: all bits are equal
+
+
+def compare_prompt(prompt: ModelInput, engine: np.ndarray, trainer: np.ndarray) -> PromptComparison:
+    """`engine` and `trainer`: [P - 1] float32. k3 as in `parity.monitor`, over the tokens of a type."""
+    at = np.arange(len(prompt) - 1)
+    of_image = np.zeros(len(at), bool)
+    for span in prompt.contents:
+        of_image |= (span.start <= at) & (at < span.end)
+    different, metrics = engine.view(np.int32) != trainer.view(np.int32), dict[str, float]()
+    with np.errstate(all="ignore"):
+        d = trainer.astype(np.float64) - engine
+        k3 = np.expm1(d) - d
+    for name, chosen in zip(TYPES, (~of_image, of_image), strict=True):
+        if chosen.any():
+            metrics[f"parity/k3_{name}"] = float(k3[chosen].mean())
+    metrics["parity/prompt_tokens"] = len(at)
+    metrics["parity/prompt_tokens_different"] = float(different.mean()) if len(at) else 0.0
+    if not different.any():
+        return PromptComparison(metrics, None)
+    first = int(different.argmax())
+    kind = TYPES[int(of_image[first])]
+    return PromptComparison(
+        metrics,
+        f"{int(different.sum())} of {len(at)} tokens of a prompt with images have other logprobs in the engine's "
+        f"prefill than in the trainer, {int((different & of_image).sum())} of them predicted from an image. First: "
+        f"token {first + 1}, predicted from {kind}: engine {engine[first]:.9g}, trainer {trainer[first]:.9g}",
+    )
+
+
+def compare_first_prompt(engine: Any, trainer: Any, prompts: list[ModelInput]) -> PromptComparison | None:
+    """Of the first prompt that has images; None where none has, or an engine or trainer cannot be asked."""
+    prefill: Callable[..., Any] | None = getattr(engine, "prefill_logprobs", None)
+    score: Callable[..., Any] | None = getattr(trainer, "prompt_logprobs", None)
+    prompt = next((each for each in prompts if each.images), None)
+    if prefill is None or score is None or prompt is None:
+        return None
+    return compare_prompt(prompt, prefill([prompt])[0], score(prompt))
