@@ -132,26 +132,26 @@ def test_a_server_that_stands_alone_and_who_may_ask_it(fleet, tmp_path):
     options = ["--model", "model", "--threads", "1", "--max-body", "4096", "--logprobs-mode", "raw_logprobs"]
     server = Server(tmp_path, "engine", *options)
     fleet.servers.append(server)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0)
-    made = client.completions.create(model="rlloop", prompt=[3, 4, 5], max_tokens=4, seed=1, logprobs=0)
-    extra = made.choices[0].model_extra
-    assert extra is not None
-    with RemoteEngine(server.url, token=TOKEN) as engine:
-        [exact] = engine.generate([[3, 4, 5]], SamplingParams(max_tokens=4, seed=1))
-    assert exact.token_ids == extra["token_ids"]
-    assert exact.raw_logprobs.astype(float).tolist() == extra["raw_logprobs"]
-    stream = client.completions.create(
-        model="rlloop", prompt=[3, 4, 5], max_tokens=4, seed=1, logprobs=0, temperature=0.5, stream=True
-    )
-    streamed = [value for event in stream for value in event.choices[0].logprobs.token_logprobs]
-    with RemoteEngine(server.url, token=TOKEN) as engine:
-        [cold] = engine.generate([[3, 4, 5]], SamplingParams(max_tokens=4, seed=1, temperature=0.5))
-    assert streamed == cold.raw_logprobs.astype(float).tolist() != cold.logprobs.astype(float).tolist()
-    for path in ("/health", "/metrics", "/rlloop/weights", "/rlloop/weights/wake", "/v1/models", "/nothing"):
-        assert httpx.get(server.url + path, trust_env=False).status_code == 401
-    with pytest.raises(openai.APIStatusError) as large:
-        client.completions.create(model="rlloop", prompt=[3] * 4096)
-    assert large.value.status_code == 413
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0) as client:
+        made = client.completions.create(model="rlloop", prompt=[3, 4, 5], max_tokens=4, seed=1, logprobs=0)
+        extra = made.choices[0].model_extra
+        assert extra is not None
+        with RemoteEngine(server.url, token=TOKEN) as engine:
+            [exact] = engine.generate([[3, 4, 5]], SamplingParams(max_tokens=4, seed=1))
+        assert exact.token_ids == extra["token_ids"]
+        assert exact.raw_logprobs.astype(float).tolist() == extra["raw_logprobs"]
+        stream = client.completions.create(
+            model="rlloop", prompt=[3, 4, 5], max_tokens=4, seed=1, logprobs=0, temperature=0.5, stream=True
+        )
+        streamed = [value for event in stream for value in event.choices[0].logprobs.token_logprobs]
+        with RemoteEngine(server.url, token=TOKEN) as engine:
+            [cold] = engine.generate([[3, 4, 5]], SamplingParams(max_tokens=4, seed=1, temperature=0.5))
+        assert streamed == cold.raw_logprobs.astype(float).tolist() != cold.logprobs.astype(float).tolist()
+        for path in ("/health", "/metrics", "/rlloop/weights", "/rlloop/weights/wake", "/v1/models", "/nothing"):
+            assert httpx.get(server.url + path, trust_env=False).status_code == 401
+        with pytest.raises(openai.APIStatusError) as large:
+            client.completions.create(model="rlloop", prompt=[3] * 4096)
+        assert large.value.status_code == 413
     server.signal(signal.SIGTERM)
     server.process.wait(20)
 
