@@ -6,6 +6,7 @@ unpack to gigabytes.
 
 from __future__ import annotations
 
+import functools
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -102,11 +103,16 @@ def bearer(token: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-def tls_context(ca_file: str | Path | None) -> ssl.SSLContext | bool:
-    """httpx's `verify`: the system's authorities, or only those of `ca_file`. Raises `ConfigError`."""
+def tls_context(ca_file: str | Path | None) -> ssl.SSLContext:
+    """httpx's `verify`: the authorities that httpx trusts, or only those of `ca_file`. Raises `ConfigError`."""
     if ca_file is None:
-        return True
+        return _usual_authorities()
     try:
         return ssl.create_default_context(cafile=str(ca_file))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"the certificates {ca_file} cannot be read: {error}") from None
+
+
+@functools.cache  # to read them takes 40 ms, for each client anew
+def _usual_authorities() -> ssl.SSLContext:
+    return httpx.create_ssl_context(trust_env=False)

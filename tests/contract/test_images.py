@@ -37,7 +37,7 @@ from tests.support.wide_models import Wide
 
 logging.disable_progress_bar()
 
-LOGPROB_ERROR, GRADIENT_ERROR = 3e-5, 2e-5
+LOGPROB_ERROR, GRADIENT_ERROR = 6e-5, 2e-5  # qwen3_5_moe: 1.6e-5 off float64 here, transformers 2.4e-5 on one processor
 RECURRENT_GRADIENT_ERROR = 1e-4  # token by token here, in chunks there: decays of small gradients
 TEXT = list(range(20, 31))
 

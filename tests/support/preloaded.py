@@ -6,7 +6,9 @@ from typing import Any
 
 import hydra  # noqa: F401
 import matplotlib.figure  # noqa: F401
-import torch._dynamo  # noqa: F401 (an optimizer imports it)
+import pytest  # noqa: F401 (modules of tests do)
+import torch._dynamo  # an optimizer imports it
+import torch.fx.experimental.symbolic_shapes  # noqa: F401 (a backward does)
 import transformers.models.auto.tokenization_auto  # noqa: F401
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
@@ -24,7 +26,9 @@ import rlloop.rollout.fleet.trainer_server
 import rlloop.rollout.fleet.weight_follower
 import rlloop.runs.plots
 import rlloop.sync.http
+import rlloop.sync.steps_fast
 import rlloop.training.service  # noqa: F401
+import tests.support.checkpoints  # noqa: F401
 
 
 def load_kernels() -> None:

@@ -68,10 +68,11 @@ def test_every_turn_has_the_same_bits_in_engine_and_trainer(settings):
 
 
 class Patient(NumberGuessing):
-    """Replies to those who look for 1 only once the first step is over."""
+    """Replies to those who look for 1 in the first step only once it is over."""
 
     async def step(self, message: str):
-        while self.secret == 1 and not rollout_files(Path("run")):
+        evaluated = Path("run/metrics.jsonl").exists()
+        while self.secret == 1 and evaluated and not rollout_files(Path("run")):
             await asyncio.sleep(0.01)
         return super().step(message)
 
