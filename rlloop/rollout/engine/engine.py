@@ -282,8 +282,6 @@ class Engine(AdapterVerbs, EngineFrontEnd):
     def fingerprint(self) -> dict[str, Any]:
         return self.model.fingerprint()
 
-    # ---------------------------------------------------------------------------------------------- adapters
-
     # ---------------------------------------------------------------------------------------------- one step
 
     @torch.inference_mode()
